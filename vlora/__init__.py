@@ -1,0 +1,2 @@
+"""V-LoRA: one vision-language model, many LoRA adapters, one box."""
+

@@ -1,0 +1,89 @@
+"""What the user chose, checked once and frozen. What the hardware allows is computed later, elsewhere (`Limits`)."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Literal
+
+from vlora.errors import BadConfig
+
+DTYPES = ("auto", "float32", "bfloat16", "float16")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EngineConfig:
+    """Settings of one engine. Defaults live here only; the command line reads them from this class.
+
+    model: a folder or a hub name. load_format "dummy" gives random weights at the config's real shapes.
+    max_batch_size: most requests in a step (MaxBS of V-LoRA's Algorithm 1). max_step_tokens: most tokens in a step.
+    max_context: prompt and answer together, in tokens; None takes the model's own limit.
+    block_size: tokens per KV block. arena_bytes: KV cache and adapters together; None sizes it from free memory.
+    theta_s: how much credit (seconds) makes a request starve. merge_fidelity_floor: an adapter below it is never merged.
+    vision_cache_bytes: image embeddings kept for reuse. threads: torch threads; None leaves torch's choice.
+
+    Raises BadConfig when a value cannot work.
+    """
+
+    model: str
+    load_format: Literal["auto", "dummy"] = "auto"
+    device: str = "cpu"
+    dtype: str = "auto"
+    seed: int = 0
+    policy: str = "vlora"
+    max_batch_size: int = 32
+    max_step_tokens: int = 512
+    max_context: int | None = None
+    block_size: int = 16
+    arena_bytes: int | None = None
+    theta_s: float = 0.5
+    merge_fidelity_floor: float = 0.8
+    vision_cache_bytes: int = 256 * 2**20
+    threads: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.load_format not in ("auto", "dummy"):
+            raise BadConfig(f"load_format is {self.load_format!r}; choose auto or dummy")
+        if self.dtype not in DTYPES:
+            raise BadConfig(f"dtype is {self.dtype!r}; choose one of {', '.join(DTYPES)}")
+        for field in ("max_batch_size", "max_step_tokens", "block_size"):
+            if getattr(self, field) < 1:
+                raise BadConfig(f"{field} is {getattr(self, field)}; it must be at least 1")
+        for field in ("max_context", "arena_bytes", "threads"):
+            value = getattr(self, field)
+            if value is not None and value < 1:
+                raise BadConfig(f"{field} is {value}; it must be at least 1")
+        if self.max_step_tokens < self.max_batch_size:
+            raise BadConfig(
+                f"max_step_tokens ({self.max_step_tokens}) is below max_batch_size ({self.max_batch_size}); "
+                "a full batch of decoding requests needs one token each"
+            )
+        if self.theta_s <= 0:
+            raise BadConfig(f"theta_s is {self.theta_s}; it must be above 0")
+        if not 0 <= self.merge_fidelity_floor <= 1:
+            raise BadConfig(f"merge_fidelity_floor is {self.merge_fidelity_floor}; it must lie between 0 and 1")
+        if self.vision_cache_bytes < 0:
+            raise BadConfig(f"vision_cache_bytes is {self.vision_cache_bytes}; it must be 0 (off) or more")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ServerConfig:
+    """Settings of the front end. Without a token it binds to loopback only.
+
+    max_image_bytes and max_image_pixels bound one encoded image and one decoded image. request_timeout_s bounds one call.
+    """
+
+    host: str = "127.0.0.1"
+    rpyc_port: int = 18861
+    max_image_bytes: int = 20 * 2**20
+    max_image_pixels: int = 40_000_000
+    max_images: int = 64
+    request_timeout_s: float = 120.0
+
+    def __post_init__(self) -> None:
+        if self.host not in ("127.0.0.1", "localhost", "::1"):
+            raise BadConfig(
+                f"host is {self.host!r}; without authentication the server binds to loopback only "
+                "(127.0.0.1, localhost or ::1)"
+            )
+        if not 0 <= self.rpyc_port <= 65535:
+            raise BadConfig(f"rpyc_port is {self.rpyc_port}; it must lie between 0 (any free port) and 65535")

@@ -1,0 +1,115 @@
+"""Every error a user of V-LoRA can meet, in one tree.
+
+::
+
+    VLoraError
+    |-- BadConfig            a setting, flag or model that cannot work
+    |   `-- UnsupportedModel     a model family that is not on the allow-list, with the reason
+    |-- BadPlan              a fusion plan that cannot be run (file, line and field named)
+    |-- BadAdapter           an adapter that cannot be served, with the reason
+    |-- BadRequest           the request itself is wrong
+    |   |-- BadImage             bytes that are no image, or no video, or a frame that cannot be read
+    |   |-- TooLarge             an image, a video or a body over the server's limits
+    |   |-- PromptTooLong        prompt and answer do not fit the model's context
+    |   |-- UnknownAdapter       no adapter of that name is registered
+    |   `-- UnknownHead          the adapter has no head of that name
+    |-- OverCapacity         the server is full; try again later
+    |-- DeadlineMissed       the answer could not be given within the request's latency bound
+    |-- Aborted              the request was cancelled, by its client or by an operator
+    |-- StepFailed           a batch failed inside the engine; only its own requests are lost
+    `-- EngineDead           the engine process is gone; the message carries the cause
+
+Each class has a stable `code` (what travels over the wire) and an `http_status`. `assert` is for our own mistakes only.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+
+class VLoraError(Exception):
+    """Base of everything a user can cause or meet. `str(error)` says what was wrong, which value, and what to do."""
+
+    code: ClassVar[str] = "error"
+    http_status: ClassVar[int] = 500
+
+
+class BadConfig(VLoraError):
+    code = "bad_config"
+
+
+class UnsupportedModel(BadConfig):
+    code = "unsupported_model"
+
+
+class BadPlan(VLoraError):
+    code = "bad_plan"
+
+
+class BadAdapter(VLoraError):
+    code = "bad_adapter"
+    http_status = 400
+
+
+class BadRequest(VLoraError):
+    code = "bad_request"
+    http_status = 400
+
+
+class BadImage(BadRequest):
+    code = "bad_image"
+
+
+class TooLarge(BadRequest):
+    code = "too_large"
+    http_status = 413
+
+
+class PromptTooLong(BadRequest):
+    code = "prompt_too_long"
+
+
+class UnknownAdapter(BadRequest):
+    code = "unknown_adapter"
+    http_status = 404
+
+
+class UnknownHead(BadRequest):
+    code = "unknown_head"
+    http_status = 404
+
+
+class OverCapacity(VLoraError):
+    code = "over_capacity"
+    http_status = 429
+
+
+class DeadlineMissed(VLoraError):
+    code = "deadline_missed"
+    http_status = 504
+
+
+class Aborted(VLoraError):
+    code = "aborted"
+    http_status = 499
+
+
+class StepFailed(VLoraError):
+    code = "step_failed"
+
+
+class EngineDead(VLoraError):
+    code = "engine_dead"
+    http_status = 503
+
+
+def _tree(cls: type[VLoraError]) -> dict[str, type[VLoraError]]:
+    found = {cls.code: cls}
+    for child in cls.__subclasses__():
+        found.update(_tree(child))
+    return found
+
+
+def error_from_code(code: str, message: str) -> VLoraError:
+    """Rebuild the typed error that crossed a wire as (code, message). An unknown code becomes a plain `VLoraError`."""
+    return _tree(VLoraError).get(code, VLoraError)(message)

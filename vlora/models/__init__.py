@@ -1,0 +1,5 @@
+"""The model side of the engine: loading, the seam into transformers, vision, sampling, the runner, mode switching."""
+
+from vlora.models.processing import EncodedPrompt, InputProcessor
+
+__all__ = ["EncodedPrompt", "InputProcessor"]

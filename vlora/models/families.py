@@ -1,0 +1,101 @@
+"""The allow-list: which model families are served, and what differs between them.
+
+A family whose attention is not implemented here (sliding windows, bidirectional image tokens, ...) would give wrong answers
+without an error, so everything not listed is refused with the reason.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+import torch
+
+from vlora.errors import UnsupportedModel
+
+
+@dataclasses.dataclass(frozen=True)
+class Family:
+    """What the engine must know of one model type.
+
+    mrope: positions have three rows (time, height, width). tiles: an image is cut into a variable number of tiles.
+    """
+
+    model_type: str
+    mrope: bool
+    tiles: bool
+    video: bool
+
+
+FAMILIES = {
+    family.model_type: family
+    for family in (
+        Family("qwen2_vl", mrope=True, tiles=False, video=True),
+        Family("qwen2_5_vl", mrope=True, tiles=False, video=True),
+        Family("qwen3_vl", mrope=True, tiles=False, video=True),
+        Family("llava", mrope=False, tiles=False, video=False),
+        Family("llava_next", mrope=False, tiles=True, video=False),
+        Family("llava_onevision", mrope=False, tiles=True, video=True),
+    )
+}
+
+TEXT_MODELS = frozenset(("llama", "qwen2", "mistral", "qwen2_vl_text", "qwen2_5_vl_text", "qwen3_vl_text"))
+
+_WHY_NOT = {
+    "gemma3": "its image tokens attend to each other in both directions",
+    "gemma4": "its image tokens attend to each other in both directions",
+    "paligemma": "its prompt attends in both directions",
+    "mllama": "it reads images through cross-attention layers",
+    "qwen3_5": "it has linear-attention layers",
+}
+
+
+def family_of(config: Any) -> Family:
+    """The family of a transformers config. Raises UnsupportedModel with the reason."""
+    model_type = getattr(config, "model_type", None)
+    family = FAMILIES.get(str(model_type))
+    if family is None:
+        why = _WHY_NOT.get(str(model_type), "its attention has not been checked against this engine")
+        raise UnsupportedModel(f"model type {model_type!r} is not served: {why}. Served: {', '.join(FAMILIES)}")
+    text = config.text_config
+    if text.model_type not in TEXT_MODELS:
+        raise UnsupportedModel(
+            f"{model_type} over a text model of type {text.model_type!r} is not served; text models served: "
+            f"{', '.join(sorted(TEXT_MODELS))}"
+        )
+    layer_types = getattr(text, "layer_types", None) or ()
+    windowed = [kind for kind in layer_types if kind != "full_attention"]
+    if windowed or (text.model_type == "mistral" and getattr(text, "sliding_window", None)):
+        kind = windowed[0] if windowed else "sliding_attention"
+        raise UnsupportedModel(f"{model_type} with {kind} layers is not served: only full attention is implemented")
+    return family
+
+
+def placeholder_count(config: Any, fields: dict[str, torch.Tensor]) -> int:
+    """How many placeholder tokens one image fills, from the tensors its image processor made for it alone.
+
+    Asks the model's own shape functions, on a meta tensor, so that it can never disagree with the features.
+    """
+    family = family_of(config)
+    if family.mrope:
+        return int(fields["image_grid_thw"].prod()) // config.vision_config.spatial_merge_size**2
+    side = config.vision_config.image_size // config.vision_config.patch_size
+    base = side * side
+    if not family.tiles:
+        return base + (1 if config.vision_feature_select_strategy == "full" else 0)
+    # Imported here: the modeling files are heavy, and only tiled families need them.
+    from transformers.models.llava_next.modeling_llava_next import get_anyres_image_grid_shape, unpad_image
+
+    if fields["pixel_values"].shape[1] == 1:
+        return base + 1
+    size = fields["image_sizes"][0]
+    rows, columns = get_anyres_image_grid_shape(size, config.image_grid_pinpoints, config.vision_config.image_size)
+    packed = unpad_image(torch.empty(1, rows * side, columns * side, device="meta"), size)
+    height, width = packed.shape[1:]
+    if family.model_type == "llava_onevision":
+        most_tiles = int(config.vision_aspect_ratio.removeprefix("anyres_max_"))
+        ratio = math.sqrt(height * width / (most_tiles * side**2))
+        if ratio > 1.1:
+            height, width = int(height // ratio), int(width // ratio)
+    return base + height * (width + 1)

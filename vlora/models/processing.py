@@ -1,0 +1,141 @@
+"""From what a person sends (a question, images) to what the engine takes (token ids, processed tensors).
+
+Only the tokenizer and the image processor are used: the families' combined processors need torchvision for their video half,
+which a CPU box may not have, and would hide how many placeholder tokens an image fills.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from PIL import Image
+from transformers import AutoConfig, AutoImageProcessor, AutoTokenizer, PreTrainedTokenizerBase
+
+from vlora.errors import BadConfig, BadImage, BadRequest
+from vlora.models.families import family_of, placeholder_count
+from vlora.types import TensorValue, VisionInput
+
+_IMAGE_FIELDS = ("pixel_values", "image_grid_thw", "image_sizes", "batch_num_images")
+
+
+class EncodedPrompt(NamedTuple):
+    """A prompt ready to become a Request: placeholders expanded, one VisionInput per image, in order."""
+
+    prompt_ids: tuple[int, ...]
+    vision: tuple[VisionInput, ...]
+
+
+class InputProcessor:
+    """Chat template, tokenizer and image processor of one model."""
+
+    def __init__(self, config: Any, tokenizer: PreTrainedTokenizerBase, image_processor: Any) -> None:
+        self.config = config
+        self.tokenizer = tokenizer
+        self.image_processor = image_processor
+        self.family = family_of(config)
+        self.image_token_id: int = config.image_token_id
+        self.image_token: str = tokenizer.convert_ids_to_tokens(self.image_token_id)
+
+    @classmethod
+    def from_pretrained(cls, path: str) -> InputProcessor:
+        """Load from a folder or hub name. Raises BadConfig when a piece is missing, UnsupportedModel for other families."""
+        try:
+            config = AutoConfig.from_pretrained(path)
+            tokenizer = AutoTokenizer.from_pretrained(path)
+            image_processor = AutoImageProcessor.from_pretrained(path)
+        except (OSError, ValueError) as error:
+            raise BadConfig(f"cannot load tokenizer and image processor from {path!r}: {error}") from error
+        return cls(config, tokenizer, image_processor)
+
+    def chat(self, question: str, num_images: int = 0) -> str:
+        """The model's chat template around one user turn: images first, then the question, then the assistant's cue."""
+        content = [{"type": "image"}] * num_images + [{"type": "text", "text": question}]
+        return self.template([{"role": "user", "content": content}])
+
+    def template(self, messages: Sequence[Mapping[str, Any]]) -> str:
+        """Apply the chat template to whole conversations. Content entries are {"type": "image"} or {"type": "text", ...}.
+
+        Raises BadRequest when the template refuses the messages.
+        """
+        if self.tokenizer.chat_template is None:
+            raise BadConfig("the tokenizer has no chat template; add chat_template.jinja to the model folder")
+        try:
+            return self.tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True)
+        except Exception as error:  # jinja raises its own classes, and templates raise through it
+            raise BadRequest(f"the model's chat template refuses these messages: {error}") from error
+
+    def encode(self, prompt: str, images: Sequence[Image.Image] = ()) -> EncodedPrompt:
+        """Tokenize a prompt (already templated) and process its images.
+
+        Raises BadRequest when markers and images do not match in number, BadImage when an image cannot be processed.
+        """
+        pieces = prompt.split(self.image_token)
+        if len(pieces) - 1 != len(images):
+            raise BadRequest(
+                f"the prompt has {len(pieces) - 1} image markers ({self.image_token}) but {len(images)} images were sent"
+            )
+        vision = self._process(images)
+        text = pieces[0]
+        for item, piece in zip(vision, pieces[1:], strict=True):
+            text += self.image_token * item.num_tokens + piece
+        # Templates write the beginning-of-text token themselves; tokenizers would add a second one.
+        bos = self.tokenizer.bos_token
+        special = not (bos is not None and text.startswith(bos))
+        return EncodedPrompt(tuple(self.tokenizer(text, add_special_tokens=special)["input_ids"]), vision)
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        return self.tokenizer.decode(list(token_ids), skip_special_tokens=True)
+
+    def _process(self, images: Sequence[Image.Image]) -> tuple[VisionInput, ...]:
+        try:
+            if self.family.model_type == "llava_onevision" and len(images) > 1:
+                # Several images in one prompt are not tiled, so the processor must see them together.
+                together = self.image_processor([[image.convert("RGB") for image in images]], return_tensors="pt")
+                fields = [
+                    {
+                        "pixel_values": together["pixel_values"][i : i + 1],
+                        "image_sizes": together["image_sizes"][i : i + 1],
+                        "batch_num_images": torch.tensor([len(images)]),
+                    }
+                    for i in range(len(images))
+                ]
+            else:
+                fields = [dict(self.image_processor(image.convert("RGB"), return_tensors="pt")) for image in images]
+        except (ValueError, TypeError, OSError) as error:
+            sizes = ", ".join(f"{image.width}x{image.height}" for image in images)
+            raise BadImage(f"the image processor refuses the images ({sizes}): {error}") from error
+        return tuple(self._vision_input(item) for item in fields)
+
+    def _vision_input(self, fields: dict[str, torch.Tensor]) -> VisionInput:
+        fields = {name: fields[name] for name in _IMAGE_FIELDS if name in fields}
+        return vision_input("image", fields, placeholder_count(self.config, fields))
+
+
+def vision_input(kind: str, fields: Mapping[str, torch.Tensor], num_tokens: int) -> VisionInput:
+    """Pack processed tensors of one image or video into a value, with the hash its embeddings are cached under."""
+    values = {name: tensor_value(tensor) for name, tensor in sorted(fields.items())}
+    digest = hashlib.blake2b(digest_size=16)
+    for name, value in values.items():
+        digest.update(f"{kind} {name} {value.dtype} {value.shape}".encode())
+        digest.update(value.data)
+    return VisionInput(kind=kind, content_hash=digest.hexdigest(), num_tokens=num_tokens, fields=values)  # type: ignore[arg-type]
+
+
+def tensor_value(tensor: torch.Tensor) -> TensorValue:
+    array = np.ascontiguousarray(tensor.detach().cpu().numpy())
+    return TensorValue(str(array.dtype), tuple(array.shape), array.tobytes())
+
+
+def to_tensor(value: TensorValue) -> torch.Tensor:
+    """The tensor behind a value. Raises BadRequest when bytes and shape do not agree."""
+    try:
+        array = np.frombuffer(value.data, dtype=value.dtype).reshape(value.shape)
+    except (TypeError, ValueError) as error:
+        raise BadRequest(
+            f"a tensor of dtype {value.dtype} and shape {value.shape} cannot be read from {len(value.data)} bytes: {error}"
+        ) from error
+    return torch.from_numpy(array.copy())

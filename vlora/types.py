@@ -1,0 +1,252 @@
+"""The nouns every room shares, as frozen values. No torch: a camera box imports this module.
+
+All of them can cross a process boundary as msgpack (msgspec), so they hold numbers, strings, bytes and tuples only.
+"""
+
+from __future__ import annotations
+
+import enum
+import math
+from typing import Literal
+
+import msgspec
+
+from vlora.errors import BadRequest, VLoraError, error_from_code
+
+
+class Mode(enum.StrEnum):
+    """How the adapters of a step are applied (V-LoRA section 4.4; `docs/architecture.md` has the table)."""
+
+    UNMERGED = "unmerged"
+    MERGED = "merged"
+    MIXED = "mixed"
+
+
+class RequestStatus(enum.StrEnum):
+    WAITING = "waiting"
+    RUNNING = "running"
+    FINISHED = "finished"
+    FAILED = "failed"
+
+
+class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
+    """What a user may set about token choice.
+
+    temperature 0 is greedy. top_k 0 and top_p 1 switch those filters off. Draws depend on `seed` and the token's place in
+    the answer only, never on the batch; `seed=None` takes one from the request id.
+
+    Raises BadRequest when a value is out of range.
+    """
+
+    max_tokens: int = 128
+    temperature: float = 0.0
+    top_p: float = 1.0
+    top_k: int = 0
+    seed: int | None = None
+    stop: tuple[str, ...] = ()
+    ignore_eos: bool = False
+
+    def __post_init__(self) -> None:
+        if self.max_tokens < 1:
+            raise BadRequest(f"max_tokens is {self.max_tokens}; it must be at least 1")
+        if not (math.isfinite(self.temperature) and self.temperature >= 0):
+            raise BadRequest(f"temperature is {self.temperature}; it must be a finite number, 0 or more (0 is greedy)")
+        if not 0 < self.top_p <= 1:
+            raise BadRequest(f"top_p is {self.top_p}; it must be above 0 and at most 1")
+        if self.top_k < 0:
+            raise BadRequest(f"top_k is {self.top_k}; it must be 0 (off) or more")
+        if any(not text for text in self.stop):
+            raise BadRequest("stop holds an empty string; every stop string needs at least one character")
+
+
+class TensorValue(msgspec.Struct, frozen=True):
+    """A tensor as a value: `data` is C-contiguous, `dtype` is numpy's name for it."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    data: bytes
+
+
+class VisionInput(msgspec.Struct, frozen=True, kw_only=True):
+    """One image or one video after the image processor: the tensors the model's vision tower takes, for this item alone.
+
+    content_hash: hex digest over the processed tensors; the key under which its embeddings are cached.
+    num_tokens: how many placeholder tokens of the prompt it fills.
+    """
+
+    kind: Literal["image", "video"]
+    content_hash: str
+    num_tokens: int
+    fields: dict[str, TensorValue]
+
+
+class Request(msgspec.Struct, frozen=True, kw_only=True):
+    """One user job, ready for the engine: placeholders expanded, images processed.
+
+    adapter None is the base model. head None asks for text; otherwise the named task head of the adapter answers in one pass.
+    max_latency_s: the caller's bound on the whole request, or None.
+    """
+
+    request_id: str
+    prompt_ids: tuple[int, ...]
+    vision: tuple[VisionInput, ...] = ()
+    adapter: str | None = None
+    head: str | None = None
+    sampling: SamplingParams = SamplingParams()
+    max_latency_s: float | None = None
+
+    def __post_init__(self) -> None:
+        if not self.prompt_ids:
+            raise BadRequest("the prompt is empty; send at least one token")
+        if self.head is not None and self.adapter is None:
+            raise BadRequest(f"head {self.head!r} was asked for without an adapter; heads belong to adapters")
+        if self.max_latency_s is not None and not self.max_latency_s > 0:
+            raise BadRequest(f"max_latency_s is {self.max_latency_s}; it must be above 0")
+
+
+class ErrorValue(msgspec.Struct, frozen=True):
+    """A `VLoraError` as a value: its class's `code` and its message."""
+
+    code: str
+    message: str
+
+    @classmethod
+    def of(cls, error: VLoraError) -> ErrorValue:
+        return cls(error.code, str(error))
+
+    def to_exception(self) -> VLoraError:
+        return error_from_code(self.code, self.message)
+
+
+class HeadAnswer(msgspec.Struct, frozen=True, kw_only=True):
+    """What a task head says: the best label and every label's probability, in the head's label order."""
+
+    label: str
+    label_id: int
+    scores: tuple[float, ...]
+
+
+class Timings(msgspec.Struct, frozen=True, kw_only=True):
+    """Where one request's time went, in seconds from its arrival at the engine, and how it was run.
+
+    ttft_s is None until something was answered. steps_by_mode counts the steps the request took part in.
+    """
+
+    queue_s: float
+    ttft_s: float | None
+    latency_s: float
+    num_prompt_tokens: int
+    num_completion_tokens: int
+    num_preemptions: int
+    steps_by_mode: dict[str, int]
+
+
+FinishReason = Literal["stop", "length", "head", "cancelled", "error"]
+
+
+class RequestOutput(msgspec.Struct, frozen=True, kw_only=True):
+    """One message of a request's answer. The last one has a finish_reason; exactly one such message ends every request.
+
+    token_ids: the tokens since the previous message. error is set when, and only when, finish_reason is "error" or "cancelled".
+    """
+
+    request_id: str
+    token_ids: tuple[int, ...] = ()
+    head: HeadAnswer | None = None
+    finish_reason: FinishReason | None = None
+    error: ErrorValue | None = None
+    timings: Timings | None = None
+
+    @property
+    def finished(self) -> bool:
+        return self.finish_reason is not None
+
+
+class BatchItem(msgspec.Struct, frozen=True):
+    """One request's share of a step: tokens `[start, start + num_tokens)` of its prompt-and-answer sequence.
+
+    answers: the step reaches the sequence's last known token, so a token is sampled or the head is read.
+    """
+
+    request_id: str
+    adapter: str | None
+    start: int
+    num_tokens: int
+    block_table: tuple[int, ...]
+    answers: bool
+
+
+class Batch(msgspec.Struct, frozen=True):
+    """The scheduler's decision for one step. merged_adapter None means the base weights W0 are in place.
+
+    preempted: requests whose KV blocks were taken back; they will be computed again from their tokens.
+    """
+
+    mode: Mode
+    merged_adapter: str | None
+    items: tuple[BatchItem, ...]
+    preempted: tuple[str, ...] = ()
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(item.num_tokens for item in self.items)
+
+
+class StepResult(msgspec.Struct, frozen=True, kw_only=True):
+    """What one step brought: a token or a head's answer per answering request, errors for those that failed alone."""
+
+    tokens: dict[str, int] = {}
+    heads: dict[str, HeadAnswer] = {}
+    errors: dict[str, ErrorValue] = {}
+    step_s: float = 0.0
+    switch_s: float = 0.0
+    switched: bool = False
+
+
+class MemoryView(msgspec.Struct, frozen=True, kw_only=True):
+    """What policies may know of memory. resident: adapters on the device. mergeable: those whose merge fidelity holds."""
+
+    resident: frozenset[str]
+    mergeable: frozenset[str]
+
+
+class HeadSummary(msgspec.Struct, frozen=True, kw_only=True):
+    """One task head as clients see it. prompt is the question it was trained with; num_frames the images it expects."""
+
+    name: str
+    task: str
+    labels: tuple[str, ...]
+    prompt: str
+    num_frames: int
+
+
+class AdapterStatus(msgspec.Struct, frozen=True, kw_only=True):
+    """One registered adapter as operators see it. version is the content hash; merge_fidelity 1.0 loses nothing."""
+
+    name: str
+    version: str
+    rank: int
+    num_bytes: int
+    resident: bool
+    mergeable: bool
+    merge_fidelity: float
+    touches_vision: bool
+    heads: tuple[HeadSummary, ...]
+
+
+class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
+    """Counters since the engine started. requests_by_mode counts a request under each mode it took a step in."""
+
+    model: str
+    num_steps: int
+    steps_by_mode: dict[str, int]
+    requests_by_mode: dict[str, int]
+    num_switches: int
+    switch_s: float
+    num_waiting: int
+    num_running: int
+    num_finished: int
+    num_failed: int
+    num_preemptions: int
+    free_blocks: int
+    total_blocks: int
