@@ -1,0 +1,179 @@
+"""Reading the header of a LoRA adapter folder in PEFT's format: configuration and tensor shapes, no tensor data.
+
+Whatever cannot be served exactly is refused here by name. No tensor of the file is ever silently ignored.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+
+from vlora.adapters.names import resolve
+from vlora.errors import BadAdapter
+
+CONFIG_FILE = "adapter_config.json"
+WEIGHTS_FILE = "adapter_model.safetensors"
+
+# Setting -> why it cannot be served. A setting counts as used when it is neither absent nor empty nor False.
+_REFUSED = {
+    "use_dora": "DoRA rescales whole weight columns, which is not a low-rank delta",
+    "use_bdlora": "block-diagonal adapters are not served yet",
+    "modules_to_save": "it replaces whole modules of the base model, which other adapters share",
+    "lora_bias": "biases on the LoRA factors are not part of the delta",
+    "target_parameters": "it adapts bare parameters instead of linear layers",
+    "trainable_token_indices": "it changes the shared token embeddings",
+    "alora_invocation_tokens": "activated LoRA switches on in the middle of a prompt",
+    "layer_replication": "it changes the number of layers of the base model",
+    "use_qalora": "QALoRA pools its inputs",
+    "velora_config": "VeLoRA changes how inputs are read",
+    "monteclora_config": "MonteCLoRA samples its weights",
+    "arrow_config": "Arrow routes between adapters per token",
+}
+_REFUSED_INITS = {"pissa", "olora", "corda", "loftq", "lora_ga"}
+
+_TENSOR = re.compile(r"^base_model\.model\.(?P<module>.+)\.lora_(?P<side>[AB])\.weight$")
+
+
+@dataclasses.dataclass(frozen=True)
+class SiteShape:
+    """A linear layer of the base model that adapters may target. vision: it lies before the language model."""
+
+    d_in: int
+    d_out: int
+    vision: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class TargetHeader:
+    """One adapted layer: where it is in the model, which tensors of the file hold its factors, and its scale."""
+
+    site: str
+    tensor_a: str
+    tensor_b: str
+    rank: int
+    scale: float
+
+
+@dataclasses.dataclass(frozen=True)
+class AdapterHeader:
+    """All that is known of an adapter before its tensors are read."""
+
+    path: Path
+    targets: tuple[TargetHeader, ...]
+
+    @property
+    def rank(self) -> int:
+        return max(target.rank for target in self.targets)
+
+
+def read_header(path: Path, sites: Mapping[str, SiteShape]) -> AdapterHeader:
+    """Read and check an adapter folder against the base model's layers. Raises BadAdapter with the reason."""
+    config = _read_config(path)
+    _refuse_unsupported(path, config)
+    shapes = _read_shapes(path / WEIGHTS_FILE)
+    pairs: dict[str, dict[str, str]] = {}
+    for tensor in shapes:
+        match = _TENSOR.match(tensor)
+        if match is None:
+            raise BadAdapter(f"{path}: tensor {tensor!r} is not a LoRA factor of a linear layer; it cannot be served")
+        pairs.setdefault(match["module"], {})[match["side"]] = tensor
+    if not pairs:
+        raise BadAdapter(f"{path}: {WEIGHTS_FILE} holds no LoRA factors")
+    targets = tuple(_target(path, config, module, sides, shapes, sites) for module, sides in sorted(pairs.items()))
+    seen: dict[str, str] = {}
+    for target in targets:
+        if target.site in seen:
+            raise BadAdapter(f"{path}: {seen[target.site]!r} and {target.tensor_a!r} adapt the same layer {target.site!r}")
+        seen[target.site] = target.tensor_a
+    return AdapterHeader(path, targets)
+
+
+def _read_config(path: Path) -> dict[str, Any]:
+    file = path / CONFIG_FILE
+    try:
+        config = json.loads(file.read_text())
+    except FileNotFoundError as error:
+        raise BadAdapter(f"{path}: no {CONFIG_FILE}; an adapter is a folder in PEFT's format") from error
+    except (OSError, ValueError) as error:
+        raise BadAdapter(f"{file}: cannot be read as JSON: {error}") from error
+    if not isinstance(config, dict):
+        raise BadAdapter(f"{file}: holds {type(config).__name__}, expected an object")
+    return config
+
+
+def _refuse_unsupported(path: Path, config: Mapping[str, Any]) -> None:
+    kind = config.get("peft_type", "LORA")
+    if kind != "LORA":
+        raise BadAdapter(f"{path}: peft_type is {kind!r}; only LORA adapters are served")
+    for setting, why in _REFUSED.items():
+        if config.get(setting):
+            raise BadAdapter(f"{path}: {setting} = {config[setting]!r} is not served: {why}")
+    if config.get("bias", "none") != "none":
+        raise BadAdapter(f"{path}: bias = {config['bias']!r} is not served: it changes the base model's biases")
+    init = config.get("init_lora_weights")
+    if isinstance(init, str) and init.lower().split("_niter")[0] in _REFUSED_INITS:
+        raise BadAdapter(
+            f"{path}: init_lora_weights = {init!r} changed the base weights while training; "
+            "convert the adapter to plain LoRA first (PEFT's path_initial_model_for_weight_conversion)"
+        )
+
+
+def _read_shapes(file: Path) -> dict[str, tuple[int, ...]]:
+    if not file.exists():
+        raise BadAdapter(f"{file.parent}: no {WEIGHTS_FILE}; pickled weights (.bin) are not read, save as safetensors")
+    try:
+        with safe_open(file, framework="pt") as tensors:
+            return {name: tuple(tensors.get_slice(name).get_shape()) for name in tensors.keys()}  # noqa: SIM118
+    except (SafetensorError, OSError) as error:
+        raise BadAdapter(f"{file}: cannot be read as safetensors ({error}); the file may be cut short") from error
+
+
+def _target(
+    path: Path,
+    config: Mapping[str, Any],
+    module: str,
+    sides: Mapping[str, str],
+    shapes: Mapping[str, tuple[int, ...]],
+    sites: Mapping[str, SiteShape],
+) -> TargetHeader:
+    for side in ("A", "B"):
+        if side not in sides:
+            raise BadAdapter(f"{path}: layer {module!r} has no lora_{side}; both factors are needed")
+    site = resolve(module, sites)
+    if site is None:
+        raise BadAdapter(
+            f"{path}: the base model has no adaptable linear layer {module!r}; the adapter was made for another model"
+            if "lm_head" not in module
+            else f"{path}: layer {module!r} is the output head, which is not adapted here"
+        )
+    shape_a, shape_b = shapes[sides["A"]], shapes[sides["B"]]
+    expected = sites[site]
+    if len(shape_a) != 2 or len(shape_b) != 2 or shape_a[0] != shape_b[1] or shape_a[0] < 1:
+        raise BadAdapter(f"{path}: factors of {module!r} have shapes {shape_a} and {shape_b}; expected [r, in] and [out, r]")
+    if (shape_a[1], shape_b[0]) != (expected.d_in, expected.d_out):
+        raise BadAdapter(
+            f"{path}: {module!r} maps {shape_a[1]} to {shape_b[0]}, but this base model's layer maps {expected.d_in} to "
+            f"{expected.d_out}; the adapter was made for another model"
+        )
+    rank = shape_a[0]
+    return TargetHeader(site, sides["A"], sides["B"], rank, _scale(path, config, (module, site), rank))
+
+
+def _scale(path: Path, config: Mapping[str, Any], names: tuple[str, ...], rank: int) -> float:
+    """alpha / r, or alpha / sqrt(r) for rsLoRA, with alpha_pattern matched on the module's path as PEFT does."""
+    alpha = config.get("lora_alpha", 8)
+    patterns = config.get("alpha_pattern") or {}
+    for pattern, value in patterns.items():
+        if any(re.match(rf"(.*\.)?({pattern})$", name) for name in names):
+            alpha = value
+            break
+    if not isinstance(alpha, int | float) or not math.isfinite(alpha):
+        raise BadAdapter(f"{path}: lora_alpha is {alpha!r}; it must be a finite number")
+    return alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)

@@ -1,0 +1,52 @@
+"""Every adapter the engine knows by name, in host memory."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+
+from vlora.adapters.host import HostAdapter, load_adapter
+from vlora.adapters.peft_format import AdapterHeader, SiteShape, read_header
+from vlora.errors import BadAdapter, UnknownAdapter
+
+
+class AdapterRegistry:
+    """Names to adapters. Registering reads headers only; tensors are read when an adapter is first needed."""
+
+    def __init__(self, sites: Mapping[str, SiteShape], dtype: torch.dtype, hidden_size: int) -> None:
+        self._sites = sites
+        self._dtype = dtype
+        self._hidden_size = hidden_size
+        self._headers: dict[str, AdapterHeader] = {}
+        self._loaded: dict[str, HostAdapter] = {}
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(sorted(self._headers))
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._headers
+
+    def register(self, name: str, path: str) -> None:
+        """Register a folder under a name; a name already taken gets the new content. Raises BadAdapter."""
+        if not name or name != name.strip() or any(c in name for c in "@/\\\n\0"):
+            raise BadAdapter(f"adapter name {name!r} is not usable: it must be non-empty, without @, slashes or line ends")
+        self._headers[name] = read_header(Path(path), self._sites)
+        self._loaded.pop(name, None)
+
+    def get(self, name: str) -> HostAdapter:
+        """The adapter's tensors, read at first use. Raises UnknownAdapter, BadAdapter."""
+        if name not in self._headers:
+            raise UnknownAdapter(f"no adapter named {name!r}; registered: {', '.join(self.names) or 'none'}")
+        if name not in self._loaded:
+            header = self._headers[name]
+            self._loaded[name] = load_adapter(name, header, self._sites, self._dtype, self._hidden_size)
+        return self._loaded[name]
+
+    def remove(self, name: str) -> None:
+        """Forget an adapter. Raises UnknownAdapter."""
+        if self._headers.pop(name, None) is None:
+            raise UnknownAdapter(f"no adapter named {name!r}; registered: {', '.join(self.names) or 'none'}")
+        self._loaded.pop(name, None)
