@@ -31,10 +31,16 @@ class AdapterRegistry:
 
     def register(self, name: str, path: str) -> None:
         """Register a folder under a name; a name already taken gets the new content. Raises BadAdapter."""
-        if not name or name != name.strip() or any(c in name for c in "@/\\\n\0"):
-            raise BadAdapter(f"adapter name {name!r} is not usable: it must be non-empty, without @, slashes or line ends")
-        self._headers[name] = read_header(Path(path), self._sites)
+        self._headers[name] = self._read(name, path)
         self._loaded.pop(name, None)
+
+    def load(self, name: str, path: str) -> HostAdapter:
+        """Register a folder and read its tensors now. When it is refused, what the name stood for before stays."""
+        header = self._read(name, path)
+        adapter = load_adapter(name, header, self._sites, self._dtype, self._hidden_size)
+        self._headers[name] = header
+        self._loaded[name] = adapter
+        return adapter
 
     def get(self, name: str) -> HostAdapter:
         """The adapter's tensors, read at first use. Raises UnknownAdapter, BadAdapter."""
@@ -44,6 +50,11 @@ class AdapterRegistry:
             header = self._headers[name]
             self._loaded[name] = load_adapter(name, header, self._sites, self._dtype, self._hidden_size)
         return self._loaded[name]
+
+    def _read(self, name: str, path: str) -> AdapterHeader:
+        if not name or name != name.strip() or any(c in name for c in "@/\\\n\0"):
+            raise BadAdapter(f"adapter name {name!r} is not usable: it must be non-empty, without @, slashes or line ends")
+        return read_header(Path(path), self._sites)
 
     def remove(self, name: str) -> None:
         """Forget an adapter. Raises UnknownAdapter."""

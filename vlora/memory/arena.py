@@ -1,0 +1,59 @@
+"""The arena's bytes: one device allocation that KV blocks and adapters are views of. Who owns which page: `books.py`."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+
+PAGE_BYTES = 64 * 1024
+ALIGNMENT = 256  # bytes at which every tensor in an adapter run starts: one full GPU cache line pair, any vector width
+
+
+def block_pages(num_layers: int, block_size: int, kv_dim: int, dtype: torch.dtype) -> int:
+    """Pages one KV block takes: all layers, K and V, rounded up so that a block is a whole number of rows too."""
+    row = kv_dim * dtype.itemsize
+    unit = math.lcm(row, PAGE_BYTES)
+    return math.ceil(num_layers * 2 * block_size * row / unit) * unit // PAGE_BYTES
+
+
+class Arena:
+    """`num_pages` pages of 64 KiB in one allocation, read through typed views.
+
+    The KV side is one matrix `[rows, kv_dim]` over the whole arena: token `offset` of block `b`, layer `l`, lies in row
+    `b * R + (2 * l + is_v) * block_size + offset`, R being the rows of one block. So a layer's rows are the base rows
+    plus a constant, and one index array per step serves all layers.
+    """
+
+    def __init__(self, num_pages: int, device: torch.device) -> None:
+        self.num_pages = num_pages
+        raw = torch.empty(num_pages * PAGE_BYTES + PAGE_BYTES, dtype=torch.uint8, device=device)
+        skip = -raw.data_ptr() % PAGE_BYTES
+        self.bytes = raw[skip : skip + num_pages * PAGE_BYTES]
+
+    def kv_matrix(self, dtype: torch.dtype, kv_dim: int) -> torch.Tensor:
+        """All of the arena as `[rows, kv_dim]`; a tail shorter than a row is left out."""
+        flat = self.bytes.view(dtype)
+        rows = flat.numel() // kv_dim
+        return flat[: rows * kv_dim].view(rows, kv_dim)
+
+    def buffer(self, first_page: int, num_pages: int) -> torch.Tensor:
+        """A run of pages as uint8 `[num_pages * PAGE_BYTES]`."""
+        return self.bytes[first_page * PAGE_BYTES : (first_page + num_pages) * PAGE_BYTES]
+
+    @staticmethod
+    def carve(buffer: torch.Tensor, offset: int, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        """A contiguous tensor at a byte offset of a buffer. The offset must be a multiple of ALIGNMENT."""
+        assert offset % ALIGNMENT == 0
+        num_bytes = math.prod(shape) * dtype.itemsize
+        return buffer[offset : offset + num_bytes].view(dtype).view(*shape)
+
+
+def aligned(num_bytes: int) -> int:
+    """`num_bytes` rounded up to ALIGNMENT."""
+    return -(-num_bytes // ALIGNMENT) * ALIGNMENT
+
+
+def pages_for(num_bytes: int) -> int:
+    return -(-num_bytes // PAGE_BYTES)

@@ -1,0 +1,164 @@
+"""Attention over the paged KV cache, for one packed batch of prefill chunks and decode tokens.
+
+Plain torch: gather the context rows, then scaled-dot-product attention. KV heads are never expanded: a decode query is
+reshaped to [batch, kv_heads, group, head_dim], so a group's query heads read their shared KV head as one small matrix.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+# Padding every decode row to the longest context costs memory traffic, one call per row costs dispatch. Measured on CPU
+# (docs/decisions.md, 2026-11-21): padding wins while it adds less than a quarter.
+_MOST_PADDING = 1.25
+
+
+class KVCache:
+    """Per-layer views of the arena's KV matrix. `k[layer]`, `v[layer]`: [rows, kv_heads * head_dim], indexed by base rows."""
+
+    def __init__(self, matrix: torch.Tensor, num_layers: int, block_size: int) -> None:
+        self.k = [matrix[(2 * layer) * block_size :] for layer in range(num_layers)]
+        self.v = [matrix[(2 * layer + 1) * block_size :] for layer in range(num_layers)]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class PrefillSpan:
+    """Tokens [start, stop) of the packed batch belong to one request's prompt.
+
+    rows: base rows of its whole context [context], or None when the chunk is the whole context (nothing to gather).
+    mask: bool [stop - start, context], True where a token may look; None with rows None (plain causal).
+    """
+
+    start: int
+    stop: int
+    rows: torch.Tensor | None
+    mask: torch.Tensor | None
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class DecodeRows:
+    """The packed rows that are single decode tokens.
+
+    index: their places in the batch [D], or None when the whole batch decodes. rows: base rows of their contexts, padded
+    [D * longest] when mask or equal lengths allow, else ragged [sum of lengths]. lengths: None when padded.
+    mask: bool [D, 1, 1, longest], None when all contexts are equally long.
+    """
+
+    index: torch.Tensor | None
+    rows: torch.Tensor
+    lengths: tuple[int, ...] | None
+    mask: torch.Tensor | None
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class StepAttention:
+    """What the attention of one step needs, built once and shared by all layers. write_rows: base row of every token [T]."""
+
+    cache: KVCache
+    write_rows: torch.Tensor
+    prefills: tuple[PrefillSpan, ...]
+    decodes: DecodeRows | None
+
+
+def decode_rows(index: torch.Tensor | None, contexts: list[torch.Tensor], device: torch.device) -> DecodeRows:
+    """Lay out the decode contexts (each [length], on the host) padded or ragged, whichever moves less."""
+    lengths = [len(rows) for rows in contexts]
+    longest = max(lengths)
+    if device.type == "cpu" and len(lengths) * longest > _MOST_PADDING * sum(lengths):
+        return DecodeRows(index, torch.cat(contexts).to(device), tuple(lengths), None)
+    padded = torch.zeros(len(lengths), longest, dtype=torch.int64)
+    for i, rows in enumerate(contexts):
+        padded[i, : lengths[i]] = rows
+    mask = None
+    if min(lengths) != longest:
+        mask = (torch.arange(longest)[None] < torch.tensor(lengths)[:, None])[:, None, None].to(device)
+    return DecodeRows(index, padded.view(-1).to(device), None, mask)
+
+
+def paged_attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float | None = None,
+    vlora_step: StepAttention | None = None,
+    **_: Any,
+) -> tuple[torch.Tensor, None]:
+    """Transformers' attention interface. query [1, heads, T, head_dim], key and value [1, kv_heads, T, head_dim]."""
+    assert vlora_step is not None, "this model runs inside the engine only: its attention needs a StepAttention"
+    step = vlora_step
+    layer: int = module.layer_idx  # type: ignore[assignment]
+    q = query[0]
+    num_heads, num_tokens, head_dim = q.shape
+    num_kv_heads = key.shape[1]
+    k_new = key[0].transpose(0, 1).reshape(num_tokens, -1)
+    v_new = value[0].transpose(0, 1).reshape(num_tokens, -1)
+    k_cache, v_cache = step.cache.k[layer], step.cache.v[layer]
+    k_cache.index_copy_(0, step.write_rows, k_new)
+    v_cache.index_copy_(0, step.write_rows, v_new)
+
+    out: torch.Tensor | None = None
+    if step.prefills or step.decodes is None or step.decodes.index is not None:
+        out = torch.empty(num_tokens, num_heads, head_dim, dtype=q.dtype, device=q.device)
+    for span in step.prefills:
+        assert out is not None
+        if span.rows is None:
+            k, v = k_new[span.start : span.stop], v_new[span.start : span.stop]
+        else:
+            k, v = k_cache.index_select(0, span.rows), v_cache.index_select(0, span.rows)
+        attended = F.scaled_dot_product_attention(
+            q[:, span.start : span.stop][None],
+            k.view(1, -1, num_kv_heads, head_dim).transpose(1, 2),
+            v.view(1, -1, num_kv_heads, head_dim).transpose(1, 2),
+            attn_mask=span.mask,
+            is_causal=span.rows is None and span.stop - span.start > 1,
+            scale=scaling,
+            enable_gqa=num_heads != num_kv_heads,
+        )
+        out[span.start : span.stop] = attended[0].transpose(0, 1)
+    if step.decodes is not None:
+        decodes = step.decodes
+        q_rows = q.transpose(0, 1) if decodes.index is None else q.transpose(0, 1).index_select(0, decodes.index)
+        attended = _decode(q_rows, decodes, k_cache, v_cache, num_kv_heads, scaling)
+        if decodes.index is None:
+            out = attended
+        else:
+            assert out is not None
+            out.index_copy_(0, decodes.index, attended)
+    return out[None], None  # type: ignore[index]
+
+
+def _decode(
+    q: torch.Tensor,
+    decodes: DecodeRows,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    num_kv_heads: int,
+    scaling: float | None,
+) -> torch.Tensor:
+    """q [D, heads, head_dim] -> [D, heads, head_dim]."""
+    num_rows, num_heads, head_dim = q.shape
+    q = q.reshape(num_rows, num_kv_heads, num_heads // num_kv_heads, head_dim)
+    k = k_cache.index_select(0, decodes.rows)
+    v = v_cache.index_select(0, decodes.rows)
+    if decodes.lengths is None:
+        k = k.view(num_rows, -1, num_kv_heads, head_dim).transpose(1, 2)
+        v = v.view(num_rows, -1, num_kv_heads, head_dim).transpose(1, 2)
+        out = F.scaled_dot_product_attention(q, k, v, attn_mask=decodes.mask, scale=scaling)
+        return out.reshape(num_rows, num_heads, head_dim)
+    rows = zip(q.split(1), k.split(decodes.lengths), v.split(decodes.lengths), strict=True)
+    attended = [
+        F.scaled_dot_product_attention(
+            q_row,
+            k_row.view(1, -1, num_kv_heads, head_dim).transpose(1, 2),
+            v_row.view(1, -1, num_kv_heads, head_dim).transpose(1, 2),
+            scale=scaling,
+        )
+        for q_row, k_row, v_row in rows
+    ]
+    return torch.cat(attended).reshape(num_rows, num_heads, head_dim)

@@ -1,0 +1,113 @@
+"""The `Batch` as arrays for one forward: built on the host with numpy, read only around that forward."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import torch
+
+import atmm
+from vlora.models.request_state import RequestState
+from vlora.types import BatchItem, Mode
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Row:
+    """One request's place in the packed batch: rows [start, stop) hold its tokens [first, last).
+
+    context: base KV rows of its tokens [0, last).
+    """
+
+    state: RequestState
+    adapter: str | None
+    start: int
+    stop: int
+    first: int
+    last: int
+    context: np.ndarray
+
+
+class ForwardBatch:
+    """Packed arrays of one step, in the order of `items`."""
+
+    def __init__(
+        self, states: Mapping[str, RequestState], items: Sequence[BatchItem], block_size: int, block_rows: int
+    ) -> None:
+        self.rows: list[Row] = []
+        self.prefills: list[Row] = []
+        self.decodes: list[Row] = []
+        self.answering: list[Row] = []
+        start = 0
+        for item in items:
+            state = states[item.request_id]
+            last = item.start + item.num_tokens
+            context = state.kv_rows(item.block_table, block_size, block_rows)[:last]
+            row = Row(state, item.adapter, start, start + item.num_tokens, item.start, last, context)
+            self.rows.append(row)
+            # A chunk of one token is attended exactly like a decode step.
+            (self.decodes if item.num_tokens == 1 else self.prefills).append(row)
+            if item.answers:
+                self.answering.append(row)
+            start = row.stop
+        self.num_tokens = start
+        self.token_ids = np.empty(start, dtype=np.int64)
+        self.write_rows = np.empty(start, dtype=np.int64)
+        for row in self.rows:
+            self.token_ids[row.start : row.stop] = row.state.tokens[row.first : row.last]
+            self.write_rows[row.start : row.stop] = row.context[row.first :]
+
+    def positions(self, num_rows: int) -> np.ndarray:
+        """Rotary positions, int64 [num_rows, T]."""
+        out = np.empty((num_rows, self.num_tokens), dtype=np.int64)
+        for row in self.rows:
+            positions = row.state.positions
+            assert positions is not None
+            if row.first >= positions.rows.shape[1]:
+                out[:, row.start : row.stop] = np.arange(row.first, row.last) + positions.delta
+            else:
+                out[:, row.start : row.stop] = positions.span(row.first, row.last).numpy()
+        return out
+
+    def place_visuals(self, embeddings: torch.Tensor) -> tuple[torch.Tensor | None, list[torch.Tensor]]:
+        """Write image and video embeddings over their placeholders, in place, in embeddings [T, hidden].
+
+        Returns the mask of those rows [T] and, per deepstack level, the rows' extra features; (None, []) when there are none.
+        """
+        mask = np.zeros(self.num_tokens, dtype=bool)
+        features: list[torch.Tensor] = []
+        levels: list[tuple[torch.Tensor, ...]] = []
+        for row in self.rows:
+            visual = row.state.visual
+            if visual is None or row.first >= len(visual.before) - 1:
+                continue
+            stop = min(row.last, len(visual.before) - 1)
+            before = visual.before[row.first : stop + 1]
+            if before[0] == before[-1]:
+                continue
+            mask[row.start : row.start + stop - row.first] = np.diff(before) == 1
+            features.append(visual.features[before[0] : before[-1]])
+            levels.append(tuple(level[before[0] : before[-1]] for level in visual.deepstack))
+        if not features:
+            return None, []
+        rows = torch.from_numpy(mask).to(embeddings.device)
+        embeddings[rows] = torch.cat(features)
+        return rows, [torch.cat(level) for level in zip(*levels, strict=True)]
+
+    def lanes(self, mode: Mode, merged: str | None) -> list[atmm.Lane]:
+        """Which deltas which rows get (the table of modes): own adapter, and minus the merged one in mixed mode."""
+        if mode is Mode.MERGED:
+            return []
+        lanes: list[atmm.Lane] = []
+        for row in self.rows:
+            if row.adapter is None or row.adapter == merged:
+                continue
+            if lanes and lanes[-1].key == row.adapter and lanes[-1].stop == row.start:
+                lanes[-1] = lanes[-1]._replace(stop=row.stop)
+            else:
+                lanes.append(atmm.Lane(row.adapter, row.start, row.stop, 1.0))
+        others = sum(row.stop - row.start for row in self.rows if row.adapter is None or row.adapter != merged)
+        if mode is Mode.MIXED and merged is not None and others:
+            lanes.append(atmm.Lane(merged, 0, others, -1.0))
+        return lanes

@@ -1,0 +1,52 @@
+"""Loading a base model by folder or hub name, or with random weights at its config's real shapes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForImageTextToText
+
+from vlora.config import EngineConfig
+from vlora.errors import BadConfig
+from vlora.models.families import family_of
+
+
+def load_model(config: EngineConfig) -> Any:
+    """The transformers model in eval mode on its device. Raises BadConfig, UnsupportedModel."""
+    device = _device(config.device)
+    try:
+        model_config = AutoConfig.from_pretrained(config.model)
+    except (OSError, ValueError) as error:
+        raise BadConfig(f"cannot load model {config.model!r}: {error}") from error
+    family_of(model_config)
+    if config.load_format == "dummy":
+        return dummy_model(model_config, config.dtype, device, config.seed)
+    dtype = "auto" if config.dtype == "auto" else getattr(torch, config.dtype)
+    try:
+        model = AutoModelForImageTextToText.from_pretrained(config.model, dtype=dtype)
+    except (OSError, ValueError, RuntimeError) as error:
+        raise BadConfig(f"cannot load the weights of {config.model!r}: {error}") from error
+    return model.to(device).eval().requires_grad_(False)
+
+
+def dummy_model(model_config: Any, dtype: str, device: torch.device, seed: int) -> Any:
+    """Random weights of the right shapes: for performance work, where the numbers' values do not matter."""
+    family_of(model_config)
+    torch_dtype = (model_config.dtype or torch.float32) if dtype == "auto" else getattr(torch, dtype)
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), torch.device(device):
+        torch.manual_seed(seed)
+        model = AutoModelForImageTextToText.from_config(model_config, dtype=torch_dtype)
+    return model.to(device).eval().requires_grad_(False)
+
+
+def _device(name: str) -> torch.device:
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise BadConfig(f"device {name!r} is not known to torch; use cpu, cuda or cuda:N") from error
+    if device.type not in ("cpu", "cuda"):
+        raise BadConfig(f"device {name!r} is not served; use cpu, cuda or cuda:N")
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise BadConfig(f"device {name!r} was asked for, but torch sees no CUDA device here")
+    return device

@@ -1,0 +1,215 @@
+"""The only class that runs the model: a `Batch` goes in, tokens and head answers come out."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+import atmm
+from vlora.errors import BadRequest, StepFailed, VLoraError
+from vlora.memory.arena import PAGE_BYTES, Arena
+from vlora.models.attention import DecodeRows, KVCache, PrefillSpan, StepAttention, decode_rows
+from vlora.models.bank import AdapterBank
+from vlora.models.forward import ForwardBatch, Row
+from vlora.models.request_state import RequestState, Visual
+from vlora.models.sampling import sample
+from vlora.models.seam import Seam
+from vlora.models.switcher import ModeSwitcher
+from vlora.models.vision import VisionEncoder, VisionTask
+from vlora.types import Batch, BatchItem, ErrorValue, HeadAnswer, Request, StepResult
+
+log = logging.getLogger(__name__)
+
+
+class ModelRunner:
+    """Holds each request's tensors by `request_id`, builds the packed batch, runs it, samples and reads heads.
+
+    block_pages: pages of one KV block, which fixes the block's stride in KV rows.
+    """
+
+    def __init__(
+        self,
+        seam: Seam,
+        arena: Arena,
+        bank: AdapterBank,
+        switcher: ModeSwitcher,
+        vision: VisionEncoder,
+        *,
+        block_size: int,
+        block_pages: int,
+    ) -> None:
+        self._seam = seam
+        self._bank = bank
+        self._switcher = switcher
+        self._vision = vision
+        self._block_size = block_size
+        self._block_rows = block_pages * PAGE_BYTES // (seam.kv_dim * seam.dtype.itemsize)
+        self._cache = KVCache(arena.kv_matrix(seam.dtype, seam.kv_dim), seam.num_layers, block_size)
+        self._states: dict[str, RequestState] = {}
+
+    def add(self, request: Request, vision_key: str | None) -> None:
+        """Take a request's tensors in. vision_key: its adapter's key if that adapter changes the vision side."""
+        self._states[request.request_id] = RequestState(request, vision_key)
+
+    def release(self, request_id: str) -> None:
+        """Forget a request; unknown ids are ignored."""
+        self._states.pop(request_id, None)
+
+    def run(self, batch: Batch) -> StepResult:
+        """One step. A request that fails alone gets an error in the result; the others are answered.
+
+        Raises StepFailed when the forward itself fails: then every request of the batch is lost, and only those.
+        """
+        started = time.perf_counter()
+        with torch.no_grad():
+            switched = self._switcher.switch(batch.merged_adapter)
+        switch_s = time.perf_counter() - started
+        with torch.inference_mode():
+            errors = self._prepare(batch.items)
+            items = [item for item in batch.items if item.request_id not in errors]
+            tokens: dict[str, int] = {}
+            heads: dict[str, HeadAnswer] = {}
+            if items:
+                try:
+                    hidden, answering = self._forward(batch, items)
+                    tokens = self._sample(hidden, [row for row in answering if row.state.request.head is None])
+                    heads = self._read_heads(hidden, [row for row in answering if row.state.request.head is not None])
+                except RuntimeError as error:
+                    log.exception("step failed")
+                    raise StepFailed(f"the batch failed inside the model: {error}") from error
+        return StepResult(
+            tokens=tokens,
+            heads=heads,
+            errors=errors,
+            step_s=time.perf_counter() - started - switch_s,
+            switch_s=switch_s,
+            switched=switched,
+        )
+
+    # -- before the first forward -----------------------------------------------------------------------------------
+
+    def _prepare(self, items: Sequence[BatchItem]) -> dict[str, ErrorValue]:
+        """Encode images of requests that run for the first time, all in as few vision calls as possible."""
+        new = [self._states[item.request_id] for item in items if not self._states[item.request_id].prepared]
+        if not new:
+            return {}
+        errors: dict[str, ErrorValue] = {}
+        try:
+            self._encode(new)
+        except (VLoraError, RuntimeError, ValueError, IndexError) as together:
+            log.warning("vision batch failed (%s); encoding its requests one by one", together)
+            for state in new:
+                try:
+                    self._encode([state])
+                except VLoraError as error:
+                    errors[state.request.request_id] = ErrorValue.of(error)
+                except (RuntimeError, ValueError, IndexError) as error:
+                    errors[state.request.request_id] = ErrorValue.of(
+                        BadRequest(f"the images of request {state.request.request_id} cannot be encoded: {error}")
+                    )
+        return errors
+
+    def _encode(self, states: Sequence[RequestState]) -> None:
+        tasks = [VisionTask(item, state.vision_key) for state in states for item in state.request.vision]
+        features = iter(self._vision.encode(tasks) if tasks else ())
+        for state in states:
+            own = [next(features) for _ in state.request.vision]
+            ids = torch.tensor(state.request.prompt_ids)
+            state.prepare(self._seam.positions(ids, state.grids()), Visual.build(self._seam, state.request, own))
+
+    # -- the packed batch -------------------------------------------------------------------------------------------
+
+    def _forward(self, batch: Batch, items: Sequence[BatchItem]) -> tuple[torch.Tensor, list[Row]]:
+        """Hidden states [T, hidden] of the packed batch, and the rows at which a request answers."""
+        seam = self._seam
+        device = seam.device
+        # Tokens of one adapter side by side make one lane; the merged adapter's go last, so that all others, which share
+        # the deLoRA lane, are side by side too.
+        merged = batch.merged_adapter
+        ordered = sorted(items, key=lambda item: (item.adapter is not None and item.adapter == merged, item.adapter or ""))
+        packed = ForwardBatch(self._states, ordered, self._block_size, self._block_rows)
+        embeddings = seam.embed(torch.from_numpy(packed.token_ids).to(device))
+        visual_mask, deepstack = packed.place_visuals(embeddings)
+        lanes = packed.lanes(batch.mode, merged)
+        self._bank.pack_for(lane.key for lane in lanes)
+        step = StepAttention(
+            cache=self._cache,
+            write_rows=torch.from_numpy(packed.write_rows).to(device),
+            prefills=tuple(
+                PrefillSpan(
+                    row.start,
+                    row.stop,
+                    None if row.first == 0 else torch.from_numpy(row.context).to(device),
+                    None if row.first == 0 else _chunk_mask(row.first, row.last, device),
+                )
+                for row in packed.prefills
+            ),
+            decodes=self._decodes(packed, device),
+        )
+        positions = torch.from_numpy(packed.positions(3 if seam.family.mrope else 1)).to(device)
+        with seam.language_scope.lanes(packed.num_tokens, lanes):
+            hidden = seam.forward(embeddings, positions, step, visual_mask, deepstack)
+        return hidden, packed.answering
+
+    @staticmethod
+    def _decodes(packed: ForwardBatch, device: torch.device) -> DecodeRows | None:
+        if not packed.decodes:
+            return None
+        index = None
+        if packed.prefills:
+            index = torch.tensor([row.start for row in packed.decodes]).to(device)
+        return decode_rows(index, [torch.from_numpy(row.context) for row in packed.decodes], device)
+
+    # -- answers ----------------------------------------------------------------------------------------------------
+
+    def _sample(self, hidden: torch.Tensor, rows: Sequence[Row]) -> dict[str, int]:
+        if not rows:
+            return {}
+        picked = hidden.index_select(0, torch.tensor([row.stop - 1 for row in rows]).to(hidden.device))
+        logits = self._seam.lm_head(picked).float()
+        states = [row.state for row in rows]
+        chosen = sample(
+            logits,
+            [state.request.sampling for state in states],
+            [state.seed for state in states],
+            [state.num_answered for state in states],
+        )
+        for state, token in zip(states, chosen, strict=True):
+            state.tokens.append(token)
+        return {state.request.request_id: token for state, token in zip(states, chosen, strict=True)}
+
+    def _read_heads(self, hidden: torch.Tensor, rows: Sequence[Row]) -> dict[str, HeadAnswer]:
+        if not rows:
+            return {}
+        by_head: dict[tuple[str, str], list[Row]] = {}
+        for row in rows:
+            request = row.state.request
+            assert request.adapter is not None and request.head is not None
+            by_head.setdefault((request.adapter, request.head), []).append(row)
+        heads = [self._bank.head(*key) for key in by_head]
+        logits = atmm.head_logits(
+            hidden,
+            [
+                atmm.HeadRows(head.weight, head.bias, torch.tensor([row.stop - 1 for row in members]).to(hidden.device))
+                for head, members in zip(heads, by_head.values(), strict=True)
+            ],
+        )
+        answers: dict[str, HeadAnswer] = {}
+        for head, members, scores in zip(heads, by_head.values(), logits, strict=True):
+            for row, row_logits in zip(members, scores, strict=True):
+                decision = head.decode(row_logits)
+                answers[row.state.request.request_id] = HeadAnswer(
+                    label=decision.label, label_id=decision.label_id, scores=tuple(decision.scores)
+                )
+        return answers
+
+
+def _chunk_mask(first: int, last: int, device: torch.device) -> torch.Tensor:
+    """bool [last - first, last]: token i of the chunk sees the context up to itself."""
+    return torch.from_numpy(np.arange(first, last)[:, None] >= np.arange(last)[None]).to(device)
+
+

@@ -1,0 +1,45 @@
+"""Token choice. A draw depends on the request's seed and the token's place in its answer, on nothing else.
+
+So the same request gives the same answer in any batch, after any preemption, with no generator state to keep.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from vlora.types import SamplingParams
+
+
+def seed_of(request_id: str, params: SamplingParams) -> int:
+    """The request's seed, or one made from its id."""
+    if params.seed is not None:
+        return params.seed
+    return int.from_bytes(hashlib.blake2b(request_id.encode(), digest_size=8).digest(), "little")
+
+
+def sample(logits: torch.Tensor, params: Sequence[SamplingParams], seeds: Sequence[int], places: Sequence[int]) -> list[int]:
+    """Choose one token per row. logits [n, vocab] float32; places: index of the token within each row's answer."""
+    tokens: list[int] = logits.argmax(-1).tolist()
+    for row, chosen in enumerate(params):
+        if chosen.temperature > 0:
+            tokens[row] = _draw(logits[row], chosen, seeds[row], places[row])
+    return tokens
+
+
+def _draw(logits: torch.Tensor, params: SamplingParams, seed: int, place: int) -> int:
+    """Inverse-CDF draw over the tokens that top-k and top-p leave, likeliest first."""
+    count = min(params.top_k or logits.numel(), logits.numel())
+    values, ids = torch.topk(logits.double() / params.temperature, count)
+    probabilities = torch.softmax(values, -1)
+    cumulative = probabilities.cumsum(-1)
+    # A token stays when the mass before it is below top_p: the first one always does.
+    kept = int(((cumulative - probabilities) < params.top_p).sum())
+    bits = np.random.Philox(key=seed & (2**64 - 1), counter=place)
+    uniform = float(np.random.Generator(bits).random())
+    target = uniform * float(cumulative[kept - 1])
+    index = int(torch.searchsorted(cumulative[:kept], target, right=True))
+    return int(ids[min(index, kept - 1)])
