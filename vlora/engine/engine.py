@@ -1,0 +1,291 @@
+"""One replica, synchronous: `step()` decides who runs, runs them, records what came out."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import msgspec
+import torch
+
+from vlora.adapters import AdapterRegistry, HostAdapter, SiteShape
+from vlora.config import EngineConfig
+from vlora.engine.limits import compute_limits
+from vlora.errors import (
+    Aborted,
+    BadRequest,
+    OverCapacity,
+    PromptTooLong,
+    StepFailed,
+    UnknownAdapter,
+    UnknownHead,
+)
+from vlora.memory.arena import Arena, pages_for
+from vlora.memory.books import ArenaBooks, BlockTables
+from vlora.memory.residency import Residency
+from vlora.models.bank import AdapterBank
+from vlora.models.loading import load_model
+from vlora.models.runner import ModelRunner
+from vlora.models.seam import Seam
+from vlora.models.slabs import WeightSlabs
+from vlora.models.switcher import ModeSwitcher, merge_fidelity
+from vlora.models.vision import VisionEncoder
+from vlora.orchestrator import CostModel, Scheduler, make_policy
+from vlora.types import (
+    AdapterStatus,
+    EngineStats,
+    ErrorValue,
+    HeadSummary,
+    MemoryView,
+    Request,
+    RequestOutput,
+    StepResult,
+)
+
+
+class Engine:
+    """Scheduler, memory and model of one replica. Not thread-safe: one thread owns it.
+
+    Inside, an adapter is known by its key (name and content version), never by its name alone: reloading a name makes a new
+    version for new requests, while requests under way finish on the one they started with.
+    """
+
+    def __init__(
+        self, config: EngineConfig, *, model: object | None = None, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        """Load the model and lay out memory; `model` gives an already built transformers model. Raises BadConfig."""
+        if config.threads is not None:
+            torch.set_num_threads(config.threads)
+        self.config = config
+        self._seam = seam = Seam(load_model(config) if model is None else model)
+        self._slabs = WeightSlabs(seam.language_linears)
+        self.limits = compute_limits(config, seam, self._slabs.num_bytes)
+        arena = Arena(self.limits.num_pages, seam.device)
+        self._books = ArenaBooks(self.limits.num_pages, self.limits.block_pages)
+        self._tables = BlockTables(self._books, config.block_size)
+        # Half of the arena at most is for adapters, so that requests always find room.
+        self._residency = Residency(self._books, self.limits.num_pages // 2)
+        self._bank = AdapterBank(
+            arena, self._residency, seam.language_linears, seam.vision_linears, self._slabs.order
+        )
+        self._switcher = ModeSwitcher(self._slabs, self._bank)
+        self._vision = VisionEncoder(seam, config.vision_cache_bytes)
+        self._runner = ModelRunner(
+            seam,
+            arena,
+            self._bank,
+            self._switcher,
+            self._vision,
+            block_size=config.block_size,
+            block_pages=self.limits.block_pages,
+        )
+        sites = {
+            name: SiteShape(linear.in_features, linear.out_features, vision)
+            for vision, linears in ((False, seam.language_linears), (True, seam.vision_linears))
+            for name, linear in linears.items()
+        }
+        self._registry = AdapterRegistry(sites, seam.dtype, seam.hidden_size)
+        self._scheduler = Scheduler(
+            policy=make_policy(config.policy),
+            tables=self._tables,
+            max_batch_size=config.max_batch_size,
+            max_step_tokens=config.max_step_tokens,
+            theta_s=config.theta_s,
+            eos_ids=seam.eos_ids,
+            cost=CostModel(),
+            clock=clock,
+        )
+        # Every adapter version that is current or that a request under way still uses.
+        self._versions: dict[str, HostAdapter] = {}
+        self._fidelity: dict[str, float] = {}
+        self._users: dict[str, set[str]] = {}
+        self._key_of: dict[str, str | None] = {}
+
+    # -- requests -----------------------------------------------------------------------------------------------------
+
+    @property
+    def has_work(self) -> bool:
+        return self._scheduler.has_work
+
+    def add(self, request: Request) -> None:
+        """Take a request in. Raises BadRequest's subclasses, or BadAdapter, without touching anything else."""
+        if request.request_id in self._key_of:
+            raise BadRequest(f"request id {request.request_id!r} is already in use; ids must be unique")
+        self._check_tokens(request)
+        adapter = self._adapter_for(request)
+        key = adapter.key if adapter else None
+        inner = msgspec.structs.replace(request, adapter=key)
+        self._scheduler.add(inner)
+        self._runner.add(inner, key if adapter and adapter.touches_vision and request.vision else None)
+        self._key_of[request.request_id] = key
+        if key is not None:
+            self._users.setdefault(key, set()).add(request.request_id)
+
+    def cancel(self, request_id: str) -> RequestOutput | None:
+        """End a request now; its last output is returned. None when it is unknown or already finished."""
+        output = self._scheduler.cancel(request_id)
+        self._release(request_id)
+        return output
+
+    def step(self) -> tuple[RequestOutput, ...]:
+        """Decide, run, record. Returns what became known for each request, in no particular order."""
+        self._bring_adapters()
+        batch = self._scheduler.schedule(self._memory_view())
+        outputs = list(self._scheduler.drain_outputs())
+        if batch is not None:
+            try:
+                result = self._runner.run(batch)
+            except StepFailed as error:
+                value = ErrorValue.of(error)
+                result = StepResult(errors={item.request_id: value for item in batch.items})
+            outputs += self._scheduler.record(batch, result)
+        for output in outputs:
+            if output.finished:
+                self._release(output.request_id)
+        return tuple(outputs)
+
+    # -- adapters -----------------------------------------------------------------------------------------------------
+
+    def load_adapter(self, name: str, path: str) -> AdapterStatus:
+        """Register an adapter folder, reading and checking all of it. Raises BadAdapter; the old content then stays."""
+        before = self._registry.get(name).key if name in self._registry else None
+        adapter = self._registry.load(name, path)
+        needed, allowed = pages_for(self._bank.num_bytes(adapter)), self._residency.max_pages
+        if needed > allowed:
+            self._registry.remove(name)
+            raise OverCapacity(
+                f"adapter {name!r} needs {needed} pages of the arena, but adapters may take {allowed}; "
+                "start with a larger arena_bytes"
+            )
+        self._versions[adapter.key] = adapter
+        with torch.no_grad():
+            self._fidelity[adapter.key] = merge_fidelity(self._slabs, adapter.factors)
+        if before is not None and before != adapter.key:
+            self._retire(before)
+        return self._status(adapter)
+
+    def unload_adapter(self, name: str) -> tuple[RequestOutput, ...]:
+        """Cancel the adapter's requests, free its memory and forget it. Raises UnknownAdapter."""
+        adapter = self._registry.get(name)
+        self._registry.remove(name)
+        reason = ErrorValue.of(Aborted(f"adapter {name!r} was unloaded"))
+        outputs = [self._scheduler.fail(request_id, reason) for request_id in tuple(self._users.get(adapter.key, ()))]
+        for output in outputs:
+            if output is not None:
+                self._release(output.request_id)
+        self._retire(adapter.key)
+        return tuple(output for output in outputs if output is not None)
+
+    def adapters(self) -> tuple[AdapterStatus, ...]:
+        return tuple(self._status(self._registry.get(name)) for name in self._registry.names)
+
+    def stats(self) -> EngineStats:
+        return self._scheduler.stats(self.config.model)
+
+    def check_integrity(self) -> None:
+        """Prove that every page is owned once. Raises AssertionError with the sum that does not add up."""
+        self._books.check_integrity()
+        self._tables.check_integrity()
+        self._residency.check_integrity()
+
+    def close(self) -> tuple[RequestOutput, ...]:
+        """Cancel everything still running."""
+        outputs = [self.cancel(request_id) for request_id in tuple(self._key_of)]
+        return tuple(output for output in outputs if output is not None)
+
+    # -- inside -------------------------------------------------------------------------------------------------------
+
+    def _check_tokens(self, request: Request) -> None:
+        vocab = self._seam.embed.weight.shape[0]
+        wrong = next((token for token in request.prompt_ids if not 0 <= token < vocab), None)
+        if wrong is not None:
+            raise BadRequest(f"the prompt holds token id {wrong}; this model's ids run from 0 to {vocab - 1}")
+        answer = 0 if request.head is not None else request.sampling.max_tokens
+        if len(request.prompt_ids) + answer > self.limits.max_context:
+            raise PromptTooLong(
+                f"the prompt has {len(request.prompt_ids)} tokens and may be answered with {answer}, together over this "
+                f"model's context of {self.limits.max_context}; shorten the prompt or lower max_tokens"
+            )
+        for kind, token in (("image", self._seam.image_token_id), ("video", self._seam.video_token_id)):
+            placed = request.prompt_ids.count(token) if token is not None else 0
+            sent = sum(item.num_tokens for item in request.vision if item.kind == kind)
+            if placed != sent:
+                raise BadRequest(f"the prompt has {placed} {kind} placeholder tokens, but the {kind}s sent fill {sent}")
+
+    def _adapter_for(self, request: Request) -> HostAdapter | None:
+        if request.adapter is None:
+            return None
+        adapter = self._registry.get(request.adapter)
+        if request.head is not None and request.head not in adapter.heads:
+            raise UnknownHead(
+                f"adapter {request.adapter!r} has no head {request.head!r}; "
+                f"its heads: {', '.join(sorted(adapter.heads)) or 'none'}"
+            )
+        return adapter
+
+    def _bring_adapters(self) -> None:
+        """Make the adapters that requests wait for resident, most wanted first, as far as memory goes."""
+        for key in self._scheduler.waiting_adapters():
+            # Evicting an adapter whose requests hold KV would stall them: those stay.
+            in_use = self._scheduler.adapters_in_use()
+            for used in in_use:
+                self._residency.pin(used)
+            brought = self._bank.bring(self._versions[key])
+            for used in in_use:
+                self._residency.unpin(used)
+            if not brought:
+                break
+        gone = self._switcher.merged_key
+        if gone is not None and gone not in self._bank.resident:
+            self._switcher.forget(gone)
+
+    def _memory_view(self) -> MemoryView:
+        resident = self._bank.resident
+        floor = self.config.merge_fidelity_floor
+        return MemoryView(
+            resident=resident, mergeable=frozenset(key for key in resident if self._fidelity[key] >= floor)
+        )
+
+    def _release(self, request_id: str) -> None:
+        self._runner.release(request_id)
+        key = self._key_of.pop(request_id, None)
+        if key is not None:
+            self._users[key].discard(request_id)
+            if not self._users[key]:
+                del self._users[key]
+                self._retire(key)
+
+    def _retire(self, key: str) -> None:
+        """Drop a version that is neither current nor in use."""
+        name = key.rpartition("@")[0]
+        current = name in self._registry and self._registry.get(name).key == key
+        if current or self._users.get(key):
+            return
+        self._switcher.forget(key)
+        self._bank.drop(key)
+        self._vision.forget(key)
+        self._versions.pop(key, None)
+        self._fidelity.pop(key, None)
+
+    def _status(self, adapter: HostAdapter) -> AdapterStatus:
+        fidelity = self._fidelity[adapter.key]
+        return AdapterStatus(
+            name=adapter.name,
+            version=adapter.version,
+            rank=adapter.rank,
+            num_bytes=self._bank.num_bytes(adapter),
+            resident=adapter.key in self._bank.resident,
+            mergeable=fidelity >= self.config.merge_fidelity_floor,
+            merge_fidelity=fidelity,
+            touches_vision=adapter.touches_vision,
+            heads=tuple(
+                HeadSummary(
+                    name=head.spec.name,
+                    task=head.spec.task,
+                    labels=tuple(head.spec.labels),
+                    prompt=head.spec.prompt,
+                    num_frames=head.spec.num_frames,
+                )
+                for head in adapter.heads.values()
+            ),
+        )

@@ -1,0 +1,55 @@
+"""What the hardware and the model allow, computed once at start. What the user chose is in `EngineConfig`."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import psutil
+import torch
+
+from vlora.config import EngineConfig
+from vlora.errors import BadConfig
+from vlora.memory.arena import PAGE_BYTES, block_pages
+from vlora.models.seam import Seam
+
+_ADAPTER_BYTES = 256 * 2**20  # room for adapters when the arena sizes itself
+_CPU_SHARE = 0.4  # of free memory: the machine runs other things too
+_GPU_SHARE = 0.9  # of free memory after the shadow slabs: activations take the rest
+
+
+@dataclasses.dataclass(frozen=True)
+class Limits:
+    """max_context: prompt and answer of one request, tokens. block_pages, num_pages: the arena's measure."""
+
+    max_context: int
+    block_pages: int
+    num_pages: int
+
+    @property
+    def num_blocks(self) -> int:
+        return self.num_pages // self.block_pages
+
+
+def compute_limits(config: EngineConfig, seam: Seam, shadow_bytes: int) -> Limits:
+    """Raises BadConfig when the arena cannot hold one request of the smallest useful size."""
+    max_context = min(seam.max_positions, config.max_context or seam.max_positions)
+    pages = block_pages(seam.num_layers, config.block_size, seam.kv_dim, seam.dtype)
+    if config.arena_bytes is not None:
+        num_pages = config.arena_bytes // PAGE_BYTES
+    else:
+        blocks = -(-max_context // config.block_size) * config.max_batch_size
+        wanted = blocks * pages + _ADAPTER_BYTES // PAGE_BYTES
+        num_pages = min(wanted, _free_bytes(seam.device, shadow_bytes) // PAGE_BYTES)
+    if num_pages < 2 * pages:
+        raise BadConfig(
+            f"the arena would have {num_pages} pages of {PAGE_BYTES} bytes, but one KV block of {config.block_size} tokens "
+            f"takes {pages}; give arena_bytes of at least {2 * pages * PAGE_BYTES}"
+        )
+    return Limits(max_context, pages, num_pages // pages * pages)
+
+
+def _free_bytes(device: torch.device, shadow_bytes: int) -> int:
+    if device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+        return max(0, int((free - shadow_bytes) * _GPU_SHARE))
+    return max(0, int((psutil.virtual_memory().available - shadow_bytes) * _CPU_SHARE))

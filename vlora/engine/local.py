@@ -1,0 +1,182 @@
+"""The engine in this process: synchronous for tests, fusion and benches, asyncio with a thread of its own for a front end."""
+
+from __future__ import annotations
+
+import asyncio
+import queue
+import threading
+from collections.abc import AsyncIterator, Callable, Iterable
+from typing import Any, TypeVar
+
+from vlora.config import EngineConfig
+from vlora.engine.engine import Engine
+from vlora.errors import EngineDead, VLoraError
+from vlora.types import AdapterStatus, EngineStats, ErrorValue, Request, RequestOutput
+
+T = TypeVar("T")
+
+
+class LocalEngine:
+    """`EngineInterface` without a socket. Use either `run` or the asyncio calls at a time, not both."""
+
+    def __init__(self, config: EngineConfig, *, model: object | None = None) -> None:
+        self.engine = Engine(config, model=model)
+        self._calls: queue.Queue[Callable[[], None] | None] = queue.Queue()
+        self._streams: dict[str, Callable[[RequestOutput], None]] = {}
+        self._thread: threading.Thread | None = None
+        self._cause: str | None = None
+
+    # -- synchronous --------------------------------------------------------------------------------------------------
+
+    def run(self, requests: Iterable[Request]) -> dict[str, list[RequestOutput]]:
+        """Answer all requests, batched together; outputs by request id, the last of each finished.
+
+        A request refused at admission gets one finished output with the error.
+        """
+        outputs: dict[str, list[RequestOutput]] = {}
+        for request in requests:
+            outputs[request.request_id] = []
+            try:
+                self.engine.add(request)
+            except VLoraError as error:
+                outputs[request.request_id].append(_refused(request.request_id, error))
+        while self.engine.has_work:
+            for output in self.engine.step():
+                outputs[output.request_id].append(output)
+        return outputs
+
+    # -- asyncio ------------------------------------------------------------------------------------------------------
+
+    async def generate(self, request: Request) -> AsyncIterator[RequestOutput]:
+        """See EngineInterface."""
+        loop = asyncio.get_running_loop()
+        stream: asyncio.Queue[RequestOutput] = asyncio.Queue()
+
+        def deliver(output: RequestOutput) -> None:
+            loop.call_soon_threadsafe(stream.put_nowait, output)
+
+        def add() -> None:
+            self.engine.add(request)
+            self._streams[request.request_id] = deliver
+
+        try:
+            await self._call(add)
+        except VLoraError as error:
+            if isinstance(error, EngineDead):
+                raise
+            yield _refused(request.request_id, error)
+            return
+        finished = False
+        try:
+            while not finished:
+                output = await stream.get()
+                finished = output.finished
+                yield output
+        finally:
+            if not finished:
+                self._post(lambda: self._cancel(request.request_id))
+
+    async def cancel(self, request_id: str) -> None:
+        """See EngineInterface."""
+        await self._call(lambda: self._cancel(request_id))
+
+    async def load_adapter(self, name: str, path: str) -> AdapterStatus:
+        """See EngineInterface."""
+        return await self._call(lambda: self.engine.load_adapter(name, path))
+
+    async def unload_adapter(self, name: str) -> None:
+        """See EngineInterface."""
+
+        def unload() -> None:
+            for output in self.engine.unload_adapter(name):
+                self._deliver(output)
+
+        await self._call(unload)
+
+    async def adapters(self) -> tuple[AdapterStatus, ...]:
+        """See EngineInterface."""
+        return await self._call(self.engine.adapters)
+
+    async def stats(self) -> EngineStats:
+        """See EngineInterface."""
+        return await self._call(self.engine.stats)
+
+    async def close(self) -> None:
+        """See EngineInterface."""
+        if self._thread is not None and self._thread.is_alive():
+            self._calls.put(None)
+            await asyncio.to_thread(self._thread.join)
+        self._cause = self._cause or "the engine was closed"
+
+    # -- the engine's thread ------------------------------------------------------------------------------------------
+
+    async def _call(self, function: Callable[[], T]) -> T:
+        loop = asyncio.get_running_loop()
+        future: asyncio.Future[T] = loop.create_future()
+
+        def settle(set_outcome: Callable[[Any], None], outcome: Any) -> None:
+            if not future.done():
+                set_outcome(outcome)
+
+        def run() -> None:
+            try:
+                result = function()
+            except Exception as error:
+                loop.call_soon_threadsafe(settle, future.set_exception, error)
+            else:
+                loop.call_soon_threadsafe(settle, future.set_result, result)
+
+        self._post(run)
+        return await future
+
+    def _post(self, call: Callable[[], None]) -> None:
+        if self._cause is not None:
+            raise EngineDead(self._cause)
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._loop, name="vlora-engine", daemon=True)
+            self._thread.start()
+        self._calls.put(call)
+
+    def _loop(self) -> None:
+        try:
+            while self._take_calls(block=not self.engine.has_work):
+                for output in self.engine.step():
+                    self._deliver(output)
+        except Exception as error:
+            self._cause = f"the engine stopped: {type(error).__name__}: {error}"
+            raise
+        finally:
+            self._cause = self._cause or "the engine was closed"
+            for output in self.engine.close():
+                self._deliver(output)
+            value = ErrorValue.of(EngineDead(self._cause))
+            for request_id in tuple(self._streams):
+                self._deliver(RequestOutput(request_id=request_id, finish_reason="error", error=value))
+
+    def _take_calls(self, *, block: bool) -> bool:
+        """Run what was asked of the engine; False when it is to stop."""
+        while True:
+            try:
+                call = self._calls.get(block=block)
+            except queue.Empty:
+                return True
+            if call is None:
+                return False
+            call()
+            block = False
+
+    def _cancel(self, request_id: str) -> None:
+        output = self.engine.cancel(request_id)
+        if output is not None:
+            self._deliver(output)
+
+    def _deliver(self, output: RequestOutput) -> None:
+        deliver = self._streams.pop(output.request_id, None) if output.finished else self._streams.get(output.request_id)
+        if deliver is not None:
+            deliver(output)
+
+
+def _refused(request_id: str, error: VLoraError) -> RequestOutput:
+    return RequestOutput(request_id=request_id, finish_reason="error", error=ErrorValue.of(error))
+
+
