@@ -63,8 +63,7 @@ class Engine:
         arena = Arena(self.limits.num_pages, seam.device)
         self._books = ArenaBooks(self.limits.num_pages, self.limits.block_pages)
         self._tables = BlockTables(self._books, config.block_size)
-        # Half of the arena at most is for adapters, so that requests always find room.
-        self._residency = Residency(self._books, self.limits.num_pages // 2)
+        self._residency = Residency(self._books, self.limits.max_adapter_pages)
         self._bank = AdapterBank(
             arena, self._residency, seam.language_linears, seam.vision_linears, self._slabs.order
         )
@@ -88,6 +87,7 @@ class Engine:
         self._scheduler = Scheduler(
             policy=make_policy(config.policy),
             tables=self._tables,
+            max_request_blocks=self.limits.max_request_blocks,
             max_batch_size=config.max_batch_size,
             max_step_tokens=config.max_step_tokens,
             theta_s=config.theta_s,

@@ -26,8 +26,14 @@ class Limits:
     num_pages: int
 
     @property
-    def num_blocks(self) -> int:
-        return self.num_pages // self.block_pages
+    def max_adapter_pages(self) -> int:
+        """Half of the arena at most is for adapters, so that requests always find room."""
+        return self.num_pages // 2
+
+    @property
+    def max_request_blocks(self) -> int:
+        """KV blocks one request can always have, whatever adapters are resident."""
+        return (self.num_pages - self.max_adapter_pages) // self.block_pages
 
 
 def compute_limits(config: EngineConfig, seam: Seam, shadow_bytes: int) -> Limits:

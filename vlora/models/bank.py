@@ -130,7 +130,8 @@ class AdapterBank:
     def _pack(self, keys: tuple[str, ...]) -> None:
         sizes = [aligned(group.packed_bytes(keys)) for group in self._groups]
         pages = pages_for(sum(sizes))
-        run = self._residency.books.allocate_run(pages) if pages else None
+        fits = 0 < pages <= self._residency.max_pages - self._residency.num_pages
+        run = self._residency.books.allocate_run(pages) if fits else None
         if run is None:
             return  # no room: the strategies that need no packed copy serve as well
         buffer = self._arena.buffer(run.first_page, run.num_pages)

@@ -1,0 +1,61 @@
+"""Heads on disk, beside the adapter's PEFT files: `heads.json` describes them, `heads.safetensors` holds their rows."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Mapping
+from pathlib import Path
+
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+
+from heads.spec import HeadSpec, TaskHead
+
+SPEC_FILE = "heads.json"
+WEIGHTS_FILE = "heads.safetensors"
+_FORMAT = 1
+
+
+def save_heads(folder: Path | str, heads: Mapping[str, TaskHead]) -> None:
+    """Write all heads of an adapter; what was there before is replaced."""
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    tensors = {}
+    for name, head in heads.items():
+        tensors[f"{name}.weight"] = head.weight.detach().cpu().contiguous()
+        tensors[f"{name}.bias"] = head.bias.detach().cpu().contiguous()
+    save_file(tensors, str(folder / WEIGHTS_FILE))
+    specs = [dataclasses.asdict(head.spec) for head in heads.values()]
+    (folder / SPEC_FILE).write_text(json.dumps({"format": _FORMAT, "heads": specs}, indent=2) + "\n")
+
+
+def load_heads(folder: Path | str) -> dict[str, TaskHead]:
+    """Read an adapter's heads by name. Raises ValueError naming file, head and field for anything that does not fit."""
+    folder = Path(folder)
+    file = folder / SPEC_FILE
+    try:
+        content = json.loads(file.read_text())
+        entries = content["heads"]
+        version = content["format"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{file}: cannot be read ({type(error).__name__}: {error})") from error
+    if version != _FORMAT:
+        raise ValueError(f"{file}: format is {version!r}, this version reads {_FORMAT}")
+    try:
+        tensors = load_file(str(folder / WEIGHTS_FILE))
+    except (OSError, SafetensorError) as error:
+        raise ValueError(f"{folder / WEIGHTS_FILE}: cannot be read ({error})") from error
+    heads: dict[str, TaskHead] = {}
+    for entry in entries:
+        try:
+            spec = HeadSpec(**{**entry, "labels": tuple(entry["labels"])})
+            head = TaskHead(spec, tensors.pop(f"{spec.name}.weight"), tensors.pop(f"{spec.name}.bias"))
+        except KeyError as error:
+            raise ValueError(f"{folder}: head {entry.get('name')!r} lacks {error}") from error
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"{file}: {error}") from error
+        heads[spec.name] = head
+    if tensors:
+        raise ValueError(f"{folder / WEIGHTS_FILE}: tensors without a head: {', '.join(sorted(tensors))}")
+    return heads

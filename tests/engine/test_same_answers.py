@@ -1,0 +1,118 @@
+"""The main law: every request gets the answer plain transformers + PEFT gives on the same weights, whatever the mode."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.families import FAMILIES, VIDEO_FAMILIES, Prompt, build_model, make_prompt
+from tests.harness import FixedModes, run_engine
+from tests.oracle import Oracle
+from vlora.types import Mode
+
+NUM_TOKENS = 16
+TOLERANCE = 1e-4
+
+# One prompt per adapter (None: the base model), images in most, several in one; texts of different lengths.
+CASES: Sequence[tuple[str | None, int]] = (
+    ("everywhere64", 1),
+    (None, 0),
+    ("wide8", 1),
+    ("narrow4", 2),
+    ("patterned16", 0),
+    (None, 1),
+    ("wide8", 0),
+    ("everywhere64", 2),
+)
+
+
+class Reference:
+    """A family's model, adapters on disk, prompts, and what the oracle says to them."""
+
+    def __init__(self, family: str, folder: Path) -> None:
+        self.family = family
+        oracle = Oracle(family, build_model(family))
+        self.adapters = oracle.save(folder)
+        model = build_model(family)
+        self.cases: list[tuple[str | None, Prompt]] = [
+            (adapter, make_prompt(family, model, seed, num_images=images, text=(5 + 3 * seed, 4 + 2 * seed)))
+            for seed, (adapter, images) in enumerate(CASES)
+        ]
+        self.answers = [oracle.generate(prompt, adapter, NUM_TOKENS) for adapter, prompt in self.cases]
+        self.video_case: tuple[str | None, Prompt] | None = None
+        if family in VIDEO_FAMILIES:
+            self.video_case = ("everywhere64", make_prompt(family, model, 3, num_videos=2))
+            self.video_answer = oracle.generate(self.video_case[1], self.video_case[0], NUM_TOKENS)
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def reference(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Reference:
+    return Reference(request.param, tmp_path_factory.mktemp(request.param))
+
+
+def assert_same(got: tuple[list[int], torch.Tensor], want: tuple[list[int], torch.Tensor]) -> None:
+    assert got[0] == want[0]
+    assert float((got[1] - want[1]).abs().max()) < TOLERANCE
+
+
+def test_unmerged_batch_of_all_ranks(reference: Reference) -> None:
+    run = run_engine(reference, FixedModes(Mode.UNMERGED), NUM_TOKENS)
+    assert run.modes == {Mode.UNMERGED}
+    for got, want in zip(run.answers, reference.answers, strict=True):
+        assert_same(got, want)
+
+
+@pytest.mark.parametrize("merged", ["wide8", "everywhere64", "patterned16", "narrow4"])
+def test_mixed_batch_over_one_merged_adapter(reference: Reference, merged: str) -> None:
+    run = run_engine(reference, FixedModes(Mode.MIXED, merged), NUM_TOKENS)
+    assert run.modes == {Mode.MIXED}
+    for got, want in zip(run.answers, reference.answers, strict=True):
+        assert_same(got, want)
+
+
+@pytest.mark.parametrize("merged", ["wide8", "everywhere64", None])
+def test_merged_batch_of_one_adapter(reference: Reference, merged: str | None) -> None:
+    own = [i for i, (adapter, _) in enumerate(reference.cases) if adapter == merged]
+    run = run_engine(reference, FixedModes(Mode.MERGED, merged), NUM_TOKENS, only=own)
+    assert run.modes == {Mode.MERGED}
+    for got, case in zip(run.answers, own, strict=True):
+        assert_same(got, reference.answers[case])
+
+
+def test_modes_change_in_the_middle_of_requests(reference: Reference) -> None:
+    # Every few steps another adapter is merged, or none: chunks of one prompt and tokens of one answer run in every mode.
+    plan = [(Mode.MIXED, "wide8"), (Mode.UNMERGED, None), (Mode.MIXED, "everywhere64"), (Mode.MIXED, "patterned16")]
+    run = run_engine(reference, FixedModes(*plan[0], plan=plan), NUM_TOKENS, max_step_tokens=24)
+    assert run.modes >= {Mode.UNMERGED, Mode.MIXED}
+    assert run.num_switches > 10
+    for got, want in zip(run.answers, reference.answers, strict=True):
+        assert_same(got, want)
+
+
+def test_prompts_run_in_chunks(reference: Reference) -> None:
+    run = run_engine(reference, FixedModes(Mode.UNMERGED), NUM_TOKENS, max_step_tokens=11)
+    for got, want in zip(run.answers, reference.answers, strict=True):
+        assert_same(got, want)
+
+
+def test_preempted_requests_go_on_where_they_were(reference: Reference) -> None:
+    run = run_engine(reference, FixedModes(Mode.MIXED, "wide8"), NUM_TOKENS, scarce_memory=True)
+    assert run.num_preemptions > 0
+    for got, want in zip(run.answers, reference.answers, strict=True):
+        assert_same(got, want)
+
+
+def test_the_paper_s_policy_end_to_end(reference: Reference) -> None:
+    run = run_engine(reference, None, NUM_TOKENS)
+    for got, want in zip(run.answers, reference.answers, strict=True):
+        assert_same(got, want)
+
+
+def test_video(reference: Reference) -> None:
+    if reference.video_case is None:
+        pytest.skip(f"{reference.family} takes no video")
+    run = run_engine(reference, FixedModes(Mode.UNMERGED), NUM_TOKENS, cases=[reference.video_case])
+    assert_same(run.answers[0], reference.video_answer)

@@ -1,0 +1,115 @@
+"""Runs prompts through a real engine while recording the logits every token was chosen from."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from tests.families import Prompt, build_model
+from vlora.config import EngineConfig
+from vlora.engine import LocalEngine
+from vlora.memory.arena import PAGE_BYTES
+from vlora.models import runner
+from vlora.orchestrator.policy import Candidate, Decision, PolicyState
+from vlora.types import Mode, Request, SamplingParams
+
+
+class FixedModes:
+    """A policy for tests: everybody runs, in the mode told. With a plan, modes follow it, two steps each."""
+
+    def __init__(self, mode: Mode, merged: str | None = None, plan: Sequence[tuple[Mode, str | None]] = ()) -> None:
+        self.plan = list(plan) or [(mode, merged)]
+        self.steps = 0
+
+    def decide(self, ready: Sequence[Candidate], state: PolicyState) -> Decision:
+        mode, merged = self.plan[self.steps // 2 % len(self.plan)]
+        self.steps += 1
+        keys = {c.adapter.rpartition("@")[0]: c.adapter for c in ready if c.adapter is not None}
+        order = tuple(c.request_id for c in ready)[: state.max_batch_size]
+        if merged is not None and merged not in keys:
+            return Decision(Mode.UNMERGED, None, order)
+        return Decision(mode, keys.get(merged) if merged else None, order)
+
+
+@dataclasses.dataclass
+class Run:
+    """What a run brought: per case its tokens and logits, and how it went."""
+
+    answers: list[tuple[list[int], torch.Tensor]]
+    modes: set[Mode]
+    num_switches: int
+    num_preemptions: int
+
+
+def run_engine(
+    reference: Any,
+    policy: FixedModes | None,
+    num_tokens: int,
+    *,
+    only: Sequence[int] | None = None,
+    cases: Sequence[tuple[str | None, Prompt]] | None = None,
+    max_step_tokens: int = 512,
+    scarce_memory: bool = False,
+    dtype: torch.dtype = torch.float32,
+    model: Any = None,
+) -> Run:
+    """Run a reference's cases (or the ones given) at once and collect tokens and logits per case."""
+    chosen = list(cases) if cases is not None else [reference.cases[i] for i in only or range(len(reference.cases))]
+    block_size = 8
+    config = EngineConfig(
+        model=reference.family,
+        max_batch_size=8,
+        max_step_tokens=max_step_tokens,
+        block_size=block_size,
+        # Adapters take up to half; blocks of one page each: room for about two of the requests.
+        arena_bytes=(48 if scarce_memory else 1024) * PAGE_BYTES,
+        merge_fidelity_floor=0.0,
+    )
+    local = LocalEngine(config, model=model if model is not None else build_model(reference.family, dtype))
+    engine = local.engine
+    if policy is not None:
+        engine._scheduler._policy = policy
+    for name, path in reference.adapters.items():
+        engine.load_adapter(name, path)
+    logits: dict[str, list[torch.Tensor]] = {}
+    modes: set[Mode] = set()
+    inner_sample, inner_run = runner.sample, engine._runner.run
+
+    def recording_run(batch: Any) -> Any:
+        modes.add(batch.mode)
+        engine.check_integrity()
+        return inner_run(batch)
+
+    def recording_sample(values: torch.Tensor, params: Any, seeds: Sequence[int], places: Sequence[int]) -> list[int]:
+        for row, seed in enumerate(seeds):
+            logits.setdefault(str(seed), []).append(values[row].clone())
+        return inner_sample(values, params, seeds, places)
+
+    engine._runner.run = recording_run  # type: ignore[method-assign]
+    runner.sample = recording_sample
+    try:
+        outputs = local.run(
+            Request(
+                request_id=f"case-{i}",
+                prompt_ids=prompt.prompt_ids,
+                vision=prompt.vision,
+                adapter=adapter,
+                # Greedy sampling reads no seed, so it serves as the case's label in the recording.
+                sampling=SamplingParams(max_tokens=num_tokens, seed=i, ignore_eos=True),
+            )
+            for i, (adapter, prompt) in enumerate(chosen)
+        )
+    finally:
+        runner.sample = inner_sample
+    engine.check_integrity()
+    stats = engine.stats()
+    answers = []
+    for i in range(len(chosen)):
+        parts = outputs[f"case-{i}"]
+        assert parts[-1].finish_reason == "length", parts[-1]
+        tokens = [token for part in parts for token in part.token_ids]
+        answers.append((tokens, torch.stack(logits[str(i)])))
+    return Run(answers, modes, stats.num_switches, stats.num_preemptions)

@@ -1,0 +1,72 @@
+"""One request as the scheduler tracks it: counts and times, no tensors."""
+
+from __future__ import annotations
+
+from vlora.types import Mode, Request, RequestStatus, Timings
+
+
+class Tracked:
+    """Three lengths and their order: cached_len <= device_len <= max_len.
+
+    cached_len: tokens whose KV is in place. device_len: tokens known (prompt and sampled). max_len: the ceiling.
+    """
+
+    __slots__ = (
+        "arrival",
+        "arrival_s",
+        "cached_len",
+        "first_answer_s",
+        "first_run_s",
+        "last_ran_s",
+        "max_len",
+        "num_preemptions",
+        "num_sampled",
+        "prompt_len",
+        "protected",
+        "request",
+        "status",
+        "steps_by_mode",
+    )
+
+    def __init__(self, request: Request, arrival: int, now: float) -> None:
+        self.request = request
+        self.arrival = arrival
+        self.arrival_s = now
+        self.last_ran_s = now
+        self.prompt_len = len(request.prompt_ids)
+        self.max_len = self.prompt_len + (0 if request.head is not None else request.sampling.max_tokens)
+        self.cached_len = 0
+        self.num_sampled = 0
+        self.status = RequestStatus.WAITING
+        self.first_run_s: float | None = None
+        self.first_answer_s: float | None = None
+        self.num_preemptions = 0
+        self.protected = False  # preempted once and has not yielded a token since
+        self.steps_by_mode: dict[Mode, int] = {}
+
+    @property
+    def device_len(self) -> int:
+        return self.prompt_len + self.num_sampled
+
+    @property
+    def new_tokens(self) -> int:
+        """Tokens still to compute before the next answer."""
+        return self.device_len - self.cached_len
+
+    def preempt(self) -> None:
+        """Back to waiting: the KV is gone, the sampled tokens stay."""
+        self.cached_len = 0
+        self.status = RequestStatus.WAITING
+        self.num_preemptions += 1
+        self.protected = True
+
+    def timings(self, now: float) -> Timings:
+        return Timings(
+            queue_s=(now if self.first_run_s is None else self.first_run_s) - self.arrival_s,
+            ttft_s=None if self.first_answer_s is None else self.first_answer_s - self.arrival_s,
+            latency_s=now - self.arrival_s,
+            num_prompt_tokens=self.prompt_len,
+            num_completion_tokens=self.num_sampled,
+            num_preemptions=self.num_preemptions,
+            steps_by_mode={mode.value: count for mode, count in self.steps_by_mode.items()},
+        )
