@@ -64,8 +64,8 @@ def run_engine(
         max_batch_size=8,
         max_step_tokens=max_step_tokens,
         block_size=block_size,
-        # Adapters take up to half; blocks of one page each: room for about two of the requests.
-        arena_bytes=(48 if scarce_memory else 1024) * PAGE_BYTES,
+        # Adapters take up to half; blocks are one page each: scarce memory has room for about half of the requests.
+        arena_bytes=(80 if scarce_memory else 1024) * PAGE_BYTES,
         merge_fidelity_floor=0.0,
     )
     local = LocalEngine(config, model=model if model is not None else build_model(reference.family, dtype))
