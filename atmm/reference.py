@@ -1,22 +1,40 @@
-"""What the operator means, in plain torch and the precision of its inputs: the specification every fast path is tested by."""
+"""The specification: the same three operations in a few lines of plain torch, in float64 unless told otherwise.
+
+Every strategy and kernel is compared with these. They are slow, allocate freely and never look at a packed copy.
+"""
 
 from __future__ import annotations
 
-import torch
+from collections.abc import Sequence
 
+import torch
+from torch import Tensor
+
+from atmm.head_rows import HeadRows
 from atmm.segments import SegmentPlan
 from atmm.sites import Site
 
 
-def add_delta(y: torch.Tensor, x: torch.Tensor, site: Site, plan: SegmentPlan) -> None:
-    """y [T, d_out] += sum over lanes of sign * (x a^T) bt, in place."""
+def add_delta(y: Tensor, x: Tensor, site: Site, plan: SegmentPlan, dtype: torch.dtype = torch.float64) -> Tensor:
+    """A new tensor [T, d_out]: `y` plus every lane's `sign * (x a^T) bt`; x [T, d_in]. The inputs are left alone."""
+    out = y.to(dtype, copy=True)
     for lane in plan.lanes:
         factors = site.factors.get(lane.key)
         if factors is not None:
-            rows = slice(lane.start, lane.stop)
-            y[rows] += lane.sign * ((x[rows] @ factors.a.t()) @ factors.bt)
+            hidden = x[lane.start : lane.stop].to(dtype) @ factors.a.to(dtype).T
+            out[lane.start : lane.stop] += lane.sign * (hidden @ factors.bt.to(dtype))
+    return out
 
 
-def merge(out: torch.Tensor, base: torch.Tensor, a: torch.Tensor, bt: torch.Tensor, scale: float = 1.0) -> None:
-    """out[n] = base[n] + scale * bt[n]^T a[n] for every layer n."""
-    out.copy_(base + scale * (bt.transpose(1, 2) @ a))
+def merge(base: Tensor, a: Tensor, bt: Tensor, scale: float = 1.0, dtype: torch.dtype = torch.float64) -> Tensor:
+    """A new tensor [n, o, i]: `base + scale * bt^T a`; a [n, r, i], bt [n, r, o]."""
+    return base.to(dtype) + scale * torch.einsum("nro,nri->noi", bt.to(dtype), a.to(dtype))
+
+
+def head_logits(h: Tensor, rows: Sequence[HeadRows], dtype: torch.dtype = torch.float64) -> list[Tensor]:
+    """Per head, [rows, c]: `h[index] weight^T + bias`; h [T, hidden]."""
+    logits = []
+    for weight, bias, index in rows:
+        product = h[index].to(dtype) @ weight.to(dtype).T
+        logits.append(product if bias is None else product + bias.to(dtype))
+    return logits

@@ -1,43 +1,51 @@
-"""Which tokens get which adapter's delta: built once per step, used by every layer."""
+"""Which tokens of a step get which adapter: lanes, and the plan built from them once per step."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from atmm.sites import Layout
+    from atmm.strategies import Strategy
 
 
 class Lane(NamedTuple):
-    """Tokens [start, stop) get `sign` times the delta of adapter `key`. Lanes may overlap: deltas add up (deLoRA)."""
+    """Tokens `[start, stop)` of the packed batch get `sign` (+1 or -1) times the delta of adapter `key`."""
 
     key: str
     start: int
     stop: int
-    sign: float
+    sign: float = 1.0
 
 
 class SegmentPlan:
-    """The lanes of one packed batch of `num_tokens` tokens, and what was worked out for them once (choices, masks).
+    """The lanes of one step, used by every layer.
 
-    Raises ValueError for a lane outside the batch.
+    Lanes may overlap: in mixed mode a token has its own adapter's lane and the merged adapter's with sign -1 (the deLoRA
+    branch, V-LoRA section 4.4.2). Tokens without a lane are left alone. How each class of sites is computed is decided at
+    the class's first call and kept here, so a plan may be used again for as long as its lanes are right, by one thread.
+
+    `strategy` forces one of `atmm.STRATEGIES` by name wherever an adapter is applied; None lets `atmm.selection` choose.
+
+    Raises ValueError for a lane outside the batch or a sign other than +1 and -1.
     """
 
-    def __init__(self, num_tokens: int, lanes: Sequence[Lane]) -> None:
-        for lane in lanes:
-            if not 0 <= lane.start < lane.stop <= num_tokens:
-                raise ValueError(
-                    f"lane of adapter {lane.key!r} covers tokens [{lane.start}, {lane.stop}), "
-                    f"but the batch has {num_tokens} tokens and a lane needs at least one"
-                )
-        self.num_tokens = num_tokens
-        self.lanes = tuple(lanes)
-        self.keys = frozenset(lane.key for lane in lanes)
-        # Strategies, masks and shared shrinks of this step, keyed by what they depend on.
-        self.memo: dict[Any, Any] = {}
+    __slots__ = ("keys", "lanes", "num_tokens", "prepared", "strategy")
 
-    @property
-    def even(self) -> bool:
-        """The lanes cut the batch into equal parts, in order, each adapter once."""
-        share = self.num_tokens // max(1, len(self.lanes))
-        return len(self.keys) == len(self.lanes) and all(
-            lane.start == i * share and lane.stop == (i + 1) * share for i, lane in enumerate(self.lanes)
-        )
+    def __init__(self, num_tokens: int, lanes: Iterable[Lane], strategy: str | None = None) -> None:
+        if num_tokens < 0:
+            raise ValueError(f"num_tokens is {num_tokens}; a plan covers 0 tokens or more")
+        lanes = tuple(lanes)
+        for lane in lanes:
+            if not 0 <= lane.start <= lane.stop <= num_tokens:
+                raise ValueError(
+                    f"lane {lane} does not lie in the batch of {num_tokens} tokens; give 0 <= start <= stop <= num_tokens"
+                )
+            if lane.sign not in (1, -1):
+                raise ValueError(f"lane {lane} has sign {lane.sign}; give +1 to add the delta, -1 to take it away")
+        self.num_tokens = num_tokens
+        self.lanes = tuple(lane for lane in lanes if lane.stop > lane.start)
+        self.keys = frozenset(lane.key for lane in self.lanes)
+        self.strategy = strategy
+        self.prepared: dict[Layout | None, Strategy] = {}  # by class of sites; None is every unpacked site

@@ -1,75 +1,105 @@
-"""Which strategy serves a site in a step: worked out once per step and site class, then looked up."""
+"""Which strategy for which shape: the table that a search filled, and a rule where the table is silent.
+
+A choice is made once per plan and class of sites, never per layer. The table is a dict from a 128-bit integer (V-LoRA section
+4.3.2) to a strategy's name. The key packs the rounded shape, one field beside the other::
+
+    bits 112-127   96-111    80-95   56-79   32-55   16-31      8-15    0-7
+         tokens    adapters  rank    d_in    d_out   evenness   dtype   device type
+
+The rule estimates each strategy's time as calls + bytes of factors + arithmetic. Its constants are orders of magnitude
+(measured on an x86 server core with AMX: a 16-bit product costs some 20 us whatever its size, a 32-bit one 3 us).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from typing import Any
+import enum
+import functools
+import json
+import logging
+import pathlib
+from typing import NamedTuple
 
 import torch
 
-from atmm import reference, strategies
-from atmm.segments import SegmentPlan
-from atmm.sites import Site
+from atmm.device import device_name
+from atmm.strategies import STRATEGIES
+from atmm.survey import Survey
 
-Strategy = Callable[[torch.Tensor, torch.Tensor, Site, SegmentPlan], None]
+logger = logging.getLogger(__name__)
 
-STRATEGIES: dict[str, Strategy] = {
-    "reference": reference.add_delta,
-    "loop": strategies.loop,
-    "stacked": strategies.stacked,
-    "batched": strategies.batched,
-}
+TABLES = pathlib.Path(__file__).parent / "tables"
 
-_WIDEST_STACK = 256  # columns up to which multiplying what the mask then drops costs less than more calls (measured)
-
-_forced: str | None = None
+DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+DEVICE_TYPES = ("cpu", "cuda")
 
 
-@contextmanager
-def force(name: str) -> Iterator[None]:
-    """Use one strategy wherever it is able to, for tests and measurements. Raises ValueError for an unknown name."""
-    global _forced
-    if name not in STRATEGIES:
-        raise ValueError(f"strategy is {name!r}; known: {', '.join(STRATEGIES)}")
-    before, _forced = _forced, name
-    try:
-        yield
-    finally:
-        _forced = before
+class Evenness(enum.IntEnum):
+    """SINGLE: one lane. EVEN: one run of equal lanes at every site. RAGGED: anything else."""
+
+    SINGLE = 0
+    EVEN = 1
+    RAGGED = 2
 
 
-def able(name: str, site: Site, plan: SegmentPlan) -> bool:
-    """Whether a strategy can serve this site with this plan."""
-    packed = site.group.packed
-    if name in ("loop", "reference"):
-        return True
-    if packed is None or not plan.keys <= set(packed.keys):
-        return False
-    if name == "stacked":
-        return True
-    in_order = tuple(lane.key for lane in plan.lanes) == packed.keys
-    signs = all(lane.sign == 1.0 for lane in plan.lanes)
-    return packed.equal_rank and in_order and signs and plan.even and plan.num_tokens % len(plan.lanes) == 0
+class Bucket(NamedTuple):
+    """A rounded shape: sizes are powers of two, rounded up, so that near shapes share one measured choice.
+
+    tokens: of the range that has lanes. adapters: different ones. rank: their mean at the sites they target. d_out: the
+    group's sites together.
+    """
+
+    tokens: int
+    adapters: int
+    rank: int
+    d_in: int
+    d_out: int
+    evenness: Evenness
+    dtype: torch.dtype
+    device_type: str
+
+    @classmethod
+    def of(cls, survey: Survey) -> Bucket:
+        layout = survey.layout
+        ranks = [run.rank for site in survey.runs for run in site for _ in range(run.num_lanes)]
+        if len(survey.lanes) == 1:
+            evenness = Evenness.SINGLE
+        else:
+            evenness = Evenness.EVEN if all(len(runs) <= 1 for runs in survey.runs) else Evenness.RAGGED
+        return cls(
+            _round_up(survey.num_tokens),
+            _round_up(survey.num_adapters),
+            _round_up(sum(ranks) // max(1, len(ranks))),
+            _round_up(layout.d_in),
+            _round_up(sum(layout.d_outs)),
+            evenness,
+            layout.dtype,
+            layout.device.type,
+        )
+
+    def key(self) -> int:
+        """The bucket as one integer below 2**128; different buckets have different keys.
+
+        Raises ValueError when a field does not fit its bits or the dtype or device type is unknown.
+        """
+        fields = (
+            (self.tokens, 16),
+            (self.adapters, 16),
+            (self.rank, 16),
+            (self.d_in, 24),
+            (self.d_out, 24),
+            (int(self.evenness), 16),
+            (_place(self.dtype, DTYPES), 8),
+            (_place(self.device_type, DEVICE_TYPES), 8),
+        )
+        key = 0
+        for value, bits in fields:
+            if not 0 <= value < 1 << bits:
+                raise ValueError(f"{self} does not fit a key: {value} needs more than {bits} bits")
+            key = key << bits | value
+        return key
 
 
-def choose(site: Site, plan: SegmentPlan) -> Strategy:
-    """The strategy for this site in this step."""
-    packed = site.group.packed
-    key: Any = (None if packed is None else packed.layout, site.place, site.d_in, site.d_out, _forced)
-    strategy = plan.memo.get(key)
-    if strategy is None:
-        strategy = plan.memo[key] = STRATEGIES[_rule(site, plan)]
-    return strategy
-
-
-def _rule(site: Site, plan: SegmentPlan) -> str:
-    if _forced is not None and able(_forced, site, plan):
-        return _forced
-    packed = site.group.packed
-    if packed is None or len(plan.lanes) == 1 or not able("stacked", site, plan):
-        return "loop"
-    start, stop = packed.columns[site.place]
-    if stop - start <= _WIDEST_STACK:
-        return "stacked"
-    return "batched" if able("batched", site, plan) else "loop"
+def _place(value: object, known: tuple) -> int:
+    if value not in known:
+        raise ValueError(f"{value} is not one of {', '.join(map(str, known))}")
+    return known.index(value)

@@ -1,129 +1,246 @@
-"""Where deltas are added: the linear layers adapters may target, alone and in groups that read the same input."""
+"""Where adapters act: a site is one linear layer, a group is the sites that read the same input.
+
+Memory of a packed group (s: sites of the group, k: keys in the order they were packed, r: that adapter's rank at that site)::
+
+    a     [sum_s sum_k r, d_in]     site 0: key 0, key 1, ...   site 1: key 0, key 1, ...
+    bt_0  [sum_k r, d_out_0]        key 0, key 1, ...
+    bt_1  [sum_k r, d_out_1]        ...
+
+so one shrink `x a^T` serves every site of the group, a site's share of it is a range of columns, and adjacent keys of one rank
+are a `[keys, r, d]` view. Tensors start at multiples of 256 bytes; rows are padded to 16 bytes.
+"""
 
 from __future__ import annotations
 
-import dataclasses
-import itertools
-from collections.abc import Sequence
+import weakref
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
+
+TENSOR_ALIGNMENT = 256
+ROW_ALIGNMENT = 16
 
 
 class Factors(NamedTuple):
-    """One adapter's low-rank factors at one site: a [r, d_in], bt [r, d_out]; its scaling is folded into bt.
+    """One adapter's two factors at one site: `delta = (x a^T) bt`. The adapter's scaling is folded into `bt` already.
 
-    Rank is the leading dimension of both, so that every row is contiguous and adapters of any rank lie side by side.
+    a: [r, d_in], bt: [r, d_out]; any strides.
     """
 
-    a: torch.Tensor
-    bt: torch.Tensor
+    a: Tensor
+    bt: Tensor
 
 
 class Site:
-    """One linear layer d_in -> d_out. `factors` by adapter key; an absent key means the adapter does not target it."""
+    """One linear layer that adapters may target.
+
+    The caller sets and removes `factors` by adapter key as adapters come and go; an absent key means that the adapter does
+    not target this site. After changing the factors of a packed key, pack the group again.
+    """
+
+    __slots__ = ("d_in", "d_out", "factors", "group", "index", "name")
 
     def __init__(self, name: str, d_in: int, d_out: int) -> None:
         self.name = name
         self.d_in = d_in
         self.d_out = d_out
         self.factors: dict[str, Factors] = {}
-        self.group = SiteGroup((self,))
-        self.place = 0
+        self.group: SiteGroup | None = None
+        self.index = 0  # place in the group
+
+    def __repr__(self) -> str:
+        return f"Site({self.name!r}, d_in={self.d_in}, d_out={self.d_out}, adapters={len(self.factors)})"
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Packed:
-    """Factors of several adapters side by side, for one group.
+class Span(NamedTuple):
+    """Rows `[start, start + rank)` of a packed site belong to adapter `key`."""
 
-    a [R, d_in]: site after site, within a site key after key. bts[i] [R_i, d_out_i] and columns[i] = (c0, c1): site i's part.
-    layout: number of the column layout (which key owns which column); equal layouts share masks.
+    key: str
+    start: int
+    rank: int
+
+
+class Layout:
+    """The shape of a packed group without its bytes. Groups packed alike share one object, so it serves as a cheap key.
+
+    keys: every packed adapter, those that target none of the group's sites included.
+    spans: per site, in packing order. widths: per site, its rows (the ranks' sum).
     """
 
-    keys: tuple[str, ...]
-    a: torch.Tensor
-    bts: tuple[torch.Tensor, ...]
-    columns: tuple[tuple[int, int], ...]
-    owners: tuple[tuple[str, int], ...]
-    layout: int
-    equal_rank: bool
+    __slots__ = ("__weakref__", "d_in", "d_outs", "device", "dtype", "keys", "spans", "widths")
+
+    def __init__(
+        self,
+        keys: frozenset[str],
+        spans: tuple[tuple[Span, ...], ...],
+        d_in: int,
+        d_outs: tuple[int, ...],
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        self.keys = keys
+        self.spans = spans
+        self.widths = tuple(sum(span.rank for span in site) for site in spans)
+        self.d_in = d_in
+        self.d_outs = d_outs
+        self.dtype = dtype
+        self.device = device
+
+    @property
+    def num_rows(self) -> int:
+        return sum(self.widths)
+
+
+_layouts: weakref.WeakValueDictionary[tuple, Layout] = weakref.WeakValueDictionary()
+
+
+class Packed(NamedTuple):
+    """The packed copy of a group's factors; the picture is at the top of this file."""
+
+    layout: Layout
+    a: Tensor
+    bts: tuple[Tensor, ...]
 
 
 class SiteGroup:
-    """Sites fed by the very same input tensor (q, k, v of a layer; gate, up), so that one shrink can serve them all."""
+    """Sites fed by the very same input tensor (q, k, v of a layer; gate and up), each called once per forward.
+
+    A lone site is a group of one. `packed` is None until `pack`.
+
+    Raises ValueError when the sites do not agree on d_in, or one already has a group.
+    """
+
+    __slots__ = ("packed", "sites")
 
     def __init__(self, sites: Sequence[Site]) -> None:
+        if not sites:
+            raise ValueError("a site group is empty; give at least one site")
+        for index, site in enumerate(sites):
+            if site.d_in != sites[0].d_in:
+                raise ValueError(
+                    f"{site.name} reads {site.d_in} features and {sites[0].name} {sites[0].d_in}; "
+                    "sites of a group read the same tensor"
+                )
+            if site.group is not None:
+                raise ValueError(f"{site.name} already belongs to a group; give each site to one group")
+            site.group = self
+            site.index = index
         self.sites = tuple(sites)
         self.packed: Packed | None = None
-        for place, site in enumerate(self.sites):
-            site.group, site.place = self, place
 
-    def packed_bytes(self, keys: Sequence[str]) -> int:
-        """Bytes a packed copy for these adapters takes; 0 when none of them targets the group."""
-        return sum(_aligned(p.a) + _aligned(p.bt) for site in self.sites for p in _chosen(site, keys))
+    def packed_bytes(self, keys: Iterable[str]) -> int:
+        """Bytes that `pack(keys)` needs; 0 when none of the keys targets the group."""
+        return sum(_tensor_bytes(len_, d, dtype) for len_, d, dtype in self._tensors(tuple(keys)))
 
-    def pack(self, keys: Sequence[str], buffer: torch.Tensor | None = None) -> None:
-        """Copy the factors of `keys` side by side into `buffer` (uint8, `packed_bytes` long), or into memory of its own.
+    def pack(self, keys: Iterable[str], buffer: Tensor | None = None) -> None:
+        """Copy the factors of `keys` side by side, in this order, and use the copy from now on.
 
-        Done when the set of adapters in use changes, never per step.
+        To be called when the set of adapters in use changes, never per step. Adapters of one rank are best adjacent, and
+        batches sorted in the same order.
+
+        buffer: one-dimensional uint8 of at least `packed_bytes(keys)` bytes, aligned to 16; None allocates.
+
+        Raises ValueError for a key given twice, factors of another shape, dtype or device than the rest, or a buffer that
+        cannot hold them.
         """
-        pairs = [list(_chosen(site, keys)) for site in self.sites]
-        flat = [pair for per_site in pairs for pair in per_site]
-        if not flat:
+        keys = tuple(keys)
+        if len(set(keys)) != len(keys):
+            raise ValueError(f"keys {keys} hold one twice; give each adapter once")
+        shapes = self._tensors(keys)
+        if not shapes:
             self.packed = None
             return
-        dtype, device = flat[0].a.dtype, flat[0].a.device
+        present = [[(key, site.factors[key]) for key in keys if key in site.factors] for site in self.sites]
+        first = next(factors.a for site in present for _, factors in site)
         if buffer is None:
-            buffer = torch.empty(self.packed_bytes(keys), dtype=torch.uint8, device=device)
-        cursor = 0
-
-        def take(rows: int, width: int) -> torch.Tensor:
-            nonlocal cursor
-            num_bytes = rows * width * dtype.itemsize
-            view = buffer[cursor : cursor + num_bytes].view(dtype).view(rows, width)
-            cursor += -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
-            return view
-
-        ranks = [[pair.a.shape[0] for pair in per_site] for per_site in pairs]
-        a = take(sum(map(sum, ranks)), self.sites[0].d_in)
-        torch.cat([pair.a for pair in flat], out=a)
-        bts = []
-        for site, per_site, site_ranks in zip(self.sites, pairs, ranks, strict=True):
-            bt = take(sum(site_ranks), site.d_out)
-            if per_site:
-                torch.cat([pair.bt for pair in per_site], out=bt)
-            bts.append(bt)
-        ends = list(itertools.accumulate(map(sum, ranks)))
-        columns = tuple((end - sum(site_ranks), end) for end, site_ranks in zip(ends, ranks, strict=True))
-        owners = tuple(
-            (key, site.factors[key].a.shape[0]) for site in self.sites for key in keys if key in site.factors
-        )
-        self.packed = Packed(
-            keys=tuple(keys),
-            a=a,
-            bts=tuple(bts),
-            columns=columns,
-            owners=owners,
-            layout=_layout_number(owners),
-            equal_rank=len({rank for _, rank in owners}) == 1 and all(len(r) == len(keys) for r in ranks),
-        )
+            buffer = torch.empty(self.packed_bytes(keys), dtype=torch.uint8, device=first.device)
+        self._check_buffer(buffer, first, self.packed_bytes(keys))
+        self.packed = None  # whoever still holds the old copy must not take the new bytes for it
+        tensors, offset = [], 0
+        for rows, d, dtype in shapes:
+            tensors.append(_carve(buffer, offset, rows, d, dtype))
+            offset += _tensor_bytes(rows, d, dtype)
+        a, *bts = tensors
+        torch.cat([factors.a for site in present for _, factors in site], out=a)
+        for bt, site in zip(bts, present, strict=True):
+            if site:
+                torch.cat([factors.bt for _, factors in site], out=bt)
+        self.packed = Packed(self._layout(keys, present, first), a, tuple(bts))
 
     def unpack(self) -> None:
         """Forget the packed copy; its buffer may be used for something else."""
         self.packed = None
 
+    def _tensors(self, keys: tuple[str, ...]) -> list[tuple[int, int, torch.dtype]]:
+        """(rows, columns, dtype) of the packed A and of each site's packed Bt; empty when no key targets the group."""
+        widths, first = [], None
+        for site in self.sites:
+            width = 0
+            for key in keys:
+                factors = site.factors.get(key)
+                if factors is None:
+                    continue
+                first = factors.a if first is None else first
+                _check_factors(site, key, factors, first)
+                width += factors.a.shape[0]
+            widths.append(width)
+        if first is None:
+            return []
+        return [
+            (sum(widths), self.sites[0].d_in, first.dtype),
+            *((width, site.d_out, first.dtype) for width, site in zip(widths, self.sites, strict=True)),
+        ]
 
-_ALIGNMENT = 256
-_layouts: dict[tuple[tuple[str, int], ...], int] = {}
+    def _layout(self, keys: tuple[str, ...], present: list[list[tuple[str, Factors]]], first: Tensor) -> Layout:
+        spans = []
+        for site in present:
+            start, row = 0, []
+            for key, factors in site:
+                row.append(Span(key, start, factors.a.shape[0]))
+                start += factors.a.shape[0]
+            spans.append(tuple(row))
+        d_outs = tuple(site.d_out for site in self.sites)
+        facts = (frozenset(keys), tuple(spans), self.sites[0].d_in, d_outs, first.dtype, first.device)
+        return _layouts.setdefault(facts, Layout(*facts))
+
+    @staticmethod
+    def _check_buffer(buffer: Tensor, first: Tensor, num_bytes: int) -> None:
+        if buffer.dtype != torch.uint8 or buffer.dim() != 1 or not buffer.is_contiguous():
+            raise ValueError(f"buffer is {buffer.dtype} {tuple(buffer.shape)}; give one contiguous dimension of uint8")
+        if buffer.numel() < num_bytes:
+            raise ValueError(f"buffer holds {buffer.numel()} bytes; these adapters need {num_bytes} (packed_bytes says)")
+        if buffer.device != first.device:
+            raise ValueError(f"buffer lies on {buffer.device} and the factors on {first.device}; give one device")
+        if buffer.data_ptr() % ROW_ALIGNMENT:
+            raise ValueError(f"buffer starts at address {buffer.data_ptr()}; align it to {ROW_ALIGNMENT} bytes")
 
 
-def _layout_number(owners: tuple[tuple[str, int], ...]) -> int:
-    return _layouts.setdefault(owners, len(_layouts))
+def _check_factors(site: Site, key: str, factors: Factors, first: Tensor) -> None:
+    a, bt = factors
+    if a.dim() != 2 or bt.dim() != 2 or a.shape[0] != bt.shape[0] or (a.shape[1], bt.shape[1]) != (site.d_in, site.d_out):
+        raise ValueError(
+            f"adapter {key!r} at {site.name} has a {tuple(a.shape)} and bt {tuple(bt.shape)}; "
+            f"the site needs [r, {site.d_in}] and [r, {site.d_out}]"
+        )
+    for tensor in factors:
+        if tensor.dtype != first.dtype or tensor.device != first.device:
+            raise ValueError(
+                f"adapter {key!r} at {site.name} is {tensor.dtype} on {tensor.device}, its neighbours {first.dtype} on "
+                f"{first.device}; a group packs one dtype on one device"
+            )
 
 
-def _aligned(tensor: torch.Tensor) -> int:
-    return -(-tensor.numel() * tensor.element_size() // _ALIGNMENT) * _ALIGNMENT
+def _row_elements(d: int, dtype: torch.dtype) -> int:
+    return -(-d * dtype.itemsize // ROW_ALIGNMENT) * ROW_ALIGNMENT // dtype.itemsize
 
 
-def _chosen(site: Site, keys: Sequence[str]) -> list[Factors]:
-    return [site.factors[key] for key in keys if key in site.factors]
+def _tensor_bytes(rows: int, d: int, dtype: torch.dtype) -> int:
+    return -(-rows * _row_elements(d, dtype) * dtype.itemsize // TENSOR_ALIGNMENT) * TENSOR_ALIGNMENT
+
+
+def _carve(buffer: Tensor, offset: int, rows: int, d: int, dtype: torch.dtype) -> Tensor:
+    stride = _row_elements(d, dtype)
+    flat = buffer[offset : offset + rows * stride * dtype.itemsize].view(dtype)
+    return flat.view(rows, stride)[:, :d]

@@ -69,7 +69,12 @@ class EngineConfig:
 class ServerConfig:
     """Settings of the front end. Without a token it binds to loopback only.
 
-    max_image_bytes and max_image_pixels bound one encoded image and one decoded image. request_timeout_s bounds one call.
+    max_image_bytes and max_image_pixels bound one encoded image and one decoded image, max_request_pixels all images of one
+    request together. max_message_bytes bounds one message on the wire, max_prompt_chars the text of one request.
+    max_requests: how many may be under way at once. request_timeout_s bounds one request, from arrival to last word;
+    drain_s is how long requests under way may still run after the server was told to stop.
+
+    Raises BadConfig when a value cannot work.
     """
 
     host: str = "127.0.0.1"
@@ -77,7 +82,12 @@ class ServerConfig:
     max_image_bytes: int = 20 * 2**20
     max_image_pixels: int = 40_000_000
     max_images: int = 64
+    max_request_pixels: int = 160_000_000
+    max_message_bytes: int = 256 * 2**20
+    max_prompt_chars: int = 1_000_000
+    max_requests: int = 256
     request_timeout_s: float = 120.0
+    drain_s: float = 5.0
 
     def __post_init__(self) -> None:
         if self.host not in ("127.0.0.1", "localhost", "::1"):
@@ -87,3 +97,18 @@ class ServerConfig:
             )
         if not 0 <= self.rpyc_port <= 65535:
             raise BadConfig(f"rpyc_port is {self.rpyc_port}; it must lie between 0 (any free port) and 65535")
+        for field in (
+            "max_image_bytes",
+            "max_image_pixels",
+            "max_images",
+            "max_request_pixels",
+            "max_message_bytes",
+            "max_prompt_chars",
+            "max_requests",
+        ):
+            if getattr(self, field) < 1:
+                raise BadConfig(f"{field} is {getattr(self, field)}; it must be at least 1")
+        if not self.request_timeout_s > 0:
+            raise BadConfig(f"request_timeout_s is {self.request_timeout_s}; it must be above 0")
+        if not self.drain_s >= 0:
+            raise BadConfig(f"drain_s is {self.drain_s}; it must be 0 or more")

@@ -17,7 +17,8 @@
     |-- DeadlineMissed       the answer could not be given within the request's latency bound
     |-- Aborted              the request was cancelled, by its client or by an operator
     |-- StepFailed           a batch failed inside the engine; only its own requests are lost
-    `-- EngineDead           the engine process is gone; the message carries the cause
+    |-- EngineDead           the engine process is gone; the message carries the cause
+    `-- Disconnected         the server cannot be reached, or the connection broke before the answer
 
 Each class has a stable `code` (what travels over the wire) and an `http_status`. `assert` is for our own mistakes only.
 """
@@ -100,6 +101,11 @@ class StepFailed(VLoraError):
 
 class EngineDead(VLoraError):
     code = "engine_dead"
+    http_status = 503
+
+
+class Disconnected(VLoraError):
+    code = "disconnected"
     http_status = 503
 
 

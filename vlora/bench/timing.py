@@ -1,0 +1,30 @@
+"""CPU time, pair by pair: what can be trusted on a shared machine is the ratio of two things run side by side."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+
+
+def interleaved(
+    candidates: Mapping[str, Callable[[], object]], rounds: int, warmup: int = 2
+) -> dict[str, list[float]]:
+    """CPU seconds of each candidate, `rounds` times, in turn A B C A B C ..., after `warmup` rounds not counted."""
+    seconds: dict[str, list[float]] = {name: [] for name in candidates}
+    for turn in range(warmup + rounds):
+        for name, call in candidates.items():
+            started = time.process_time()
+            call()
+            if turn >= warmup:
+                seconds[name].append(time.process_time() - started)
+    return seconds
+
+
+def median_ms(seconds: Sequence[float]) -> float:
+    return statistics.median(seconds) * 1e3
+
+
+def median_ratio(seconds: Sequence[float], baseline: Sequence[float]) -> float:
+    """Median over the pairs of one round: drift of the machine's speed cancels out."""
+    return statistics.median(a / b for a, b in zip(seconds, baseline, strict=True))

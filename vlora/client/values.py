@@ -1,0 +1,108 @@
+"""What a caller gets back, and how it crosses the RPyC wire: structs as msgpack bytes, failures as (code, message)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Literal, TypeVar
+
+import msgspec
+
+from vlora.errors import BadRequest, VLoraError, error_from_code
+from vlora.types import AdapterStatus, EngineStats, SamplingParams, Timings
+
+PROTOCOL_VERSION = 1
+DEFAULT_HOST = "127.0.0.1"
+DEFAULT_PORT = 18861
+
+T = TypeVar("T")
+
+
+class Answer(msgspec.Struct, frozen=True, kw_only=True):
+    """A whole text answer.
+
+    finish_reason "stop": the model ended it or a stop string was met (which is not part of text); "length": max_tokens.
+    timings are the engine's; total_s is the server's time from the request's arrival to its last word.
+    """
+
+    text: str
+    finish_reason: Literal["stop", "length"]
+    adapter: str | None
+    num_prompt_tokens: int
+    num_completion_tokens: int
+    timings: Timings
+    total_s: float
+
+
+class HeadResult(msgspec.Struct, frozen=True, kw_only=True):
+    """A task head's answer: the best label, and every label's probability (scores in the order of labels)."""
+
+    label: str
+    label_id: int
+    labels: tuple[str, ...]
+    scores: tuple[float, ...]
+    adapter: str
+    head: str
+    timings: Timings
+    total_s: float
+
+    @property
+    def confidence(self) -> float:
+        return self.scores[self.label_id]
+
+
+class Hello(msgspec.Struct, frozen=True, kw_only=True):
+    """What a server says of itself. max_message_bytes: a longer message would only break the connection."""
+
+    protocol: int
+    model: str
+    max_message_bytes: int
+
+
+class StreamPart(msgspec.Struct, frozen=True, kw_only=True):
+    """One pull from a text stream: the text since the last one, and the whole answer when it is finished."""
+
+    text: str = ""
+    answer: Answer | None = None
+
+
+Reply = tuple[bool, bytes] | tuple[bool, str, str]
+"""(True, msgpack of the value) or (False, error code, message)."""
+
+_encode = msgspec.msgpack.Encoder().encode
+_DECODERS = {
+    kind: msgspec.msgpack.Decoder(kind).decode
+    for kind in (Answer, HeadResult, Hello, StreamPart, AdapterStatus, tuple[AdapterStatus, ...], EngineStats, None)
+}
+
+
+def success(value: Any) -> Reply:
+    return True, _encode(value)
+
+
+def failure(error: VLoraError) -> Reply:
+    return False, error.code, str(error)
+
+
+def open_reply(reply: Reply, kind: type[T]) -> T:
+    """The value of a reply. Raises the typed error that it carries."""
+    if reply[0]:
+        decode: Callable[[bytes], T] = _DECODERS[kind]
+        return decode(reply[1])  # type: ignore[arg-type]
+    raise error_from_code(*reply[1:])  # type: ignore[arg-type]
+
+
+def sampling_pairs(sampling: SamplingParams) -> tuple[tuple[str, Any], ...]:
+    """Sampling parameters as plain values; RPyC's own serializer has no dictionaries."""
+    return tuple(msgspec.structs.asdict(sampling).items())
+
+
+def sampling_params(options: dict[str, Any]) -> SamplingParams:
+    """Check and freeze sampling options by name. Raises BadRequest with the option's name."""
+    unknown = sorted(options.keys() - set(SamplingParams.__struct_fields__))
+    if unknown:
+        known = ", ".join(SamplingParams.__struct_fields__)
+        raise BadRequest(f"unknown sampling option {unknown[0]!r}; known: {known}")
+    try:
+        return msgspec.convert(options, SamplingParams)
+    except msgspec.ValidationError as error:
+        raise BadRequest(f"sampling: {error}") from error

@@ -1,0 +1,238 @@
+"""`EngineClient`: an engine in a process of its own, behind `EngineInterface`. Starts it, talks to it, notices its death."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import shutil
+import signal
+import sys
+import tempfile
+from collections.abc import AsyncIterator, Sequence
+from pathlib import Path
+
+import zmq
+import zmq.asyncio
+
+from vlora.config import EngineConfig
+from vlora.engine import wire
+from vlora.errors import BadRequest, EngineDead
+from vlora.types import AdapterStatus, EngineStats, ErrorValue, Request, RequestOutput
+
+ENGINE_COMMAND = (sys.executable, "-m", "vlora.engine.process")
+
+_LAST_WORDS_S = 0.2  # a message sent just before the process ended may still be on its way
+_STOP_S = 5.0  # how long a stopping engine may take before it is killed
+_LONGEST_SOCKET_PATH = 100  # the system's limit for local sockets is 107 bytes
+
+
+class EngineClient:
+    """Made by `start`. Belongs to the event loop that started it."""
+
+    def __init__(self, process: asyncio.subprocess.Process, socket: zmq.asyncio.Socket, ready: wire.Ready) -> None:
+        self.ready = ready
+        self._process = process
+        self._socket = socket
+        self._streams: dict[str, asyncio.Queue[RequestOutput]] = {}
+        self._calls: dict[int, asyncio.Future[wire.Reply]] = {}
+        self._call_ids = itertools.count()
+        self._cause: str | None = None
+        self._last_words: str | None = None
+        self._closing = False
+        self._reader = asyncio.create_task(self._read(), name="vlora-engine-client")
+
+    @classmethod
+    async def start(cls, config: EngineConfig, *, command: Sequence[str] = ENGINE_COMMAND) -> EngineClient:
+        """Start an engine process and wait until its model is loaded.
+
+        command is called with the socket's address as its last argument. Raises the typed error (BadConfig and its kind) when
+        the engine cannot be built, EngineDead when its process ends without a word.
+        """
+        folder = _private_folder()
+        context = zmq.asyncio.Context()
+        socket = context.socket(zmq.DEALER)
+        socket.set_hwm(0)
+        process: asyncio.subprocess.Process | None = None
+        try:
+            address = f"ipc://{folder}/engine"
+            socket.bind(address)
+            # The child's own printing goes to stderr: stdout belongs to the command's results.
+            process = await asyncio.create_subprocess_exec(
+                *command, address, stdin=asyncio.subprocess.PIPE, stdout=sys.stderr
+            )
+            await socket.send(wire.encode(wire.Start(config)))
+            message = await _first_message(process, socket)
+            if isinstance(message, wire.Failed):
+                raise message.error.to_exception()
+            assert isinstance(message, wire.Ready)
+            return cls(process, socket, message)
+        except BaseException:
+            if process is not None and process.returncode is None:
+                process.kill()
+            context.destroy(linger=0)
+            raise
+        finally:
+            # Both ends are connected, or never will be.
+            shutil.rmtree(folder, ignore_errors=True)
+
+    @property
+    def cause(self) -> str | None:
+        """Why the engine is dead; None while it lives."""
+        return self._cause
+
+    async def wait_dead(self) -> str:
+        """Wait until the engine is gone, whoever ended it, and say why."""
+        await asyncio.wait({self._reader})
+        assert self._cause is not None
+        return self._cause
+
+    # -- EngineInterface ----------------------------------------------------------------------------------------------
+
+    async def generate(self, request: Request) -> AsyncIterator[RequestOutput]:
+        """See EngineInterface."""
+        self._check_alive()
+        request_id = request.request_id
+        if request_id in self._streams:
+            raise BadRequest(f"request id {request_id!r} is already in use; ids must be unique")
+        stream = self._streams[request_id] = asyncio.Queue()
+        self._post(wire.Add(request))
+        finished = False
+        try:
+            while not finished:
+                output = await stream.get()
+                finished = output.finished
+                yield output
+        finally:
+            del self._streams[request_id]
+            if not finished and self._cause is None:
+                self._post(wire.Cancel(request_id))
+
+    async def cancel(self, request_id: str) -> None:
+        """See EngineInterface."""
+        self._check_alive()
+        self._post(wire.Cancel(request_id))
+
+    async def load_adapter(self, name: str, path: str) -> AdapterStatus:
+        """See EngineInterface."""
+        return (await self._call(wire.LoadAdapter(next(self._call_ids), name, path))).adapters[0]
+
+    async def unload_adapter(self, name: str) -> None:
+        """See EngineInterface."""
+        await self._call(wire.UnloadAdapter(next(self._call_ids), name))
+
+    async def adapters(self) -> tuple[AdapterStatus, ...]:
+        """See EngineInterface."""
+        return (await self._call(wire.ListAdapters(next(self._call_ids)))).adapters
+
+    async def stats(self) -> EngineStats:
+        """See EngineInterface."""
+        stats = (await self._call(wire.GetStats(next(self._call_ids)))).stats
+        assert stats is not None
+        return stats
+
+    async def close(self) -> None:
+        """See EngineInterface. An engine that does not stop in time is killed."""
+        if self._cause is None and not self._closing:
+            self._closing = True
+            self._post(wire.Stop())
+        _, late = await asyncio.wait({self._reader}, timeout=_STOP_S)
+        if late:
+            self._process.kill()
+            await asyncio.wait({self._reader})
+
+    # -- inside -------------------------------------------------------------------------------------------------------
+
+    def _check_alive(self) -> None:
+        if self._cause is not None:
+            raise EngineDead(self._cause)
+
+    def _post(self, message: wire.ToEngine) -> None:
+        """Send without waiting: the socket has no high-water mark, so the message is taken at once."""
+        self._socket.send(wire.encode(message))
+
+    async def _call(self, call: wire.LoadAdapter | wire.UnloadAdapter | wire.ListAdapters | wire.GetStats) -> wire.Reply:
+        self._check_alive()
+        future = self._calls[call.call_id] = asyncio.get_running_loop().create_future()
+        self._post(call)
+        try:
+            reply = await future
+        finally:
+            del self._calls[call.call_id]
+        if reply.error is not None:
+            raise reply.error.to_exception()
+        return reply
+
+    async def _read(self) -> None:
+        """Hand every message to who waits for it, until the process ends; then tell everyone why."""
+        ended = asyncio.ensure_future(self._process.wait())
+        try:
+            while True:
+                incoming = asyncio.ensure_future(self._socket.recv())
+                await asyncio.wait({incoming, ended}, return_when=asyncio.FIRST_COMPLETED)
+                if not incoming.done():
+                    await asyncio.wait({incoming}, timeout=_LAST_WORDS_S)
+                if not incoming.done():
+                    incoming.cancel()
+                    break
+                self._handle(wire.decode_from_engine(incoming.result()))
+        finally:
+            self._bury(ended.result() if ended.done() else None)
+
+    def _handle(self, message: wire.FromEngine) -> None:
+        match message:
+            case wire.Outputs():
+                for output in message.outputs:
+                    # A stream whose reader left is no longer there; its cancellation is on the way.
+                    if output.request_id in self._streams:
+                        self._streams[output.request_id].put_nowait(output)
+            case wire.Reply():
+                if (future := self._calls.get(message.call_id)) is not None and not future.done():
+                    future.set_result(message)
+            case wire.Failed():
+                self._last_words = message.error.message
+            case wire.Ready():
+                raise AssertionError("the engine said twice that it is ready")
+
+    def _bury(self, code: int | None) -> None:
+        if self._last_words is not None:
+            self._cause = self._last_words
+        elif self._closing:
+            self._cause = "the engine was closed"
+        else:
+            self._cause = _end_of_process(code)
+        error = ErrorValue.of(EngineDead(self._cause))
+        for request_id, stream in self._streams.items():
+            stream.put_nowait(RequestOutput(request_id=request_id, finish_reason="error", error=error))
+        for future in self._calls.values():
+            if not future.done():
+                future.set_exception(error.to_exception())
+        self._socket.context.destroy(linger=0)
+
+
+def _private_folder() -> Path:
+    """A new folder that only this user can enter, with a path short enough for a local socket."""
+    folder = Path(tempfile.mkdtemp(prefix="vlora-"))
+    if len(str(folder)) > _LONGEST_SOCKET_PATH - len("/engine"):
+        folder.rmdir()
+        folder = Path(tempfile.mkdtemp(prefix="vlora-", dir="/tmp"))
+    return folder
+
+
+async def _first_message(process: asyncio.subprocess.Process, socket: zmq.asyncio.Socket) -> wire.FromEngine:
+    incoming = asyncio.ensure_future(socket.recv())
+    ended = asyncio.ensure_future(process.wait())
+    await asyncio.wait({incoming, ended}, return_when=asyncio.FIRST_COMPLETED)
+    await asyncio.wait({incoming}, timeout=_LAST_WORDS_S)
+    if incoming.done():
+        ended.cancel()
+        return wire.decode_from_engine(incoming.result())
+    incoming.cancel()
+    raise EngineDead(f"{_end_of_process(ended.result())} while starting; its own messages are above")
+
+
+def _end_of_process(code: int | None) -> str:
+    if code is None:
+        return "the connection to the engine process failed"
+    if code < 0:
+        return f"the engine process was killed by {signal.Signals(-code).name}"
+    return f"the engine process ended with exit code {code}"

@@ -1,0 +1,84 @@
+"""What travels between an engine process and its client: frozen messages as msgpack. No pickle, no live references."""
+
+from __future__ import annotations
+
+import msgspec
+
+from vlora.config import EngineConfig
+from vlora.types import AdapterStatus, EngineStats, ErrorValue, Request, RequestOutput
+
+
+class Start(msgspec.Struct, frozen=True, tag=True):
+    """The first message: build the engine. Answered by Ready, or by Failed and the end of the process."""
+
+    config: EngineConfig
+
+
+class Add(msgspec.Struct, frozen=True, tag=True):
+    """Take a request in. Its answer comes as Outputs; a refusal is a finished output with the error."""
+
+    request: Request
+
+
+class Cancel(msgspec.Struct, frozen=True, tag=True):
+    request_id: str
+
+
+class LoadAdapter(msgspec.Struct, frozen=True, tag=True):
+    call_id: int
+    name: str
+    path: str
+
+
+class UnloadAdapter(msgspec.Struct, frozen=True, tag=True):
+    call_id: int
+    name: str
+
+
+class ListAdapters(msgspec.Struct, frozen=True, tag=True):
+    call_id: int
+
+
+class GetStats(msgspec.Struct, frozen=True, tag=True):
+    call_id: int
+
+
+class Stop(msgspec.Struct, frozen=True, tag=True):
+    """Cancel what still runs and end the process."""
+
+
+ToEngine = Start | Add | Cancel | LoadAdapter | UnloadAdapter | ListAdapters | GetStats | Stop
+
+
+class Ready(msgspec.Struct, frozen=True, tag=True):
+    """The engine is built. max_context: most tokens of one request, prompt and answer together."""
+
+    model: str
+    pid: int
+    max_context: int
+
+
+class Failed(msgspec.Struct, frozen=True, tag=True):
+    """The process is about to end, and why: a model that cannot load keeps its typed error."""
+
+    error: ErrorValue
+
+
+class Outputs(msgspec.Struct, frozen=True, tag=True):
+    outputs: tuple[RequestOutput, ...]
+
+
+class Reply(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """The answer to the call of that number; the fields are those the call returns, error if it was refused."""
+
+    call_id: int
+    error: ErrorValue | None = None
+    adapters: tuple[AdapterStatus, ...] = ()
+    stats: EngineStats | None = None
+
+
+FromEngine = Ready | Failed | Outputs | Reply
+
+encode = msgspec.msgpack.Encoder().encode
+decode_to_engine = msgspec.msgpack.Decoder(ToEngine).decode
+decode_from_engine = msgspec.msgpack.Decoder(FromEngine).decode

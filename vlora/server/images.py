@@ -1,0 +1,67 @@
+"""From the bytes a client sent to pixels, within limits that are checked before anything is decoded."""
+
+from __future__ import annotations
+
+import io
+import warnings
+from collections.abc import Sequence
+
+from PIL import Image, ImageOps
+
+from vlora.config import ServerConfig
+from vlora.errors import BadImage, TooLarge
+
+FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "GIF", "TIFF")
+
+# Pillow warns from a fixed number of pixels on; the server compares with its own limit and refuses.
+warnings.filterwarnings("ignore", category=Image.DecompressionBombWarning)
+
+
+def decode_images(encoded: Sequence[bytes], config: ServerConfig) -> list[Image.Image]:
+    """Decode to RGB, turned upright by EXIF; the first frame of an animation.
+
+    Raises TooLarge when a limit of the server is passed, BadImage for bytes that are no image. Messages count from 1.
+    """
+    if len(encoded) > config.max_images:
+        raise TooLarge(f"the request has {len(encoded)} images; this server takes at most {config.max_images}")
+    opened = [_open(image, number, config) for number, image in enumerate(encoded, 1)]
+    pixels = sum(image.width * image.height for image in opened)
+    if pixels > config.max_request_pixels:
+        raise TooLarge(
+            f"the request's {len(opened)} images have {pixels} pixels together; this server takes at most "
+            f"{config.max_request_pixels}"
+        )
+    return [_load(image, number) for number, image in enumerate(opened, 1)]
+
+
+def _open(encoded: bytes, number: int, config: ServerConfig) -> Image.Image:
+    """Read the header only: format and size."""
+    if len(encoded) > config.max_image_bytes:
+        raise TooLarge(f"image {number} has {len(encoded)} bytes; this server takes at most {config.max_image_bytes}")
+    if not encoded:
+        raise BadImage(f"image {number} is empty")
+    try:
+        image = Image.open(io.BytesIO(encoded), formats=FORMATS)
+    except Image.DecompressionBombError as error:
+        raise TooLarge(f"image {number} is refused: {error}") from error
+    except Exception as error:  # Pillow's readers raise many kinds on broken input
+        raise BadImage(f"image {number} ({len(encoded)} bytes) is none of {', '.join(FORMATS)}, or broken") from error
+    pixels = image.width * image.height
+    if pixels > config.max_image_pixels:
+        raise TooLarge(
+            f"image {number} is {image.width}x{image.height}, {pixels} pixels; this server takes at most "
+            f"{config.max_image_pixels}"
+        )
+    return image
+
+
+def _load(image: Image.Image, number: int) -> Image.Image:
+    try:
+        image.load()
+        upright = ImageOps.exif_transpose(image)
+        if upright.mode.startswith("I;16"):
+            # Sixteen bits to eight; a plain conversion would cut everything above 255 to white.
+            upright = upright.convert("I").point(lambda value: value / 256).convert("L")
+        return upright.convert("RGB")
+    except Exception as error:
+        raise BadImage(f"image {number} ({image.format}, {image.width}x{image.height}) is broken: {error}") from error
