@@ -1,9 +1,13 @@
-"""ATMM: add many adapters' low-rank deltas to one batch, and merge one adapter into all layers in one shot."""
+"""ATMM, the adaptive-tiling matmul of V-LoRA (section 4.3): add many adapters' deltas to a packed batch, or merge one.
 
-from atmm.operator import HeadRows, add_delta, head_logits, merge
+Build a `SegmentPlan` once per step, call `add_delta` after every adapted linear layer. Knows tensors only: no requests, no models.
+"""
+
+from atmm.head_rows import HeadRows
+from atmm.operator import add_delta, head_logits, merge
 from atmm.segments import Lane, SegmentPlan
-from atmm.selection import STRATEGIES, force
 from atmm.sites import Factors, Site, SiteGroup
+from atmm.strategies import STRATEGIES
 
 __all__ = [
     "STRATEGIES",
@@ -14,7 +18,6 @@ __all__ = [
     "Site",
     "SiteGroup",
     "add_delta",
-    "force",
     "head_logits",
     "merge",
 ]

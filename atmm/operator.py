@@ -1,45 +1,94 @@
-"""ATMM, the adaptive-tiling matmul (V-LoRA section 4.3): heterogeneous adapters in one batch, and one-shot merging.
+"""The three operations of ATMM: add deltas, merge deltas, and logits of task heads.
 
-CPU form: the "tiling" is a choice among ways to arrange matrix products. GPU kernels come in behind the same functions.
+Each looks up how its shape is computed here, once per plan where it can, and hands over. `atmm.reference` says what is right.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
+from torch import Tensor
 
+from atmm.head_rows import HeadRows
 from atmm.segments import SegmentPlan
 from atmm.selection import choose
-from atmm.sites import Site
+from atmm.sites import Packed, Site
+from atmm.strategies import STRATEGIES, Loop, Strategy
+from atmm.survey import Survey
 
 
-def add_delta(y: torch.Tensor, x: torch.Tensor, site: Site, plan: SegmentPlan) -> None:
-    """y [T, d_out] += the deltas of the plan's lanes at this site for x [T, d_in], in place.
+def add_delta(y: Tensor, x: Tensor, site: Site, plan: SegmentPlan) -> None:
+    """Add every lane's `sign * (x a^T) bt` to `y`, in place (V-LoRA section 4.3.1).
 
-    A token may be in no lane, one, or several; adapters of any rank side by side; adapters that miss the site add nothing.
+    y: [T, d_out], x: [T, d_in], T the plan's tokens; any strides; dtype and device of the site's factors.
+
+    Sites of a packed group share one shrink: between the group's calls for one input, that input must not be written.
+
+    Raises ValueError when x or y do not fit the plan, the site or the packed factors.
     """
-    if site.factors:
-        choose(site, plan)(y, x, site, plan)
+    if not plan.lanes:
+        return
+    if x.shape[0] != plan.num_tokens or y.shape[0] != plan.num_tokens:
+        raise ValueError(
+            f"{site.name}: x has {x.shape[0]} tokens and y {y.shape[0]}, the plan {plan.num_tokens}; build the plan for this batch"
+        )
+    group = site.group
+    packed = None if group is None else group.packed
+    layout = None if packed is None else packed.layout
+    strategy = plan.prepared.get(layout)
+    if strategy is None:
+        strategy = plan.prepared[layout] = _prepare(plan, packed, x, site)
+    strategy(y, x, site, packed)
 
 
-def merge(out: torch.Tensor, base: torch.Tensor, a: torch.Tensor, bt: torch.Tensor, scale: float = 1.0) -> None:
-    """out = base + scale * bt^T a for n layers at once: one shot for all layers of a shape.
+def merge(out: Tensor, base: Tensor, a: Tensor, bt: Tensor, scale: float = 1.0) -> None:
+    """Write `base + scale * bt^T a` into `out` for n layers at once; rounds once, from the product's own precision.
 
-    out, base [n, d_out, d_in]; a [n, r, d_in] and bt [n, r, d_out] may be strided views. out may be base itself.
+    out, base: [n, o, i], the same tensor for a merge in place. a: [n, r, i], bt: [n, r, o]. Any strides; one dtype and device.
+
+    Raises ValueError when the shapes or dtypes do not fit.
     """
-    torch.baddbmm(base, bt.transpose(1, 2), a, alpha=scale, out=out)
+    n, o, i = base.shape
+    rank = a.shape[1]
+    if out.shape != base.shape or a.shape != (n, rank, i) or bt.shape != (n, rank, o):
+        raise ValueError(
+            f"merge of a {tuple(a.shape)} and bt {tuple(bt.shape)} into base {tuple(base.shape)}, out {tuple(out.shape)}; "
+            "give a [n, r, i], bt [n, r, o], base and out [n, o, i]"
+        )
+    if not out.dtype == base.dtype == a.dtype == bt.dtype:
+        raise ValueError(f"merge of {a.dtype} and {bt.dtype} into {base.dtype}, {out.dtype}; give one dtype")
+    # A row-major B is worth its copy (r / i of the weights): oneDNN takes twice as long on the transposed view.
+    torch.baddbmm(base, bt.transpose(1, 2).contiguous(), a, alpha=scale, out=out)
 
 
-class HeadRows(NamedTuple):
-    """One task head and the rows it reads: weight [c, hidden], bias [c] or None, index int64 [n] into the hidden states."""
+def head_logits(h: Tensor, rows: Sequence[HeadRows]) -> list[Tensor]:
+    """Every head's logits, [rows, c] each, in the dtype of its weight. h: [T, hidden]."""
+    logits = []
+    for weight, bias, index in rows:
+        logits.append(F.linear(h.index_select(0, index).to(weight.dtype), weight, bias))
+    return logits
 
-    weight: torch.Tensor
-    bias: torch.Tensor | None
-    index: torch.Tensor
 
-
-def head_logits(hidden: torch.Tensor, heads: Sequence[HeadRows]) -> list[torch.Tensor]:
-    """Logits [n, c] per head, from hidden [T, hidden]."""
-    return [torch.nn.functional.linear(hidden.index_select(0, index), weight, bias) for weight, bias, index in heads]
+def _prepare(plan: SegmentPlan, packed: Packed | None, x: Tensor, site: Site) -> Strategy:
+    if plan.strategy is not None and plan.strategy not in STRATEGIES:
+        raise ValueError(f"strategy is {plan.strategy!r}; choose one of {', '.join(STRATEGIES)}")
+    if packed is None:
+        missing = sorted(plan.keys)
+    else:
+        if (x.dtype, x.device) != (packed.layout.dtype, packed.layout.device):
+            raise ValueError(
+                f"{site.name}: x is {x.dtype} on {x.device}, its packed adapters {packed.layout.dtype} on "
+                f"{packed.layout.device}; load adapters in the model's dtype, on its device"
+            )
+        missing = sorted(plan.keys - packed.layout.keys)
+    if missing:
+        if plan.strategy not in (None, "loop"):
+            raise ValueError(
+                f"{site.name}: strategy {plan.strategy!r} needs a packed copy of {', '.join(missing)}; pack the group, or use 'loop'"
+            )
+        return Loop(plan.lanes)
+    assert packed is not None
+    survey = Survey(plan, packed.layout)
+    return STRATEGIES[choose(survey, plan.strategy)](survey)

@@ -1,105 +1,73 @@
-"""Which strategy for which shape: the table that a search filled, and a rule where the table is silent.
+"""Which strategy for which shape: the plan's wish, else the measured table, else a rule.
 
-A choice is made once per plan and class of sites, never per layer. The table is a dict from a 128-bit integer (V-LoRA section
-4.3.2) to a strategy's name. The key packs the rounded shape, one field beside the other::
+A choice is made once per plan and class of sites, never per layer.
 
-    bits 112-127   96-111    80-95   56-79   32-55   16-31      8-15    0-7
-         tokens    adapters  rank    d_in    d_out   evenness   dtype   device type
-
-The rule estimates each strategy's time as calls + bytes of factors + arithmetic. Its constants are orders of magnitude
-(measured on an x86 server core with AMX: a 16-bit product costs some 20 us whatever its size, a 32-bit one 3 us).
+The rule estimates each strategy's time as its calls, plus the bytes of factors it reads, plus its arithmetic. The constants
+are orders of magnitude, good enough to rank the three where nobody has measured.
 """
 
 from __future__ import annotations
 
-import enum
-import functools
-import json
-import logging
-import pathlib
 from typing import NamedTuple
 
-import torch
-
-from atmm.device import device_name
-from atmm.strategies import STRATEGIES
+from atmm.bucket import Bucket
 from atmm.survey import Survey
-
-logger = logging.getLogger(__name__)
-
-TABLES = pathlib.Path(__file__).parent / "tables"
-
-DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-DEVICE_TYPES = ("cpu", "cuda")
+from atmm.tables import table_for
 
 
-class Evenness(enum.IntEnum):
-    """SINGLE: one lane. EVEN: one run of equal lanes at every site. RAGGED: anything else."""
-
-    SINGLE = 0
-    EVEN = 1
-    RAGGED = 2
-
-
-class Bucket(NamedTuple):
-    """A rounded shape: sizes are powers of two, rounded up, so that near shapes share one measured choice.
-
-    tokens: of the range that has lanes. adapters: different ones. rank: their mean at the sites they target. d_out: the
-    group's sites together.
-    """
-
-    tokens: int
-    adapters: int
-    rank: int
-    d_in: int
-    d_out: int
-    evenness: Evenness
-    dtype: torch.dtype
-    device_type: str
-
-    @classmethod
-    def of(cls, survey: Survey) -> Bucket:
-        layout = survey.layout
-        ranks = [run.rank for site in survey.runs for run in site for _ in range(run.num_lanes)]
-        if len(survey.lanes) == 1:
-            evenness = Evenness.SINGLE
-        else:
-            evenness = Evenness.EVEN if all(len(runs) <= 1 for runs in survey.runs) else Evenness.RAGGED
-        return cls(
-            _round_up(survey.num_tokens),
-            _round_up(survey.num_adapters),
-            _round_up(sum(ranks) // max(1, len(ranks))),
-            _round_up(layout.d_in),
-            _round_up(sum(layout.d_outs)),
-            evenness,
-            layout.dtype,
-            layout.device.type,
-        )
-
-    def key(self) -> int:
-        """The bucket as one integer below 2**128; different buckets have different keys.
-
-        Raises ValueError when a field does not fit its bits or the dtype or device type is unknown.
-        """
-        fields = (
-            (self.tokens, 16),
-            (self.adapters, 16),
-            (self.rank, 16),
-            (self.d_in, 24),
-            (self.d_out, 24),
-            (int(self.evenness), 16),
-            (_place(self.dtype, DTYPES), 8),
-            (_place(self.device_type, DEVICE_TYPES), 8),
-        )
-        key = 0
-        for value, bits in fields:
-            if not 0 <= value < 1 << bits:
-                raise ValueError(f"{self} does not fit a key: {value} needs more than {bits} bits")
-            key = key << bits | value
-        return key
+def choose(survey: Survey, wish: str | None = None) -> str:
+    """A name of `STRATEGIES` for a survey whose adapters are all packed. `wish` is taken as it is."""
+    if wish is not None:
+        return wish
+    if _used_rows(survey) == survey.layout.num_rows:  # tables are measured with nothing packed that is not used
+        known = table_for(survey.layout.device.type).get(Bucket.of(survey).key())
+        if known is not None:
+            return known
+    estimates = estimate(survey)
+    return min(estimates, key=estimates.__getitem__)
 
 
-def _place(value: object, known: tuple) -> int:
-    if value not in known:
-        raise ValueError(f"{value} is not one of {', '.join(map(str, known))}")
-    return known.index(value)
+class _Machine(NamedTuple):
+    call_s: float
+    bytes_per_s: float
+    flops_per_s: float
+
+
+# One thread of an x86 server core: a 16-bit product goes through oneDNN, which costs 20 us whatever the size.
+_CPU_16_BIT = _Machine(20e-6, 12e9, 600e9)
+_CPU_WIDE = _Machine(3e-6, 12e9, 150e9)
+_CUDA = _Machine(8e-6, 1.5e12, 100e12)
+
+
+def estimate(survey: Survey) -> dict[str, float]:
+    """Seconds per strategy for all sites of the group, roughly."""
+    layout = survey.layout
+    if layout.device.type == "cuda":
+        machine = _CUDA
+    else:
+        machine = _CPU_16_BIT if layout.dtype.itemsize == 2 else _CPU_WIDE
+    num_lanes = num_runs = used = work = stacked_elements = 0
+    for width, d_out, runs in zip(layout.widths, layout.d_outs, survey.runs, strict=True):
+        stacked_elements += width * (layout.d_in + d_out)
+        num_runs += len(runs)
+        for run in runs:
+            num_lanes += run.num_lanes
+            elements = run.num_lanes * run.rank * (layout.d_in + d_out)
+            used += elements
+            work += elements * run.length
+
+    def seconds(calls: int, elements: int, products: int) -> float:
+        read = elements * layout.dtype.itemsize / machine.bytes_per_s
+        return calls * machine.call_s + read + 2 * products / machine.flops_per_s
+
+    stacked_calls = 1 + sum(1 for width in layout.widths if width)
+    return {
+        "loop": seconds(2 * num_lanes, used, work),
+        "batched": seconds(2 * num_runs, used, work),
+        "stacked": seconds(stacked_calls, stacked_elements, stacked_elements * survey.num_tokens),
+    }
+
+
+def _used_rows(survey: Survey) -> int:
+    keys = {lane.key for lane in survey.lanes}
+    return sum(span.rank for site in survey.layout.spans for span in site if span.key in keys)

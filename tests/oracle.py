@@ -35,9 +35,12 @@ def adapter_configs(family: str) -> dict[str, LoraConfig]:
 
 
 class Oracle:
-    """A model with its adapters under PEFT. `save` writes the adapters the engine then loads."""
+    """A model with its adapters under PEFT. `save` writes the adapters the engine then loads.
 
-    def __init__(self, family: str, model: Any) -> None:
+    scale: size of the random factors' entries, before division by the square root of their width.
+    """
+
+    def __init__(self, family: str, model: Any, scale: float = 0.5) -> None:
         self.peft: PeftModel | None = None
         for name, config in adapter_configs(family).items():
             if self.peft is None:
@@ -49,7 +52,7 @@ class Oracle:
             for name, parameter in self.peft.named_parameters():
                 if "lora_" in name:
                     generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
-                    parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.5 / parameter.shape[1] ** 0.5)
+                    parameter.copy_(torch.randn(parameter.shape, generator=generator) * scale / parameter.shape[1] ** 0.5)
         self.peft.eval()
 
     def save(self, folder: Path) -> dict[str, str]:

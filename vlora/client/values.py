@@ -69,9 +69,18 @@ Reply = tuple[bool, bytes] | tuple[bool, str, str]
 """(True, msgpack of the value) or (False, error code, message)."""
 
 _encode = msgspec.msgpack.Encoder().encode
-_DECODERS = {
+_DECODERS: dict[Any, Callable[[bytes], Any]] = {
     kind: msgspec.msgpack.Decoder(kind).decode
-    for kind in (Answer, HeadResult, Hello, StreamPart, AdapterStatus, tuple[AdapterStatus, ...], EngineStats, None)
+    for kind in (
+        Answer,
+        HeadResult,
+        Hello,
+        StreamPart,
+        AdapterStatus,
+        tuple[AdapterStatus, ...],
+        EngineStats,
+        type(None),
+    )
 }
 
 
@@ -86,8 +95,7 @@ def failure(error: VLoraError) -> Reply:
 def open_reply(reply: Reply, kind: type[T]) -> T:
     """The value of a reply. Raises the typed error that it carries."""
     if reply[0]:
-        decode: Callable[[bytes], T] = _DECODERS[kind]
-        return decode(reply[1])  # type: ignore[arg-type]
+        return _DECODERS[kind](reply[1])  # type: ignore[arg-type]
     raise error_from_code(*reply[1:])  # type: ignore[arg-type]
 
 

@@ -1,4 +1,4 @@
-"""`EngineClient`: an engine in a process of its own, behind `EngineInterface`. Starts it, talks to it, notices its death."""
+"""`EngineClient`: an engine in a process of its own, behind `EngineInterface`."""
 
 from __future__ import annotations
 
@@ -45,8 +45,8 @@ class EngineClient:
     async def start(cls, config: EngineConfig, *, command: Sequence[str] = ENGINE_COMMAND) -> EngineClient:
         """Start an engine process and wait until its model is loaded.
 
-        command is called with the socket's address as its last argument. Raises the typed error (BadConfig and its kind) when
-        the engine cannot be built, EngineDead when its process ends without a word.
+        command gets the socket's address as its last argument. Raises the typed error (BadConfig and its kind) when the
+        engine cannot be built, EngineDead when its process ends without a word.
         """
         folder = _private_folder()
         context = zmq.asyncio.Context()
@@ -67,8 +67,8 @@ class EngineClient:
             assert isinstance(message, wire.Ready)
             return cls(process, socket, message)
         except BaseException:
-            if process is not None and process.returncode is None:
-                process.kill()
+            if process is not None:
+                await _end(process)
             context.destroy(linger=0)
             raise
         finally:
@@ -150,7 +150,9 @@ class EngineClient:
         """Send without waiting: the socket has no high-water mark, so the message is taken at once."""
         self._socket.send(wire.encode(message))
 
-    async def _call(self, call: wire.LoadAdapter | wire.UnloadAdapter | wire.ListAdapters | wire.GetStats) -> wire.Reply:
+    async def _call(
+        self, call: wire.LoadAdapter | wire.UnloadAdapter | wire.ListAdapters | wire.GetStats
+    ) -> wire.Reply:
         self._check_alive()
         future = self._calls[call.call_id] = asyncio.get_running_loop().create_future()
         self._post(call)
@@ -206,6 +208,7 @@ class EngineClient:
         for future in self._calls.values():
             if not future.done():
                 future.set_exception(error.to_exception())
+        _let_go(self._process)
         self._socket.context.destroy(linger=0)
 
 
@@ -228,6 +231,19 @@ async def _first_message(process: asyncio.subprocess.Process, socket: zmq.asynci
         return wire.decode_from_engine(incoming.result())
     incoming.cancel()
     raise EngineDead(f"{_end_of_process(ended.result())} while starting; its own messages are above")
+
+
+async def _end(process: asyncio.subprocess.Process) -> None:
+    if process.returncode is None:
+        process.kill()
+    await process.wait()
+    _let_go(process)
+
+
+def _let_go(process: asyncio.subprocess.Process) -> None:
+    """Close our end of the leash."""
+    assert process.stdin is not None
+    process.stdin.close()
 
 
 def _end_of_process(code: int | None) -> str:

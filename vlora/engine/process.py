@@ -1,7 +1,7 @@
 """The main of an engine process: one `Engine`, one step loop, one socket to the client that started it.
 
-Run as `python -m vlora.engine.process ADDRESS`. Standard input is a leash: it never carries anything, and when it closes, the
-parent is gone and the engine ends too. Interrupt and terminate signals are left to the parent, which drains first.
+Run as `python -m vlora.engine.process ADDRESS`. Standard input is a leash: it never carries anything, and when it
+closes, the parent is gone and the engine ends too. Interrupt and terminate signals are the parent's, which drains first.
 """
 
 from __future__ import annotations
@@ -115,19 +115,19 @@ class EngineWorker:
             # A request that trips over a mistake of ours fails alone.
             traceback.print_exc()
             self._engine.cancel(request_id)
-            self._refuse(request_id, StepFailed(f"the engine could not take the request: {type(error).__name__}: {error}"))
+            self._refuse(
+                request_id, StepFailed(f"the engine could not take the request: {type(error).__name__}: {error}")
+            )
 
     def _refuse(self, request_id: str, error: VLoraError) -> None:
         refused = RequestOutput(request_id=request_id, finish_reason="error", error=ErrorValue.of(error))
         self._send_outputs((refused,))
 
-    def _reply(self, call: wire.LoadAdapter | wire.UnloadAdapter | wire.ListAdapters | wire.GetStats) -> wire.Reply:
+    def _reply(self, call: wire.Call) -> wire.Reply:
         try:
             match call:
                 case wire.LoadAdapter():
-                    return wire.Reply(
-                        call_id=call.call_id, adapters=(self._engine.load_adapter(call.name, call.path),)
-                    )
+                    return wire.Reply(call_id=call.call_id, adapters=(self._engine.load_adapter(call.name, call.path),))
                 case wire.UnloadAdapter():
                     self._send_outputs(self._engine.unload_adapter(call.name))
                     return wire.Reply(call_id=call.call_id)

@@ -47,7 +47,10 @@ class Stop(msgspec.Struct, frozen=True, tag=True):
     """Cancel what still runs and end the process."""
 
 
-ToEngine = Start | Add | Cancel | LoadAdapter | UnloadAdapter | ListAdapters | GetStats | Stop
+Call = LoadAdapter | UnloadAdapter | ListAdapters | GetStats
+"""What is answered by a Reply of the same call_id."""
+
+ToEngine = Start | Add | Cancel | Call | Stop
 
 
 class Ready(msgspec.Struct, frozen=True, tag=True):

@@ -1,1 +1,1 @@
-"""One memory arena for KV cache and adapters. The books (who owns which page) import no torch; `arena.py` holds the bytes."""
+"""One memory arena for KV cache and adapters. `books.py` and `residency.py` (who owns which page) import no torch."""

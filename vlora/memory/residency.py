@@ -8,12 +8,18 @@ from vlora.memory.books import ArenaBooks, Run
 
 
 class Residency:
-    """Adapter runs in the arena, at most `max_pages` pages together."""
+    """Adapter runs in the arena, all of them below page `max_pages`.
+
+    The share is a line in the arena, not a mere sum: runs scattered over the KV side could each spoil a whole block,
+    and then nobody could promise a request how many blocks it finds.
+    """
 
     def __init__(self, books: ArenaBooks, max_pages: int) -> None:
+        assert 0 <= max_pages <= books.num_pages
         self.books = books
         self.max_pages = max_pages
         self._runs: OrderedDict[str, Run] = OrderedDict()  # least recently used first
+        self._reserved: set[Run] = set()
         self._pins: Counter[str] = Counter()
         self._evicted: list[str] = []
 
@@ -23,7 +29,8 @@ class Residency:
 
     @property
     def num_pages(self) -> int:
-        return sum(run.num_pages for run in self._runs.values())
+        """Pages held, reserved ones included."""
+        return sum(run.num_pages for run in (*self._runs.values(), *self._reserved))
 
     def run(self, name: str) -> Run:
         return self._runs[name]
@@ -31,46 +38,67 @@ class Residency:
     def bring(self, name: str, num_pages: int) -> Run | None:
         """Find room for an adapter, evicting cold ones as far as needed; None when it cannot fit now.
 
-        What was evicted on the way is in `drain_evicted()`, also when the answer is None.
+        Nothing is evicted in vain: None leaves everything as it was. Names evicted are in `drain_evicted()`.
         """
         if name in self._runs:
             self.touch(name)
             return self._runs[name]
-        if num_pages > self.max_pages:
-            return None
-        while True:
-            if self.num_pages + num_pages <= self.max_pages:
-                run = self.books.allocate_run(num_pages)
-                if run is not None:
-                    self._runs[name] = run
-                    return run
-            coldest = next((other for other in self._runs if not self._pins[other]), None)
-            if coldest is None:
+        run = self.books.allocate_run(num_pages, self.max_pages)
+        if run is None:
+            cold = [other for other in self._runs if not self._pins[other]]
+            if not self.books.would_fit(num_pages, self.max_pages, (self._runs[other] for other in cold)):
                 return None
-            self.drop(coldest)
-            self._evicted.append(coldest)
+            for other in cold:
+                self.drop(other)
+                self._evicted.append(other)
+                run = self.books.allocate_run(num_pages, self.max_pages)
+                if run is not None:
+                    break
+        assert run is not None, "room was proved but not found"
+        self._runs[name] = run
+        return run
 
     def drain_evicted(self) -> tuple[str, ...]:
         """Names evicted since the last call."""
         evicted, self._evicted = tuple(self._evicted), []
         return evicted
 
+    def reserve(self, num_pages: int) -> Run | None:
+        """Pages of the adapters' share for something made from them, such as a packed copy. Never evicts."""
+        run = self.books.allocate_run(num_pages, self.max_pages)
+        if run is not None:
+            self._reserved.add(run)
+        return run
+
+    def release(self, run: Run) -> None:
+        """Give reserved pages back."""
+        self._reserved.remove(run)
+        self.books.free_run(run)
+
     def touch(self, name: str) -> None:
         """Mark as just used."""
         self._runs.move_to_end(name)
 
     def pin(self, name: str) -> None:
-        """Keep from being evicted until unpinned as often as pinned."""
+        """Keep a resident adapter from being evicted until unpinned as often as pinned."""
+        assert name in self._runs, f"{name} is not resident"
         self._pins[name] += 1
 
     def unpin(self, name: str) -> None:
         assert self._pins[name] > 0, f"{name} is not pinned"
         self._pins[name] -= 1
+        if not self._pins[name]:
+            del self._pins[name]
 
     def drop(self, name: str) -> None:
-        """Free an adapter's pages."""
+        """Free an adapter's pages. It must not be pinned."""
+        assert not self._pins[name], f"{name} is pinned {self._pins[name]} times"
         self.books.free_run(self._runs.pop(name))
 
     def check_integrity(self) -> None:
-        assert self.num_pages <= self.max_pages, f"adapters hold {self.num_pages} of {self.max_pages} pages"
-        assert all(count >= 0 for count in self._pins.values())
+        """Prove that the arena's runs are exactly the adapters' and the reserved ones, all within their share."""
+        held = [*self._runs.values(), *self._reserved]
+        assert len(held) == len(set(held)), "two adapters share a run"
+        assert set(held) == self.books.runs, f"{len(held)} runs are held, the books list {len(self.books.runs)}"
+        assert all(run.end <= self.max_pages for run in held), f"a run lies beyond page {self.max_pages}"
+        assert all(count > 0 and name in self._runs for name, count in self._pins.items()), "a pin outlived its adapter"

@@ -130,8 +130,7 @@ class AdapterBank:
     def _pack(self, keys: tuple[str, ...]) -> None:
         sizes = [aligned(group.packed_bytes(keys)) for group in self._groups]
         pages = pages_for(sum(sizes))
-        fits = 0 < pages <= self._residency.max_pages - self._residency.num_pages
-        run = self._residency.books.allocate_run(pages) if fits else None
+        run = self._residency.reserve(pages) if pages else None
         if run is None:
             return  # no room: the strategies that need no packed copy serve as well
         buffer = self._arena.buffer(run.first_page, run.num_pages)
@@ -146,7 +145,7 @@ class AdapterBank:
         if self._packed is not None:
             for group in self._groups:
                 group.unpack()
-            self._residency.books.free_run(self._packed.run)
+            self._residency.release(self._packed.run)
             self._packed = None
 
     def _forget(self, key: str) -> None:

@@ -1,7 +1,23 @@
-"""Who runs next, and in which mode. Pure Python, deterministic under a fake clock; never touches a tensor."""
+"""Who runs next, and in which mode. Pure Python, deterministic under a fake clock; never touches a tensor.
 
+Reading order: `policy.py` (the interface), `algorithm1.py` (the paper's policy), `tracked.py` (a request's three
+lengths), `budgets.py` (cutting a decision to tokens and blocks), `cost.py`, `scheduler.py` (all of it together).
+"""
+
+from vlora.orchestrator.algorithm1 import Algorithm1
 from vlora.orchestrator.cost import CostModel
-from vlora.orchestrator.policy import Candidate, Decision, Policy, PolicyState, make_policy
+from vlora.orchestrator.policy import Candidate, Decision, Policy, PolicyState
+from vlora.orchestrator.registry import POLICIES, make_policy
 from vlora.orchestrator.scheduler import Scheduler
 
-__all__ = ["Candidate", "CostModel", "Decision", "Policy", "PolicyState", "Scheduler", "make_policy"]
+__all__ = [
+    "POLICIES",
+    "Algorithm1",
+    "Candidate",
+    "CostModel",
+    "Decision",
+    "Policy",
+    "PolicyState",
+    "Scheduler",
+    "make_policy",
+]

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
-from vlora.errors import BadConfig
 from vlora.types import Mode
 
 
 class Candidate(NamedTuple):
-    """A ready request as a policy sees it. credit: seconds, see `Scheduler`. Candidates come in order of arrival."""
+    """A ready request (its adapter is resident) as a policy sees it. credit: seconds, see `Scheduler`."""
 
     request_id: str
     adapter: str | None
@@ -18,7 +17,12 @@ class Candidate(NamedTuple):
 
 
 class PolicyState(NamedTuple):
-    """merged_adapter: whose delta is in the weights now. mergeable: adapters whose merge fidelity holds."""
+    """What else a decision may depend on.
+
+    merged_adapter: whose delta is in the weights now, None for W0. mergeable: resident adapters whose merge fidelity
+    holds.
+    theta_s: the credit in seconds above which a request starves.
+    """
 
     merged_adapter: str | None
     mergeable: frozenset[str]
@@ -27,7 +31,10 @@ class PolicyState(NamedTuple):
 
 
 class Decision(NamedTuple):
-    """order: the requests to run, most important first, at most max_batch_size; budgets are cut later, from its end."""
+    """order: the requests to run, most important first, at most max_batch_size; token and block budgets cut it last.
+
+    merged_adapter None is W0, which is what base-model requests need: for them W0 is the merged form.
+    """
 
     mode: Mode
     merged_adapter: str | None
@@ -35,16 +42,6 @@ class Decision(NamedTuple):
 
 
 class Policy(Protocol):
-    """Pure function of its arguments."""
+    """A pure function of its arguments. Candidates come in order of arrival and are never empty."""
 
     def decide(self, ready: Sequence[Candidate], state: PolicyState) -> Decision: ...
-
-
-def make_policy(name: str) -> Policy:
-    """The policy of that name. Raises BadConfig."""
-    from vlora.orchestrator.algorithm1 import Algorithm1
-
-    known: dict[str, Callable[[], Policy]] = {"vlora": Algorithm1}
-    if name not in known:
-        raise BadConfig(f"policy is {name!r}; known: {', '.join(sorted(known))}")
-    return known[name]()

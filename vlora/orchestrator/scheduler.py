@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import heapq
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 
 from vlora.errors import Aborted, DeadlineMissed, PromptTooLong
 from vlora.memory.books import BlockTables
+from vlora.orchestrator.budgets import grant_blocks, share_tokens
 from vlora.orchestrator.cost import CostModel
 from vlora.orchestrator.policy import Candidate, Decision, Policy, PolicyState
 from vlora.orchestrator.tracked import Tracked
@@ -29,8 +31,13 @@ from vlora.types import (
 class Scheduler:
     """Decides each step: who runs, how many tokens each, in which mode, on which blocks.
 
-    credit of a request = time waited since it last ran + estimated time of its next step + the switch it would need
-    (V-LoRA section 4.4.3). A request whose credit exceeds theta starves.
+    credit of a request = time waited since it last ran + estimated time of its next step with the weights now in place
+    + the switch it would take to leave another adapter's merged weights (V-LoRA section 4.4.3). Above theta it
+    starves.
+
+    The engine calls `schedule`, then `drain_outputs`, then `record` with what the step brought, and may add, cancel
+    and fail requests between steps. Every request ends with exactly one finished output, from whichever of these
+    calls.
 
     max_request_blocks: KV blocks that are always to be had for one request alone, whatever adapters are resident.
     """
@@ -71,7 +78,7 @@ class Scheduler:
         self._num_failed = 0
         self._num_preemptions = 0
 
-    # -- arrival and early ends -----------------------------------------------------------------------------------------
+    # -- arrival and early ends ---------------------------------------------------------------------------------------
 
     @property
     def has_work(self) -> bool:
@@ -105,29 +112,25 @@ class Scheduler:
         outputs, self._outputs = tuple(self._outputs), []
         return outputs
 
-    # -- what memory needs to know --------------------------------------------------------------------------------------
+    # -- what memory needs to know ------------------------------------------------------------------------------------
 
     def waiting_adapters(self) -> tuple[str, ...]:
-        """Adapters that unfinished requests need, the longest waiting first."""
+        """Adapters that unfinished requests need, the one with the highest credit first."""
         now = self._clock()
-        longest: dict[str, float] = {}
+        highest: dict[str, float] = {}
         for tracked in self._tracked.values():
             adapter = tracked.request.adapter
             if adapter is not None:
-                longest[adapter] = max(longest.get(adapter, 0.0), now - tracked.last_ran_s)
-        return tuple(sorted(longest, key=lambda adapter: -longest[adapter]))
+                highest[adapter] = max(highest.get(adapter, 0.0), self._credit(tracked, now, self._merged_adapter))
+        return tuple(sorted(highest, key=lambda adapter: -highest[adapter]))
 
     def adapters_in_use(self) -> frozenset[str]:
         """Adapters of requests that hold KV blocks."""
-        holders = self._tables.holders
-        return frozenset(
-            tracked.request.adapter
-            for request_id, tracked in self._tracked.items()
-            if request_id in holders and tracked.request.adapter is not None
-        )
+        adapters = (self._tracked[holder].request.adapter for holder in self._tables.holders)
+        return frozenset(adapter for adapter in adapters if adapter is not None)
 
     def stats(self, model: str) -> EngineStats:
-        """Counters since the start."""
+        """Counters since the start. Cancelled requests count as failed."""
         running = sum(tracked.status is RequestStatus.RUNNING for tracked in self._tracked.values())
         return EngineStats(
             model=model,
@@ -145,109 +148,79 @@ class Scheduler:
             total_blocks=self._tables.total_blocks,
         )
 
-    # -- decide -----------------------------------------------------------------------------------------------------------
+    def check_integrity(self) -> None:
+        """Prove that each request's lengths are in order and that exactly the running ones hold blocks, and enough."""
+        for tracked in self._tracked.values():
+            tracked.check_integrity()
+            held = len(self._tables.table(tracked.request_id))
+            assert held >= self._tables.blocks_for(tracked.cached_len), f"{tracked.request_id} lacks blocks"
+            assert bool(held) == (tracked.status is RequestStatus.RUNNING), f"{tracked.request_id} holds {held} blocks"
+        assert self._tables.holders <= self._tracked.keys(), "an ended request still holds blocks"
+
+    # -- decide -------------------------------------------------------------------------------------------------------
 
     def schedule(self, view: MemoryView) -> Batch | None:
-        """The next step's batch, or None when nobody can run."""
+        """The next step's batch, or None when nobody is ready."""
         now = self._clock()
         self._expire(now)
-        ready = [
-            tracked
-            for tracked in self._tracked.values()
-            if tracked.request.adapter is None or tracked.request.adapter in view.resident
-        ]
+        ready = [t for t in self._tracked.values() if t.request.adapter is None or t.request.adapter in view.resident]
         if not ready:
             return None
-        decision = self._policy.decide(
-            [Candidate(t.request.request_id, t.request.adapter, self._credit(t, now)) for t in ready],
-            PolicyState(self._merged_adapter, view.mergeable, self._max_batch_size, self._theta(ready)),
-        )
+        # An adapter that left memory took its merged weights along.
+        merged = self._merged_adapter if self._merged_adapter in view.resident else None
+        theta_s = self._theta(ready, merged)
+        candidates = [Candidate(t.request_id, t.request.adapter, self._credit(t, now, merged)) for t in ready]
+        decision = self._policy.decide(candidates, PolicyState(merged, view.mergeable, self._max_batch_size, theta_s))
+        assert len(decision.order) <= self._max_batch_size, "the policy chose more requests than a batch takes"
+        starving = {c.request_id for c in candidates if c.credit > theta_s}
+        batch = self._fit(decision, starving, ready, now)
+        if batch is None:
+            # Everybody chosen waits for blocks of requests that may not be preempted. The oldest can always move.
+            oldest = tuple(t.request_id for t in ready[: self._max_batch_size])
+            batch = self._fit(Decision(Mode.UNMERGED, None, oldest), starving, ready, now)
+            assert batch is not None, "the oldest request does not fit, although it was admitted"
+        return batch
+
+    def _credit(self, tracked: Tracked, now: float, merged: str | None) -> float:
+        adapter = tracked.request.adapter
+        tokens = min(tracked.new_tokens, self._max_step_tokens)
+        step_s = self._cost.step_s(tokens, tokens * _num_lanes(adapter, merged), tracked.cached_len)
+        switch_s = 0.0 if merged is None or adapter == merged else self._cost.switch_s
+        return now - tracked.last_ran_s + step_s + switch_s
+
+    def _theta(self, ready: Sequence[Tracked], merged: str | None) -> float:
+        """The setting, but never below two of the longest steps the ready requests could make, switch included.
+
+        A threshold that every request passes by waiting for a single step would decide nothing.
+        """
+        tokens = min(sum(t.new_tokens for t in ready), self._max_step_tokens)
+        context = sum(heapq.nlargest(self._max_batch_size, (t.cached_len for t in ready)))
+        lanes = tokens if merged is None else 2 * tokens
+        return max(self._theta_s, 2 * (self._cost.step_s(tokens, lanes, context) + self._cost.switch_s))
+
+    def _fit(self, decision: Decision, starving: set[str], ready: Sequence[Tracked], now: float) -> Batch | None:
+        """Cut the decision to its budgets; None, and nothing changed, when nobody fits."""
         order = [self._tracked[request_id] for request_id in decision.order]
+        merged = decision.merged_adapter
         if decision.mode is Mode.MERGED:
-            assert all(t.request.adapter == decision.merged_adapter for t in order), "merged mode serves one adapter"
-        items, preempted = self._fit(order, self._share_tokens(order))
+            assert all(t.request.adapter == merged for t in order), "merged mode serves one adapter"
+        shares = share_tokens(order, starving, self._max_step_tokens)
+        items, preempted = grant_blocks(order, shares, self._tables, self._tracked, ready)
         if not items:
             return None
-        mode, merged = _plain_mode(decision, items)
-        return Batch(mode, merged, tuple(items), tuple(preempted))
-
-    def _credit(self, tracked: Tracked, now: float) -> float:
-        tokens = min(tracked.new_tokens, self._max_step_tokens)
-        merged = tracked.request.adapter == self._merged_adapter
-        lanes = 0 if tracked.request.adapter is None or merged else tokens
-        step_s = self._cost.step_s(tokens, lanes, tracked.cached_len)
-        return now - tracked.last_ran_s + step_s + (0.0 if merged else self._cost.switch_s)
-
-    def _theta(self, ready: Iterable[Tracked]) -> float:
-        """Never below two steps and switches: a threshold that every waiting request passes at once decides nothing."""
-        tokens = min(sum(t.new_tokens for t in ready), self._max_step_tokens)
-        return max(self._theta_s, 2 * (self._cost.step_s(tokens, tokens, 0) + self._cost.switch_s))
-
-    def _share_tokens(self, order: list[Tracked]) -> dict[str, int]:
-        """One token for every decoding request, the rest of the budget to prefills in the policy's order."""
-        shares = {t.request.request_id: 1 for t in order if t.new_tokens == 1}
-        left = self._max_step_tokens - len(shares)
-        for tracked in order:
-            if tracked.new_tokens > 1 and left > 0:
-                shares[tracked.request.request_id] = min(tracked.new_tokens, left)
-                left -= shares[tracked.request.request_id]
-        return shares
-
-    def _fit(self, order: list[Tracked], shares: dict[str, int]) -> tuple[list[BatchItem], list[str]]:
-        """Find blocks for each share, most important first; take them back from others where they are short."""
-        items: list[BatchItem] = []
-        preempted: list[str] = []
-        granted: set[str] = set()
-        chosen = {t.request.request_id for t in order}
-        for tracked in order:
-            request_id = tracked.request.request_id
-            if request_id not in shares or request_id in preempted:
-                continue
-            wanted = tracked.cached_len + shares[request_id]
-            while not self._tables.grow(request_id, wanted):
-                victim = self._victim(request_id, chosen, granted)
-                if victim is None:
-                    break
-                self._tables.free(victim.request.request_id)
-                victim.preempt()
-                self._num_preemptions += 1
-                preempted.append(victim.request.request_id)
-            else:
-                granted.add(request_id)
-                items.append(
-                    BatchItem(
-                        request_id,
-                        tracked.request.adapter,
-                        tracked.cached_len,
-                        shares[request_id],
-                        self._tables.table(request_id),
-                        wanted == tracked.device_len,
-                    )
-                )
-        return items, preempted
-
-    def _victim(self, request_id: str, chosen: set[str], granted: set[str]) -> Tracked | None:
-        """Whose blocks to take: paused before chosen, newest arrival first, those preempted before only if nobody else."""
-        holders = [
-            self._tracked[holder] for holder in self._tables.holders if holder != request_id and holder not in granted
-        ]
-        if not holders:
-            return None
-        return min(holders, key=lambda t: (t.protected, t.request.request_id in chosen, -t.arrival))
+        self._num_preemptions += len(preempted)
+        for item in items:
+            tracked = self._tracked[item.request_id]
+            tracked.status = RequestStatus.RUNNING
+            if tracked.first_run_s is None:
+                tracked.first_run_s = now
+        return Batch(_mode_of(merged, items), merged, items, tuple(t.request_id for t in preempted))
 
     def _expire(self, now: float) -> None:
-        for request_id, tracked in tuple(self._tracked.items()):
-            bound = tracked.request.max_latency_s
-            if bound is not None and now - tracked.arrival_s > bound:
-                error = DeadlineMissed(
-                    f"request {request_id!r} was not answered within its {bound:g} s; "
-                    f"{tracked.num_sampled} tokens were done after {now - tracked.arrival_s:.3f} s"
-                )
-                output = self._end_early(request_id, "error", ErrorValue.of(error))
-                assert output is not None
-                self._outputs.append(output)
+        late = [tracked for tracked in self._tracked.values() if tracked.expired(now)]
+        self._outputs += [self._end(tracked, "error", now, error=_deadline_missed(tracked, now)) for tracked in late]
 
-    # -- record -----------------------------------------------------------------------------------------------------------
+    # -- record -------------------------------------------------------------------------------------------------------
 
     def record(self, batch: Batch, result: StepResult) -> tuple[RequestOutput, ...]:
         """Take a step's results in; returns what became known, with a finished output for every request that ended."""
@@ -258,87 +231,95 @@ class Scheduler:
             tracked = self._tracked.get(item.request_id)
             if tracked is None:
                 continue  # cancelled while the step ran
-            if item.request_id in result.errors:
-                outputs.append(self._end(tracked, "error", error=result.errors[item.request_id]))
-                continue
-            tracked.cached_len = item.start + item.num_tokens
-            tracked.status = RequestStatus.RUNNING
-            tracked.last_ran_s = now
-            if tracked.first_run_s is None:
-                tracked.first_run_s = now - result.step_s - result.switch_s
             if batch.mode not in tracked.steps_by_mode:
                 self._requests_by_mode[batch.mode] += 1
             tracked.steps_by_mode[batch.mode] = tracked.steps_by_mode.get(batch.mode, 0) + 1
+            if item.request_id in result.errors:
+                outputs.append(self._end(tracked, "error", now, error=result.errors[item.request_id]))
+                continue
+            tracked.cached_len = item.start + item.num_tokens
+            tracked.last_ran_s = now
             if item.answers:
                 outputs.append(self._answer(tracked, result, now))
         return tuple(outputs)
 
     def _answer(self, tracked: Tracked, result: StepResult, now: float) -> RequestOutput:
-        request_id = tracked.request.request_id
-        tracked.first_answer_s = tracked.first_answer_s or now
+        if tracked.first_answer_s is None:
+            tracked.first_answer_s = now
         tracked.protected = False
         if tracked.request.head is not None:
-            return self._end(tracked, "head", head=result.heads[request_id])
-        token = result.tokens[request_id]
+            return self._end(tracked, "head", now, head=result.heads[tracked.request_id])
+        token = result.tokens[tracked.request_id]
         tracked.num_sampled += 1
         sampling = tracked.request.sampling
         if token in self._eos_ids and not sampling.ignore_eos:
-            return self._end(tracked, "stop", tokens=(token,))
+            return self._end(tracked, "stop", now, tokens=(token,))
         if tracked.num_sampled >= sampling.max_tokens:
-            return self._end(tracked, "length", tokens=(token,))
-        return RequestOutput(request_id=request_id, token_ids=(token,))
+            return self._end(tracked, "length", now, tokens=(token,))
+        return RequestOutput(request_id=tracked.request_id, token_ids=(token,))
 
     def _count(self, batch: Batch, result: StepResult) -> None:
-        self._merged_adapter = batch.merged_adapter
+        merged = self._merged_adapter = batch.merged_adapter
         self._num_steps += 1
         self._steps_by_mode[batch.mode] += 1
         if result.switched:
             self._num_switches += 1
             self._switch_s += result.switch_s
-            if batch.merged_adapter is not None:
+            if merged is not None:
                 self._cost.observe_switch(result.switch_s)
         if result.step_s > 0 and not result.errors:
-            lanes = sum(
-                item.num_tokens for item in batch.items if item.adapter is not None and item.adapter != batch.merged_adapter
-            )
-            context = sum(item.start for item in batch.items)
-            self._cost.observe_step(batch.num_tokens, lanes, context, result.step_s)
+            lanes = sum(item.num_tokens * _num_lanes(item.adapter, merged) for item in batch.items)
+            self._cost.observe_step(batch.num_tokens, lanes, sum(item.start for item in batch.items), result.step_s)
 
     def _end(
         self,
         tracked: Tracked,
         reason: FinishReason,
+        now: float,
         *,
         tokens: tuple[int, ...] = (),
         head: HeadAnswer | None = None,
         error: ErrorValue | None = None,
     ) -> RequestOutput:
-        request_id = tracked.request.request_id
-        del self._tracked[request_id]
-        self._tables.free(request_id)
-        failed = error is not None
-        tracked.status = RequestStatus.FAILED if failed else RequestStatus.FINISHED
-        self._num_failed += failed
-        self._num_finished += not failed
+        if error is None and tracked.expired(now):  # the bound is on the whole request: a late answer is no answer
+            reason, head, error = "error", None, _deadline_missed(tracked, now)
+        del self._tracked[tracked.request_id]
+        self._tables.free(tracked.request_id)
+        tracked.status = RequestStatus.FINISHED if error is None else RequestStatus.FAILED
+        self._num_finished += error is None
+        self._num_failed += error is not None
         return RequestOutput(
-            request_id=request_id,
+            request_id=tracked.request_id,
             token_ids=tokens,
             head=head,
             finish_reason=reason,
             error=error,
-            timings=tracked.timings(self._clock()),
+            timings=tracked.timings(now),
         )
 
     def _end_early(self, request_id: str, reason: FinishReason, error: ErrorValue) -> RequestOutput | None:
         tracked = self._tracked.get(request_id)
-        return None if tracked is None else self._end(tracked, reason, error=error)
+        return None if tracked is None else self._end(tracked, reason, self._clock(), error=error)
 
 
-def _plain_mode(decision: Decision, items: list[BatchItem]) -> tuple[Mode, str | None]:
-    """Name what will really happen: mixed with only the merged adapter's requests is merged, mixed over W0 is unmerged."""
-    if decision.mode is Mode.MIXED:
-        if all(item.adapter == decision.merged_adapter for item in items):
-            return Mode.MERGED, decision.merged_adapter
-        if decision.merged_adapter is None:
-            return Mode.UNMERGED, None
-    return decision.mode, decision.merged_adapter
+def _num_lanes(adapter: str | None, merged: str | None) -> int:
+    """Lanes each token of a request takes: minus the merged adapter if that is another, plus its own if it has one."""
+    if adapter == merged:
+        return 0
+    return (adapter is not None) + (merged is not None)
+
+
+def _mode_of(merged: str | None, items: Sequence[BatchItem]) -> Mode:
+    """What a step really is: merged when everybody in it is served by the weights alone (W0 for the base model)."""
+    if all(item.adapter == merged for item in items):
+        return Mode.MERGED
+    return Mode.UNMERGED if merged is None else Mode.MIXED
+
+
+def _deadline_missed(tracked: Tracked, now: float) -> ErrorValue:
+    return ErrorValue.of(
+        DeadlineMissed(
+            f"request {tracked.request_id!r} was not answered within its {tracked.request.max_latency_s:g} s; "
+            f"{tracked.num_sampled} tokens were done after {now - tracked.arrival_s:.3f} s"
+        )
+    )

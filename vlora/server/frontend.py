@@ -56,7 +56,7 @@ class FrontEnd:
         """Pieces of text as they become certain, then the whole Answer. Closing the iterator early cancels the request.
 
         prompt: a question (the images go before it) or whole messages. images: encoded bytes, in order.
-        Raises BadRequest's kinds for what is wrong with the request, OverCapacity, DeadlineMissed, StepFailed, EngineDead.
+        Raises BadRequest's kinds for a request that is wrong, OverCapacity, DeadlineMissed, StepFailed, EngineDead.
         """
         sampling = sampling or SamplingParams()
         with self._admitted() as clock:
@@ -102,7 +102,7 @@ class FrontEnd:
     ) -> HeadResult:
         """One pass through a task head, with the question it was trained on.
 
-        Raises UnknownAdapter, UnknownHead, BadRequest when the head wants another number of images, and as `generate` does.
+        Raises UnknownAdapter, UnknownHead, BadRequest when the head wants another number of images; else as `generate`.
         """
         with self._admitted() as clock:
             summary = _find_head(await self._status(adapter), head, self._adapters or {})
@@ -121,8 +121,7 @@ class FrontEnd:
                 max_latency_s=max_latency_s,
             )
             async with self._outputs(request, clock) as outputs:
-                async for output in outputs:
-                    pass
+                *_, output = [output async for output in outputs]
             if output.error is not None:
                 raise output.error.to_exception()
             assert output.head is not None and output.timings is not None, "a head request ends with its head's answer"
@@ -137,7 +136,7 @@ class FrontEnd:
                 total_s=clock.elapsed_s,
             )
 
-    # -- adapters and counters ------------------------------------------------------------------------------------------
+    # -- adapters and counters ----------------------------------------------------------------------------------------
 
     async def adapters(self) -> tuple[AdapterStatus, ...]:
         statuses = await self._engine.adapters()
@@ -158,7 +157,7 @@ class FrontEnd:
     async def stats(self) -> EngineStats:
         return await self._engine.stats()
 
-    # -- life -----------------------------------------------------------------------------------------------------------
+    # -- life ---------------------------------------------------------------------------------------------------------
 
     async def drain(self) -> None:
         """Take no more requests and give those under way `drain_s` seconds to end."""
@@ -170,7 +169,7 @@ class FrontEnd:
     def close(self) -> None:
         self._threads.shutdown(wait=False, cancel_futures=True)
 
-    # -- inside ---------------------------------------------------------------------------------------------------------
+    # -- inside -------------------------------------------------------------------------------------------------------
 
     @contextlib.contextmanager
     def _admitted(self) -> Iterator[_Clock]:
@@ -178,7 +177,9 @@ class FrontEnd:
         if self._draining:
             raise OverCapacity("the server is shutting down; it takes no new requests")
         if self._num_active >= self.config.max_requests:
-            raise OverCapacity(f"{self._num_active} requests are under way, which is this server's limit; try again later")
+            raise OverCapacity(
+                f"{self._num_active} requests are under way, which is this server's limit; try again later"
+            )
         self._num_active += 1
         self._idle.clear()
         try:

@@ -8,7 +8,7 @@ _BROKEN = "\N{REPLACEMENT CHARACTER}"  # what decoding half a character gives
 
 
 class Detokenizer:
-    """Incremental decoding. Tokens are decoded together with those of the piece before, which tokenizers need for spaces."""
+    """Incremental decoding. Tokens are decoded with those of the piece before, which tokenizers need for spaces."""
 
     def __init__(self, decode: Callable[[Sequence[int]], str]) -> None:
         self._decode = decode
@@ -49,10 +49,11 @@ class StopFilter:
         if self.stopped:
             return ""
         self._held += text
-        found = [place for place in (self._held.find(stop) for stop in self._stop) if place >= 0]
+        found = [(self._held.find(stop), len(stop)) for stop in self._stop if stop in self._held]
         if found:
+            # The one that is complete first: so the cuts between pieces make no difference.
             self.stopped = True
-            return self._release(min(found))
+            return self._release(min(found, key=lambda match: (sum(match), match[0]))[0])
         return self._release(len(self._held) - self._undecided())
 
     def finish(self) -> str:

@@ -1,0 +1,143 @@
+"""What `vlora fuse` runs: plan in, adapters and report out."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+import cv2
+import torch
+from PIL import Image
+from rich.console import Console
+
+from fusion.embedded import checkpoint_path
+from fusion.pack import pack
+from fusion.plan import DomainPlan, Plan, read_plan
+from fusion.report import AdapterReport, DomainReport, FusionReport, RollbackReport
+from fusion.sources import Splits, load_source, render_stream
+from fusion.train import Domain, FrozenBase, LoraTrainer
+from vlora.config import EngineConfig
+from vlora.engine import LocalEngine
+from vlora.errors import BadPlan
+from vlora.models import InputProcessor
+from vlora.models.loading import load_model
+from vlora.types import Request, SamplingParams
+
+_LONGEST_ANSWER = 8  # tokens the base model may take for a label
+_TEST_SHOWN = 100  # test samples per domain written out for a live check
+
+
+def fuse(plan_path: Path | str, out: Path | str, *, device: str = "cpu", console: Console | None = None) -> FusionReport:
+    """Run a plan file and write OUT/adapters/NAME/ (PEFT format with heads), OUT/test/ and OUT/report.json. Raises BadPlan."""
+    plan = read_plan(plan_path)
+    return run(plan, Path(out), device=device, console=console or Console())
+
+
+def run(plan: Plan, out: Path, *, device: str, console: Console) -> FusionReport:
+    """See `fuse`. Deterministic for a seed, device and number of threads."""
+    started = time.perf_counter()
+    base_path = checkpoint_path() if plan.base == "embedded" else plan.base
+    splits = {domain.name: _load(domain, plan.seed) for domain in plan.domains}
+    config = EngineConfig(model=base_path, device=device, dtype="float32")
+    processor = InputProcessor.from_pretrained(base_path)
+    console.print(f"asking the base model {base_path} without adapters")
+    before = zero_shot(config, processor, plan, splits)
+    base = FrozenBase(load_model(config), processor)
+    domains = {domain.name: Domain(domain, splits[domain.name], base) for domain in plan.domains}
+    trainer = LoraTrainer(base, domains, plan)
+    thresholds = {domain.name: domain.threshold for domain in plan.domains}
+    packing = pack(tuple(domains), thresholds, trainer, say=console.print)
+    reports: list[DomainReport] = []
+    adapters: list[AdapterReport] = []
+    for packed in packing.adapters:
+        name = "-".join(packed.domains)
+        adapters.append(AdapterReport(name, packed.domains))
+        trainer.save(out / "adapters" / name, packed.state)
+        for domain in packed.domains:
+            own = domains[domain]
+            reports.append(
+                DomainReport(
+                    name=domain,
+                    task=own.plan.task,
+                    real_or_synthetic="real" if own.splits.real else "synthetic",
+                    metric=own.plan.metric,
+                    threshold=own.plan.threshold,
+                    before=before[domain],
+                    validation=packed.accuracies[domain],
+                    after=trainer.accuracy_on(domain, own.test),
+                    met=domain not in packing.missed,
+                    adapter=name,
+                    num_test=len(own.test),
+                )
+            )
+    rollbacks = tuple(RollbackReport(r.domain, r.into, dict(r.broken)) for r in packing.rollbacks)
+    report = FusionReport(
+        plan.base, plan.seed, time.perf_counter() - started, tuple(reports), tuple(adapters), rollbacks
+    )
+    write_test_data(out / "test", plan, splits)
+    report.write(out / "report.json")
+    console.print(report.table())
+    return report
+
+
+@torch.no_grad()
+def zero_shot(
+    config: EngineConfig, processor: InputProcessor, plan: Plan, splits: Mapping[str, Splits]
+) -> dict[str, float]:
+    """Test accuracy of the base model asked each domain's question in words, its answer compared with the label."""
+    engine = LocalEngine(config)
+    found = {}
+    for domain in plan.domains:
+        own = splits[domain.name]
+        prompt = processor.chat(domain.question, own.num_frames)
+        requests = []
+        for number, sample in enumerate(own.test):
+            encoded = processor.encode(prompt, [Image.fromarray(frame) for frame in sample.frames])
+            requests.append(
+                Request(
+                    request_id=str(number),
+                    prompt_ids=encoded.prompt_ids,
+                    vision=encoded.vision,
+                    sampling=SamplingParams(max_tokens=_LONGEST_ANSWER),
+                )
+            )
+        outputs = engine.run(requests)
+        hits = 0
+        for number, sample in enumerate(own.test):
+            tokens = [token for output in outputs[str(number)] for token in output.token_ids]
+            hits += processor.decode(tokens).strip().lower() == own.labels[sample.label].lower()
+        found[domain.name] = hits / len(own.test)
+    return found
+
+
+def write_test_data(folder: Path, plan: Plan, splits: Mapping[str, Splits]) -> None:
+    """Some test samples of every domain as PNG with their labels, and a labelled street video where a domain has clips.
+
+    FOLDER/DOMAIN/labels.json: [{"frames": [file, ...], "label": text}, ...]. FOLDER/DOMAIN/stream.json: {"video": file,
+    "labels": one per second}.
+    """
+    for domain in plan.domains:
+        own = splits[domain.name]
+        here = folder / domain.name
+        here.mkdir(parents=True, exist_ok=True)
+        entries = []
+        for number, sample in enumerate(own.test[:_TEST_SHOWN]):
+            files = [f"{number:04d}-{place}.png" for place in range(len(sample.frames))]
+            for file, frame in zip(files, sample.frames, strict=True):
+                cv2.imwrite(str(here / file), cv2.cvtColor(frame, cv2.COLOR_RGB2BGR))
+            entries.append({"frames": files, "label": own.labels[sample.label]})
+        (here / "labels.json").write_text(json.dumps(entries, indent=1) + "\n")
+        if domain.source == "drawn-actions":
+            labels = render_stream(here / "stream.mp4", plan.seed)
+            (here / "stream.json").write_text(json.dumps({"video": "stream.mp4", "labels": labels}) + "\n")
+
+
+def _load(domain: DomainPlan, seed: int) -> Splits:
+    try:
+        return load_source(domain.source, seed)
+    except ImportError as error:
+        raise BadPlan(
+            f"domain {domain.name!r}: source {domain.source!r} needs {error.name}; install it with pip install 'vlora[demo]'"
+        ) from error

@@ -1,0 +1,370 @@
+"""The rendered world the embedded model grows up in: scenes and short clips with questions, answers and cell labels.
+
+Everything here is synthetic. A scene depends on its random generator only. Four kinds of scene:
+
+* things: one to five shapes, vehicles or persons on a plain ground, a pattern or a street;
+* glyphs: one printed digit or letter, distorted, or a sign board with something on it;
+* patterns: the whole picture is one texture;
+* clips: four frames in which one thing moves, sometimes beside another that does not.
+
+Cell labels say what is where on the 6x6 grid of image tokens. They only serve training (see `train.py`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import NamedTuple
+
+import cv2
+import numpy as np
+
+from fusion.embedded.drawing import (
+    COLORS,
+    FONTS,
+    PATTERNS,
+    SHAPES,
+    SIZE,
+    VEHICLES,
+    Box,
+    Color,
+    add_noise,
+    chance,
+    draw_arrow,
+    draw_text,
+    draw_thing,
+    fill,
+    jitter,
+    pattern_background,
+    pick,
+    plain_background,
+    polygon,
+    street_background,
+)
+
+GRID = 6
+CELL = SIZE // GRID
+CLIP_FRAMES = 4
+
+NUMBERS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
+LETTERS = tuple("ABCDEFGHIJKLMNOPQRSTUVWXYZ")
+THINGS = (*SHAPES, *VEHICLES, "person")
+BOARDS = ("disc", "board", "octagon", "wedge")
+ARROWS = ("left", "right", "up")
+POSITIONS = {
+    "top left": (25, 25),
+    "top right": (71, 25),
+    "center": (48, 48),
+    "bottom left": (25, 71),
+    "bottom right": (71, 71),
+}
+MOVES = {"left": (-1, 0), "right": (1, 0), "up": (0, -1), "down": (0, 1), "still": (0, 0)}
+
+# What a cell can be, in the order of its label; 0 is background.
+CELL_KINDS = (
+    "none",
+    *THINGS,
+    *(f"digit {number}" for number in NUMBERS),
+    *(f"letter {letter}" for letter in LETTERS),
+    *BOARDS,
+    *(f"arrow {arrow}" for arrow in ARROWS),
+    "bar",
+    *PATTERNS,
+)
+CELL_COLORS = ("none", *COLORS)
+CELL_MOVES = ("none", *MOVES)
+_KIND_ID = {kind: index for index, kind in enumerate(CELL_KINDS)}
+_COLOR_ID = {color: index for index, color in enumerate(CELL_COLORS)}
+_MOVE_ID = {move: index for index, move in enumerate(CELL_MOVES)}
+
+# Channels of a scene's cell labels.
+KIND, COLOR, CENTER, MOVE = range(4)
+
+
+class Question(NamedTuple):
+    """skill: what the question tests; figures are kept per skill."""
+
+    skill: str
+    text: str
+    answer: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Scene:
+    """frames: uint8 [T, 96, 96, 3] (T is 1 or CLIP_FRAMES). cells: int64 [T, 4, 6, 6], the channels named above."""
+
+    frames: np.ndarray
+    questions: tuple[Question, ...]
+    cells: np.ndarray
+
+
+def plural(thing: str) -> str:
+    return {"bus": "buses", "cross": "crosses"}.get(thing, thing + "s")
+
+
+def article(words: str) -> str:
+    return f"{'an' if words[0] in 'aeiou' else 'a'} {words}"
+
+
+def _yes_no(holds: bool) -> str:
+    return "yes" if holds else "no"
+
+
+def _mark(cells: np.ndarray, box: Box, kind: str, color: str, move: str = "none") -> None:
+    """Label the cells whose middle the box (nearly) covers, and the one cell that holds the box's centre."""
+    middle = np.arange(GRID) * CELL + CELL // 2
+    across = (middle >= box[0] - 3) & (middle <= box[2] + 3)
+    down = (middle >= box[1] - 3) & (middle <= box[3] + 3)
+    covered = down[:, None] & across[None, :]
+    cells[KIND][covered] = _KIND_ID[kind]
+    cells[COLOR][covered] = _COLOR_ID[color]
+    cells[MOVE][covered] = _MOVE_ID[move]
+    row, column = ((box[1] + box[3]) // 2 // CELL, (box[0] + box[2]) // 2 // CELL)
+    if 0 <= row < GRID and 0 <= column < GRID:
+        cells[CENTER, row, column] = 1
+
+
+class _Placed(NamedTuple):
+    kind: str
+    color: str
+    position: str
+
+    @property
+    def words(self) -> str:
+        return f"{self.color} {self.kind}"
+
+
+def things_scene(rng: np.random.Generator) -> Scene:
+    ground = rng.random()
+    night: bool | None = None
+    if ground < 0.45:
+        canvas = plain_background(rng)
+    elif ground < 0.85:
+        street = street_background(rng)
+        canvas, night = street.canvas, street.night
+    else:
+        canvas = pattern_background(rng, pick(rng, PATTERNS), 0.35)
+    among: tuple[str, ...] = THINGS
+    if night is not None and chance(rng, 0.7):
+        among = (*VEHICLES, "person")
+    if chance(rng, 0.4):
+        among = tuple(among[i] for i in rng.permutation(len(among))[:2])
+    cells = np.zeros((4, GRID, GRID), np.int64)
+    placed = []
+    names = list(POSITIONS)
+    for index in sorted(rng.permutation(len(names))[: int(rng.integers(1, 6))]):
+        item = _Placed(pick(rng, among), pick(rng, tuple(COLORS)), names[index])
+        x, y = POSITIONS[item.position]
+        center = (x + int(rng.integers(-5, 6)), y + int(rng.integers(-5, 6)))
+        color = jitter(rng, COLORS[item.color], 0.75 if night else 1.0)
+        radius = int(rng.integers(9 if item.kind in SHAPES else 12, 16))
+        box = draw_thing(canvas, item.kind, color, center, radius, rng.uniform(-0.3, 0.3))
+        _mark(cells, box, item.kind, item.color)
+        placed.append(item)
+    return Scene(canvas[None], tuple(_ask_things(rng, placed, night)), cells[None])
+
+
+def _ask_things(rng: np.random.Generator, placed: list[_Placed], night: bool | None) -> list[Question]:
+    one = placed[int(rng.integers(len(placed)))]
+    kinds = [item.kind for item in placed]
+    colors = [item.color for item in placed]
+    asked = [
+        Question("count", "how many objects are there?", NUMBERS[len(placed)]),
+        Question("scene", f"what is at the {one.position}?", article(one.words)),
+    ]
+    if kinds.count(one.kind) == 1:
+        asked.append(Question("color", f"what color is the {one.kind}?", one.color))
+        asked.append(Question("position", f"where is the {one.kind}?", one.position))
+    if colors.count(one.color) == 1:
+        asked.append(Question("kind", f"what is the {one.color} object?", article(one.kind)))
+        asked.append(Question("position", f"where is the {one.color} object?", one.position))
+    kind = one.kind if chance(rng, 0.75) else pick(rng, THINGS)
+    asked.append(Question("count", f"how many {plural(kind)} are there?", NUMBERS[kinds.count(kind)]))
+    present = {item[:2] for item in placed}
+    wanted = (one.kind, one.color)
+    if chance(rng, 0.5):
+        while wanted in present:
+            kind, color = pick(rng, THINGS), pick(rng, tuple(COLORS))
+            wanted = (one.kind, color) if chance(rng, 0.4) else (kind, one.color) if chance(rng, 0.6) else (kind, color)
+    asked.append(Question("yes or no", f"is there {article(f'{wanted[1]} {wanted[0]}')}?", _yes_no(wanted in present)))
+    if len(placed) <= 2:
+        asked.append(Question("describe", "describe the image.", " and ".join(article(i.words) for i in placed)))
+    if night is not None:
+        asked.append(Question("scene", "is it day or night?", "night" if night else "day"))
+    return asked
+
+
+def glyph_scene(rng: np.random.Generator) -> Scene:
+    return _board_scene(rng) if chance(rng, 0.35) else _printed_scene(rng)
+
+
+def _printed_scene(rng: np.random.Generator) -> Scene:
+    """One digit or letter in a random hand: font, thickness, lean, turn, squeeze, sometimes as coarse as 9 pixels."""
+    digit = chance(rng, 0.7)
+    glyph = str(int(rng.integers(10))) if digit else pick(rng, LETTERS)
+    color = pick(rng, tuple(COLORS))
+    mask = np.zeros((SIZE, SIZE), np.uint8)
+    font = FONTS[int(rng.integers(len(FONTS)))]
+    scale, thickness = rng.uniform(1.3, 3.4), int(rng.integers(2, 10))
+    (wide, high), _ = cv2.getTextSize(glyph, font, scale, thickness)
+    middle = (48 + rng.uniform(-14, 14), 48 + rng.uniform(-14, 14))
+    cv2.putText(mask, glyph, (48 - wide // 2, 48 + high // 2), font, scale, 255, thickness, cv2.LINE_AA)
+    turn = cv2.getRotationMatrix2D((48, 48), rng.uniform(-15, 15), 1.0)
+    lean = np.array([[rng.uniform(0.75, 1.25), rng.uniform(-0.3, 0.3)], [0, rng.uniform(0.8, 1.2)]])
+    turn[:, :2] = lean @ turn[:, :2]
+    turn[:, 2] = np.array(middle) - turn[:, :2] @ (48, 48)
+    mask = cv2.warpAffine(mask, turn, (SIZE, SIZE))
+    if chance(rng, 0.4):
+        coarse = int(rng.integers(9, 24))
+        mask = cv2.resize(mask, (coarse, coarse), interpolation=cv2.INTER_AREA)
+        mask = cv2.resize(mask, (SIZE, SIZE), interpolation=cv2.INTER_CUBIC)
+    rows, columns = np.nonzero(mask > 90)
+    if len(rows) < 20:
+        return _printed_scene(rng)
+    ground = rng.random()
+    if ground < 0.35:
+        canvas = np.full((SIZE, SIZE, 3), int(rng.integers(0, 40)), np.uint8)
+    elif ground < 0.8:
+        canvas = plain_background(rng)
+    else:
+        canvas = pattern_background(rng, pick(rng, PATTERNS), 0.3)
+    share = (mask.astype(np.float32) / 255)[..., None]
+    ink = np.array(jitter(rng, COLORS[color]), np.float32)
+    canvas = (canvas * (1 - share) + ink * share).astype(np.uint8)
+    cells = np.zeros((4, GRID, GRID), np.int64)
+    box = (int(columns.min()), int(rows.min()), int(columns.max()), int(rows.max()))
+    name = NUMBERS[int(glyph)] if digit else glyph.lower()
+    noun = "digit" if digit else "letter"
+    _mark(cells, box, f"{noun} {name if digit else glyph}", color)
+    asked = (
+        Question(noun, f"what {noun} is shown?", name),
+        Question("color", f"what color is the {noun}?", color),
+        Question("describe", "describe the image.", f"{article(color)} {noun} {name}"),
+    )
+    return Scene(canvas[None], asked, cells[None])
+
+
+def _board_scene(rng: np.random.Generator) -> Scene:
+    """A coloured sign board by a street (or anywhere) with a digit, a number, a letter, an arrow or a bar on it."""
+    street = chance(rng, 0.6)
+    canvas = street_background(rng).canvas if street else plain_background(rng)
+    radius = int(rng.integers(15, 30))
+    x, y = (int(v) for v in rng.integers(radius + 3, SIZE - radius - 3, 2))
+    color, ink = (pick(rng, tuple(COLORS)) for _ in range(2))
+    if color == ink:
+        ink = "white" if color != "white" else "red"
+    board = pick(rng, BOARDS)
+    if street:
+        cv2.line(canvas, (x, y), (x, SIZE), (120, 120, 120), 3)
+    face, mark_color = jitter(rng, COLORS[color]), jitter(rng, COLORS[ink])
+    if board == "disc":
+        cv2.circle(canvas, (x, y), radius, face, -1, cv2.LINE_AA)
+    elif board == "board":
+        cv2.rectangle(canvas, (x - radius, y - radius), (x + radius, y + radius), face, -1)
+    elif board == "octagon":
+        fill(canvas, polygon((x, y), (radius,), 8, np.pi / 8), face)
+    else:
+        up = chance(rng, 0.5)
+        fill(canvas, polygon((x, y), (radius * 1.1,), 3, -np.pi / 2 if up else np.pi / 2), face)
+    cells = np.zeros((4, GRID, GRID), np.int64)
+    _mark(cells, (x - radius, y - radius, x + radius, y + radius), board, color)
+    content, inner = _draw_on_board(rng, canvas, (x, y), radius * (0.75 if board == "wedge" else 1.0), mark_color)
+    if content is not None and inner is not None:
+        _mark(cells, inner, content[0], ink)
+    asked = [
+        Question("color", "what color is the sign?", color),
+        Question("sign", "what shape is the sign?", board),
+        Question("sign", "what is on the sign?", content[1] if content else "nothing"),
+    ]
+    return Scene(add_noise(rng, canvas, 4)[None], tuple(asked), cells[None])
+
+
+def _draw_on_board(
+    rng: np.random.Generator, canvas: np.ndarray, center: tuple[int, int], radius: float, ink: Color
+) -> tuple[tuple[str, str] | None, Box | None]:
+    """Draw the sign's content; returns (cell kind, words) and its box."""
+    x, y = center
+    what = rng.random()
+    reach = int(radius * 0.6)
+    box = (x - reach, y - reach, x + reach, y + reach)
+    if what < 0.3:
+        glyph = int(rng.integers(10))
+        draw_text(canvas, str(glyph), center, radius / 18, ink, 2 + int(radius > 20))
+        return (f"digit {NUMBERS[glyph]}", NUMBERS[glyph]), (x - reach // 2, box[1], x + reach // 2, box[3])
+    if what < 0.5:
+        first, second = int(rng.integers(1, 10)), int(rng.integers(10))
+        draw_text(canvas, f"{first}{second}", center, radius / 26, ink, 2)
+        return (f"digit {NUMBERS[first]}", f"{NUMBERS[first]} {NUMBERS[second]}"), (box[0], y - reach // 2, x, y + reach // 2)
+    if what < 0.65:
+        letter = pick(rng, LETTERS)
+        draw_text(canvas, letter, center, radius / 18, ink, 2 + int(radius > 20))
+        return (f"letter {letter}", letter.lower()), (x - reach // 2, box[1], x + reach // 2, box[3])
+    if what < 0.85:
+        arrow = pick(rng, ARROWS)
+        draw_arrow(canvas, arrow, center, round(radius), ink)
+        return (f"arrow {arrow}", f"an arrow {arrow}"), box
+    if what < 0.93:
+        thick = max(2, int(radius / 5))
+        cv2.rectangle(canvas, (box[0], y - thick), (box[2], y + thick), ink, -1)
+        return ("bar", "a bar"), (box[0], y - thick, box[2], y + thick)
+    return None, None
+
+
+def pattern_scene(rng: np.random.Generator) -> Scene:
+    kind = pick(rng, PATTERNS)
+    cells = np.zeros((4, GRID, GRID), np.int64)
+    cells[KIND] = _KIND_ID[kind]
+    asked = (Question("pattern", "what pattern is shown?", kind),)
+    return Scene(pattern_background(rng, kind)[None], asked, cells[None])
+
+
+def clip_scene(rng: np.random.Generator) -> Scene:
+    """Four frames: one thing moves left, right, up or down, or nothing moves; a second thing may stand by."""
+    ground = rng.random()
+    if ground < 0.5:
+        base = plain_background(rng)
+    elif ground < 0.9:
+        base = street_background(rng).canvas
+    else:
+        base = pattern_background(rng, pick(rng, PATTERNS), 0.3)
+    move = pick(rng, tuple(MOVES))
+    dx, dy = MOVES[move]
+    kind, color = pick(rng, THINGS), pick(rng, tuple(COLORS))
+    radius, speed = int(rng.integers(10, 16)), rng.uniform(6, 16)
+    start = [48 - step * speed * 1.5 + rng.uniform(-15, 15) for step in (dx, dy)]
+    ink, angle = jitter(rng, COLORS[color]), rng.uniform(-0.3, 0.3)
+    cells = np.zeros((CLIP_FRAMES, 4, GRID, GRID), np.int64)
+    standing = None
+    if chance(rng, 0.35):
+        standing = _Placed(pick(rng, THINGS), pick(rng, tuple(COLORS)), pick(rng, ("top left", "bottom right", "bottom left")))
+        box = draw_thing(base, standing.kind, jitter(rng, COLORS[standing.color]), POSITIONS[standing.position], radius, angle)
+        for frame in cells:
+            _mark(frame, box, standing.kind, standing.color, "still")
+    frames = []
+    for index in range(CLIP_FRAMES):
+        canvas = base.copy()
+        center = (round(start[0] + dx * speed * index), round(start[1] + dy * speed * index))
+        _mark(cells[index], draw_thing(canvas, kind, ink, center, radius, angle), kind, color, move)
+        frames.append(add_noise(rng, canvas, 3))
+    return Scene(np.stack(frames), tuple(_ask_clip(rng, kind, color, move, standing)), cells)
+
+
+def _ask_clip(rng: np.random.Generator, kind: str, color: str, move: str, standing: _Placed | None) -> list[Question]:
+    words = f"{color} {kind}"
+    asked = []
+    if standing is None or standing.kind != kind:
+        asked.append(Question("motion", f"which way does the {kind} move?", move))
+        guess = move if chance(rng, 0.5) else pick(rng, tuple(other for other in MOVES if other != move))
+        does = f"does the {kind} stand still?" if guess == "still" else f"does the {kind} move {guess}?"
+        asked.append(Question("motion yes or no", does, _yes_no(guess == move)))
+    if standing is None:
+        asked.append(Question("motion", "which way does it move?", move))
+        told = "stands still" if move == "still" else f"moves {move}"
+        asked.append(Question("describe", "describe the video.", f"{article(words)} {told}"))
+    asked.append(Question("moving", "what is moving?", "nothing" if move == "still" else article(words)))
+    return asked
+
+
+def still_scene(rng: np.random.Generator) -> Scene:
+    """One picture of any kind, in the mixture the model is trained on."""
+    which = rng.random()
+    return things_scene(rng) if which < 0.6 else glyph_scene(rng) if which < 0.92 else pattern_scene(rng)

@@ -1,0 +1,266 @@
+"""Training one adapter with its heads on a frozen base: PEFT LoRA on the language model, cached image embeddings."""
+
+from __future__ import annotations
+
+import math
+import zlib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from peft import LoraConfig, get_peft_model
+from PIL import Image
+from torch import nn
+
+from fusion.plan import DomainPlan, Plan
+from fusion.sources import Sample, Splits
+from heads import HeadSpec, TaskHead, save_heads
+from vlora.models import EncodedPrompt, InputProcessor
+from vlora.models.processing import to_tensor
+from vlora.models.seam import Seam
+from vlora.models.vision import VisionEncoder, VisionTask
+
+_ENCODE_AT_ONCE = 64
+_IGNORE = -100
+_TEXT_WEIGHT = 0.3  # of the language-model loss beside the head's: the adapter also answers in words
+
+
+class Prepared(NamedTuple):
+    """One sample ready for training. ids [n] ends with the prompt; embeddings [placeholders, hidden]; positions [1 or 3, n]."""
+
+    ids: torch.Tensor
+    embeddings: torch.Tensor
+    positions: torch.Tensor
+    label: int
+
+
+class Domain:
+    """A domain's plan and its samples, prepared once: the vision tower is frozen, so its output never changes."""
+
+    def __init__(self, plan: DomainPlan, splits: Splits, base: FrozenBase) -> None:
+        self.plan = plan
+        self.splits = splits
+        self.base = base
+        prompt = base.processor.chat(plan.question, splits.num_frames)
+        self.train = base.prepare(prompt, splits.train)
+        self.validation = base.prepare(prompt, splits.validation)
+        self.test = base.prepare(prompt, splits.test)
+        eos = base.processor.tokenizer.eos_token_id
+        self.answers = [
+            [*base.processor.tokenizer(text, add_special_tokens=False)["input_ids"], eos] for text in splits.labels
+        ]
+
+
+class FrozenBase:
+    """The base model without gradients: image embeddings, prompts, and the language model that adapters sit on."""
+
+    def __init__(self, model: Any, processor: InputProcessor) -> None:
+        self.processor = processor
+        self.seam = Seam(model)
+        # Features through the seam, exactly as serving makes them; training through the model's own attention.
+        model.set_attn_implementation({"text_config": "sdpa"})
+        self.model = model
+        self._vision = VisionEncoder(self.seam, cache_bytes=0)
+
+    @torch.no_grad()
+    def prepare(self, prompt: str, samples: Sequence[Sample]) -> list[Prepared]:
+        """Encode every sample's frames behind one prompt."""
+        prepared: list[Prepared] = []
+        for first in range(0, len(samples), _ENCODE_AT_ONCE):
+            part = samples[first : first + _ENCODE_AT_ONCE]
+            encoded = [self._encode(prompt, sample) for sample in part]
+            tasks = [VisionTask(item, None) for one in encoded for item in one.vision]
+            features = iter(self._vision.encode(tasks))
+            for sample, one in zip(part, encoded, strict=True):
+                own = [next(features) for _ in one.vision]
+                if own[0].deepstack:
+                    raise NotImplementedError("fusion does not train on models with deepstack features (Qwen3-VL) yet")
+                ids = torch.tensor(one.prompt_ids)
+                grids = [
+                    (item.kind, {k: to_tensor(v) for k, v in item.fields.items() if "pixel" not in k})
+                    for item in one.vision
+                ]
+                positions = self.seam.positions(ids, grids).rows
+                prepared.append(Prepared(ids, torch.cat([f.rows for f in own]), positions, sample.label))
+        return prepared
+
+    def _encode(self, prompt: str, sample: Sample) -> EncodedPrompt:
+        return self.processor.encode(prompt, [Image.fromarray(frame) for frame in sample.frames])
+
+
+class LoraTrainer:
+    """`AdapterTrainer` over a frozen base. State: LoRA tensors by name, and heads by domain."""
+
+    def __init__(self, base: FrozenBase, domains: Mapping[str, Domain], plan: Plan) -> None:
+        self._base = base
+        self._domains = domains
+        self._plan = plan
+        self._heads: dict[str, nn.Linear] = {}
+        for parameter in base.model.parameters():
+            parameter.requires_grad_(False)
+        leaves = sorted({name.rpartition(".")[2] for name in base.seam.language_linears})
+        config = LoraConfig(
+            r=plan.lora.rank,
+            lora_alpha=plan.lora.alpha,
+            target_modules=rf".*language_model\..*\.({'|'.join(leaves)})",
+            base_model_name_or_path=plan.base,
+        )
+        self._peft = get_peft_model(base.model, config)
+        self._lora = {name: p for name, p in self._peft.named_parameters() if "lora_" in name}
+
+    # -- AdapterTrainer -----------------------------------------------------------------------------------------------
+
+    def fresh(self) -> None:
+        """A new adapter: A random, B zero, as LoRA starts; no heads."""
+        self._heads = {}
+        with torch.no_grad():
+            for name, parameter in self._lora.items():
+                if "lora_A" in name:
+                    generator = torch.Generator().manual_seed(self._seed(name))
+                    bound = 1 / math.sqrt(parameter.shape[1])
+                    draw = torch.rand(parameter.shape, generator=generator) * 2 - 1
+                    parameter.copy_(draw * bound)
+                else:
+                    parameter.zero_()
+
+    def snapshot(self) -> dict[str, torch.Tensor]:
+        state = {f"lora.{name}": p.detach().clone() for name, p in self._lora.items()}
+        for domain, head in self._heads.items():
+            state[f"head.{domain}.weight"] = head.weight.detach().clone()
+            state[f"head.{domain}.bias"] = head.bias.detach().clone()
+        return state
+
+    @torch.no_grad()
+    def restore(self, state: dict[str, torch.Tensor]) -> None:
+        for name, parameter in self._lora.items():
+            parameter.copy_(state[f"lora.{name}"])
+        self._heads = {}
+        for key in state:
+            if key.startswith("head.") and key.endswith(".weight"):
+                domain = key.removeprefix("head.").removesuffix(".weight")
+                head = self._new_head(domain)
+                head.weight.copy_(state[key])
+                head.bias.copy_(state[f"head.{domain}.bias"])
+
+    def train(self, domain: str, beside: Sequence[str]) -> None:
+        settings = self._plan.training
+        self._heads[domain] = self._new_head(domain)
+        rng = np.random.default_rng(self._seed(f"{domain} beside {','.join(beside)}"))
+        parameters = [*self._lora.values(), *(p for head in self._heads.values() for p in head.parameters())]
+        for parameter in parameters:
+            parameter.requires_grad_(True)
+        optimizer = torch.optim.AdamW(parameters, settings.learning_rate, weight_decay=0.0)
+        rehearsed = round(settings.batch_size * settings.rehearsal) if beside else 0
+        self._peft.train()
+        for step in range(settings.steps):
+            rate = min(1.0, (step + 1) / 10) * 0.5 * (1 + math.cos(math.pi * step / settings.steps))
+            for group in optimizer.param_groups:
+                group["lr"] = settings.learning_rate * rate
+            batch = self._draw(rng, domain, settings.batch_size - rehearsed)
+            for place in range(rehearsed):
+                batch += self._draw(rng, beside[place % len(beside)], 1)
+            loss = self._loss(batch)
+            loss.backward()
+            nn.utils.clip_grad_norm_(parameters, 1.0)
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+        self._peft.eval()
+
+    def accuracy(self, domain: str) -> float:
+        return self.accuracy_on(domain, self._domains[domain].validation)
+
+    # -- more ---------------------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def accuracy_on(self, domain: str, samples: Sequence[Prepared]) -> float:
+        """Share of samples the domain's head labels right."""
+        hits = 0
+        for first in range(0, len(samples), 50):
+            part = samples[first : first + 50]
+            with self._autocast():
+                hidden, _ = self._hidden([(domain, sample, []) for sample in part])
+                logits = self._heads[domain](hidden)
+            hits += int((logits.argmax(-1).cpu() == torch.tensor([sample.label for sample in part])).sum())
+        return hits / len(samples)
+
+    def save(self, folder: Path, state: dict[str, torch.Tensor]) -> None:
+        """Write an adapter in PEFT's format with its heads beside it."""
+        self.restore(state)
+        self._peft.save_pretrained(str(folder))
+        heads = {}
+        for name, head in self._heads.items():
+            domain = self._domains[name]
+            spec = HeadSpec(
+                name=name,
+                task=domain.plan.task,
+                labels=domain.splits.labels,
+                prompt=domain.plan.question,
+                num_frames=domain.splits.num_frames,
+                hidden_size=head.in_features,
+            )
+            heads[name] = TaskHead(spec, head.weight.detach().float(), head.bias.detach().float())
+        save_heads(folder, heads)
+
+    def _new_head(self, domain: str) -> nn.Linear:
+        labels = len(self._domains[domain].splits.labels)
+        head = nn.Linear(self._base.seam.hidden_size, labels, device=self._base.seam.device)
+        with torch.no_grad():
+            generator = torch.Generator().manual_seed(self._seed(f"head {domain}"))
+            head.weight.copy_(torch.randn(head.weight.shape, generator=generator) * 0.02)
+            head.bias.zero_()
+        return head
+
+    def _draw(self, rng: np.random.Generator, domain: str, count: int) -> list[tuple[str, Prepared, list[int]]]:
+        samples = self._domains[domain].train
+        picked = [samples[i] for i in rng.integers(len(samples), size=count)]
+        return [(domain, sample, self._domains[domain].answers[sample.label]) for sample in picked]
+
+    def _loss(self, batch: Sequence[tuple[str, Prepared, list[int]]]) -> torch.Tensor:
+        """The heads' cross entropy, and the language model's on the label as text."""
+        with self._autocast():
+            hidden, text_loss = self._hidden(batch)
+            loss = hidden.new_zeros(())
+            for domain in {name for name, _, _ in batch}:
+                rows = [i for i, (name, _, _) in enumerate(batch) if name == domain]
+                wanted = torch.tensor([batch[i][1].label for i in rows], device=hidden.device)
+                logits = self._heads[domain](hidden[rows]).float()
+                loss = loss + F.cross_entropy(logits, wanted) * len(rows) / len(batch)
+        return loss + _TEXT_WEIGHT * text_loss
+
+    def _hidden(self, batch: Sequence[tuple[str, Prepared, list[int]]]) -> tuple[torch.Tensor, torch.Tensor]:
+        """Hidden states [batch, hidden] of each last prompt token, and the loss of the answers' words behind it."""
+        seam = self._base.seam
+        device = seam.device
+        rows, positions, wanted, last = [], [], [], []
+        placeholder = seam.image_token_id
+        for _, sample, answer in batch:
+            ids = torch.cat([sample.ids, torch.tensor(answer[:-1], dtype=torch.long)]) if answer else sample.ids
+            embeddings = seam.embed(ids.to(device))
+            embeddings[(ids == placeholder).to(device)] = sample.embeddings.to(embeddings.dtype)
+            rows.append(embeddings)
+            tail = torch.arange(len(ids) - len(sample.ids)) + sample.positions.max() + 1
+            positions.append(torch.cat([sample.positions, tail.expand(sample.positions.shape[0], -1)], 1).t())
+            prompt = len(sample.ids)
+            last.append(prompt - 1)
+            wanted.append(torch.tensor([_IGNORE] * (prompt - 1) + (answer or [_IGNORE])))
+        embeds = nn.utils.rnn.pad_sequence(rows, batch_first=True)
+        # Padding stands at the end, behind everything that is read: causal attention keeps it out without a mask.
+        places = nn.utils.rnn.pad_sequence(positions, batch_first=True).permute(2, 0, 1).to(device)
+        hidden = seam.text_model(
+            inputs_embeds=embeds, position_ids=places if seam.family.mrope else places[0], use_cache=False
+        ).last_hidden_state
+        targets = nn.utils.rnn.pad_sequence(wanted, batch_first=True, padding_value=_IGNORE).to(device)
+        answered = targets != _IGNORE
+        text_loss = hidden.new_zeros(())
+        if bool(answered.any()):
+            text_loss = F.cross_entropy(seam.lm_head(hidden[answered]).float(), targets[answered])
+        return hidden[torch.arange(len(batch)), torch.tensor(last)], text_loss
+
+    def _autocast(self) -> torch.autocast:
+        return torch.autocast(self._base.seam.device.type, torch.bfloat16)
+
+    def _seed(self, what: str) -> int:
+        return zlib.crc32(f"{self._plan.seed} {what}".encode())

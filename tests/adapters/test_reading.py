@@ -1,0 +1,241 @@
+"""Adapters are read exactly as PEFT means them, or refused by name with the reason."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from tests.families import build_model
+from tests.oracle import Oracle
+from vlora.adapters import AdapterRegistry, SiteShape, read_header
+from vlora.adapters.names import resolve
+from vlora.errors import BadAdapter, UnknownAdapter
+from vlora.models.seam import Seam
+
+FAMILY = "qwen2_vl"
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    return Oracle(FAMILY, build_model(FAMILY)).save(Path(tmp_path_factory.mktemp("adapters")))
+
+
+@pytest.fixture(scope="module")
+def sites() -> dict[str, SiteShape]:
+    seam = Seam(build_model(FAMILY))
+    return {
+        name: SiteShape(linear.in_features, linear.out_features, vision)
+        for vision, linears in ((False, seam.language_linears), (True, seam.vision_linears))
+        for name, linear in linears.items()
+    }
+
+
+@pytest.fixture
+def registry(sites: dict[str, SiteShape]) -> AdapterRegistry:
+    return AdapterRegistry(sites, torch.float32, 64)
+
+
+@pytest.fixture
+def copied(folders: dict[str, str], tmp_path: Path) -> Path:
+    """A good adapter that a test may spoil."""
+    return Path(shutil.copytree(folders["wide8"], tmp_path / "adapter"))
+
+
+def edit_config(folder: Path, **changes: Any) -> None:
+    file = folder / "adapter_config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), **changes}))
+
+
+def edit_tensors(folder: Path, change: Callable[[dict[str, torch.Tensor]], None]) -> None:
+    file = folder / "adapter_model.safetensors"
+    tensors = load_file(str(file))
+    change(tensors)
+    save_file(tensors, str(file))
+
+
+def test_scaling_rank_and_alpha_patterns(folders: dict[str, str], registry: AdapterRegistry) -> None:
+    adapter = registry.load("patterned16", folders["patterned16"])
+    raw = load_file(f"{folders['patterned16']}/adapter_model.safetensors")
+    for site, factors in adapter.factors.items():
+        rank, alpha = (5, 20) if site.endswith("layers.1.self_attn.q_proj") else (16, 16)
+        assert factors.a.shape[0] == rank
+        want = raw[f"base_model.model.{site}.lora_B.weight"] * (alpha / rank)
+        assert torch.equal(factors.bt, want.t())
+
+
+def test_rslora_scales_by_the_square_root(folders: dict[str, str], registry: AdapterRegistry) -> None:
+    adapter = registry.load("wide8", folders["wide8"])
+    raw = load_file(f"{folders['wide8']}/adapter_model.safetensors")
+    site, factors = next(iter(adapter.factors.items()))
+    torch.testing.assert_close(factors.bt, (raw[f"base_model.model.{site}.lora_B.weight"] * 16 / 8**0.5).t())
+
+
+def test_vision_side_is_noticed(folders: dict[str, str], registry: AdapterRegistry) -> None:
+    assert registry.load("everywhere64", folders["everywhere64"]).touches_vision
+    assert not registry.load("wide8", folders["wide8"]).touches_vision
+
+
+def test_the_version_is_the_content(copied: Path, registry: AdapterRegistry) -> None:
+    first = registry.load("a", str(copied)).version
+    assert registry.load("a", str(copied)).version == first
+    def double(tensors: dict[str, torch.Tensor]) -> None:
+        tensors[min(tensors)].mul_(2)
+
+    edit_tensors(copied, double)
+    assert registry.load("a", str(copied)).version != first
+
+
+REFUSED_SETTINGS = {
+    "use_dora": True,
+    "modules_to_save": ["lm_head"],
+    "bias": "all",
+    "lora_bias": True,
+    "target_parameters": ["w"],
+    "trainable_token_indices": [1],
+    "alora_invocation_tokens": [1, 2],
+    "layer_replication": [[0, 1]],
+    "use_qalora": True,
+    "init_lora_weights": "pissa",
+    "peft_type": "LOHA",
+}
+
+
+@pytest.mark.parametrize("setting", REFUSED_SETTINGS)
+def test_unsupported_settings_are_refused_by_name(setting: str, copied: Path, registry: AdapterRegistry) -> None:
+    edit_config(copied, **{setting: REFUSED_SETTINGS[setting]})
+    with pytest.raises(BadAdapter, match=setting):
+        registry.load("a", str(copied))
+
+
+def test_values_that_are_not_finite(copied: Path, registry: AdapterRegistry) -> None:
+    def spoil(tensors: dict[str, torch.Tensor]) -> None:
+        tensors[sorted(tensors)[3]][0, 0] = float("nan")
+
+    edit_tensors(copied, spoil)
+    with pytest.raises(BadAdapter, match="not finite"):
+        registry.load("a", str(copied))
+
+
+def test_truncated_weights(copied: Path, registry: AdapterRegistry) -> None:
+    file = copied / "adapter_model.safetensors"
+    file.write_bytes(file.read_bytes()[:1000])
+    with pytest.raises(BadAdapter, match="cut short"):
+        registry.load("a", str(copied))
+
+
+def test_another_base_model_by_shape(copied: Path, registry: AdapterRegistry) -> None:
+    def widen(tensors: dict[str, torch.Tensor]) -> None:
+        name = next(name for name in tensors if "lora_A" in name)
+        tensors[name] = torch.zeros(8, 4096)
+
+    edit_tensors(copied, widen)
+    with pytest.raises(BadAdapter, match=r"maps 4096 to .* made for another model"):
+        registry.load("a", str(copied))
+
+
+def test_another_base_model_by_missing_target(copied: Path, registry: AdapterRegistry) -> None:
+    def rename(tensors: dict[str, torch.Tensor]) -> None:
+        for name in [name for name in tensors if "layers.0" in name]:
+            tensors[name.replace("layers.0", "layers.77")] = tensors.pop(name)
+
+    edit_tensors(copied, rename)
+    with pytest.raises(BadAdapter, match=r"layers\.77.*another model"):
+        registry.load("a", str(copied))
+
+
+@pytest.mark.parametrize(
+    "tensor", ["base_model.model.lm_head.lora_embedding_A", "base_model.model.lm_head.weight", "extra"]
+)
+def test_no_tensor_is_silently_ignored(tensor: str, copied: Path, registry: AdapterRegistry) -> None:
+    edit_tensors(copied, lambda tensors: tensors.update({tensor: torch.zeros(2, 2)}))
+    with pytest.raises(BadAdapter, match=tensor.split(".")[-1]):
+        registry.load("a", str(copied))
+
+
+def test_a_factor_without_its_partner(copied: Path, registry: AdapterRegistry) -> None:
+    def drop(tensors: dict[str, torch.Tensor]) -> None:
+        del tensors[next(name for name in tensors if "lora_B" in name)]
+
+    edit_tensors(copied, drop)
+    with pytest.raises(BadAdapter, match="no lora_B"):
+        registry.load("a", str(copied))
+
+
+@pytest.mark.parametrize("file", ["adapter_config.json", "adapter_model.safetensors"])
+def test_missing_files(file: str, copied: Path, registry: AdapterRegistry) -> None:
+    (copied / file).unlink()
+    with pytest.raises(BadAdapter, match=file):
+        registry.load("a", str(copied))
+
+
+def test_configuration_that_is_no_json(copied: Path, registry: AdapterRegistry) -> None:
+    (copied / "adapter_config.json").write_text("{")
+    with pytest.raises(BadAdapter, match="JSON"):
+        registry.load("a", str(copied))
+
+
+@pytest.mark.parametrize("name", ["", " a", "a@b", "a/b", "a\nb"])
+def test_names_that_would_confuse(name: str, copied: Path, registry: AdapterRegistry) -> None:
+    with pytest.raises(BadAdapter, match="not usable"):
+        registry.load(name, str(copied))
+
+
+def test_a_refused_reload_leaves_the_old_content(copied: Path, registry: AdapterRegistry) -> None:
+    version = registry.load("a", str(copied)).version
+    edit_config(copied, use_dora=True)
+    with pytest.raises(BadAdapter):
+        registry.load("a", str(copied))
+    assert registry.get("a").version == version
+
+
+def test_registering_reads_no_tensor(copied: Path, registry: AdapterRegistry) -> None:
+    def spoil(tensors: dict[str, torch.Tensor]) -> None:
+        tensors[min(tensors)].fill_(float("nan"))
+
+    edit_tensors(copied, spoil)
+    registry.register("a", str(copied))
+    assert registry.names == ("a",)
+    with pytest.raises(BadAdapter, match="not finite"):
+        registry.get("a")
+
+
+def test_unknown_names_list_the_known_ones(copied: Path, registry: AdapterRegistry) -> None:
+    registry.register("a", str(copied))
+    with pytest.raises(UnknownAdapter, match="'b'; registered: a"):
+        registry.get("b")
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("language_model.model.layers.0.mlp.up_proj", "model.language_model.layers.0.mlp.up_proj"),
+        ("model.layers.0.mlp.up_proj", "model.language_model.layers.0.mlp.up_proj"),
+        ("visual.blocks.1.attn.qkv", "model.visual.blocks.1.attn.qkv"),
+        ("vision_tower.vision_model.encoder.layers.0.mlp.fc1", "model.vision_tower.encoder.layers.0.mlp.fc1"),
+        ("multi_modal_projector.linear_1", "model.multi_modal_projector.linear_1"),
+        ("model.language_model.layers.0.mlp.up_proj", "model.language_model.layers.0.mlp.up_proj"),
+    ],
+)
+def test_names_from_before_transformers_5(old: str, new: str) -> None:
+    assert resolve(old, {new}) == new
+
+
+def test_an_adapter_with_old_names_loads_to_the_same_factors(
+    copied: Path, folders: dict[str, str], registry: AdapterRegistry, sites: dict[str, SiteShape]
+) -> None:
+    def rename(tensors: dict[str, torch.Tensor]) -> None:
+        for name in list(tensors):
+            tensors[name.replace("model.language_model.layers", "model.layers")] = tensors.pop(name)
+
+    edit_tensors(copied, rename)
+    old, new = registry.load("old", str(copied)), registry.load("new", folders["wide8"])
+    assert {t.site for t in read_header(copied, sites).targets} == set(new.factors)
+    for site, factors in new.factors.items():
+        assert torch.equal(old.factors[site].bt, factors.bt)

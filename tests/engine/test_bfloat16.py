@@ -1,0 +1,60 @@
+"""bfloat16 is judged by distance to the float32 truth: merged and mixed may not be much noisier than unmerged."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.engine.test_same_answers import Reference
+from tests.families import build_model, make_prompt
+from tests.harness import FixedModes, run_engine
+from tests.oracle import Oracle
+from vlora.types import Mode
+
+PROMPTS = 24
+
+
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory: pytest.TempPathFactory) -> Reference:
+    """Weights rounded to bfloat16 once, so that truth and test share them; many prompts for one and for two adapters."""
+    family = "qwen2_vl"
+    rounded = build_model(family, torch.bfloat16).float()
+    # LoRA deltas of about a tenth of the weight, as training makes them.
+    oracle = Oracle(family, rounded, scale=0.1)
+    made = Reference.__new__(Reference)
+    made.family = family
+    made.adapters = oracle.save(Path(tmp_path_factory.mktemp(family)))
+    made.cases = [
+        (("wide8", "everywhere64")[seed % 2], make_prompt(family, rounded, seed, num_images=seed % 2, text=(12, 12)))
+        for seed in range(PROMPTS)
+    ]
+    made.answers = [oracle.generate(prompt, adapter, 1) for adapter, prompt in made.cases]
+    return made
+
+
+def distance(reference: Reference, mode: Mode, merged: str | None, adapter: str) -> float:
+    """Relative RMS of the first token's logits to the float32 truth, over one adapter's prompts."""
+    cases = [i for i, (name, _) in enumerate(reference.cases) if mode is not Mode.MERGED or name == adapter]
+    run = run_engine(reference, FixedModes(mode, merged), 1, only=cases, dtype=torch.bfloat16)
+    assert mode in run.modes
+    error = truth = 0.0
+    for i, (_, logits) in zip(cases, run.answers, strict=True):
+        if reference.cases[i][0] == adapter:
+            want = reference.answers[i][1]
+            error += float((logits - want).square().sum())
+            truth += float(want.square().sum())
+    return (error / truth) ** 0.5
+
+
+@pytest.mark.parametrize("adapter", ["wide8", "everywhere64"])
+def test_merged_is_as_close_to_the_truth_as_unmerged(reference: Reference, adapter: str) -> None:
+    unmerged = distance(reference, Mode.UNMERGED, None, adapter)
+    assert 1e-4 < unmerged < 0.1
+    assert distance(reference, Mode.MERGED, adapter, adapter) <= 1.25 * unmerged
+
+
+def test_mixed_is_as_close_to_the_truth_as_unmerged(reference: Reference) -> None:
+    unmerged = distance(reference, Mode.UNMERGED, None, "wide8")
+    assert distance(reference, Mode.MIXED, "everywhere64", "wide8") <= 1.25 * unmerged

@@ -1,0 +1,90 @@
+"""The oracle tests must be able to fail: with one part of the machinery left out, they do."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.engine.test_same_answers import NUM_TOKENS, TOLERANCE, Reference
+from tests.harness import FixedModes, Run, run_engine
+from vlora.models.forward import ForwardBatch
+from vlora.models.seam import Positions, Seam
+from vlora.types import Mode
+
+
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory: pytest.TempPathFactory) -> Reference:
+    return Reference("qwen2_vl", tmp_path_factory.mktemp("qwen2_vl"))
+
+
+def worst(run: Run, reference: Reference) -> float:
+    """Largest logit difference over all requests, up to the first token that differs (after it the inputs differ too)."""
+    out = 0.0
+    for (tokens, logits), (want_tokens, want) in zip(run.answers, reference.answers, strict=True):
+        same = 0
+        while same < NUM_TOKENS and tokens[same] == want_tokens[same]:
+            same += 1
+        out = max(out, float((logits[: same + 1] - want[: same + 1]).abs().max()))
+    return out
+
+
+def test_with_everything_in_place_the_difference_is_rounding(reference: Reference) -> None:
+    assert worst(run_engine(reference, FixedModes(Mode.MIXED, "wide8"), NUM_TOKENS), reference) < TOLERANCE
+
+
+def test_without_the_rope_delta(reference: Reference, monkeypatch: pytest.MonkeyPatch) -> None:
+    positions = Seam.positions
+    monkeypatch.setattr(Seam, "positions", lambda *a: Positions(positions(*a).rows, 0))
+    assert worst(run_engine(reference, FixedModes(Mode.UNMERGED), NUM_TOKENS), reference) > 100 * TOLERANCE
+
+
+def test_without_the_de_lora_branch(reference: Reference, monkeypatch: pytest.MonkeyPatch) -> None:
+    lanes = ForwardBatch.lanes
+    monkeypatch.setattr(ForwardBatch, "lanes", lambda *a: [lane for lane in lanes(*a) if lane.sign > 0])
+    assert worst(run_engine(reference, FixedModes(Mode.MIXED, "wide8"), NUM_TOKENS), reference) > 100 * TOLERANCE
+
+
+@pytest.fixture
+def unscaled(reference: Reference, tmp_path: Path) -> Iterator[Any]:
+    """The same adapters on disk, with rsLoRA's scale taken out of one of them."""
+    import shutil
+
+    folder = tmp_path / "wide8"
+    shutil.copytree(reference.adapters["wide8"], folder)
+    config = folder / "adapter_config.json"
+    config.write_text(config.read_text().replace('"use_rslora": true', '"use_rslora": false'))
+
+    class Changed:
+        family = reference.family
+        cases = reference.cases
+        adapters = {**reference.adapters, "wide8": str(folder)}
+
+    yield Changed()
+
+
+def test_with_a_wrong_adapter_scale(reference: Reference, unscaled: Any) -> None:
+    assert worst(run_engine(unscaled, FixedModes(Mode.UNMERGED), NUM_TOKENS), reference) > 100 * TOLERANCE
+
+
+def test_with_image_embeddings_of_the_wrong_adapter(reference: Reference, monkeypatch: pytest.MonkeyPatch) -> None:
+    # As if the embedding cache forgot that an adapter touches the vision tower.
+    from vlora.models.runner import ModelRunner
+
+    add = ModelRunner.add
+    monkeypatch.setattr(ModelRunner, "add", lambda self, request, key: add(self, request, None))
+    assert worst(run_engine(reference, FixedModes(Mode.UNMERGED), NUM_TOKENS), reference) > 100 * TOLERANCE
+
+
+def test_without_deepstack_levels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    reference = Reference("qwen3_vl", tmp_path)
+    forward = Seam.forward
+
+    def without(self: Seam, e: torch.Tensor, p: torch.Tensor, s: Any, mask: Any, deepstack: Any) -> torch.Tensor:
+        return forward(self, e, p, s, None, [])
+
+    monkeypatch.setattr(Seam, "forward", without)
+    assert worst(run_engine(reference, FixedModes(Mode.UNMERGED), NUM_TOKENS), reference) > 100 * TOLERANCE

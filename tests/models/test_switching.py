@@ -1,0 +1,103 @@
+"""Switching is exact: W0 is never written, so nothing can drift however often adapters come and go."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.families import build_model
+from tests.oracle import ADAPTERS, Oracle
+from vlora.config import EngineConfig
+from vlora.engine import LocalEngine
+from vlora.models.switcher import merge_fidelity, merge_runs
+
+
+@pytest.fixture(scope="module", params=[torch.float32, torch.bfloat16], ids=str)
+def engine(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> LocalEngine:
+    model = build_model("qwen2_vl", request.param)
+    folders = Oracle("qwen2_vl", model.float() if request.param is torch.float32 else build_model("qwen2_vl")).save(
+        Path(tmp_path_factory.mktemp("adapters"))
+    )
+    local = LocalEngine(EngineConfig(model="qwen2_vl", arena_bytes=64 * 2**20), model=model.to(request.param))
+    for name, folder in folders.items():
+        local.engine.load_adapter(name, folder)
+        assert local.engine._bank.bring(local.engine._registry.get(name))
+    return local
+
+
+def test_weights_are_bit_identical_after_a_thousand_switches(engine: LocalEngine) -> None:
+    inner = engine.engine
+    model = inner._seam.model
+    before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    keys = [inner._registry.get(name).key for name in ADAPTERS]
+    draw = random.Random(7)
+    with torch.no_grad():
+        for _ in range(1000):
+            inner._switcher.switch(draw.choice([*keys, None]))
+        inner._switcher.switch(None)
+    for name, parameter in model.named_parameters():
+        assert torch.equal(parameter, before[name]), name
+
+
+@pytest.mark.parametrize("name", ADAPTERS)
+def test_merged_weights_are_base_plus_delta(engine: LocalEngine, name: str) -> None:
+    inner = engine.engine
+    adapter = inner._registry.get(name)
+    linears = inner._seam.language_linears
+    with torch.no_grad():
+        inner._switcher.switch(None)
+        base = {site: linear.weight.detach().clone() for site, linear in linears.items()}
+        inner._switcher.switch(adapter.key)
+        for site, linear in linears.items():
+            want = base[site].double()
+            if site in adapter.factors:
+                pair = adapter.factors[site]
+                want = want + pair.bt.double().t() @ pair.a.double()
+            epsilon = torch.finfo(linear.weight.dtype).eps
+            # One rounding of the sum, and for float32 the rounding of a product of up to 64 terms.
+            assert torch.allclose(linear.weight.double(), want, rtol=epsilon, atol=8 * epsilon), site
+        inner._switcher.switch(None)
+
+
+def test_layers_an_adapter_does_not_touch_stay_on_the_base(engine: LocalEngine) -> None:
+    inner = engine.engine
+    with torch.no_grad():
+        inner._switcher.switch(inner._registry.get("narrow4").key)
+    for name, linear in inner._seam.language_linears.items():
+        shape, index = inner._slabs.slots[name]
+        on_base = linear.weight.data_ptr() == inner._slabs.base[shape][index].data_ptr()
+        assert on_base == (not name.endswith(("q_proj", "v_proj"))), name
+    with torch.no_grad():
+        inner._switcher.switch(None)
+
+
+def test_one_call_per_shape_where_ranks_agree(engine: LocalEngine) -> None:
+    inner = engine.engine
+    runs = merge_runs(inner._slabs, inner._bank.ranks(inner._registry.get("wide8").key))
+    assert len(runs) == len(inner._slabs.base)
+    patterned = merge_runs(inner._slabs, inner._bank.ranks(inner._registry.get("patterned16").key))
+    assert sum(run.last - run.first for run in patterned) == len(inner._seam.language_linears)
+    assert len(patterned) > len(runs)
+
+
+def test_a_smaller_delta_loses_more_when_merged_into_bfloat16() -> None:
+    inner = LocalEngine(
+        EngineConfig(model="qwen2_vl", arena_bytes=2**24), model=build_model("qwen2_vl", torch.bfloat16)
+    ).engine
+    generator = torch.Generator().manual_seed(0)
+    found = []
+    for size in (1.0, 0.1, 0.01, 0.001):
+        from vlora.adapters import HostFactors
+
+        factors = {}
+        for name, linear in inner._seam.language_linears.items():
+            a = torch.randn(8, linear.in_features, generator=generator)
+            bt = torch.randn(8, linear.out_features, generator=generator)
+            bt *= size * float(linear.weight.detach().float().std()) / 8**0.5
+            factors[name] = HostFactors(a.bfloat16(), bt.bfloat16())
+        found.append(merge_fidelity(inner._slabs, factors))
+    assert found == sorted(found, reverse=True)
+    assert found[0] > 0.99 and found[-1] < 0.5

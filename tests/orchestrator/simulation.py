@@ -1,0 +1,288 @@
+"""An engine on paper: real scheduler, books and residency; a clock that only steps move; a runner that runs no model.
+
+The runner keeps what every KV slot holds, so it notices a context that is not where the scheduler says it is.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import zlib
+from collections.abc import Mapping, Sequence
+
+from vlora.memory.books import ArenaBooks, BlockTables
+from vlora.memory.residency import Residency
+from vlora.orchestrator import Algorithm1, Candidate, CostModel, Decision, Policy, PolicyState, Scheduler
+from vlora.types import (
+    Batch,
+    ErrorValue,
+    HeadAnswer,
+    MemoryView,
+    Mode,
+    Request,
+    RequestOutput,
+    SamplingParams,
+    StepResult,
+)
+
+EOS = 0
+VOCABULARY = 40
+
+
+class FakeClock:
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Speed:
+    """Seconds of the fake machine."""
+
+    step: float = 0.01
+    token: float = 0.001
+    lane: float = 0.0005
+    context: float = 0.00001
+    merge: float = 0.02
+
+
+def token_at(request_id: str, place: int) -> int:
+    """The token the fake model answers at that place; it depends on nothing else."""
+    return zlib.crc32(f"{request_id}/{place}".encode()) % VOCABULARY
+
+
+def expected_tokens(request: Request) -> list[int]:
+    """What a request must be answered, whatever happens to it on the way."""
+    tokens = []
+    for place in range(request.sampling.max_tokens):
+        tokens.append(token_at(request.request_id, place))
+        if tokens[-1] == EOS and not request.sampling.ignore_eos:
+            break
+    return tokens
+
+
+class FakeRunner:
+    """Answers batches after proving that each may run: its KV context in place, its mode right, its answer due."""
+
+    def __init__(self, clock: FakeClock, speed: Speed, block_size: int, failing: Mapping[str, int]) -> None:
+        self.clock = clock
+        self.speed = speed
+        self.block_size = block_size
+        self.failing = dict(failing)  # request_id -> the how manieth of its steps fails
+        self.requests: dict[str, Request] = {}
+        self.num_sampled: dict[str, int] = {}
+        self.slots: dict[tuple[int, int], tuple[str, int]] = {}
+        self.merged: str | None = None
+
+    def run(self, batch: Batch) -> StepResult:
+        assert batch.items
+        self._prove_mode(batch)
+        switched = batch.merged_adapter != self.merged
+        switch_s = self.speed.merge if switched and batch.merged_adapter is not None else 0.0
+        self.merged = batch.merged_adapter
+        tokens: dict[str, int] = {}
+        heads: dict[str, HeadAnswer] = {}
+        errors: dict[str, ErrorValue] = {}
+        lanes = context = 0
+        for item in batch.items:
+            request = self.requests[item.request_id]
+            known = len(request.prompt_ids) + self.num_sampled[item.request_id]
+            stop = item.start + item.num_tokens
+            assert item.num_tokens >= 1 and stop <= known and item.answers == (stop == known)
+            for index in range(item.start):
+                assert self.slots[self._slot(item.block_table, index)] == (item.request_id, index), "KV is gone"
+            for index in range(item.start, stop):
+                self.slots[self._slot(item.block_table, index)] = (item.request_id, index)
+            context += item.start
+            if item.adapter != batch.merged_adapter:
+                lanes += item.num_tokens * ((item.adapter is not None) + (batch.merged_adapter is not None))
+            self.failing[item.request_id] = self.failing.get(item.request_id, 0) - 1
+            if self.failing[item.request_id] == 0:
+                errors[item.request_id] = ErrorValue("bad_image", "this one fails alone")
+            elif item.answers and request.head is not None:
+                heads[item.request_id] = HeadAnswer(label="yes", label_id=1, scores=(0.0, 1.0))
+            elif item.answers:
+                tokens[item.request_id] = token_at(item.request_id, self.num_sampled[item.request_id])
+                self.num_sampled[item.request_id] += 1
+        speed = self.speed
+        step_s = speed.step + speed.token * batch.num_tokens + speed.lane * lanes + speed.context * context
+        self.clock.now += step_s + switch_s
+        return StepResult(
+            tokens=tokens, heads=heads, errors=errors, step_s=step_s, switch_s=switch_s, switched=switched
+        )
+
+    def _slot(self, table: Sequence[int], index: int) -> tuple[int, int]:
+        return table[index // self.block_size], index % self.block_size
+
+    @staticmethod
+    def _prove_mode(batch: Batch) -> None:
+        adapters = {item.adapter for item in batch.items}
+        if batch.mode is Mode.MERGED:
+            assert adapters == {batch.merged_adapter}
+        elif batch.mode is Mode.MIXED:
+            assert batch.merged_adapter is not None and adapters != {batch.merged_adapter}
+        else:
+            assert batch.merged_adapter is None and adapters != {None}
+
+
+class Watched:
+    """A policy that remembers what it was asked."""
+
+    def __init__(self, policy: Policy) -> None:
+        self.policy = policy
+        self.theta_s = 0.0
+        self.num_ready = 0
+
+    def decide(self, ready: Sequence[Candidate], state: PolicyState) -> Decision:
+        self.theta_s, self.num_ready = state.theta_s, len(ready)
+        return self.policy.decide(ready, state)
+
+
+@dataclasses.dataclass(frozen=True)
+class Step:
+    """One line of the log: when it ran, what the policy was told, what ran."""
+
+    start_s: float
+    end_s: float
+    theta_s: float
+    num_ready: int
+    batch: Batch
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Machine:
+    """The box a simulation runs on. adapters: pages by name. Adapters named in `lossy` may not be merged."""
+
+    num_pages: int = 256
+    pages_per_block: int = 1
+    block_size: int = 4
+    max_adapter_pages: int = 32
+    max_batch_size: int = 8
+    max_step_tokens: int = 64
+    theta_s: float = 0.2
+    adapters: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    lossy: frozenset[str] = frozenset()
+    speed: Speed = Speed()
+
+
+class Simulation:
+    """Runs requests as the engine does: bring adapters, decide, run, record. All books are proved in every step."""
+
+    def __init__(
+        self, machine: Machine, *, policy: Policy | None = None, failing: Mapping[str, int] | None = None
+    ) -> None:
+        self.machine = machine
+        self.clock = FakeClock()
+        self.books = ArenaBooks(machine.num_pages, machine.pages_per_block)
+        self.tables = BlockTables(self.books, machine.block_size)
+        self.residency = Residency(self.books, machine.max_adapter_pages)
+        self.watched = Watched(policy or Algorithm1())
+        self.runner = FakeRunner(self.clock, machine.speed, machine.block_size, failing or {})
+        self.scheduler = Scheduler(
+            policy=self.watched,
+            tables=self.tables,
+            max_request_blocks=(machine.num_pages - machine.max_adapter_pages) // machine.pages_per_block,
+            max_batch_size=machine.max_batch_size,
+            max_step_tokens=machine.max_step_tokens,
+            theta_s=machine.theta_s,
+            eos_ids=frozenset({EOS}),
+            cost=CostModel(),
+            clock=self.clock,
+        )
+        self.log: list[Step] = []
+        self.arrived_s: dict[str, float] = {}
+        self.outputs: dict[str, list[RequestOutput]] = {}
+
+    def add(self, *requests: Request) -> None:
+        for request in requests:
+            self.scheduler.add(request)
+            self.runner.requests[request.request_id] = request
+            self.runner.num_sampled[request.request_id] = 0
+            self.arrived_s[request.request_id] = self.clock.now
+            self.outputs[request.request_id] = []
+
+    def cancel(self, request_id: str) -> None:
+        output = self.scheduler.cancel(request_id)
+        if output is not None:
+            self.outputs[request_id].append(output)
+
+    def step(self) -> Batch | None:
+        self._bring_adapters()
+        resident = self.residency.resident
+        start_s = self.clock.now
+        batch = self.scheduler.schedule(MemoryView(resident=resident, mergeable=resident - self.machine.lossy))
+        outputs = list(self.scheduler.drain_outputs())
+        self.check_integrity()
+        if batch is not None:
+            assert len(batch.items) <= self.machine.max_batch_size
+            assert batch.num_tokens <= self.machine.max_step_tokens
+            assert batch.merged_adapter is None or batch.merged_adapter in resident - self.machine.lossy
+            outputs += self.scheduler.record(batch, self.runner.run(batch))
+            self.check_integrity()
+            self.log.append(Step(start_s, self.clock.now, self.watched.theta_s, self.watched.num_ready, batch))
+        for output in outputs:
+            self.outputs[output.request_id].append(output)
+        return batch
+
+    def run(
+        self,
+        arrivals: Sequence[tuple[float, Request]] = (),
+        *,
+        cancels: Sequence[tuple[int, str]] = (),
+        max_steps: int = 5000,
+    ) -> None:
+        """Until nothing is left to do. arrivals: in order of time, in seconds; cancels: before which step, whom."""
+        waiting = list(arrivals)
+        for step in range(max_steps):
+            while waiting and waiting[0][0] <= self.clock.now:
+                self.add(waiting.pop(0)[1])
+            for when, request_id in cancels:
+                if when == step:
+                    self.cancel(request_id)
+            if not self.scheduler.has_work:
+                if not waiting:
+                    return
+                self.clock.now = waiting[0][0]
+            elif self.step() is None and self.scheduler.has_work:
+                assert waiting, "requests are left but nobody can run and nobody will come"
+                self.clock.now = waiting[0][0]
+        raise AssertionError(f"not done after {max_steps} steps")
+
+    def check_integrity(self) -> None:
+        self.books.check_integrity()
+        self.tables.check_integrity()
+        self.residency.check_integrity()
+        self.scheduler.check_integrity()
+
+    def _bring_adapters(self) -> None:
+        in_use = self.scheduler.adapters_in_use()
+        for name in in_use:
+            self.residency.pin(name)
+        for name in self.scheduler.waiting_adapters():
+            if self.residency.bring(name, self.machine.adapters[name]) is None:
+                break
+        for name in in_use:
+            self.residency.unpin(name)
+        self.residency.drain_evicted()
+
+
+def make_request(
+    request_id: str,
+    adapter: str | None = None,
+    *,
+    prompt: int = 4,
+    max_tokens: int = 4,
+    head: str | None = None,
+    ignore_eos: bool = True,
+    max_latency_s: float | None = None,
+) -> Request:
+    """A request with a prompt of that many tokens."""
+    return Request(
+        request_id=request_id,
+        prompt_ids=tuple(range(1, prompt + 1)),
+        adapter=adapter,
+        head=head,
+        sampling=SamplingParams(max_tokens=max_tokens, ignore_eos=ignore_eos),
+        max_latency_s=max_latency_s,
+    )

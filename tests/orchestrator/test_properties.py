@@ -1,0 +1,266 @@
+"""What holds for every load on every machine: nothing lost, no budget broken, nobody kept waiting, no chance."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.orchestrator.simulation import Machine, Simulation, Speed, expected_tokens, make_request
+from vlora.errors import PromptTooLong
+from vlora.orchestrator import Candidate, Decision, PolicyState
+from vlora.types import Mode, Request
+
+ADAPTERS = {"a": 2, "b": 5, "c": 3, "d": 4}
+Arrivals = list[tuple[float, Request]]
+
+
+@st.composite
+def machines(draw: st.DrawFn) -> Machine:
+    """Small boxes, most of them short of something."""
+    pages_per_block = draw(st.integers(1, 3))
+    max_batch_size = draw(st.integers(1, 6))
+    max_adapter_pages = draw(st.integers(5, 16))
+    return Machine(
+        num_pages=max_adapter_pages + pages_per_block * draw(st.integers(8, 30)),
+        pages_per_block=pages_per_block,
+        block_size=draw(st.sampled_from([1, 2, 4])),
+        max_adapter_pages=max_adapter_pages,
+        max_batch_size=max_batch_size,
+        max_step_tokens=max_batch_size + draw(st.integers(0, 30)),
+        theta_s=draw(st.sampled_from([0.001, 0.05, 0.5])),
+        adapters=ADAPTERS,
+        lossy=frozenset(draw(st.sets(st.sampled_from("abcd"), max_size=2))),
+        speed=Speed(merge=draw(st.sampled_from([0.0, 0.02, 0.3]))),
+    )
+
+
+@st.composite
+def loads(draw: st.DrawFn, *, max_prompt: int = 24, max_tokens: int = 8, bounded: bool = True) -> Arrivals:
+    """Requests of every kind, one after the other."""
+    arrivals: Arrivals = []
+    now = 0.0
+    for number in range(draw(st.integers(1, 14))):
+        adapter = draw(st.sampled_from([None, *ADAPTERS]))
+        request = make_request(
+            f"r{number}",
+            adapter,
+            prompt=draw(st.integers(1, max_prompt)),
+            max_tokens=draw(st.integers(1, max_tokens)),
+            head="h" if adapter is not None and draw(st.integers(0, 3)) == 0 else None,
+            ignore_eos=draw(st.booleans()),
+            max_latency_s=draw(st.sampled_from([None, None, None, 0.05, 1.0])) if bounded else None,
+        )
+        arrivals.append((now, request))
+        now += draw(st.sampled_from([0.0, 0.0, 0.01, 0.2]))
+    return arrivals
+
+
+def admitted(machine: Machine, arrivals: Arrivals) -> Arrivals:
+    """Without the requests that this machine must refuse."""
+    taken: Arrivals = []
+    for when, request in arrivals:
+        try:
+            Simulation(machine).add(request)
+        except PromptTooLong:
+            continue
+        taken.append((when, request))
+    return taken
+
+
+def assert_answered(simulation: Simulation, request: Request) -> None:
+    """One finished output, at the end; tokens in order, none lost or repeated; an answer only within the bound."""
+    outputs = simulation.outputs[request.request_id]
+    assert [output.finished for output in outputs].count(True) == 1 and outputs[-1].finished
+    last = outputs[-1]
+    assert (last.error is not None) == (last.finish_reason in ("error", "cancelled"))
+    tokens = [token for output in outputs for token in output.token_ids]
+    wanted = expected_tokens(request)
+    assert tokens == wanted[: len(tokens)]
+    assert last.timings is not None and last.timings.num_completion_tokens == len(tokens)
+    if last.finish_reason in ("stop", "length"):
+        assert tokens == wanted
+    if last.finish_reason == "head":
+        assert last.head is not None and not tokens
+    if last.error is None and request.max_latency_s is not None:
+        assert last.timings.latency_s <= request.max_latency_s
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    machine=machines(),
+    arrivals=loads(),
+    failing=st.dictionaries(st.sampled_from([f"r{i}" for i in range(14)]), st.integers(1, 4), max_size=2),
+    cancels=st.lists(st.tuples(st.integers(0, 30), st.sampled_from([f"r{i}" for i in range(14)])), max_size=3),
+)
+def test_every_request_ends_once_within_every_budget(
+    machine: Machine, arrivals: Arrivals, failing: dict[str, int], cancels: list[tuple[int, str]]
+) -> None:
+    """Batch limits and all books are proved in every step by the simulation, KV contents by its runner."""
+    arrivals = admitted(machine, arrivals)
+    simulation = Simulation(machine, failing=failing)
+    simulation.run(arrivals, cancels=cancels)
+    for _, request in arrivals:
+        assert_answered(simulation, request)
+    stats = simulation.scheduler.stats("paper")
+    assert stats.num_finished + stats.num_failed == len(arrivals)
+    assert stats.num_waiting == stats.num_running == 0
+    assert simulation.tables.holders == frozenset()
+    assert sum(stats.steps_by_mode.values()) == stats.num_steps == len(simulation.log)
+    took = {(item.request_id, step.batch.mode) for step in simulation.log for item in step.batch.items}
+    assert stats.requests_by_mode == {
+        mode.value: sum(m is mode for _, m in took) for mode in Mode if any(m is mode for _, m in took)
+    }
+
+
+@settings(max_examples=60, deadline=None)
+@given(machine=machines(), arrivals=loads(bounded=False))
+def test_memory_pressure_changes_when_but_never_what(machine: Machine, arrivals: Arrivals) -> None:
+    arrivals = admitted(machine, arrivals)
+    simulation = Simulation(machine)
+    simulation.run(arrivals)
+    for _, request in arrivals:
+        last = simulation.outputs[request.request_id][-1]
+        assert last.finish_reason in ("stop", "length", "head")
+        assert_answered(simulation, request)
+
+
+# -- bounded waiting --------------------------------------------------------------------------------------------------
+
+
+def longest_over_bound(simulation: Simulation) -> float:
+    """By how much the worst wait exceeds theta + ceil(ready / MaxBS) * longest step; not above 0 when the bound holds.
+
+    A wait goes from a request's arrival, or the end of its last step, to the start of its next one.
+    """
+    limit = simulation.machine.max_batch_size
+    longest = max(step.end_s - step.start_s for step in simulation.log)
+    worst = float("-inf")
+    for request_id, waits_since in simulation.arrived_s.items():
+        theta_s, num_ready = 0.0, 1
+        for step in simulation.log:
+            if step.start_s < waits_since:
+                continue
+            theta_s, num_ready = max(theta_s, step.theta_s), max(num_ready, step.num_ready)
+            if any(item.request_id == request_id for item in step.batch.items):
+                bound = theta_s + -(-num_ready // min(limit, num_ready)) * longest
+                worst = max(worst, step.start_s - waits_since - bound)
+                waits_since, theta_s, num_ready = step.end_s, 0.0, 1
+    return worst
+
+
+def all_resident(machine: Machine) -> Simulation:
+    """Every adapter in memory from the start, so that every request is ready all the time."""
+    simulation = Simulation(machine)
+    for name, pages in machine.adapters.items():
+        assert simulation.residency.bring(name, pages) is not None
+        simulation.residency.pin(name)
+    return simulation
+
+
+@settings(max_examples=100, deadline=None)
+@given(machine=machines(), arrivals=loads(max_prompt=60, max_tokens=20, bounded=False))
+def test_waiting_is_bounded_however_long_the_prompts(machine: Machine, arrivals: Arrivals) -> None:
+    """With memory for all: whatever the token budget, long prompts ahead never keep a starving request from running."""
+    machine = dataclasses.replace(machine, max_adapter_pages=16, num_pages=16 + 14 * 80 * machine.pages_per_block)
+    simulation = all_resident(machine)
+    simulation.run(arrivals)
+    assert simulation.scheduler.stats("paper").num_preemptions == 0
+    assert longest_over_bound(simulation) <= 1e-9
+
+
+@settings(max_examples=100, deadline=None)
+@given(machine=machines(), arrivals=loads(bounded=False))
+def test_waiting_is_bounded_under_preemption(machine: Machine, arrivals: Arrivals) -> None:
+    """With memory for one full batch only, and prompts that fit in a step: paused requests hold nobody up."""
+    longest = 24 + 8
+    blocks = machine.max_batch_size * -(-longest // machine.block_size)
+    machine = dataclasses.replace(
+        machine,
+        max_adapter_pages=16,
+        num_pages=(-(-16 // machine.pages_per_block) + blocks) * machine.pages_per_block,
+        max_step_tokens=machine.max_batch_size * longest,
+    )
+    simulation = all_resident(machine)
+    simulation.run(arrivals)
+    assert longest_over_bound(simulation) <= 1e-9
+
+
+def crowd() -> tuple[Machine, Arrivals]:
+    """Twelve requests of three adapters at once on a machine with room for two or three of them."""
+    machine = Machine(
+        num_pages=16 + 16,
+        max_adapter_pages=16,
+        max_batch_size=2,
+        max_step_tokens=64,
+        theta_s=0.05,
+        adapters=ADAPTERS,
+    )
+    names = "aaabaaacaaab"
+    return machine, [(0.0, make_request(f"r{i}", name, prompt=20, max_tokens=12)) for i, name in enumerate(names)]
+
+
+def test_the_bound_holds_while_requests_are_preempted_again_and_again() -> None:
+    machine, arrivals = crowd()
+    simulation = all_resident(machine)
+    simulation.run(arrivals)
+    assert simulation.scheduler.stats("paper").num_preemptions > 12
+    assert longest_over_bound(simulation) <= 1e-9
+    for _, request in arrivals:
+        assert_answered(simulation, request)
+
+
+class MergedOnly:
+    """Always the largest group, merged: the policy whose waits have no bound."""
+
+    def decide(self, ready: Sequence[Candidate], state: PolicyState) -> Decision:
+        adapters = [c.adapter for c in ready]
+        largest = max(adapters, key=adapters.count)
+        order = tuple(c.request_id for c in ready if c.adapter == largest)
+        return Decision(Mode.MERGED, largest, order[: state.max_batch_size])
+
+
+def test_the_measure_of_waiting_sees_a_policy_that_starves() -> None:
+    machine, arrivals = crowd()
+    simulation = Simulation(machine, policy=MergedOnly())
+    simulation.run(arrivals)
+    assert longest_over_bound(simulation) > 0
+
+
+# -- no chance --------------------------------------------------------------------------------------------------------
+
+
+def digest() -> str:
+    """Everything that happened to a crowd, as text."""
+    machine, arrivals = crowd()
+    simulation = Simulation(machine, failing={"r3": 2})
+    simulation.run(arrivals, cancels=[(9, "r7")])
+    return repr(simulation.log) + repr(simulation.outputs)
+
+
+def test_the_same_inputs_give_the_same_decisions_in_every_process() -> None:
+    program = "import zlib; from tests.orchestrator.test_properties import digest; print(zlib.crc32(digest().encode()))"
+    sums = {
+        subprocess.run(
+            [sys.executable, "-c", program],
+            env={**os.environ, "PYTHONHASHSEED": seed, "PYTHONPATH": os.pathsep.join(sys.path)},
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout
+        for seed in ("1", "2", "3")
+    }
+    assert len(sums) == 1
+
+
+@pytest.mark.parametrize("module", ["vlora.orchestrator", "vlora.memory.books", "vlora.memory.residency"])
+def test_a_fresh_process_loads_it_without_torch(module: str) -> None:
+    program = f"import sys, {module}; print('torch' in sys.modules, 'numpy' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["False", "False"]

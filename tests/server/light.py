@@ -1,0 +1,11 @@
+"""Import this first in a child process that needs the engine's wire but no model: keeps `vlora.engine` from loading torch."""
+
+from __future__ import annotations
+
+import sys
+import types
+from pathlib import Path
+
+package = types.ModuleType("vlora.engine")
+package.__path__ = [str(Path(__file__).parents[2] / "vlora" / "engine")]
+sys.modules["vlora.engine"] = package

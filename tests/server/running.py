@@ -1,0 +1,63 @@
+"""A front end with its RPyC server on a scripted engine, in a thread of the test's own process."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import threading
+from collections.abc import Iterator
+from concurrent.futures import Future
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+from PIL import Image
+
+from tests.server.scripted import ByteProcessor, ScriptedInterface
+from vlora.config import ServerConfig
+from vlora.server.frontend import FrontEnd
+from vlora.server.rpyc_service import VLoraService
+from vlora.server.rpyc_wire import RpycServer
+
+
+class Running(NamedTuple):
+    port: int
+    engine: ScriptedInterface
+    front_end: FrontEnd
+    loop: asyncio.AbstractEventLoop
+
+    def on_loop(self, coroutine: Any) -> Any:
+        return asyncio.run_coroutine_threadsafe(coroutine, self.loop).result(10)
+
+
+@contextmanager
+def running_server(**settings: Any) -> Iterator[Running]:
+    """settings: fields of ServerConfig."""
+    config = ServerConfig(rpyc_port=0, **settings)
+    started: Future[Running] = Future()
+    stopping = asyncio.Event()
+
+    async def main() -> None:
+        loop = asyncio.get_running_loop()
+        engine = ScriptedInterface()
+        front_end = FrontEnd(engine, ByteProcessor(), config)  # type: ignore[arg-type]
+        server = RpycServer(config.host, config.rpyc_port, config.max_message_bytes)
+        server.start_in_thread(lambda: VLoraService(front_end, loop, "scripted"))
+        started.set_result(Running(server.port, engine, front_end, loop))
+        await stopping.wait()
+        server.close()
+        front_end.close()
+
+    thread = threading.Thread(target=lambda: asyncio.run(main()), daemon=True)
+    thread.start()
+    running = started.result(10)
+    try:
+        yield running
+    finally:
+        running.loop.call_soon_threadsafe(stopping.set)
+        thread.join(10)
+
+
+def png(brightness: int = 200, size: tuple[int, int] = (8, 8), kind: str = "PNG", mode: str = "RGB") -> bytes:
+    stream = io.BytesIO()
+    Image.new(mode, size, (brightness,) * len(mode)).save(stream, kind)
+    return stream.getvalue()

@@ -1,0 +1,312 @@
+"""An engine that follows a script, and a processor over bytes: what the surfaces are tested on, with no model.
+
+The script is in the prompt: `say:TEXT` answers TEXT, a byte per step; `forever` never stops by itself; `never` says nothing;
+`crash` fails the step loop; `exit` ends the process; `trip` fails while the request is taken in; `fail` fails its request alone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import os
+import re
+import time
+from collections.abc import AsyncIterator, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+from PIL import Image
+
+from vlora.config import EngineConfig
+from vlora.errors import (
+    Aborted,
+    BadAdapter,
+    BadConfig,
+    BadImage,
+    EngineDead,
+    PromptTooLong,
+    StepFailed,
+    UnknownAdapter,
+    VLoraError,
+)
+from vlora.types import (
+    AdapterStatus,
+    EngineStats,
+    ErrorValue,
+    HeadAnswer,
+    HeadSummary,
+    Request,
+    RequestOutput,
+    TensorValue,
+    Timings,
+    VisionInput,
+)
+
+EOS = 256
+IMAGE = 257
+LABELS = ("dark", "bright")
+
+
+class Encoded(NamedTuple):
+    prompt_ids: tuple[int, ...]
+    vision: tuple[VisionInput, ...]
+
+
+class ByteProcessor:
+    """One token per byte; an image is one token that carries its mean brightness."""
+
+    def chat(self, question: str, num_images: int = 0) -> str:
+        return "\0" * num_images + question
+
+    def template(self, messages: Sequence[dict[str, Any]]) -> str:
+        parts = []
+        for message in messages:
+            content = message["content"]
+            parts += [content] if isinstance(content, str) else [part.get("text", "\0") for part in content]
+        return "".join(parts)
+
+    def encode(self, prompt: str, images: Sequence[Image.Image] = ()) -> Encoded:
+        assert prompt.count("\0") == len(images)
+        if any(image.width > 200 * image.height for image in images):
+            raise BadImage("the image processor refuses the images: aspect ratio")
+        vision = tuple(self._vision(image) for image in images)
+        return Encoded(tuple(IMAGE if byte == 0 else byte for byte in prompt.encode()), vision)
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        return bytes(token for token in token_ids if token < 256).decode(errors="replace")
+
+    def _vision(self, image: Image.Image) -> VisionInput:
+        assert image.mode == "RGB"
+        mean = image.convert("L").resize((1, 1), Image.Resampling.BOX).getpixel((0, 0))
+        field = TensorValue("uint8", (1,), bytes([mean]))
+        digest = hashlib.blake2b(field.data, digest_size=16).hexdigest()
+        return VisionInput(kind="image", content_hash=digest, num_tokens=1, fields={"pixel_values": field})
+
+
+class ScriptedEngine:
+    """The synchronous engine's contract."""
+
+    step_s = 0.002
+
+    def __init__(self, config: EngineConfig) -> None:
+        if config.model == "broken":
+            raise BadConfig("model 'broken' cannot be loaded: there is no such folder")
+        if config.model == "buggy":
+            raise RuntimeError("a mistake in the engine")
+        if config.model == "gone":
+            os._exit(3)
+        if config.model == "slow":
+            time.sleep(60)
+        self.config = config
+        self.limits = SimpleNamespace(max_context=config.max_context or 100_000)
+        self.running: dict[str, tuple[Request, list[int]]] = {}
+        self.sampled: dict[str, int] = {}
+        self.cancelled: list[str] = []
+        self._adapters: dict[str, AdapterStatus] = {}
+        self._num_steps = 0
+        self._num_finished = 0
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self.running)
+
+    def add(self, request: Request) -> None:
+        text = bytes(token for token in request.prompt_ids if token < 256).decode()
+        answer = 0 if request.head else request.sampling.max_tokens
+        if len(request.prompt_ids) + answer > self.limits.max_context:
+            raise PromptTooLong(
+                f"the prompt has {len(request.prompt_ids)} tokens and may be answered with {answer}, together over this "
+                f"model's context of {self.limits.max_context}"
+            )
+        if request.adapter is not None and request.adapter not in self._adapters:
+            raise UnknownAdapter(f"no adapter named {request.adapter!r}")
+        if "trip" in text:
+            raise ValueError("tripped over the request")
+        said = re.search(r"say:(.*)", text, re.DOTALL)
+        self.running[request.request_id] = (request, [*said[1].encode(), EOS] if said else [])
+        self.sampled[request.request_id] = 0
+
+    def cancel(self, request_id: str) -> RequestOutput | None:
+        if request_id not in self.running:
+            return None
+        self.cancelled.append(request_id)
+        return self._end(request_id, "cancelled", error=Aborted(f"request {request_id!r} was cancelled"))
+
+    def step(self) -> tuple[RequestOutput, ...]:
+        time.sleep(self.step_s)
+        self._num_steps += 1
+        outputs = []
+        for request_id in tuple(self.running):
+            request, script = self.running[request_id]
+            text = bytes(token for token in request.prompt_ids if token < 256).decode()
+            if "exit" in text:
+                os._exit(3)
+            if "crash" in text:
+                raise RuntimeError("the script says crash")
+            if "fail" in text:
+                outputs.append(self._end(request_id, "error", error=StepFailed("the script says fail")))
+            elif request.head is not None and "never" not in text:
+                brightness = request.vision[0].fields["pixel_values"].data[0] / 255
+                best = int(brightness > 0.5)
+                answer = HeadAnswer(label=LABELS[best], label_id=best, scores=(1 - brightness, brightness))
+                outputs.append(self._end(request_id, "head", head=answer))
+            elif "forever" in text or script:
+                token = script.pop(0) if script else ord("x")
+                self.sampled[request_id] += 1
+                if token == EOS:
+                    outputs.append(self._end(request_id, "stop", tokens=(token,)))
+                elif self.sampled[request_id] >= request.sampling.max_tokens:
+                    outputs.append(self._end(request_id, "length", tokens=(token,)))
+                else:
+                    outputs.append(RequestOutput(request_id=request_id, token_ids=(token,)))
+        return tuple(outputs)
+
+    def load_adapter(self, name: str, path: str) -> AdapterStatus:
+        file = Path(path) / "adapter_config.json"
+        if not file.exists():
+            raise BadAdapter(f"{path}: no adapter_config.json; an adapter is a folder in PEFT's format")
+        heads = tuple(
+            HeadSummary(name=head, task="classification", labels=LABELS, prompt=f"is it {head}?", num_frames=frames)
+            for head, frames in json.loads(file.read_text()).get("heads", {}).items()
+        )
+        self._adapters[name] = AdapterStatus(
+            name=name,
+            version=hashlib.blake2b(file.read_bytes(), digest_size=4).hexdigest(),
+            rank=8,
+            num_bytes=1000,
+            resident=False,
+            mergeable=True,
+            merge_fidelity=1.0,
+            touches_vision=False,
+            heads=heads,
+        )
+        return self._adapters[name]
+
+    def unload_adapter(self, name: str) -> tuple[RequestOutput, ...]:
+        if self._adapters.pop(name, None) is None:
+            raise UnknownAdapter(f"no adapter named {name!r}")
+        mine = [request_id for request_id, (request, _) in self.running.items() if request.adapter == name]
+        return tuple(self._end(each, "error", error=Aborted(f"adapter {name!r} was unloaded")) for each in mine)
+
+    def adapters(self) -> tuple[AdapterStatus, ...]:
+        return tuple(self._adapters[name] for name in sorted(self._adapters))
+
+    def stats(self) -> EngineStats:
+        return EngineStats(
+            model=self.config.model,
+            num_steps=self._num_steps,
+            steps_by_mode={"unmerged": self._num_steps},
+            requests_by_mode={"unmerged": self._num_finished},
+            num_switches=0,
+            switch_s=0.0,
+            num_waiting=0,
+            num_running=len(self.running),
+            num_finished=self._num_finished,
+            num_failed=len(self.cancelled),
+            num_preemptions=0,
+            free_blocks=10,
+            total_blocks=10,
+        )
+
+    def close(self) -> tuple[RequestOutput, ...]:
+        outputs = [self.cancel(request_id) for request_id in tuple(self.running)]
+        return tuple(output for output in outputs if output is not None)
+
+    def _end(
+        self,
+        request_id: str,
+        reason: Any,
+        *,
+        tokens: tuple[int, ...] = (),
+        head: HeadAnswer | None = None,
+        error: VLoraError | None = None,
+    ) -> RequestOutput:
+        request, _ = self.running.pop(request_id)
+        self._num_finished += error is None
+        timings = Timings(
+            queue_s=0.0,
+            ttft_s=0.001,
+            latency_s=0.002,
+            num_prompt_tokens=len(request.prompt_ids),
+            num_completion_tokens=self.sampled[request_id],
+            num_preemptions=0,
+            steps_by_mode={"unmerged": self.sampled[request_id] + 1},
+        )
+        value = None if error is None else ErrorValue.of(error)
+        return RequestOutput(
+            request_id=request_id, token_ids=tokens, head=head, finish_reason=reason, error=value, timings=timings
+        )
+
+
+class ScriptedInterface:
+    """A ScriptedEngine behind EngineInterface, stepped by a task of the event loop."""
+
+    def __init__(self, config: EngineConfig | None = None) -> None:
+        self.engine = ScriptedEngine(config or EngineConfig(model="scripted"))
+        self.engine.step_s = 0.0
+        self.dead: str | None = None
+        self._streams: dict[str, asyncio.Queue[RequestOutput]] = {}
+        self._stepping: asyncio.Task[None] | None = None
+
+    async def generate(self, request: Request) -> AsyncIterator[RequestOutput]:
+        if self.dead is not None:
+            raise EngineDead(self.dead)
+        try:
+            self.engine.add(request)
+        except VLoraError as error:
+            yield RequestOutput(request_id=request.request_id, finish_reason="error", error=ErrorValue.of(error))
+            return
+        stream = self._streams[request.request_id] = asyncio.Queue()
+        if self._stepping is None or self._stepping.done():
+            self._stepping = asyncio.create_task(self._step())
+        finished = False
+        try:
+            while not finished:
+                output = await stream.get()
+                finished = output.finished
+                yield output
+        finally:
+            del self._streams[request.request_id]
+            if not finished:
+                self.engine.cancel(request.request_id)
+
+    async def cancel(self, request_id: str) -> None:
+        if (output := self.engine.cancel(request_id)) is not None:
+            self._deliver(output)
+
+    async def load_adapter(self, name: str, path: str) -> AdapterStatus:
+        return self.engine.load_adapter(name, path)
+
+    async def unload_adapter(self, name: str) -> None:
+        for output in self.engine.unload_adapter(name):
+            self._deliver(output)
+
+    async def adapters(self) -> tuple[AdapterStatus, ...]:
+        return self.engine.adapters()
+
+    async def stats(self) -> EngineStats:
+        return self.engine.stats()
+
+    async def close(self) -> None:
+        for output in self.engine.close():
+            self._deliver(output)
+
+    def _deliver(self, output: RequestOutput) -> None:
+        if output.request_id in self._streams:
+            self._streams[output.request_id].put_nowait(output)
+
+    async def _step(self) -> None:
+        while self.engine.has_work:
+            for output in self.engine.step():
+                self._deliver(output)
+            await asyncio.sleep(0.001)
+
+
+def write_adapter(folder: Path, heads: dict[str, int] | None = None) -> str:
+    """An adapter folder as the scripted engine reads it. heads: name -> number of frames."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "adapter_config.json").write_text(json.dumps({"heads": heads or {}}))
+    return str(folder)
+

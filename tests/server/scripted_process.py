@@ -1,0 +1,14 @@
+"""An engine process with a scripted engine: `python -m tests.server.scripted_process ADDRESS`."""
+
+from __future__ import annotations
+
+import sys
+
+import tests.server.light  # noqa: F401, I001
+from tests.server.scripted import ScriptedEngine
+from vlora.engine.process import run
+
+COMMAND = (sys.executable, "-m", "tests.server.scripted_process")
+
+if __name__ == "__main__":
+    sys.exit(run(sys.argv[1], ScriptedEngine))  # type: ignore[arg-type]

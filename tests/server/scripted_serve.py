@@ -1,0 +1,32 @@
+"""`vlora serve` with a scripted engine: `python -m tests.server.scripted_serve MODEL DRAIN_S [NAME=PATH ...]`."""
+
+from __future__ import annotations
+
+import tests.server.light  # noqa: F401, I001
+import asyncio
+import sys
+
+import vlora.cli
+import vlora.server.supervise
+from tests.server.scripted import ByteProcessor
+from tests.server.scripted_process import COMMAND
+from vlora.config import EngineConfig, ServerConfig
+
+
+def main() -> None:
+    asyncio.run(
+        vlora.server.supervise.serve(
+            EngineConfig(model=sys.argv[1]),
+            ServerConfig(rpyc_port=0, drain_s=float(sys.argv[2])),
+            dict(pair.split("=") for pair in sys.argv[3:]),
+            announce=lambda line: print(line, flush=True),
+            engine_command=COMMAND,
+            load_processor=lambda model: ByteProcessor(),  # type: ignore[arg-type,return-value]
+        )
+    )
+
+
+if __name__ == "__main__":
+    # The command's own error handling, around the scripted parts.
+    vlora.cli.cli.main = lambda **_: main()  # type: ignore[method-assign]
+    vlora.cli.main()

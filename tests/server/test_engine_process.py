@@ -1,0 +1,161 @@
+"""The engine process and its client: answers, refusals, deaths."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import time
+from collections.abc import Coroutine
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.server.scripted import write_adapter
+from tests.server.scripted_process import COMMAND
+from vlora.config import EngineConfig
+from vlora.engine.client import EngineClient
+from vlora.errors import BadAdapter, BadConfig, EngineDead, UnknownAdapter
+from vlora.types import Request, RequestOutput, SamplingParams
+
+
+def request(name: str, prompt: str, **fields: Any) -> Request:
+    return Request(request_id=name, prompt_ids=tuple(prompt.encode()), **fields)
+
+
+async def answer(engine: EngineClient, asked: Request) -> tuple[str, RequestOutput]:
+    outputs = [output async for output in engine.generate(asked)]
+    assert all(not output.finished for output in outputs[:-1])
+    return bytes(token for output in outputs for token in output.token_ids if token < 256).decode(), outputs[-1]
+
+
+def run(coroutine: Coroutine[Any, Any, None]) -> None:
+    asyncio.run(asyncio.wait_for(coroutine, 30))
+
+
+async def start(model: str = "scripted", **fields: Any) -> EngineClient:
+    return await EngineClient.start(EngineConfig(model=model, **fields), command=COMMAND)
+
+
+def test_requests_calls_refusals_and_a_clean_stop(tmp_path: Path) -> None:
+    async def main() -> None:
+        engine = await start(max_context=500)
+        assert engine.ready.model == "scripted" and engine.ready.max_context == 500
+        told = [answer(engine, request(f"r{i}", f"say:answer {i}")) for i in range(8)]
+        for i, (text, last) in enumerate(await asyncio.gather(*told)):
+            assert text == f"answer {i}" and last.finish_reason == "stop" and last.timings is not None
+        # Refused at admission, tripped over, failed alone: each its own last word, and the engine lives.
+        _, refused = await answer(engine, request("long", "x" * 600))
+        assert refused.error is not None and refused.error.code == "prompt_too_long"
+        _, tripped = await answer(engine, request("trip", "trip"))
+        assert tripped.error is not None and tripped.error.code == "step_failed"
+        _, failed = await answer(engine, request("fail", "fail"))
+        assert failed.error is not None and failed.error.code == "step_failed"
+        # Leaving a stream cancels its request; cancelling one ends its stream.
+        leaving = engine.generate(request("left", "forever", sampling=SamplingParams(max_tokens=400)))
+        await anext(leaving)
+        await leaving.aclose()
+        cancelling = engine.generate(request("cancelled", "forever", sampling=SamplingParams(max_tokens=400)))
+        await anext(cancelling)
+        await engine.cancel("cancelled")
+        assert [output async for output in cancelling][-1].finish_reason == "cancelled"
+        stats = await engine.stats()
+        assert stats.num_running == 0 and stats.num_failed == 2
+        # Adapters.
+        status = await engine.load_adapter("signs", write_adapter(tmp_path / "signs", {"kind": 1}))
+        assert status.name == "signs" and await engine.adapters() == (status,)
+        with pytest.raises(BadAdapter, match="no adapter_config.json"):
+            await engine.load_adapter("nothing", str(tmp_path))
+        await engine.unload_adapter("signs")
+        with pytest.raises(UnknownAdapter):
+            await engine.unload_adapter("signs")
+        # A stop ends what runs, and everything after it says so.
+        running = asyncio.create_task(answer(engine, request("running", "never")))
+        await asyncio.sleep(0.05)
+        await engine.close()
+        assert (await running)[1].finish_reason == "cancelled"
+        with pytest.raises(EngineDead, match="the engine was closed"):
+            await engine.stats()
+        with pytest.raises(ProcessLookupError):
+            os.kill(engine.ready.pid, 0)
+
+    run(main())
+
+
+@pytest.mark.parametrize(
+    ("deed", "cause"),
+    [
+        ("kill", "the engine process was killed by SIGKILL"),
+        ("exit", "the engine process ended with exit code 3"),
+        ("crash", "the engine stopped: RuntimeError: the script says crash"),
+    ],
+)
+def test_a_dead_engine_tells_everyone_why_at_once(deed: str, cause: str) -> None:
+    async def main() -> None:
+        engine = await start()
+        waiting = [asyncio.create_task(answer(engine, request(f"r{i}", "never"))) for i in range(3)]
+        await asyncio.sleep(0.05)
+        died = time.monotonic()
+        if deed == "kill":
+            os.kill(engine.ready.pid, signal.SIGKILL)
+        else:
+            waiting.append(asyncio.create_task(answer(engine, request("killer", deed))))
+        for _, last in await asyncio.gather(*waiting):
+            assert last.error is not None and (last.error.code, last.error.message) == ("engine_dead", cause)
+        assert time.monotonic() - died < 2
+        for call in (engine.stats(), engine.adapters(), engine.load_adapter("a", "b"), anext(engine.generate(request("z", "z")))):
+            with pytest.raises(EngineDead, match=cause):
+                await call
+        assert await engine.wait_dead() == cause
+        await engine.close()
+
+    run(main())
+
+
+@pytest.mark.parametrize(
+    ("model", "error", "message"),
+    [
+        ("broken", BadConfig, "model 'broken' cannot be loaded: there is no such folder"),
+        ("buggy", EngineDead, "the engine stopped: RuntimeError: a mistake in the engine"),
+        ("gone", EngineDead, "the engine process ended with exit code 3 while starting"),
+    ],
+)
+def test_an_engine_that_cannot_start_says_why(model: str, error: type[Exception], message: str) -> None:
+    async def main() -> None:
+        with pytest.raises(error, match=message):
+            await start(model)
+
+    run(main())
+
+
+def test_the_engine_ends_when_its_parent_is_gone() -> None:
+    async def main() -> None:
+        engine = await start()
+        assert engine._process.stdin is not None
+        engine._process.stdin.close()  # as when the parent was killed
+        assert await engine.wait_dead() == "the engine process ended with exit code 0"
+
+    run(main())
+
+
+def test_giving_up_while_the_model_loads_leaves_no_process() -> None:
+    async def main() -> None:
+        starting = asyncio.create_task(start("slow"))
+        await asyncio.sleep(1)
+        children = _children()
+        assert children
+        starting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await starting
+        for _ in range(50):
+            if not any(child in _children() for child in children):
+                return
+            await asyncio.sleep(0.1)
+        raise AssertionError("the engine process is still there")
+
+    run(main())
+
+
+def _children() -> list[int]:
+    return [int(pid) for pid in Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()]

@@ -1,0 +1,215 @@
+"""The front end: checks, preparation, text, limits, and what it leaves behind."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.server.running import png
+from tests.server.scripted import ByteProcessor, ScriptedInterface, write_adapter
+from vlora.client.values import Answer
+from vlora.config import EngineConfig, ServerConfig
+from vlora.errors import (
+    BadImage,
+    BadRequest,
+    DeadlineMissed,
+    EngineDead,
+    OverCapacity,
+    PromptTooLong,
+    StepFailed,
+    TooLarge,
+    UnknownAdapter,
+    UnknownHead,
+    VLoraError,
+)
+from vlora.server.frontend import FrontEnd
+from vlora.types import SamplingParams
+
+
+def front_end(engine: ScriptedInterface | None = None, **settings: Any) -> FrontEnd:
+    return FrontEnd(engine or ScriptedInterface(), ByteProcessor(), ServerConfig(**settings))  # type: ignore[arg-type]
+
+
+async def ask(front: FrontEnd, *args: Any, **kwargs: Any) -> tuple[list[str], Answer]:
+    *pieces, answer = [part async for part in front.generate(*args, **kwargs)]
+    assert isinstance(answer, Answer) and "".join(pieces) == answer.text
+    return pieces, answer
+
+
+def run(coroutine: Coroutine[Any, Any, None]) -> None:
+    asyncio.run(asyncio.wait_for(coroutine, 20))
+
+
+def sampling(**fields: Any) -> SamplingParams:
+    return SamplingParams(**fields)
+
+
+def test_text_streams_in_whole_characters_and_ends_with_the_answer() -> None:
+    async def main() -> None:
+        pieces, answer = await ask(front_end(), "say:grün", [png(), png()])
+        assert pieces == ["g", "r", "ü", "n"]
+        assert (answer.finish_reason, answer.num_prompt_tokens, answer.num_completion_tokens) == ("stop", 11, 6)
+        _, answer = await ask(front_end(), "forever", sampling=sampling(max_tokens=5))
+        assert (answer.text, answer.finish_reason) == ("xxxxx", "length")
+        messages = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "say:yes"}]}]
+        assert (await ask(front_end(), messages, [png()]))[1].text == "yes"
+
+    run(main())
+
+
+def test_a_stop_string_ends_the_answer_and_frees_the_request() -> None:
+    async def main() -> None:
+        engine = ScriptedInterface()
+        front = front_end(engine)
+        pieces, answer = await ask(front, "say:one, two END three", sampling=sampling(stop=("END", "zzz")))
+        assert (answer.text, answer.finish_reason) == ("one, two ", "stop")
+        assert not any("E" in piece for piece in pieces)
+        assert len(engine.engine.cancelled) == 1 and not engine.engine.running
+        # The very last token completes it; then there is nothing to cancel.
+        _, answer = await ask(front, "say:abEND", sampling=sampling(stop=("END",)))
+        assert answer.text == "ab"
+        # It never came: what was held back is not lost.
+        _, answer = await ask(front, "say:abEN", sampling=sampling(stop=("END",)))
+        assert answer.text == "abEN"
+
+    run(main())
+
+
+@pytest.mark.parametrize(
+    ("prompt", "images", "fields", "error", "message"),
+    [
+        ("", [], {}, BadRequest, "the prompt is empty"),
+        (" \n", [png()], {}, BadRequest, "the prompt is empty"),
+        ("x" * 101, [], {}, TooLarge, "101 characters; this server takes at most 100"),
+        ("x" * 40, [], {}, PromptTooLong, "40 tokens and may be answered with 128.* context of 160"),
+        ("say:x", [b"broken"], {}, BadImage, r"image 1 \(6 bytes\) is none of JPEG"),
+        ("say:x", [png(size=(900, 1))], {}, BadImage, "aspect ratio"),
+        ("say:x", [png()] * 5, {}, TooLarge, "5 images; this server takes at most 4"),
+        ("say:x", [], {"adapter": "nope"}, UnknownAdapter, "no adapter named 'nope'; registered: cam, signs"),
+        ("say:x", [], {"sampling": sampling(stop=("s",) * 17)}, BadRequest, "stop holds 17 strings"),
+        ("fail", [], {"sampling": sampling(max_tokens=9)}, StepFailed, "the script says fail"),
+    ],
+)
+def test_what_is_wrong_is_said_and_the_next_request_is_served(
+    tmp_path: Path, prompt: str, images: list[bytes], fields: dict[str, Any], error: type[VLoraError], message: str
+) -> None:
+    async def main() -> None:
+        engine = ScriptedInterface(EngineConfig(model="scripted", max_context=160))
+        front = front_end(engine, max_images=4, max_prompt_chars=100)
+        for name in ("signs", "cam"):
+            await front.load_adapter(name, write_adapter(tmp_path / name))
+        with pytest.raises(error, match=message):
+            await ask(front, prompt, images, **fields)
+        assert not engine.engine.running
+        assert (await ask(front, "say:fine", adapter="cam", sampling=sampling(max_tokens=9)))[1].text == "fine"
+
+    run(main())
+
+
+def test_heads_answer_with_their_own_question_and_are_told_apart(tmp_path: Path) -> None:
+    async def main() -> None:
+        front = front_end()
+        await front.load_adapter("cam", write_adapter(tmp_path / "cam", {"night": 1, "motion": 4}))
+        await front.load_adapter("signs", write_adapter(tmp_path / "signs", {"kind": 1}))
+        dark = await front.ask_head([png(20)], "cam", "night")
+        assert (dark.label, dark.labels, dark.adapter, dark.head) == ("dark", ("dark", "bright"), "cam", "night")
+        assert dark.confidence == max(dark.scores)
+        assert (await front.ask_head([png(250)] * 4, "cam", "motion")).label == "bright"
+        with pytest.raises(BadRequest, match="head 'motion' of adapter 'cam' reads 4 images per request; 1 came"):
+            await front.ask_head([png()], "cam", "motion")
+        with pytest.raises(UnknownHead, match="its heads: night, motion; head 'kind' belongs to adapter 'signs'"):
+            await front.ask_head([png()], "cam", "kind")
+        with pytest.raises(UnknownHead, match="adapter 'cam' has no head 'zzz'; its heads: night, motion$"):
+            await front.ask_head([png()], "cam", "zzz")
+        with pytest.raises(UnknownAdapter, match="registered: cam, signs"):
+            await front.ask_head([png()], "zzz", "kind")
+        # A reload under the same name brings the new heads; an unload takes them away.
+        await front.load_adapter("cam", write_adapter(tmp_path / "cam2", {"rain": 1}))
+        with pytest.raises(UnknownHead, match="its heads: rain"):
+            await front.ask_head([png()], "cam", "night")
+        await front.unload_adapter("cam")
+        with pytest.raises(UnknownAdapter):
+            await front.ask_head([png()], "cam", "rain")
+
+    run(main())
+
+
+def test_leaving_a_stream_cancels_its_request() -> None:
+    async def main() -> None:
+        engine = ScriptedInterface()
+        stream = front_end(engine).generate("forever")
+        assert await anext(stream) == "x"
+        await stream.aclose()  # type: ignore[attr-defined]
+        assert len(engine.engine.cancelled) == 1 and not engine.engine.running
+
+    run(main())
+
+
+def test_a_request_is_bounded_in_time_wherever_it_is() -> None:
+    async def main() -> None:
+        engine = ScriptedInterface()
+        front = front_end(engine, request_timeout_s=0.2)
+        with pytest.raises(DeadlineMissed, match="not answered within 0.2 s"):
+            await ask(front, "never")
+        assert len(engine.engine.cancelled) == 1
+        with pytest.raises(DeadlineMissed):
+            await ask(front, "forever", sampling=sampling(max_tokens=90_000))
+        assert not engine.engine.running
+
+    run(main())
+
+
+def test_over_capacity_is_refused_and_room_comes_back() -> None:
+    async def main() -> None:
+        front = front_end(max_requests=2)
+        held = [front.generate("forever") for _ in range(2)]
+        for stream in held:
+            await anext(stream)
+        with pytest.raises(OverCapacity, match="2 requests are under way"):
+            await ask(front, "say:x")
+        await held[0].aclose()  # type: ignore[attr-defined]
+        assert (await ask(front, "say:x"))[1].text == "x"
+        await held[1].aclose()  # type: ignore[attr-defined]
+
+    run(main())
+
+
+def test_draining_refuses_new_requests_and_waits_for_old_ones() -> None:
+    async def main() -> None:
+        front = front_end()
+        under_way = asyncio.create_task(ask(front, "say:" + "long " * 20))
+        await asyncio.sleep(0.02)
+        draining = asyncio.create_task(front.drain())
+        await asyncio.sleep(0)
+        with pytest.raises(OverCapacity, match="shutting down"):
+            await ask(front, "say:x")
+        await draining
+        assert under_way.done() and (await under_way)[1].text == "long " * 20
+
+    run(main())
+
+
+def test_a_dead_engine_is_named() -> None:
+    async def main() -> None:
+        engine = ScriptedInterface()
+        engine.dead = "the engine process was killed by SIGKILL"
+        with pytest.raises(EngineDead, match="SIGKILL"):
+            await ask(front_end(engine), "say:x")
+
+    run(main())
+
+
+def test_one_bad_request_among_many_loses_nothing_else() -> None:
+    async def main() -> None:
+        front = front_end()
+        asked = [ask(front, f"say:number {i}", [png(i)]) for i in range(20)]
+        bad = [ask(front, "say:x", [b"broken"]), ask(front, "fail"), ask(front, ""), ask(front, "trip")]
+        outcomes = await asyncio.gather(*asked[:10], *bad, *asked[10:], return_exceptions=True)
+        texts = [outcome[1].text for outcome in outcomes if not isinstance(outcome, BaseException)]
+        assert texts == [f"number {i}" for i in range(20)]
+
+    run(main())

@@ -1,0 +1,94 @@
+"""The house rules that a machine can check: import order, no torch where there must be none, public names."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+
+# Room -> what it may import of the project. DESIGN: a later level may import an earlier one; rooms of a level are blind to
+# each other unless listed.
+BASE = {"vlora.errors", "vlora.types"}
+LEVEL_1 = BASE | {"atmm", "heads", "vlora.config"}
+LEVEL_2 = LEVEL_1 | {"vlora.adapters", "vlora.memory"}
+LEVEL_3 = LEVEL_2 | {"vlora.orchestrator", "vlora.models"}
+MAY_IMPORT: dict[str, set[str]] = {
+    "atmm": set(),
+    "heads": set(),
+    "vlora.errors": set(),
+    "vlora.types": {"vlora.errors"},
+    "vlora.config": BASE,
+    "vlora.adapters": LEVEL_1,
+    "vlora.memory": LEVEL_1,
+    "vlora.client": BASE,
+    "vlora.orchestrator": BASE | {"vlora.config", "vlora.memory"},
+    "vlora.models": LEVEL_2,
+    "vlora.engine": LEVEL_3,
+    "vlora.server": LEVEL_3 | {"vlora.engine", "vlora.client"},
+    "vlora.bench": LEVEL_3 | {"vlora.engine"},
+    "vlora.cli": LEVEL_3 | {"vlora.engine", "vlora.server", "vlora.bench", "vlora.client", "fusion", "apps"},
+    "fusion": BASE | {"heads", "vlora.config", "vlora.adapters", "vlora.models", "vlora.engine"},
+    "apps": {"vlora.client", "vlora.errors", "vlora.types"},
+}
+
+
+def room_of(module: str) -> str:
+    parts = module.split(".")
+    return ".".join(parts[:2]) if parts[0] == "vlora" and len(parts) > 1 else parts[0]
+
+
+def modules() -> Iterator[tuple[str, Path]]:
+    for top in ("vlora", "atmm", "heads", "fusion", "apps"):
+        for file in sorted((ROOT / top).rglob("*.py")):
+            parts = file.relative_to(ROOT).with_suffix("").parts
+            yield ".".join(parts[:-1] if parts[-1] == "__init__" else parts), file
+
+
+def imports(file: Path) -> Iterator[str]:
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{file}: relative imports hide the room they cross"
+            if node.module == "vlora":
+                yield from (f"vlora.{alias.name}" for alias in node.names)
+            else:
+                yield node.module or ""
+
+
+@pytest.mark.parametrize(("module", "file"), [pytest.param(m, f, id=m) for m, f in modules()])
+def test_imports_point_upward(module: str, file: Path) -> None:
+    room = room_of(module)
+    if room == "vlora":
+        return
+    for imported in imports(file):
+        target = room_of(imported)
+        if target.split(".")[0] in ("vlora", "atmm", "heads", "fusion", "apps") and target not in (room, "vlora"):
+            assert target in MAY_IMPORT[room], f"{module} imports {imported}: {room} may not know {target}"
+
+
+@pytest.mark.parametrize("module", ["vlora.orchestrator", "vlora.client", "vlora.memory.books", "vlora.memory.residency"])
+def test_loads_without_torch(module: str) -> None:
+    code = f"import sys, {module}; assert 'torch' not in sys.modules and 'transformers' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
+
+
+PUBLIC = {
+    "vlora.engine": {"Engine", "EngineInterface", "LocalEngine"},
+    "vlora.models": {"EncodedPrompt", "InputProcessor"},
+    "vlora.adapters": {"AdapterHeader", "AdapterRegistry", "HostAdapter", "HostFactors", "SiteShape", "load_adapter", "read_header"},
+    "heads": {"TASKS", "Decision", "HeadSpec", "TaskHead", "load_heads", "save_heads"},
+}
+
+
+@pytest.mark.parametrize("module", PUBLIC)
+def test_public_names(module: str) -> None:
+    loaded = __import__(module, fromlist=["__all__"])
+    assert set(loaded.__all__) == PUBLIC[module]
+    assert all(hasattr(loaded, name) for name in loaded.__all__)

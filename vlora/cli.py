@@ -1,0 +1,332 @@
+"""The `vlora` command. Imports what a command needs only when that command runs: help and queries never load torch."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import sys
+import types
+import typing
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from vlora.config import EngineConfig, ServerConfig
+from vlora.errors import BadAdapter, BadConfig, EngineDead, StepFailed, VLoraError
+
+if TYPE_CHECKING:
+    from vlora.client import Client
+
+EMBEDDED = "embedded"
+
+_SETTING_HELP = {
+    "load_format": "How weights are read; dummy gives random weights at the model's real shapes.",
+    "device": "Device to run on: cpu or cuda.",
+    "dtype": "Precision of the weights; auto takes the checkpoint's.",
+    "seed": "Seed of dummy weights.",
+    "policy": "Who runs next, and in which mode.",
+    "max_batch_size": "Most requests in a step.",
+    "max_step_tokens": "Most tokens in a step.",
+    "max_context": "Prompt and answer together, in tokens; the model's own limit if not given.",
+    "block_size": "Tokens per KV block.",
+    "arena_bytes": "Memory for KV cache and adapters together; sized from free memory if not given.",
+    "theta_s": "Seconds of credit after which a request starves.",
+    "merge_fidelity_floor": "Adapters that lose more than this when merged are never merged.",
+    "vision_cache_bytes": "Image embeddings kept for reuse.",
+    "threads": "Threads of the engine; torch's choice if not given.",
+    "host": "Address to listen on; without authentication loopback only.",
+    "rpyc_port": "Port to listen on; 0 takes any free one.",
+    "max_image_bytes": "Largest encoded image.",
+    "max_image_pixels": "Largest decoded image.",
+    "max_images": "Most images in a request.",
+    "max_request_pixels": "Most pixels in a request's images together.",
+    "max_message_bytes": "Largest message on the wire.",
+    "max_prompt_chars": "Longest text in a request.",
+    "max_requests": "Most requests under way at once.",
+    "request_timeout_s": "Longest time a request may take.",
+    "drain_s": "How long requests may still run after the server was told to stop.",
+}
+
+
+def main() -> None:
+    """The console script: one line on stderr for what a user can mend, no traceback; 2 user error, 1 other failure."""
+    try:
+        sys.exit(cli.main(prog_name="vlora", standalone_mode=False))
+    except click.Abort:
+        sys.exit(130)
+    except click.UsageError as error:
+        hint = f"; see '{error.ctx.command_path} --help'" if error.ctx else ""
+        message = error.format_message().rstrip(".")
+        _fail(message[:1].lower() + message[1:] + hint, 2)
+    except click.ClickException as error:
+        _fail(error.format_message(), 2)
+    except (EngineDead, StepFailed) as error:
+        _fail(str(error), 1)
+    except VLoraError as error:
+        _fail(str(error), 2)
+    except KeyboardInterrupt:
+        sys.exit(130)
+    except BrokenPipeError:
+        # The reader of our output left; there is nobody to tell.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(1)
+
+
+def _fail(message: str, code: int) -> None:
+    print("error: " + " ".join(message.split()), file=sys.stderr)
+    sys.exit(code)
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100}, invoke_without_command=True)
+@click.version_option(package_name="vlora")
+@click.pass_context
+def cli(context: click.Context) -> None:
+    """Serve one vision-language model with many LoRA adapters.
+
+    \b
+        vlora serve --adapters out/adapters
+        vlora query photo.png "What is this?"
+    """
+    if context.invoked_subcommand is None:
+        click.echo(context.get_help())
+
+
+# -- serve --------------------------------------------------------------------------------------------------------------
+
+
+def _settings(config: type, *, skip: tuple[str, ...] = ()) -> Callable[[Any], Any]:
+    """One flag per field of a config class, with the field's own default."""
+
+    def decorate(command: Any) -> Any:
+        hints = typing.get_type_hints(config)
+        for field in reversed([field for field in dataclasses.fields(config) if field.name not in skip]):
+            command = click.option(
+                f"--{field.name.replace('_', '-')}",
+                type=_flag_type(hints[field.name]),
+                default=field.default,
+                show_default=field.default is not None,
+                help=_SETTING_HELP.get(field.name),
+            )(command)
+        return command
+
+    return decorate
+
+
+def _flag_type(hint: Any) -> Any:
+    if typing.get_origin(hint) is typing.Literal:
+        return click.Choice(typing.get_args(hint))
+    if isinstance(hint, types.UnionType):
+        return next(kind for kind in typing.get_args(hint) if kind is not type(None))
+    return hint
+
+
+@cli.command()
+@click.option("--model", default=EMBEDDED, show_default=True, help="A folder, a hub name, or the model in the package.")
+@click.option("--adapter", "adapters", multiple=True, metavar="NAME=PATH", help="Serve this adapter; may be repeated.")
+@click.option("--adapters", "folder", type=click.Path(path_type=Path), help="Serve every adapter folder in here.")
+@_settings(EngineConfig, skip=("model",))
+@_settings(ServerConfig)
+def serve(model: str, adapters: tuple[str, ...], folder: Path | None, **settings: Any) -> None:
+    """Serve a model and its adapters until interrupted.
+
+    \b
+        vlora serve --adapters out/adapters
+        vlora serve --model Qwen/Qwen2-VL-2B-Instruct --adapter signs=adapters/signs
+    """
+    named = _named_adapters(adapters, folder)
+    engine_config = _config(EngineConfig, settings, model=_model_path(model))
+    server_config = _config(ServerConfig, settings)
+    import asyncio
+
+    from vlora.server.supervise import serve as serve_until_stopped
+
+    asyncio.run(
+        serve_until_stopped(engine_config, server_config, named, announce=lambda line: click.echo(line), model_name=model)
+    )
+
+
+def _config(kind: Any, settings: dict[str, Any], **more: Any) -> Any:
+    names = {field.name for field in dataclasses.fields(kind)}
+    return kind(**{name: value for name, value in settings.items() if name in names}, **more)
+
+
+def _model_path(model: str) -> str:
+    if model != EMBEDDED:
+        if model.startswith(("/", ".", "~")) and not Path(model).expanduser().is_dir():
+            raise BadConfig(f"--model is {model!r}; there is no such folder")
+        return os.path.expanduser(model)
+    from fusion.embedded import checkpoint_path
+
+    return str(checkpoint_path())
+
+
+def _named_adapters(pairs: tuple[str, ...], folder: Path | None) -> dict[str, str]:
+    """Name -> absolute path. Raises BadConfig for what is no pair or given twice, BadAdapter for a folder without adapters."""
+    found: dict[str, str] = {}
+    if folder is not None:
+        for config in sorted(folder.glob("*/adapter_config.json")):
+            found[config.parent.name] = str(config.parent.resolve())
+        if not found:
+            raise BadAdapter(f"{folder}: no folder with an adapter_config.json in it")
+    for pair in pairs:
+        name, equals, path = pair.partition("=")
+        if not (name and equals and path):
+            raise BadConfig(f"--adapter is {pair!r}; write NAME=PATH")
+        if name in found:
+            raise BadConfig(f"adapter {name!r} is given twice: {found[name]} and {path}")
+        found[name] = str(Path(path).resolve())
+    return found
+
+
+# -- asking a server ----------------------------------------------------------------------------------------------------
+
+
+def _server_option(command: Any) -> Any:
+    return click.option(
+        "--server",
+        envvar="VLORA_SERVER",
+        default=f"{ServerConfig.host}:{ServerConfig.rpyc_port}",
+        show_default=True,
+        metavar="HOST:PORT",
+        help="Where `vlora serve` listens (or VLORA_SERVER).",
+    )(command)
+
+
+def _json_option(command: Any) -> Any:
+    return click.option("--json", "as_json", is_flag=True, help="Print JSON, one object per line.")(command)
+
+
+def _client(server: str) -> Client:
+    from vlora.client import Client
+
+    host, colon, port = server.rpartition(":")
+    if not colon or not port.isdecimal():
+        raise BadConfig(f"--server is {server!r}; write HOST:PORT")
+    return Client(host.strip("[]"), int(port))
+
+
+def _print_json(value: Any) -> None:
+    import msgspec
+
+    click.echo(msgspec.json.encode(value))
+
+
+@cli.command()
+@click.argument("image", type=click.Path(path_type=Path))
+@click.argument("question")
+@click.option("--adapter", help="Adapter that answers; the base model if not given.")
+@click.option("--max-tokens", type=int, default=128, show_default=True, help="Longest answer, in tokens.")
+@click.option("--temperature", type=float, default=0.0, show_default=True, help="0 always takes the likeliest token.")
+@click.option("--stop", multiple=True, help="End the answer before this text; may be repeated.")
+@_server_option
+@_json_option
+def query(
+    image: Path,
+    question: str,
+    adapter: str | None,
+    max_tokens: int,
+    temperature: float,
+    stop: tuple[str, ...],
+    server: str,
+    as_json: bool,
+) -> None:
+    """Ask a question about an image.
+
+    \b
+        vlora query photo.png "What is this?" --adapter signs
+    """
+    with _client(server) as client:
+        sampling = {"max_tokens": max_tokens, "temperature": temperature, "stop": stop}
+        if as_json:
+            _print_json(client.generate(question, [image], adapter, **sampling))
+            return
+        for piece in client.stream(question, [image], adapter, **sampling):
+            click.echo(piece, nl=False)
+        click.echo()
+
+
+@cli.command()
+@click.argument("video", type=click.Path())
+@click.option("--adapter", required=True, help="Adapter that has the head.")
+@click.option("--head", required=True, help="Task head that answers.")
+@_server_option
+@_json_option
+def stream(video: str, adapter: str, head: str, server: str, as_json: bool) -> None:
+    """Ask a task head about every second of a video.
+
+    \b
+        vlora stream street.mp4 --adapter traffic --head jam
+    """
+    from apps.video_analytics import analyse
+
+    with _client(server) as client:
+        for result in analyse(client, video, adapter, head):
+            if as_json:
+                _print_json(result)
+            else:
+                click.echo(
+                    f"{result.start_s:7.1f} s  {result.label:<20} {result.confidence:6.1%}  {result.latency_s * 1e3:6.0f} ms"
+                )
+
+
+@cli.command()
+@_server_option
+@_json_option
+def adapters(server: str, as_json: bool) -> None:
+    """List the adapters of a server, with their heads.
+
+    \b
+        vlora adapters --json
+    """
+    with _client(server) as client:
+        found = client.adapters()
+    if as_json:
+        for adapter in found:
+            _print_json(adapter)
+        return
+    if not found:
+        click.echo("no adapters")
+    for adapter in found:
+        merge = "mergeable" if adapter.mergeable else "never merged"
+        click.echo(f"{adapter.name}  rank {adapter.rank}  {adapter.num_bytes / 2**20:.1f} MiB  {merge}")
+        for head in adapter.heads:
+            frames = f"{head.num_frames} frame{'s' * (head.num_frames != 1)}"
+            click.echo(f"  head {head.name}  {head.task} over {frames}: {', '.join(head.labels)}")
+
+
+# -- making and measuring -----------------------------------------------------------------------------------------------
+
+
+@cli.command()
+@click.argument("plan", type=click.Path(path_type=Path))
+@click.option("--out", required=True, type=click.Path(path_type=Path), help="Folder for adapters and report.")
+def fuse(plan: Path, out: Path) -> None:
+    """Train adapters and task heads from a fusion plan.
+
+    \b
+        vlora fuse plan.yaml --out out
+    """
+    from fusion.commands import fuse as run
+
+    run(plan, out)
+
+
+@cli.command()
+@click.argument("name")
+@click.option("--quick", is_flag=True, help="Fewer repetitions: a look, not a result.")
+def bench(name: str, quick: bool) -> None:
+    """Run a bench by name, or all of them. The last line is JSON; exit code 1 when a goal does not hold.
+
+    \b
+        vlora bench step --quick
+    """
+    from vlora.bench import main as run
+
+    if not run(name, quick):
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()

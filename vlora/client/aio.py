@@ -1,0 +1,124 @@
+"""The asyncio client: the same calls as `Client`, awaited."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+from collections.abc import AsyncIterator, Sequence
+from concurrent.futures import Future
+from typing import Any, Self, TypeVar
+
+from vlora.client import calls
+from vlora.client.calls import Call, Image
+from vlora.client.connection import ServerConnection
+from vlora.client.sync import PULL_S, TIMEOUT_S, Client, abandon
+from vlora.client.values import DEFAULT_HOST, DEFAULT_PORT, Answer, HeadResult
+from vlora.errors import DeadlineMissed, VLoraError
+from vlora.types import AdapterStatus, EngineStats
+
+T = TypeVar("T")
+
+
+class AsyncClient:
+    """As `Client`. Cancelling a task that waits for an answer cancels the request on the server."""
+
+    def __init__(self, host: str = DEFAULT_HOST, port: int = DEFAULT_PORT, *, timeout_s: float = TIMEOUT_S) -> None:
+        self._client = Client(host, port, timeout_s=timeout_s)
+        self._timeout_s = timeout_s
+
+    async def generate(
+        self,
+        question: str,
+        images: Sequence[Image] = (),
+        adapter: str | None = None,
+        *,
+        max_latency_s: float | None = None,
+        **sampling: Any,
+    ) -> Answer:
+        """See Client."""
+        connection = await self._connection()
+        call_id = connection.new_id()
+        call = calls.generate(call_id, question, images, adapter, max_latency_s, sampling)
+        return await self._wait(connection, call, call_id)
+
+    async def stream(
+        self,
+        question: str,
+        images: Sequence[Image] = (),
+        adapter: str | None = None,
+        *,
+        max_latency_s: float | None = None,
+        **sampling: Any,
+    ) -> AsyncIterator[str | Answer]:
+        """Pieces of text as they come, then the whole Answer. Closing the iterator early cancels the request."""
+        connection = await self._connection()
+        call_id = connection.new_id()
+        finished = False
+        try:
+            await self._wait(connection, calls.open_stream(call_id, question, images, adapter, max_latency_s, sampling))
+            while not finished:
+                part = await self._wait(connection, calls.next_part(call_id, PULL_S))
+                finished = part.answer is not None
+                if part.text:
+                    yield part.text
+                if part.answer is not None:
+                    yield part.answer
+        finally:
+            if not finished:
+                abandon(connection, call_id)
+
+    async def ask_head(
+        self, images: Sequence[Image], adapter: str, head: str, *, max_latency_s: float | None = None
+    ) -> HeadResult:
+        """See Client."""
+        connection = await self._connection()
+        call_id = connection.new_id()
+        return await self._wait(connection, calls.ask_head(call_id, images, adapter, head, max_latency_s), call_id)
+
+    async def adapters(self) -> tuple[AdapterStatus, ...]:
+        """See Client."""
+        return await self._wait(await self._connection(), calls.adapters())
+
+    async def load_adapter(self, name: str, path: str | os.PathLike[str]) -> AdapterStatus:
+        """See Client."""
+        return await self._wait(await self._connection(), calls.load_adapter(name, path))
+
+    async def unload_adapter(self, name: str) -> None:
+        """See Client."""
+        await self._wait(await self._connection(), calls.unload_adapter(name))
+
+    async def stats(self) -> EngineStats:
+        """See Client."""
+        return await self._wait(await self._connection(), calls.stats())
+
+    async def close(self) -> None:
+        """See Client."""
+        await asyncio.to_thread(self._client.close)
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        await self.close()
+
+    async def _connection(self) -> ServerConnection:
+        return await asyncio.to_thread(self._client.connection)
+
+    async def _wait(self, connection: ServerConnection, call: Call[T], call_id: int | None = None) -> T:
+        # Sending megabytes of images may block, so it happens in a thread.
+        sent = asyncio.create_task(asyncio.to_thread(connection.start, call))
+        try:
+            future: Future[T] = await asyncio.shield(sent)
+            async with asyncio.timeout(self._timeout_s):
+                return await asyncio.wrap_future(future)
+        except TimeoutError as error:
+            if call_id is not None:
+                abandon(connection, call_id)
+            raise DeadlineMissed(f"no answer from the server within {self._timeout_s:g} s") from error
+        except asyncio.CancelledError:
+            if call_id is not None:
+                with contextlib.suppress(VLoraError):
+                    await sent
+                abandon(connection, call_id)
+            raise

@@ -1,0 +1,140 @@
+"""One RPyC connection, shared by any number of threads: calls go out, a reader thread settles their futures."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import socket
+import threading
+from concurrent.futures import Future
+from typing import Any, TypeVar
+
+import rpyc
+from rpyc.core import consts
+from rpyc.core.channel import Channel
+from rpyc.core.stream import SocketStream
+
+from vlora.client.calls import Call
+from vlora.client.values import PROTOCOL_VERSION, Hello, open_reply
+from vlora.errors import BadRequest, DeadlineMissed, Disconnected, TooLarge
+
+T = TypeVar("T")
+
+_CONNECT_S = 5.0
+_SEND_S = 60.0  # a server that takes nothing for this long is as good as gone
+
+
+class ServerConnection:
+    """Raises Disconnected when the server cannot be reached, BadRequest when it speaks another protocol version."""
+
+    def __init__(self, host: str, port: int) -> None:
+        self._address = f"{host}:{port}"
+        self._pending: set[Future[Any]] = set()
+        self._lock = threading.Lock()
+        self._call_ids = itertools.count(1)
+        try:
+            self._stream = SocketStream.connect(
+                host, port, ipv6=":" in host, timeout=_CONNECT_S, attempts=1, nodelay=True
+            )
+            self._stream.sock.settimeout(_SEND_S)
+            # Images are compressed already: the channel leaves the bytes alone.
+            channel = Channel(self._stream, compress=False)
+            self._rpyc = _CallingConnection(rpyc.VoidService(), channel, {"sync_request_timeout": _CONNECT_S})
+            self._root = self._rpyc.root
+        except (OSError, EOFError) as error:
+            raise Disconnected(
+                f"cannot reach a server at {self._address}: {error}; "
+                "start one with `vlora serve`, or name another address"
+            ) from error
+        self._reader = threading.Thread(target=self._read, name="vlora-client-reader", daemon=True)
+        self._reader.start()
+        self.hello = self.wait(self.start(Call("hello", (), Hello)), _CONNECT_S)
+        if self.hello.protocol != PROTOCOL_VERSION:
+            self.close()
+            raise BadRequest(
+                f"the server at {self._address} speaks protocol {self.hello.protocol}, this client {PROTOCOL_VERSION}; "
+                "install the same version of vlora on both sides"
+            )
+
+    @property
+    def closed(self) -> bool:
+        return not self._reader.is_alive()
+
+    def new_id(self) -> int:
+        """A number for a request that can be cancelled; unique on this connection."""
+        return next(self._call_ids)
+
+    def start(self, call: Call[T]) -> Future[T]:
+        """Send a call; the future gets its value or its typed error. Does not wait for the answer."""
+        if call.num_bytes > (limit := self.hello.max_message_bytes if call.num_bytes else 0):
+            raise TooLarge(f"the request has {call.num_bytes} bytes of images; this server takes at most {limit}")
+        future: Future[T] = Future()
+        with self._lock:
+            if self.closed:
+                raise self._lost()
+            self._pending.add(future)
+        try:
+            self._rpyc.start_call(self._root, call, future)
+        except (OSError, EOFError) as error:
+            self._settle(future)
+            raise self._lost() from error
+        future.add_done_callback(self._settle)
+        return future
+
+    def wait(self, future: Future[T], timeout_s: float) -> T:
+        """The call's value. Raises DeadlineMissed when it takes longer than `timeout_s`, else what the call raised."""
+        try:
+            return future.result(timeout_s)
+        except TimeoutError as error:
+            raise DeadlineMissed(f"no answer from {self._address} within {timeout_s:g} s") from error
+
+    def close(self) -> None:
+        """Close the connection; the server cancels what it still had under way on it."""
+        # Shut down only: the reader, which may be waiting on the socket, is the one to close it.
+        with contextlib.suppress(OSError, EOFError):
+            self._stream.sock.shutdown(socket.SHUT_RDWR)
+        if threading.current_thread() is not self._reader:
+            self._reader.join()
+
+    def _read(self) -> None:
+        try:
+            while True:
+                self._rpyc.serve(None)
+        except (OSError, EOFError):
+            pass
+        finally:
+            with self._lock:
+                lost, self._pending = self._pending, set()
+            for future in lost:
+                if future.set_running_or_notify_cancel():
+                    future.set_exception(self._lost())
+
+    def _settle(self, future: Future[Any]) -> None:
+        with self._lock:
+            self._pending.discard(future)
+
+    def _lost(self) -> Disconnected:
+        return Disconnected(f"the connection to {self._address} is gone; is the server still running?")
+
+
+class _CallingConnection(rpyc.Connection):
+    """Calls the server's exposed methods with values; serves nothing in return."""
+
+    def start_call(self, root: Any, call: Call[T], future: Future[T]) -> None:
+        def settle(is_exception: bool, reply: Any) -> None:
+            if not future.set_running_or_notify_cancel():
+                return
+            if is_exception:
+                future.set_exception(BadRequest(f"the server refused the call {call.name!r}: {reply}"))
+                return
+            try:
+                future.set_result(open_reply(reply, call.returns))
+            except Exception as error:
+                future.set_exception(error)
+
+        self._async_request(consts.HANDLE_CALLATTR, (root, f"exposed_{call.name}", call.args, ()), settle)
+
+    def _dispatch_request(self, seq: int, raw_args: Any) -> None:
+        self._send(
+            consts.MSG_EXCEPTION, seq, self._box_exc(PermissionError, ValueError("a client serves nothing"), None)
+        )

@@ -1,0 +1,180 @@
+"""The blocking client. One may be shared by many threads; their requests are under way at the same time."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+from collections.abc import Iterator, Sequence
+from typing import Any, Self, TypeVar
+
+from vlora.client import calls
+from vlora.client.calls import Call, Image
+from vlora.client.connection import ServerConnection
+from vlora.client.values import DEFAULT_HOST, DEFAULT_PORT, Answer, HeadResult
+from vlora.errors import DeadlineMissed, VLoraError
+from vlora.types import AdapterStatus, EngineStats
+
+T = TypeVar("T")
+
+TIMEOUT_S = 150.0  # above the server's own limit, whose error says more
+PULL_S = 10.0  # how long the server holds a pull for more text when there is none yet
+
+
+class Client:
+    """Talks to `vlora serve` over RPyC. Connects at the first call, and again after a connection broke.
+
+    ::
+
+        with Client() as client:
+            print(client.generate("What is this?", ["photo.jpg"]).text)
+            print(client.ask_head(["frame.png"], adapter="traffic", head="jam").label)
+
+    Errors are the classes of `vlora.errors`: BadRequest's kinds for what is wrong with the request, Disconnected when
+    there is no server, DeadlineMissed after `timeout_s`, EngineDead when the server lost its engine.
+    """
+
+    def __init__(self, host: str = DEFAULT_HOST, port: int = DEFAULT_PORT, *, timeout_s: float = TIMEOUT_S) -> None:
+        self._host = host
+        self._port = port
+        self._timeout_s = timeout_s
+        self._lock = threading.Lock()
+        self._live: ServerConnection | None = None
+
+    def generate(
+        self,
+        question: str,
+        images: Sequence[Image] = (),
+        adapter: str | None = None,
+        *,
+        max_latency_s: float | None = None,
+        **sampling: Any,
+    ) -> Answer:
+        """Ask in words, about images if there are any. sampling: fields of `vlora.types.SamplingParams`."""
+        connection = self.connection()
+        call_id = connection.new_id()
+        return self._wait(
+            connection, calls.generate(call_id, question, images, adapter, max_latency_s, sampling), call_id
+        )
+
+    def stream(
+        self,
+        question: str,
+        images: Sequence[Image] = (),
+        adapter: str | None = None,
+        *,
+        max_latency_s: float | None = None,
+        **sampling: Any,
+    ) -> TextStream:
+        """As `generate`, but pieces of text as they come. Leaving the stream early cancels the request."""
+        connection = self.connection()
+        call_id = connection.new_id()
+        call = calls.open_stream(call_id, question, images, adapter, max_latency_s, sampling)
+        self._wait(connection, call)
+        return TextStream(_pull(connection, call_id, self._timeout_s))
+
+    def ask_head(
+        self, images: Sequence[Image], adapter: str, head: str, *, max_latency_s: float | None = None
+    ) -> HeadResult:
+        """Ask a task head, which answers in one pass and brings its own question; images: as many as it has frames."""
+        connection = self.connection()
+        call_id = connection.new_id()
+        return self._wait(connection, calls.ask_head(call_id, images, adapter, head, max_latency_s), call_id)
+
+    def adapters(self) -> tuple[AdapterStatus, ...]:
+        """Every adapter of the server, with its heads."""
+        return self._wait(self.connection(), calls.adapters())
+
+    def load_adapter(self, name: str, path: str | os.PathLike[str]) -> AdapterStatus:
+        """Register an adapter folder of the server's file system under a name. Raises BadAdapter with the reason."""
+        return self._wait(self.connection(), calls.load_adapter(name, path))
+
+    def unload_adapter(self, name: str) -> None:
+        """Cancel the adapter's requests and forget it. Raises UnknownAdapter."""
+        self._wait(self.connection(), calls.unload_adapter(name))
+
+    def stats(self) -> EngineStats:
+        """Counters of the engine since it started."""
+        return self._wait(self.connection(), calls.stats())
+
+    def close(self) -> None:
+        """Close the connection; what is still under way on it is cancelled."""
+        with self._lock:
+            live, self._live = self._live, None
+        if live is not None:
+            live.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def connection(self) -> ServerConnection:
+        """The live connection; a new one when there is none. Raises Disconnected."""
+        with self._lock:
+            if self._live is None or self._live.closed:
+                self._live = ServerConnection(self._host, self._port)
+            return self._live
+
+    def _wait(self, connection: ServerConnection, call: Call[T], call_id: int | None = None) -> T:
+        """call_id: what to cancel on the server when the caller gives up."""
+        future = connection.start(call)
+        try:
+            return connection.wait(future, self._timeout_s)
+        except (DeadlineMissed, KeyboardInterrupt):
+            if call_id is not None:
+                abandon(connection, call_id)
+            raise
+
+
+class TextStream(Iterator[str]):
+    """Pieces of an answer's text; `answer` is set when they have all come."""
+
+    def __init__(self, parts: Iterator[str | Answer]) -> None:
+        self._parts = parts
+        self.answer: Answer | None = None
+
+    def __next__(self) -> str:
+        part = next(self._parts)
+        if isinstance(part, Answer):
+            self.answer = part
+            raise StopIteration
+        return part
+
+    def close(self) -> None:
+        """Cancel what has not come yet."""
+        self._parts.close()  # type: ignore[attr-defined]
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+
+def _pull(connection: ServerConnection, call_id: int, timeout_s: float) -> Iterator[str | Answer]:
+    finished = False
+    try:
+        while True:
+            part = connection.wait(connection.start(calls.next_part(call_id, PULL_S)), timeout_s)
+            finished = part.answer is not None
+            if part.text:
+                yield part.text
+            if part.answer is not None:
+                yield part.answer
+                return
+    except DeadlineMissed:
+        raise
+    except VLoraError:
+        finished = True  # the server ended it
+        raise
+    finally:
+        if not finished:
+            abandon(connection, call_id)
+
+
+def abandon(connection: ServerConnection, call_id: int) -> None:
+    """Tell the server that nobody waits any more; without a connection it knows already."""
+    with contextlib.suppress(VLoraError):
+        connection.start(calls.cancel(call_id))

@@ -1,0 +1,114 @@
+"""Cutting a decision to its budgets: tokens first, then KV blocks, which may have to be taken back from others."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence, Set
+from typing import NamedTuple
+
+from vlora.memory.books import BlockTables
+from vlora.orchestrator.tracked import Tracked
+from vlora.types import BatchItem
+
+
+class Grants(NamedTuple):
+    """What fits into the step, and whose blocks were taken back for it."""
+
+    items: tuple[BatchItem, ...]
+    preempted: tuple[Tracked, ...]
+
+
+def share_tokens(order: Sequence[Tracked], starving: Set[str], max_step_tokens: int) -> dict[str, int]:
+    """Tokens of this step by request_id; a request left out gets none.
+
+    One for every decoding request and at least one for every starving one, so that a long prompt ahead of it cannot
+    keep a starving request from running; the rest goes to prefill chunks in the given order. At most max_step_tokens
+    requests.
+    """
+    shares = {t.request_id: 1 for t in order if t.new_tokens == 1 or t.request_id in starving}
+    left = max_step_tokens - len(shares)
+    assert left >= 0, "more requests were chosen than a step has tokens"
+    for tracked in order:
+        if left == 0:
+            break
+        share = shares.get(tracked.request_id, 0)
+        more = min(tracked.new_tokens - share, left)
+        if more:
+            shares[tracked.request_id] = share + more
+            left -= more
+    return shares
+
+
+def grant_blocks(
+    order: Sequence[Tracked],
+    shares: Mapping[str, int],
+    tables: BlockTables,
+    tracked: Mapping[str, Tracked],
+    ready: Sequence[Tracked],
+) -> Grants:
+    """Find blocks for each share, most important request first; all of a share or nothing.
+
+    Where blocks are short they are taken back (preemption by recompute) from requests that do not run in this step,
+    then from those further back in the order, newest arrival first each time; never from one that has its grant
+    already, and from nobody unless it is enough. A request preempted before that has not yielded a token since comes
+    last, and only an older request may take its blocks: so the oldest always gets on, and no two requests can undo
+    each other's work forever.
+    """
+    items: list[BatchItem] = []
+    preempted: list[Tracked] = []
+    granted: set[str] = set()
+    victims: _Victims | None = None
+    for candidate in order:
+        request_id = candidate.request_id
+        if request_id not in shares or candidate in preempted:
+            continue
+        wanted = candidate.cached_len + shares[request_id]
+        missing = tables.missing(request_id, wanted)
+        if missing:
+            victims = victims or _Victims(tables, tracked, shares.keys(), ready)
+            taken = victims.for_blocks(missing, candidate, granted)
+            for victim in taken:
+                tables.free(victim.request_id)
+                victim.preempt()
+            preempted += taken
+        if not tables.grow(request_id, wanted):
+            continue
+        granted.add(request_id)
+        items.append(
+            BatchItem(
+                request_id,
+                candidate.request.adapter,
+                candidate.cached_len,
+                shares[request_id],
+                tables.table(request_id),
+                wanted == candidate.device_len,
+            )
+        )
+    return Grants(tuple(items), tuple(preempted))
+
+
+class _Victims:
+    """Requests that hold blocks, in the order they are preempted. Built once in a step that is short of blocks."""
+
+    def __init__(
+        self, tables: BlockTables, tracked: Mapping[str, Tracked], chosen: Set[str], ready: Sequence[Tracked]
+    ) -> None:
+        self._tables = tables
+        self._ready = set(ready)
+        self._order = sorted(
+            (tracked[holder] for holder in tables.holders),
+            key=lambda t: (t.protected, t.request_id in chosen, -t.arrival),
+        )
+
+    def for_blocks(self, num_blocks: int, taker: Tracked, granted: Set[str]) -> list[Tracked]:
+        """Whom to preempt so that `num_blocks` more are free; empty when there is no way."""
+        chosen: list[Tracked] = []
+        for victim in self._order:
+            if num_blocks <= 0:
+                break
+            # One that is not ready cannot run, so it could hold its blocks for good.
+            shielded = victim.protected and victim.arrival < taker.arrival and victim in self._ready
+            held = len(self._tables.table(victim.request_id))
+            if held and not shielded and victim is not taker and victim.request_id not in granted:
+                chosen.append(victim)
+                num_blocks -= held
+        return chosen if num_blocks <= 0 else []

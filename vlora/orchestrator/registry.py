@@ -1,0 +1,16 @@
+"""Policies by the name that `EngineConfig.policy` gives."""
+
+from __future__ import annotations
+
+from vlora.errors import BadConfig
+from vlora.orchestrator.algorithm1 import Algorithm1
+from vlora.orchestrator.policy import Policy
+
+POLICIES: dict[str, type[Policy]] = {"vlora": Algorithm1}
+
+
+def make_policy(name: str) -> Policy:
+    """The policy of that name. Raises BadConfig, listing the known ones."""
+    if name not in POLICIES:
+        raise BadConfig(f"policy is {name!r}; choose one of {', '.join(sorted(POLICIES))}")
+    return POLICIES[name]()

@@ -1,0 +1,266 @@
+"""The RPyC service: what a client may call. Values in, `(True, msgpack)` or `(False, code, message)` out, nothing else.
+
+Requests carry a number chosen by the client, unique on its connection, by which it can cancel them. A broken connection
+cancels everything that was under way on it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Awaitable, Callable
+from concurrent.futures import Future
+from typing import Any
+
+import msgspec
+import rpyc
+
+from vlora.client.values import (
+    PROTOCOL_VERSION,
+    Answer,
+    Hello,
+    Reply,
+    StreamPart,
+    failure,
+    sampling_params,
+    success,
+)
+from vlora.errors import Aborted, BadRequest, DeadlineMissed, OverCapacity, VLoraError
+from vlora.server.frontend import FrontEnd
+
+log = logging.getLogger(__name__)
+
+_MAX_STREAMS = 256  # of one connection, finished ones that were not read to the end included
+_MAX_PULL_S = 30.0
+
+
+class VLoraService(rpyc.Service):
+    """One per connection. Its methods run in the connection's thread and only schedule; the work is on the loop."""
+
+    def __init__(self, front_end: FrontEnd, loop: asyncio.AbstractEventLoop, model: str) -> None:
+        self._front_end = front_end
+        self._loop = loop
+        self._model = model
+        self._tasks: dict[int, asyncio.Task[Any]] = {}
+        self._streams: dict[int, _Stream] = {}
+
+    def on_disconnect(self, conn: rpyc.Connection) -> None:
+        with contextlib.suppress(RuntimeError):  # the loop may be gone first
+            self._loop.call_soon_threadsafe(self._cancel_all)
+
+    # -- what clients call --------------------------------------------------------------------------------------------
+
+    def exposed_hello(self) -> Future[Reply]:
+        """Who is there."""
+
+        async def work() -> Hello:
+            limit = self._front_end.config.max_message_bytes
+            # A message is its images and a little around them.
+            return Hello(protocol=PROTOCOL_VERSION, model=self._model, max_message_bytes=limit - limit // 16)
+
+        return self._run(work)
+
+    def exposed_generate(self, *args: Any) -> Future[Reply]:
+        """(call_id, question, images, adapter, sampling pairs, max_latency_s) -> Answer"""
+
+        async def work() -> Answer:
+            async with contextlib.aclosing(self._generate(args)) as parts:
+                *_, answer = [part async for part in parts]
+            assert isinstance(answer, Answer)
+            return answer
+
+        return self._run(work, call_id=args[:1])
+
+    def exposed_open_stream(self, *args: Any) -> Future[Reply]:
+        """As generate; the text is pulled with next_part."""
+
+        async def work() -> None:
+            call_id = _checked("call_id", args[0] if args else None, int)
+            if call_id in self._tasks or call_id in self._streams:
+                raise BadRequest(f"call id {call_id} is already in use")
+            if len(self._streams) >= _MAX_STREAMS:
+                raise OverCapacity(
+                    f"{len(self._streams)} streams are open on this connection; read or cancel some first"
+                )
+            stream = self._streams[call_id] = _Stream()
+            self._tasks[call_id] = asyncio.create_task(self._fill(stream, call_id, args))
+
+        return self._run(work)
+
+    def exposed_next_part(self, call_id: Any, wait_s: Any) -> Future[Reply]:
+        """The stream's text since the last pull; waits up to wait_s for some."""
+
+        async def work() -> StreamPart:
+            stream = self._streams.get(_checked("call_id", call_id, int))
+            if stream is None:
+                raise BadRequest(f"no stream {call_id} is open on this connection")
+            part = await stream.take(min(_checked("wait_s", wait_s, float), _MAX_PULL_S))
+            if part.answer is not None:
+                del self._streams[call_id]
+            return part
+
+        return self._run(work)
+
+    def exposed_ask_head(self, *args: Any) -> Future[Reply]:
+        """(call_id, images, adapter, head, max_latency_s) -> HeadResult"""
+
+        async def work() -> Any:
+            _, images, adapter, head, max_latency_s = _positional("ask_head", args, 5)
+            return await self._front_end.ask_head(
+                _images(images),
+                _checked("adapter", adapter, str),
+                _checked("head", head, str),
+                max_latency_s=_checked("max_latency_s", max_latency_s, float | None),
+            )
+
+        return self._run(work, call_id=args[:1])
+
+    def exposed_cancel(self, call_id: Any) -> Future[Reply]:
+        """End a request that nobody waits for any more. Unknown numbers are ignored."""
+
+        async def work() -> None:
+            number = _checked("call_id", call_id, int)
+            if (task := self._tasks.get(number)) is not None:
+                task.cancel()
+            self._streams.pop(number, None)
+
+        return self._run(work)
+
+    def exposed_adapters(self) -> Future[Reply]:
+        """Every adapter -> tuple of AdapterStatus"""
+        return self._run(self._front_end.adapters)
+
+    def exposed_load_adapter(self, name: Any, path: Any) -> Future[Reply]:
+        """Register an adapter folder -> AdapterStatus"""
+        return self._run(lambda: self._front_end.load_adapter(_checked("name", name, str), _checked("path", path, str)))
+
+    def exposed_unload_adapter(self, name: Any) -> Future[Reply]:
+        """Cancel an adapter's requests and forget it."""
+        return self._run(lambda: self._front_end.unload_adapter(_checked("name", name, str)))
+
+    def exposed_stats(self) -> Future[Reply]:
+        """Counters -> EngineStats"""
+        return self._run(self._front_end.stats)
+
+    # -- on the loop --------------------------------------------------------------------------------------------------
+
+    def _run(self, work: Callable[[], Awaitable[Any]], *, call_id: tuple[Any, ...] | None = None) -> Future[Reply]:
+        return asyncio.run_coroutine_threadsafe(self._reply(work, call_id), self._loop)
+
+    async def _reply(self, work: Callable[[], Awaitable[Any]], call_id: tuple[Any, ...] | None) -> Reply:
+        """The outcome of a call as a value. call_id: under which it can be cancelled, still unchecked."""
+        limit_s = self._front_end.config.request_timeout_s + 1  # requests are bounded in the front end already
+        number: int | None = None
+        try:
+            if call_id is not None:
+                number = self._register(call_id)
+            async with asyncio.timeout(limit_s):
+                return success(await work())
+        except asyncio.CancelledError:
+            return failure(Aborted("the request was cancelled"))
+        except TimeoutError:
+            return failure(DeadlineMissed(f"the call took longer than {limit_s:g} s"))
+        except Exception as error:
+            return failure(_typed(error))
+        finally:
+            if number is not None:
+                del self._tasks[number]
+
+    def _register(self, call_id: tuple[Any, ...]) -> int:
+        number = _checked("call_id", call_id[0] if call_id else None, int)
+        if number in self._tasks or number in self._streams:
+            raise BadRequest(f"call id {number} is already in use")
+        task = asyncio.current_task()
+        assert task is not None
+        self._tasks[number] = task
+        return number
+
+    def _generate(self, args: tuple[Any, ...]) -> Any:
+        _, question, images, adapter, sampling, max_latency_s = _positional("generate", args, 6)
+        pairs = _checked("sampling", sampling, tuple[tuple[str, Any], ...])
+        return self._front_end.generate(
+            _checked("question", question, str),
+            _images(images),
+            adapter=_checked("adapter", adapter, str | None),
+            sampling=sampling_params(dict(pairs)),
+            max_latency_s=_checked("max_latency_s", max_latency_s, float | None),
+        )
+
+    async def _fill(self, stream: _Stream, call_id: int, args: tuple[Any, ...]) -> None:
+        try:
+            async with contextlib.aclosing(self._generate(args)) as parts:
+                async for part in parts:
+                    stream.put(part)
+        except asyncio.CancelledError:
+            stream.fail(Aborted("the request was cancelled"))
+        except Exception as error:
+            stream.fail(_typed(error))
+        finally:
+            del self._tasks[call_id]
+
+    def _cancel_all(self) -> None:
+        for task in self._tasks.values():
+            task.cancel()
+        self._streams.clear()
+
+
+class _Stream:
+    """Text that came and was not pulled yet."""
+
+    def __init__(self) -> None:
+        self._text: list[str] = []
+        self._answer: Answer | None = None
+        self._error: VLoraError | None = None
+        self._news = asyncio.Event()
+
+    def put(self, part: str | Answer) -> None:
+        if isinstance(part, Answer):
+            self._answer = part
+        else:
+            self._text.append(part)
+        self._news.set()
+
+    def fail(self, error: VLoraError) -> None:
+        self._error = error
+        self._news.set()
+
+    async def take(self, wait_s: float) -> StreamPart:
+        """Raises the stream's error once its text was taken."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(wait_s):
+                await self._news.wait()
+        text, self._text = "".join(self._text), []
+        if self._error is not None and not text:
+            raise self._error
+        if self._error is None and self._answer is None:
+            self._news.clear()
+        return StreamPart(text=text, answer=self._answer)
+
+
+def _typed(error: Exception) -> VLoraError:
+    """What goes over the wire. Any other error is our own mistake: it is logged, and its call fails alone."""
+    if isinstance(error, VLoraError):
+        return error
+    log.error("a call failed", exc_info=error)
+    return VLoraError(f"the server made a mistake: {type(error).__name__}: {error}")
+
+
+def _positional(call: str, args: tuple[Any, ...], count: int) -> tuple[Any, ...]:
+    if len(args) != count:
+        raise BadRequest(f"{call} takes {count} values, {len(args)} came")
+    return args
+
+
+def _checked(name: str, value: Any, kind: Any) -> Any:
+    """The value, if it is of that type. Raises BadRequest."""
+    try:
+        return msgspec.convert(value, kind)
+    except msgspec.ValidationError as error:
+        raise BadRequest(f"{name}: {error}") from error
+
+
+def _images(value: Any) -> tuple[bytes, ...]:
+    if not isinstance(value, tuple) or not all(isinstance(image, bytes) for image in value):
+        raise BadRequest("images: a tuple of bytes is expected, one per image")
+    return value

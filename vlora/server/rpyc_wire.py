@@ -1,0 +1,190 @@
+"""RPyC narrowed to values: what a peer may send, how much of it, and how answers go back without holding a thread.
+
+RPyC as it comes lets a peer hand over references to its own objects, read attributes, inspect and pickle; none of that
+is reachable here. A peer may fetch the service and call its `exposed_` methods with values; all else is refused.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import socket
+import threading
+import zlib
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any
+
+import rpyc
+from rpyc.core import consts
+from rpyc.core.channel import Channel
+from rpyc.core.stream import SocketStream
+from rpyc.utils.server import ThreadedServer
+
+from vlora.errors import BadConfig
+
+log = logging.getLogger(__name__)
+
+_MAX_CALLS = 1024  # unanswered calls of one connection; its next ones wait in the socket
+_SEND_S = 30.0  # a peer that takes nothing for this long is disconnected
+
+_PROTOCOL = {
+    "allow_public_attrs": False,
+    "allow_safe_attrs": False,
+    "allow_setattr": False,
+    "allow_delattr": False,
+    "allow_pickle": False,
+    "import_custom_exceptions": False,
+    "instantiate_custom_exceptions": False,
+    "include_local_traceback": False,
+    "include_local_version": False,
+    "propagate_KeyboardInterrupt_locally": False,
+    "sync_request_timeout": 1,
+}
+
+
+class BoundedChannel(Channel):
+    """RPyC's frames up to a size, compressed or not; a longer one ends the connection before it is read."""
+
+    def __init__(self, stream: SocketStream, max_bytes: int) -> None:
+        super().__init__(stream, compress=False)
+        self._max_bytes = max_bytes
+
+    def recv(self) -> bytes:
+        length, compressed = self.FRAME_HEADER.unpack(self.stream.read(self.FRAME_HEADER.size))
+        if length > self._max_bytes:
+            self._refuse(f"a message of {length} bytes")
+        data = self.stream.read(length + len(self.FLUSHER))[: -len(self.FLUSHER)]
+        if compressed:
+            inflater = zlib.decompressobj()
+            data = inflater.decompress(data, self._max_bytes)
+            if inflater.unconsumed_tail:
+                self._refuse("a message that inflates")
+        return data
+
+    def _refuse(self, what: str) -> None:
+        self.close()
+        raise EOFError(f"{what} over this server's limit of {self._max_bytes} bytes")
+
+
+class ValueConnection(rpyc.Connection):
+    """One peer. Calls may answer with a Future: its reply is sent when it is there, in whatever order.
+
+    Replies are written by a thread of their own, so that a peer that does not read holds up nobody but itself.
+    """
+
+    def __init__(self, root: Any, channel: Channel, config: dict[str, Any]) -> None:
+        super().__init__(root, channel, config)
+        self._slots = threading.BoundedSemaphore(_MAX_CALLS)
+        self._replies: queue.SimpleQueue[tuple[int, int, Any] | None] = queue.SimpleQueue()
+        threading.Thread(target=self._write, name="vlora-rpyc-writer", daemon=True).start()
+
+    def _cleanup(self, _anyway: bool = True) -> None:
+        self._replies.put(None)
+        super()._cleanup(_anyway)
+
+    # -- in: what a peer may ask --------------------------------------------------------------------------------------
+
+    @classmethod
+    def _request_handlers(cls) -> dict[int, Any]:
+        return {
+            consts.HANDLE_PING: cls._handle_ping,
+            consts.HANDLE_CLOSE: cls._handle_close,
+            consts.HANDLE_GETROOT: cls._handle_getroot,
+            consts.HANDLE_INSPECT: cls._handle_inspect,
+            consts.HANDLE_DEL: cls._handle_del,
+            consts.HANDLE_CALLATTR: cls._handle_callattr,
+        }
+
+    def _handle_inspect(self, id_pack: Any) -> tuple[tuple[str, str], ...]:
+        """The exposed methods of the service, and of nothing else."""
+        names = (name for name in dir(self._local_root) if name.startswith("exposed_"))
+        return tuple((name, getattr(self._local_root, name).__doc__ or "") for name in names)
+
+    def _handle_callattr(self, obj: Any, name: Any, args: Any, kwargs: Any = ()) -> Any:
+        if obj is not self._local_root:
+            raise ValueError("only the service itself can be called")
+        if kwargs:
+            raise TypeError("arguments are passed by position")
+        return self._handle_getattr(obj, name)(*args)
+
+    def _unbox(self, package: Any) -> Any:
+        label, value = package
+        if label == consts.LABEL_VALUE:
+            return value
+        if label == consts.LABEL_TUPLE:
+            return tuple(self._unbox(item) for item in value)
+        if label == consts.LABEL_LOCAL_REF:
+            return self._local_objects[value]
+        raise ValueError("only values can be sent: bytes, text, numbers and tuples of them")
+
+    def _dispatch_request(self, seq: int, raw_args: Any) -> None:
+        while not self._slots.acquire(timeout=1):
+            if self._channel.closed:
+                raise EOFError("the peer does not take its answers")
+        try:
+            handler, args = raw_args
+            if handler not in self._HANDLERS:
+                raise ValueError("only exposed methods can be called, by name and with values; use vlora.client")
+            result = self._HANDLERS[handler](self, *self._unbox(args))
+        except Exception as error:
+            self._replies.put((consts.MSG_EXCEPTION, seq, self._box_exc(type(error), error, None)))
+            return
+        if isinstance(result, Future):
+            result.add_done_callback(
+                lambda future: self._replies.put((consts.MSG_REPLY, seq, self._box(future.result())))
+            )
+        elif self.closed:
+            self._slots.release()
+        else:
+            self._replies.put((consts.MSG_REPLY, seq, self._box(result)))
+
+    # -- out ----------------------------------------------------------------------------------------------------------
+
+    def _write(self) -> None:
+        while (reply := self._replies.get()) is not None:
+            try:
+                self._send(*reply)
+            except (OSError, EOFError):
+                self._channel.close()
+            self._slots.release()
+
+
+class RpycServer(ThreadedServer):
+    """Accepts connections in a thread; each is read by a thread of its own. Raises BadConfig when it cannot listen."""
+
+    def __init__(self, host: str, port: int, max_message_bytes: int) -> None:
+        self._max_message_bytes = max_message_bytes
+        try:
+            super().__init__(
+                rpyc.VoidService,
+                hostname=host,
+                ipv6=":" in host,
+                port=port,
+                protocol_config=dict(_PROTOCOL),
+                logger=log,
+            )
+        except OSError as error:
+            raise BadConfig(f"cannot listen on {host}:{port}: {error.strerror}; choose another --rpyc-port") from error
+
+    def start_in_thread(self, make_service: Callable[[], rpyc.Service]) -> None:
+        """Listen; every connection gets a service of its own."""
+        self._make_service = make_service
+        self._listen()
+        threading.Thread(target=self.start, name="vlora-rpyc-accept", daemon=True).start()
+
+    def _accept_method(self, sock: socket.socket) -> None:
+        threading.Thread(target=self._serve, args=(sock,), name="vlora-rpyc-reader", daemon=True).start()
+
+    def _serve(self, sock: socket.socket) -> None:
+        try:
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            sock.settimeout(_SEND_S)
+            channel = BoundedChannel(SocketStream(sock), self._max_message_bytes)
+            connection = ValueConnection(self._make_service(), channel, self.protocol_config)
+            connection.serve_all()
+        except Exception as error:
+            log.warning("a connection was closed: %s: %s", type(error).__name__, error)
+        finally:
+            self.clients.discard(sock)
+            sock.close()

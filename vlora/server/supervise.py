@@ -1,0 +1,118 @@
+"""`vlora serve`: starts the engine process, loads the adapters, opens the front end here, and ends all of it cleanly."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from vlora.config import EngineConfig, ServerConfig
+from vlora.engine.client import ENGINE_COMMAND, EngineClient
+from vlora.errors import EngineDead
+from vlora.server.frontend import FrontEnd
+from vlora.server.rpyc_service import VLoraService
+from vlora.server.rpyc_wire import RpycServer
+
+if TYPE_CHECKING:
+    from vlora.models.processing import InputProcessor
+
+
+async def serve(
+    engine_config: EngineConfig,
+    server_config: ServerConfig,
+    adapters: Mapping[str, str],
+    *,
+    announce: Callable[[str], None],
+    model_name: str | None = None,
+    engine_command: Sequence[str] = ENGINE_COMMAND,
+    load_processor: Callable[[str], InputProcessor] | None = None,
+) -> None:
+    """Serve until interrupted or terminated, then drain. adapters: name -> folder. announce is told when all is ready.
+
+    Raises BadConfig (model, settings, address), BadAdapter; EngineDead at the end if the engine died on the way. Meanwhile
+    the front end stays, so that every client hears why.
+    """
+    stop = asyncio.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        asyncio.get_running_loop().add_signal_handler(number, stop.set)
+    # Taking the address first: a port in use is known before the model is loaded.
+    rpyc_server = RpycServer(server_config.host, server_config.rpyc_port, server_config.max_message_bytes)
+    model = model_name or engine_config.model
+    try:
+        starting = asyncio.create_task(
+            _start(engine_config, server_config, adapters, engine_command, load_processor or _load_processor)
+        )
+        if await _first(starting, stop) is None:
+            return
+        engine, front_end = starting.result()
+        loop = asyncio.get_running_loop()
+        rpyc_server.start_in_thread(lambda: VLoraService(front_end, loop, model))
+        names = ", ".join(sorted(adapters)) or "none"
+        announce(f"ready: rpyc {rpyc_server.host}:{rpyc_server.port} | model {model} | adapters: {names}")
+        watch = asyncio.create_task(_tell_death(engine))
+        await stop.wait()
+        stop.clear()
+        await _first(asyncio.create_task(front_end.drain()), stop)
+        cause = engine.cause
+        watch.cancel()
+        await engine.close()
+        front_end.close()
+        if cause is not None:
+            raise EngineDead(cause)
+    finally:
+        rpyc_server.close()
+
+
+async def _start(
+    engine_config: EngineConfig,
+    server_config: ServerConfig,
+    adapters: Mapping[str, str],
+    engine_command: Sequence[str],
+    load_processor: Callable[[str], InputProcessor],
+) -> tuple[EngineClient, FrontEnd]:
+    """The model loads in its process while the tokenizer and image processor load here."""
+    loading = asyncio.create_task(asyncio.to_thread(load_processor, engine_config.model))
+    try:
+        engine = await EngineClient.start(engine_config, command=engine_command)
+    except BaseException:
+        # The engine's word counts; what the processor has to say of the same model is the same or less.
+        await asyncio.wait({loading})
+        loading.exception()
+        raise
+    try:
+        front_end = FrontEnd(engine, await loading, server_config)
+        for name, path in adapters.items():
+            await front_end.load_adapter(name, path)
+    except BaseException:
+        await engine.close()
+        raise
+    return engine, front_end
+
+
+def _load_processor(model: str) -> InputProcessor:
+    import torch
+
+    from vlora.models.processing import InputProcessor
+
+    # The engine process has the cores; images are processed side by side in threads of this one.
+    torch.set_num_threads(1)
+    return InputProcessor.from_pretrained(model)
+
+
+async def _first(task: asyncio.Task[object], stop: asyncio.Event) -> asyncio.Task[object] | None:
+    """Wait for the task, or give it up (None) when `stop` is set first."""
+    stopping = asyncio.create_task(stop.wait())
+    await asyncio.wait({task, stopping}, return_when=asyncio.FIRST_COMPLETED)
+    stopping.cancel()
+    if task.done():
+        return task
+    task.cancel()
+    await asyncio.wait({task})
+    return None
+
+
+async def _tell_death(engine: EngineClient) -> None:
+    cause = await engine.wait_dead()
+    print(f"error: {cause}; every request is refused until this server is started again", file=sys.stderr, flush=True)
