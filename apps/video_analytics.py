@@ -82,7 +82,7 @@ def find_head(client: Client, adapter: str, head: str) -> HeadSummary:
 
 
 def read_chunks(video: str, num_frames: int) -> Iterator[Chunk]:
-    """Cut a video into chunks of CHUNK_S, num_frames of each. A last, shorter chunk repeats frames where it has too few.
+    """Cut a video into chunks of CHUNK_S, num_frames of each; a last, shorter chunk repeats frames if it has too few.
 
     Raises BadImage when the video cannot be opened or holds no frame.
     """
@@ -90,20 +90,30 @@ def read_chunks(video: str, num_frames: int) -> Iterator[Chunk]:
     capture = cv2.VideoCapture(video)
     try:
         if not capture.isOpened():
-            why = "it is no video this machine can decode" if os.path.exists(video) else "there is no such file or address"
+            why = (
+                "it is no video this machine can decode"
+                if os.path.exists(video)
+                else "there is no such file or address"
+            )
             raise BadImage(f"cannot read video {video!r}: {why}")
         fps = capture.get(cv2.CAP_PROP_FPS)
         length = max(num_frames, round((fps if 0 < fps < 1000 else _FALLBACK_FPS) * CHUNK_S))
-        wanted = [int((i + 0.5) * length / num_frames) for i in range(num_frames)]
+        wanted = _spread(num_frames, length)
         index = 0
         while frames := _sample(cv2, capture, length, wanted):
-            spread = tuple(frames[i * len(frames) // num_frames] for i in range(num_frames))
-            yield Chunk(index, index * CHUNK_S, spread)
+            yield Chunk(index, index * CHUNK_S, tuple(frames[place] for place in _spread(num_frames, len(frames))))
             index += 1
         if index == 0:
             raise BadImage(f"cannot read video {video!r}: it holds no frame that can be decoded")
     finally:
         capture.release()
+
+
+def _spread(count: int, length: int) -> list[int]:
+    """`count` places from the first to the last of `length`; a single one is the middle."""
+    if count == 1:
+        return [length // 2]
+    return [round(i * (length - 1) / (count - 1)) for i in range(count)]
 
 
 def _sample(cv2: Any, capture: Any, length: int, wanted: list[int]) -> list[bytes]:

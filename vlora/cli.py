@@ -75,11 +75,14 @@ def main() -> None:
 
 
 def _fail(message: str, code: int) -> None:
-    print("error: " + " ".join(message.split()), file=sys.stderr)
+    lines = (" ".join(line.split()) for line in message.splitlines())
+    print("error: " + "; ".join(filter(None, lines)), file=sys.stderr)
     sys.exit(code)
 
 
-@click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100}, invoke_without_command=True)
+@click.group(
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100}, invoke_without_command=True
+)
 @click.version_option(package_name="vlora")
 @click.pass_context
 def cli(context: click.Context) -> None:
@@ -93,7 +96,7 @@ def cli(context: click.Context) -> None:
         click.echo(context.get_help())
 
 
-# -- serve --------------------------------------------------------------------------------------------------------------
+# -- serve ------------------------------------------------------------------------------------------------------------
 
 
 def _settings(config: type, *, skip: tuple[str, ...] = ()) -> Callable[[Any], Any]:
@@ -143,7 +146,9 @@ def serve(model: str, adapters: tuple[str, ...], folder: Path | None, **settings
     from vlora.server.supervise import serve as serve_until_stopped
 
     asyncio.run(
-        serve_until_stopped(engine_config, server_config, named, announce=lambda line: click.echo(line), model_name=model)
+        serve_until_stopped(
+            engine_config, server_config, named, announce=lambda line: click.echo(line), model_name=model
+        )
     )
 
 
@@ -163,7 +168,7 @@ def _model_path(model: str) -> str:
 
 
 def _named_adapters(pairs: tuple[str, ...], folder: Path | None) -> dict[str, str]:
-    """Name -> absolute path. Raises BadConfig for what is no pair or given twice, BadAdapter for a folder without adapters."""
+    """Name -> absolute path. Raises BadConfig for what is no pair or given twice, BadAdapter when a folder has none."""
     found: dict[str, str] = {}
     if folder is not None:
         for config in sorted(folder.glob("*/adapter_config.json")):
@@ -180,7 +185,7 @@ def _named_adapters(pairs: tuple[str, ...], folder: Path | None) -> dict[str, st
     return found
 
 
-# -- asking a server ----------------------------------------------------------------------------------------------------
+# -- asking a server --------------------------------------------------------------------------------------------------
 
 
 def _server_option(command: Any) -> Any:
@@ -238,7 +243,7 @@ def query(
         vlora query photo.png "What is this?" --adapter signs
     """
     with _client(server) as client:
-        sampling = {"max_tokens": max_tokens, "temperature": temperature, "stop": stop}
+        sampling: dict[str, Any] = {"max_tokens": max_tokens, "temperature": temperature, "stop": stop}
         if as_json:
             _print_json(client.generate(question, [image], adapter, **sampling))
             return
@@ -266,9 +271,8 @@ def stream(video: str, adapter: str, head: str, server: str, as_json: bool) -> N
             if as_json:
                 _print_json(result)
             else:
-                click.echo(
-                    f"{result.start_s:7.1f} s  {result.label:<20} {result.confidence:6.1%}  {result.latency_s * 1e3:6.0f} ms"
-                )
+                latency = f"{result.latency_s * 1e3:6.0f} ms"
+                click.echo(f"{result.start_s:7.1f} s  {result.label:<20} {result.confidence:6.1%}  {latency}")
 
 
 @cli.command()
@@ -296,21 +300,26 @@ def adapters(server: str, as_json: bool) -> None:
             click.echo(f"  head {head.name}  {head.task} over {frames}: {', '.join(head.labels)}")
 
 
-# -- making and measuring -----------------------------------------------------------------------------------------------
+# -- making and measuring ---------------------------------------------------------------------------------------------
 
 
 @cli.command()
 @click.argument("plan", type=click.Path(path_type=Path))
 @click.option("--out", required=True, type=click.Path(path_type=Path), help="Folder for adapters and report.")
-def fuse(plan: Path, out: Path) -> None:
-    """Train adapters and task heads from a fusion plan.
+@click.option("--device", default=EngineConfig.device, show_default=True, help="Device to train on: cpu or cuda.")
+def fuse(plan: Path, out: Path, device: str) -> None:
+    """Train adapters and task heads from a fusion plan: a file, or the name of one in the package.
 
     \b
         vlora fuse plan.yaml --out out
+        vlora fuse demo --out demo
     """
+    import fusion
+
+    packaged = Path(fusion.__file__).parent / "plans" / f"{plan}.yaml"
     from fusion.commands import fuse as run
 
-    run(plan, out)
+    run(packaged if packaged.is_file() and not plan.is_file() else plan, out, device=device)
 
 
 @cli.command()

@@ -18,7 +18,7 @@ class EngineConfig:
     max_batch_size: most requests in a step (MaxBS of V-LoRA's Algorithm 1). max_step_tokens: most tokens in a step.
     max_context: prompt and answer together, in tokens; None takes the model's own limit.
     block_size: tokens per KV block. arena_bytes: KV cache and adapters together; None sizes it from free memory.
-    theta_s: how much credit (seconds) makes a request starve. merge_fidelity_floor: an adapter below it is never merged.
+    theta_s: how much credit (seconds) makes a request starve. merge_fidelity_floor: adapters below it are never merged.
     vision_cache_bytes: image embeddings kept for reuse. threads: torch threads; None leaves torch's choice.
 
     Raises BadConfig when a value cannot work.
@@ -69,8 +69,8 @@ class EngineConfig:
 class ServerConfig:
     """Settings of the front end. Without a token it binds to loopback only.
 
-    max_image_bytes and max_image_pixels bound one encoded image and one decoded image, max_request_pixels all images of one
-    request together. max_message_bytes bounds one message on the wire, max_prompt_chars the text of one request.
+    max_image_bytes and max_image_pixels bound one encoded image and one decoded image, max_request_pixels all images of
+    one request together. max_message_bytes bounds one message on the wire, max_prompt_chars the text of one request.
     max_requests: how many may be under way at once. request_timeout_s bounds one request, from arrival to last word;
     drain_s is how long requests under way may still run after the server was told to stop.
 

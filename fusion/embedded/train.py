@@ -1,225 +1,313 @@
-"""Train the small model from nothing: first the vision tower on cell labels, then everything on questions and answers.
+"""Train the embedded model from nothing: `python -m fusion.embedded.train --out DIR --minutes N`.
 
-    python -m fusion.embedded.train --out DIR [--vision-steps N] [--language-steps N] [--device cuda]
+Two stages in one run. First the vision tower alone learns what is where (a linear probe on every image token must name kind,
+colour and centre of what it sees). Then the whole model learns to answer questions, the probes going on beside; in clips one
+more probe, on the language model's states of image tokens, must tell which way the thing there moves. The probes only serve
+training and are not saved.
 
-Resumable: run the same command again. Deterministic for a seed, device and number of threads.
+Started again with the same arguments, a run goes on where it was stopped. Everything drawn depends on the seed and the step
+number alone; `--steps` makes the whole schedule so, while `--minutes` fits it to the time this machine has.
 """
 
 from __future__ import annotations
 
-import json
+import argparse
+import dataclasses
+import functools
 import math
+import os
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
-import click
 import numpy as np
 import torch
-import torch.nn.functional as F
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from torch import nn
+from torch.nn import functional
+from transformers import LlavaForConditionalGeneration, PreTrainedTokenizerFast
 
 from fusion.embedded import world
-from fusion.embedded.build import BOS, EOS, IMAGE, TOKENS_PER_IMAGE, build_model, build_tokenizer, save_processor
+from fusion.embedded.evaluate import accuracy_by_skill, as_pixels, format_accuracy
+from fusion.embedded.model import IMAGE_TOKENS, build_model
+from fusion.embedded.processor import build_processor
 
-_LEARNING_RATE = 1e-3
-_CLIP_EVERY = 4  # every fourth language step shows clips
-_SAVE_EVERY = 500
-_IGNORE = -100
+VISION_SHARE = 0.25
+"""Part of the run in which only the vision tower trains."""
+STILLS, CLIPS = 24, 5
+"""Pictures and clips per step of the second stage; the first stage takes 64 pictures."""
+VISION_BATCH = 64
+LEARNING_RATE = 1e-3
+MUON_RATE = 2e-3
+PROBE_WEIGHT = 0.4
+SAVE_EVERY_S = 60.0
+_STATE = "training.pt"
+_IGNORED = -100
 
 
-class _Cells(nn.Module):
-    """Two linear readouts of the vision tower's tokens: what is in a cell, in which colour. Thrown away after training."""
+@dataclasses.dataclass(frozen=True)
+class Budget:
+    """How long to train: a number of steps, or minutes of wall time."""
 
-    def __init__(self, width: int) -> None:
+    steps: int | None
+    minutes: float | None
+
+    def done(self, step: int, seconds: float) -> float:
+        """Share of the run that is behind us, 0 to 1."""
+        if self.steps is not None:
+            return min(1.0, step / self.steps)
+        assert self.minutes is not None
+        return min(1.0, seconds / (60 * self.minutes))
+
+
+class Probes(nn.Module):
+    """Linear readers of single image tokens."""
+
+    def __init__(self, vision_size: int, text_size: int) -> None:
         super().__init__()
-        self.kind = nn.Linear(width, len(world.KINDS))
-        self.color = nn.Linear(width, 1 + len(world.COLOR_NAMES))
+        self.kind = nn.Linear(vision_size, len(world.CELL_KINDS))
+        self.color = nn.Linear(vision_size, len(world.CELL_COLORS))
+        self.center = nn.Linear(vision_size, 2)
+        self.move = nn.Linear(text_size, len(world.CELL_MOVES))
 
-    def loss(self, tokens: torch.Tensor, scenes: Sequence[world.Scene]) -> torch.Tensor:
-        """tokens [batch, 36, width]. Empty cells are common, so they weigh less."""
-        total = tokens.new_zeros(())
-        for readout, labels in ((self.kind, [s.kinds for s in scenes]), (self.color, [s.colors for s in scenes])):
-            logits = readout(tokens).float().flatten(0, 1)
-            weight = torch.ones(logits.shape[1], device=logits.device)
-            weight[0] = 0.3
-            wanted = torch.from_numpy(np.stack(labels)).flatten().to(logits.device)
-            total = total + F.cross_entropy(logits, wanted, weight)
-        return total
+    def cell_loss(self, states: torch.Tensor, cells: torch.Tensor) -> torch.Tensor:
+        """states [n, 36, vision], cells [n, 4, 6, 6]."""
+        labels = cells.flatten(2)
+        return (
+            _probe_loss(self.kind(states), labels[:, world.KIND])
+            + _probe_loss(self.color(states), labels[:, world.COLOR])
+            + _probe_loss(self.center(states), labels[:, world.CENTER])
+        )
+
+    def move_loss(self, states: torch.Tensor, cells: torch.Tensor) -> torch.Tensor:
+        """states [clips, frames * 36, text], cells [clips, frames, 4, 6, 6]; the first frame cannot know."""
+        frames = cells.shape[1]
+        states = states.unflatten(1, (frames, IMAGE_TOKENS))[:, 1:]
+        return _probe_loss(self.move(states), cells[:, 1:, world.MOVE].flatten(2))
+
+
+def _probe_loss(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """Cross entropy in which background cells, the great majority, count a third."""
+    weight = torch.ones(logits.shape[-1], device=logits.device)
+    weight[0] = 0.3
+    return functional.cross_entropy(logits.float().flatten(0, -2), labels.flatten(), weight)
+
+
+class Conversations:
+    """Scenes as token ids, in the chat template's form: images, then question and answer turn by turn."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerFast) -> None:
+        self.tokenizer = tokenizer
+        self.pad, self.bos, self.eos = (tokenizer.convert_tokens_to_ids(t) for t in ("<pad>", "<bos>", "<eos>"))
+        self.user, self.assistant, self.image = (
+            tokenizer.convert_tokens_to_ids(t) for t in ("<user>", "<assistant>", "<image>")
+        )
+        self.words = functools.lru_cache(maxsize=None)(self._words)
+
+    def _words(self, text: str) -> tuple[int, ...]:
+        return tuple(self.tokenizer(text, add_special_tokens=False)["input_ids"])
+
+    def batch(
+        self, rng: np.random.Generator, scenes: Sequence[world.Scene], most: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Token ids and labels [n, length], padded right; `most` questions of each scene, in random order."""
+        rows: list[tuple[list[int], list[int]]] = []
+        for scene in scenes:
+            ids = [self.bos, self.user] + [self.image] * (IMAGE_TOKENS * len(scene.frames))
+            labels = [_IGNORED] * len(ids)
+            for turn, index in enumerate(rng.permutation(len(scene.questions))[:most]):
+                asked = scene.questions[index]
+                question = [*([self.user] if turn else []), *self.words(asked.text), self.assistant]
+                answer = [*self.words(asked.answer), self.eos]
+                ids += question + answer
+                labels += [_IGNORED] * len(question) + answer
+            rows.append((ids, labels))
+        longest = max(len(ids) for ids, _ in rows)
+        return (
+            torch.tensor([ids + [self.pad] * (longest - len(ids)) for ids, _ in rows]),
+            torch.tensor([labels + [_IGNORED] * (longest - len(labels)) for _, labels in rows]),
+        )
 
 
 class Trainer:
-    """Model, readouts, optimizer and random state of one run; everything that `save` and `resume` carry."""
+    """Model, probes, optimisers and the number of the next step."""
 
-    def __init__(self, out: Path, vision_steps: int, language_steps: int, device: str, seed: int) -> None:
-        torch.manual_seed(seed)
-        self.out = out
-        self.vision_steps, self.language_steps = vision_steps, language_steps
-        self.device = torch.device(device)
-        self.rng = np.random.default_rng(seed)
-        self.model = build_model().to(self.device)
-        self.tokenizer = build_tokenizer()
-        self.cells = _Cells(self.model.config.vision_config.hidden_size).to(self.device)
-        parameters = [*self.model.parameters(), *self.cells.parameters()]
-        self.optimizer = torch.optim.AdamW(parameters, _LEARNING_RATE, betas=(0.9, 0.98), weight_decay=0.02, fused=True)
-        self.step = 0
+    def __init__(self, out: Path, budget: Budget, device: torch.device, seed: int) -> None:
+        self.out, self.budget, self.device, self.seed = out, budget, device, seed
+        self.processor = build_processor()
+        self.conversations = Conversations(self.processor.tokenizer)
+        self.model: LlavaForConditionalGeneration = build_model(seed).to(device)
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            config = self.model.config
+            self.probes = Probes(config.vision_config.hidden_size, config.text_config.hidden_size).to(device)
+        self.optimizers = _optimizers(self.model, self.probes)
+        self.step, self.seconds = 0, 0.0
 
     @property
-    def total_steps(self) -> int:
-        return self.vision_steps + self.language_steps
-
-    def train(self) -> None:
-        """Run to the end, saving on the way."""
-        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-        with Progress(*columns) as progress:
-            task = progress.add_task("embedded model", total=self.total_steps, completed=self.step)
-            smooth = 0.0
-            while self.step < self.total_steps:
-                loss = self._one_step()
-                smooth = loss if smooth == 0 else 0.99 * smooth + 0.01 * loss
-                self.step += 1
-                stage = "vision" if self.step <= self.vision_steps else "language"
-                progress.update(task, completed=self.step, description=f"{stage} loss {smooth:.3f}")
-                if self.step % _SAVE_EVERY == 0 or self.step == self.total_steps:
-                    self.save()
-                    progress.console.print(f"step {self.step}: {stage} loss {smooth:.4f}")
-
-    def save(self) -> None:
-        self.out.mkdir(parents=True, exist_ok=True)
-        state = {
-            "step": self.step,
-            "model": self.model.state_dict(),
-            "cells": self.cells.state_dict(),
-            "optimizer": self.optimizer.state_dict(),
-            "rng": json.dumps(self.rng.bit_generator.state),
-            "torch": torch.get_rng_state(),
-        }
-        # Renaming is atomic: a kill in the middle of writing leaves the checkpoint before it.
-        torch.save(state, self.out / "train.tmp")
-        (self.out / "train.tmp").rename(self.out / "train.pt")
+    def done(self) -> float:
+        return self.budget.done(self.step, self.seconds)
 
     def resume(self) -> bool:
-        """Go on from `out`, if a run was saved there."""
-        file = self.out / "train.pt"
+        """Take up a run that was stopped; False when there is none in `out`."""
+        file = self.out / _STATE
         if not file.exists():
             return False
-        state = torch.load(file, weights_only=True, map_location=self.device)
-        self.step = state["step"]
+        state = torch.load(file, map_location=self.device, weights_only=True)
         self.model.load_state_dict(state["model"])
-        self.cells.load_state_dict(state["cells"])
-        self.optimizer.load_state_dict(state["optimizer"])
-        self.rng.bit_generator.state = json.loads(state["rng"])
-        torch.set_rng_state(state["torch"].cpu())
+        self.probes.load_state_dict(state["probes"])
+        for optimizer, values in zip(self.optimizers, state["optimizers"], strict=True):
+            optimizer.load_state_dict(values)
+        self.step, self.seconds = state["step"], state["seconds"]
         return True
 
-    def export(self, folder: Path) -> None:
-        """Write the model as float16 with tokenizer and processor: what `vlora serve` loads."""
-        self.model.cpu().half().save_pretrained(str(folder))
-        save_processor(folder)
+    def save(self) -> None:
+        """Keep the run's state; a kill while writing leaves the previous one."""
+        self.out.mkdir(parents=True, exist_ok=True)
+        state = {
+            "model": self.model.state_dict(),
+            "probes": self.probes.state_dict(),
+            "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
+            "step": self.step,
+            "seconds": self.seconds,
+        }
+        torch.save(state, self.out / f"{_STATE}.new")
+        os.replace(self.out / f"{_STATE}.new", self.out / _STATE)
 
-    # -- one step -----------------------------------------------------------------------------------------------------
+    def export(self) -> None:
+        """Write what users load: configuration, tokenizer, image processor and float16 weights."""
+        self.processor.save_pretrained(self.out)
+        half = build_model(self.seed).half()
+        half.load_state_dict(self.model.state_dict())
+        half.save_pretrained(self.out)
 
-    def _one_step(self) -> float:
-        vision_stage = self.step < self.vision_steps
-        self._set_learning_rate(vision_stage)
+    def advance(self) -> dict[str, float]:
+        """One optimiser step; returns the losses."""
+        started = time.monotonic()
+        rng = np.random.default_rng((self.seed, self.step))
+        self._set_rates()
+        vision_only = self.done < VISION_SHARE
         with torch.autocast(self.device.type, torch.bfloat16):
-            if vision_stage:
-                scenes = [world.scene(self.rng) for _ in range(16)]
-                loss = self.cells.loss(self._vision_tokens(scenes), scenes)
-            elif self.step % _CLIP_EVERY == 0:
-                scenes = [world.clip(self.rng) for _ in range(5)]
-                loss = self._answer_loss(scenes, self._vision_tokens(scenes), max_pairs=3)
-            else:
-                scenes = [world.scene(self.rng) for _ in range(12)]
-                tokens = self._vision_tokens(scenes)
-                loss = self._answer_loss(scenes, tokens, max_pairs=5) + 0.2 * self.cells.loss(tokens, scenes)
-        loss.backward()
+            losses = self._vision_losses(rng) if vision_only else self._joint_losses(rng)
+            total = torch.stack([loss * (1.0 if name == "answer" else PROBE_WEIGHT) for name, loss in losses.items()]).sum()
+        total.backward()
         nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
-        self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
-        return float(loss.detach())
+        for optimizer in self.optimizers:
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+        self.step += 1
+        self.seconds += time.monotonic() - started
+        return {name: loss.item() for name, loss in losses.items()}
 
-    def _set_learning_rate(self, vision_stage: bool) -> None:
-        if vision_stage:
-            done, warm = 0.5 * self.step / max(1, self.vision_steps), self.step / 50
-        else:
-            own = self.step - self.vision_steps
-            done, warm = own / max(1, self.language_steps), own / 100
-        rate = _LEARNING_RATE * min(1.0, warm) * (0.02 + 0.98 * 0.5 * (1 + math.cos(math.pi * done)))
-        for group in self.optimizer.param_groups:
-            group["lr"] = rate
+    def _set_rates(self) -> None:
+        """A short warm-up, then half a cosine down to zero; the language model warms up again when it joins."""
+        done = self.done
+        rate = min(1.0, (self.step + 1) / 50) * 0.5 * (1 + math.cos(math.pi * done))
+        joined = (done - VISION_SHARE) / 0.02
+        for optimizer in self.optimizers:
+            for group in optimizer.param_groups:
+                ramp = 1.0 if group["part"] == "vision" else min(1.0, max(0.02, joined))
+                group["lr"] = group["base"] * rate * ramp
 
-    def _vision_tokens(self, scenes: Sequence[world.Scene]) -> torch.Tensor:
-        """[images, 36, width] of the vision tower, class token dropped, as the served model reads it."""
-        frames = np.concatenate([scene.frames for scene in scenes])
-        pixels = torch.from_numpy(frames).permute(0, 3, 1, 2).to(self.device).float().div_(127.5).sub_(1)
-        return self.model.model.vision_tower(pixels).last_hidden_state[:, 1:]
+    def _vision_losses(self, rng: np.random.Generator) -> dict[str, torch.Tensor]:
+        scenes = [world.still_scene(rng) for _ in range(VISION_BATCH)]
+        pixels, cells = self._tensors(scenes)
+        states = self.model.model.vision_tower(pixels).last_hidden_state[:, 1:]
+        return {"cells": self.probes.cell_loss(states, cells.flatten(0, 1))}
 
-    def _answer_loss(self, scenes: Sequence[world.Scene], tokens: torch.Tensor, max_pairs: int) -> torch.Tensor:
-        """Cross entropy of the answers, several questions about a scene one after the other."""
-        rows, wanted = [], []
-        for scene in scenes:
-            ids = [BOS] + [IMAGE] * (TOKENS_PER_IMAGE * len(scene.frames))
-            labels = [_IGNORE] * len(ids)
-            for index in self.rng.permutation(len(scene.pairs))[:max_pairs]:
-                question, answer = (self.tokenizer(text)["input_ids"] for text in scene.pairs[index])
-                ids += [*question, *answer, EOS]
-                labels += [_IGNORE] * len(question) + [*answer, EOS]
-            rows.append(torch.tensor(ids))
-            wanted.append(torch.tensor(labels))
-        ids_BL = nn.utils.rnn.pad_sequence(rows, batch_first=True).to(self.device)
-        labels_BL = nn.utils.rnn.pad_sequence(wanted, batch_first=True, padding_value=_IGNORE).to(self.device)
-        inner = self.model.model
-        features = inner.multi_modal_projector(tokens)
-        embeddings = inner.language_model.embed_tokens(ids_BL).to(features.dtype)
-        embeddings = embeddings.masked_scatter((ids_BL == IMAGE)[..., None], features.reshape(-1, features.shape[-1]))
-        # Padding stands behind every answer, so causal attention alone keeps it out.
-        hidden = inner.language_model(inputs_embeds=embeddings).last_hidden_state[:, :-1]
-        answers = labels_BL[:, 1:] != _IGNORE
-        return F.cross_entropy(self.model.lm_head(hidden[answers]).float(), labels_BL[:, 1:][answers])
+    def _joint_losses(self, rng: np.random.Generator) -> dict[str, torch.Tensor]:
+        stills = [world.still_scene(rng) for _ in range(STILLS)]
+        clips = [world.clip_scene(rng) for _ in range(CLIPS)]
+        pixels, still_cells = self._tensors(stills)
+        clip_pixels, clip_cells = self._tensors(clips)
+        states = self.model.model.vision_tower(torch.cat([pixels, clip_pixels])).last_hidden_state[:, 1:]
+        cells = self.probes.cell_loss(states, torch.cat([still_cells.flatten(0, 1), clip_cells.flatten(0, 1)]))
+        features = self.model.model.multi_modal_projector(states)
+        still_answer, _ = self._answer_loss(rng, stills, features[:STILLS], 5)
+        clip_answer, hidden = self._answer_loss(rng, clips, features[STILLS:], 4)
+        images = hidden[:, 2 : 2 + world.CLIP_FRAMES * IMAGE_TOKENS]
+        return {
+            "answer": 0.65 * still_answer + 0.35 * clip_answer,
+            "cells": cells,
+            "moves": self.probes.move_loss(images, clip_cells),
+        }
 
+    def _answer_loss(
+        self, rng: np.random.Generator, scenes: Sequence[world.Scene], features: torch.Tensor, most: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        ids, labels = (t.to(self.device) for t in self.conversations.batch(rng, scenes, most))
+        embedded = self.model.get_input_embeddings()(ids).to(features.dtype)
+        embedded = embedded.masked_scatter((ids == self.conversations.image)[..., None], features)
+        # Padding stands right of everything, so causal attention needs no mask.
+        hidden = self.model.model.language_model(inputs_embeds=embedded, use_cache=False).last_hidden_state
+        told = labels[:, 1:] != _IGNORED
+        logits = self.model.lm_head(hidden[:, :-1][told])
+        return functional.cross_entropy(logits.float(), labels[:, 1:][told]), hidden
 
-@torch.no_grad()
-def exact_match(trainer: Trainer, num_scenes: int, seed: int) -> dict[str, float]:
-    """Share of first questions answered word for word, greedily, by the first words of the question; synthetic scenes."""
-    rng = np.random.default_rng(seed)
-    trainer.model.eval()
-    hits: dict[str, list[bool]] = {}
-    for number in range(num_scenes):
-        scene = world.clip(rng) if number % 4 == 3 else world.scene(rng)
-        tokens = trainer._vision_tokens([scene])
-        features = trainer.model.model.multi_modal_projector(tokens).reshape(1, -1, 256)
-        for question, answer in scene.pairs:
-            want = [*trainer.tokenizer(answer)["input_ids"], EOS]
-            ids = [BOS, *trainer.tokenizer(question)["input_ids"], *want]
-            embed = trainer.model.model.language_model.embed_tokens
-            row = embed(torch.tensor([ids], device=trainer.device))
-            row = torch.cat([row[:, :1], features, row[:, 1:]], 1)
-            hidden = trainer.model.model.language_model(inputs_embeds=row).last_hidden_state
-            chosen = trainer.model.lm_head(hidden[0, -len(want) - 1 : -1]).argmax(-1).tolist()
-            hits.setdefault(" ".join(question.split()[:3]), []).append(chosen == want)
-    trainer.model.train()
-    every = [hit for values in hits.values() for hit in values]
-    return {"all": float(np.mean(every)), **{name: float(np.mean(values)) for name, values in sorted(hits.items())}}
+    def _tensors(self, scenes: Sequence[world.Scene]) -> tuple[torch.Tensor, torch.Tensor]:
+        pixels = as_pixels(np.concatenate([scene.frames for scene in scenes])).to(self.device)
+        return pixels, torch.from_numpy(np.stack([scene.cells for scene in scenes])).to(self.device)
 
 
-@click.command()
-@click.option("--out", type=click.Path(path_type=Path), required=True, help="Folder for checkpoints and the result.")
-@click.option("--vision-steps", default=4000, show_default=True)
-@click.option("--language-steps", default=6000, show_default=True)
-@click.option("--device", default="cpu", show_default=True)
-@click.option("--threads", default=1, show_default=True, help="torch threads on a CPU.")
-@click.option("--seed", default=0, show_default=True)
-def main(out: Path, vision_steps: int, language_steps: int, device: str, threads: int, seed: int) -> None:
-    """Train the embedded model and write it to OUT/checkpoint; OUT/train.pt lets a killed run go on."""
-    torch.set_num_threads(threads)
-    trainer = Trainer(out, vision_steps, language_steps, device, seed)
-    if trainer.resume():
-        click.echo(f"going on at step {trainer.step} of {trainer.total_steps}")
-    trainer.train()
-    accuracy = exact_match(trainer, 400, seed=seed + 1_000_000)
-    click.echo(json.dumps({"exact_match_on_synthetic_scenes": accuracy}, indent=1))
-    trainer.export(out / "checkpoint")
+def _optimizers(model: nn.Module, probes: nn.Module) -> tuple[torch.optim.Optimizer, ...]:
+    """Muon for the matrices inside the layers, AdamW for everything else."""
+    groups: dict[tuple[str, str], list[nn.Parameter]] = {}
+    for name, parameter in [*model.named_parameters(), *probes.named_parameters()]:
+        part = "vision" if name.startswith("model.vision_tower") or "." not in name.removesuffix(".weight") else "rest"
+        inner = parameter.ndim == 2 and ".layers." in name
+        groups.setdefault(("muon" if inner else "adam", part), []).append(parameter)
+
+    def of(kind: str, rate: float) -> list[dict[str, object]]:
+        return [
+            {"params": parameters, "part": part, "base": rate, "lr": rate}
+            for (which, part), parameters in groups.items()
+            if which == kind
+        ]
+
+    return (
+        torch.optim.AdamW(of("adam", LEARNING_RATE), betas=(0.9, 0.98), weight_decay=0.01),
+        torch.optim.Muon(of("muon", MUON_RATE), weight_decay=0.01, adjust_lr_fn="match_rms_adamw"),
+    )
+
+
+def train(out: Path, budget: Budget, *, device: str = "cpu", seed: int = 0, quiet: bool = False) -> None:
+    """Train (or go on training) and leave a loadable checkpoint in `out`."""
+    trainer = Trainer(out, budget, torch.device(device), seed)
+    columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.percentage:>5.1f} %"), TimeRemainingColumn())
+    with Progress(*columns, disable=quiet) as progress:
+        task = progress.add_task("starting", total=1.0)
+        if trainer.resume():
+            progress.console.print(f"going on at step {trainer.step}, after {trainer.seconds / 60:.1f} minutes")
+        saved = time.monotonic()
+        means: dict[str, float] = {}
+        while trainer.done < 1:
+            for name, value in trainer.advance().items():
+                means[name] = 0.98 * means.get(name, value) + 0.02 * value
+            told = " ".join(f"{name} {value:.3f}" for name, value in means.items())
+            progress.update(task, completed=trainer.done, description=f"step {trainer.step} {told}")
+            if trainer.step % 200 == 0:
+                progress.console.print(f"step {trainer.step} after {trainer.seconds:.0f} s: {told}")
+            if time.monotonic() - saved > SAVE_EVERY_S:
+                trainer.save()
+                saved = time.monotonic()
+    trainer.save()
+    trainer.export()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m fusion.embedded.train", description=__doc__.split("\n")[0])
+    parser.add_argument("--out", type=Path, required=True, help="folder of the checkpoint and the run's state")
+    length = parser.add_mutually_exclusive_group()
+    length.add_argument("--minutes", type=float, default=20.0, help="wall time to train for (default 20)")
+    length.add_argument("--steps", type=int, help="number of steps instead: the same result on every run")
+    parser.add_argument("--device", default="cpu", help="cpu, cuda or cuda:N")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--threads", type=int, default=1, help="torch threads on the CPU")
+    arguments = parser.parse_args()
+    torch.set_num_threads(arguments.threads)
+    budget = Budget(arguments.steps, None if arguments.steps is not None else arguments.minutes)
+    train(arguments.out, budget, device=arguments.device, seed=arguments.seed)
+    print(format_accuracy(accuracy_by_skill(arguments.out, num_scenes=500, seed=1_000_001)))
 
 
 if __name__ == "__main__":

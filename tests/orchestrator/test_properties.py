@@ -168,7 +168,10 @@ def all_resident(machine: Machine) -> Simulation:
 @given(machine=machines(), arrivals=loads(max_prompt=60, max_tokens=20, bounded=False))
 def test_waiting_is_bounded_however_long_the_prompts(machine: Machine, arrivals: Arrivals) -> None:
     """With memory for all: whatever the token budget, long prompts ahead never keep a starving request from running."""
-    machine = dataclasses.replace(machine, max_adapter_pages=16, num_pages=16 + 14 * 80 * machine.pages_per_block)
+    blocks = 14 * -(-80 // machine.block_size)
+    machine = dataclasses.replace(
+        machine, max_adapter_pages=16, num_pages=(-(-16 // machine.pages_per_block) + blocks) * machine.pages_per_block
+    )
     simulation = all_resident(machine)
     simulation.run(arrivals)
     assert simulation.scheduler.stats("paper").num_preemptions == 0

@@ -1,4 +1,4 @@
-"""Import this first in a child process that needs the engine's wire but no model: keeps `vlora.engine` from loading torch."""
+"""Import this first in a child process that needs no model: `vlora.engine` then loads no torch."""
 
 from __future__ import annotations
 

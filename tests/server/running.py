@@ -44,7 +44,7 @@ def running_server(**settings: Any) -> Iterator[Running]:
         server.start_in_thread(lambda: VLoraService(front_end, loop, "scripted"))
         started.set_result(Running(server.port, engine, front_end, loop))
         await stopping.wait()
-        server.close()
+        await asyncio.to_thread(server.close)
         front_end.close()
 
     thread = threading.Thread(target=lambda: asyncio.run(main()), daemon=True)

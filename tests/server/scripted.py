@@ -1,7 +1,8 @@
 """An engine that follows a script, and a processor over bytes: what the surfaces are tested on, with no model.
 
-The script is in the prompt: `say:TEXT` answers TEXT, a byte per step; `forever` never stops by itself; `never` says nothing;
-`crash` fails the step loop; `exit` ends the process; `trip` fails while the request is taken in; `fail` fails its request alone.
+The script is in the prompt: `say:TEXT` answers TEXT, a byte per step; `forever` never stops by itself; `never` says
+nothing; `crash` fails the step loop; `exit` ends the process; `trip` fails while the request is taken in; `fail` fails
+its request alone.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import hashlib
 import json
 import os
 import re
+import sys
 import time
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
@@ -44,6 +46,7 @@ from vlora.types import (
     VisionInput,
 )
 
+ENGINE_COMMAND = (sys.executable, "-m", "tests.server.scripted_process")
 EOS = 256
 IMAGE = 257
 LABELS = ("dark", "bright")
@@ -117,8 +120,8 @@ class ScriptedEngine:
         answer = 0 if request.head else request.sampling.max_tokens
         if len(request.prompt_ids) + answer > self.limits.max_context:
             raise PromptTooLong(
-                f"the prompt has {len(request.prompt_ids)} tokens and may be answered with {answer}, together over this "
-                f"model's context of {self.limits.max_context}"
+                f"the prompt has {len(request.prompt_ids)} tokens and may be answered with {answer}, together over this"
+                f" model's context of {self.limits.max_context}"
             )
         if request.adapter is not None and request.adapter not in self._adapters:
             raise UnknownAdapter(f"no adapter named {request.adapter!r}")
@@ -309,4 +312,3 @@ def write_adapter(folder: Path, heads: dict[str, int] | None = None) -> str:
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "adapter_config.json").write_text(json.dumps({"heads": heads or {}}))
     return str(folder)
-

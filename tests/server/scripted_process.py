@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import sys
 
-import tests.server.light  # noqa: F401, I001
+import tests.server.light  # noqa: F401
 from tests.server.scripted import ScriptedEngine
 from vlora.engine.process import run
-
-COMMAND = (sys.executable, "-m", "tests.server.scripted_process")
 
 if __name__ == "__main__":
     sys.exit(run(sys.argv[1], ScriptedEngine))  # type: ignore[arg-type]

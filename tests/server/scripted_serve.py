@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import tests.server.light  # noqa: F401, I001
 import asyncio
 import sys
 
+import tests.server.light  # noqa: F401
 import vlora.cli
 import vlora.server.supervise
-from tests.server.scripted import ByteProcessor
-from tests.server.scripted_process import COMMAND
+from tests.server.scripted import ENGINE_COMMAND, ByteProcessor
 from vlora.config import EngineConfig, ServerConfig
 
 
@@ -20,7 +19,7 @@ def main() -> None:
             ServerConfig(rpyc_port=0, drain_s=float(sys.argv[2])),
             dict(pair.split("=") for pair in sys.argv[3:]),
             announce=lambda line: print(line, flush=True),
-            engine_command=COMMAND,
+            engine_command=ENGINE_COMMAND,
             load_processor=lambda model: ByteProcessor(),  # type: ignore[arg-type,return-value]
         )
     )

@@ -12,8 +12,7 @@ from typing import Any
 
 import pytest
 
-from tests.server.scripted import write_adapter
-from tests.server.scripted_process import COMMAND
+from tests.server.scripted import ENGINE_COMMAND, write_adapter
 from vlora.config import EngineConfig
 from vlora.engine.client import EngineClient
 from vlora.errors import BadAdapter, BadConfig, EngineDead, UnknownAdapter
@@ -35,7 +34,7 @@ def run(coroutine: Coroutine[Any, Any, None]) -> None:
 
 
 async def start(model: str = "scripted", **fields: Any) -> EngineClient:
-    return await EngineClient.start(EngineConfig(model=model, **fields), command=COMMAND)
+    return await EngineClient.start(EngineConfig(model=model, **fields), command=ENGINE_COMMAND)
 
 
 def test_requests_calls_refusals_and_a_clean_stop(tmp_path: Path) -> None:
@@ -65,7 +64,7 @@ def test_requests_calls_refusals_and_a_clean_stop(tmp_path: Path) -> None:
         # Adapters.
         status = await engine.load_adapter("signs", write_adapter(tmp_path / "signs", {"kind": 1}))
         assert status.name == "signs" and await engine.adapters() == (status,)
-        with pytest.raises(BadAdapter, match="no adapter_config.json"):
+        with pytest.raises(BadAdapter, match=r"no adapter_config\.json"):
             await engine.load_adapter("nothing", str(tmp_path))
         await engine.unload_adapter("signs")
         with pytest.raises(UnknownAdapter):
@@ -104,7 +103,12 @@ def test_a_dead_engine_tells_everyone_why_at_once(deed: str, cause: str) -> None
         for _, last in await asyncio.gather(*waiting):
             assert last.error is not None and (last.error.code, last.error.message) == ("engine_dead", cause)
         assert time.monotonic() - died < 2
-        for call in (engine.stats(), engine.adapters(), engine.load_adapter("a", "b"), anext(engine.generate(request("z", "z")))):
+        for call in (
+            engine.stats(),
+            engine.adapters(),
+            engine.load_adapter("a", "b"),
+            anext(engine.generate(request("z", "z"))),
+        ):
             with pytest.raises(EngineDead, match=cause):
                 await call
         assert await engine.wait_dead() == cause

@@ -123,7 +123,7 @@ def test_heads_answer_with_their_own_question_and_are_told_apart(tmp_path: Path)
             await front.ask_head([png()], "cam", "motion")
         with pytest.raises(UnknownHead, match="its heads: night, motion; head 'kind' belongs to adapter 'signs'"):
             await front.ask_head([png()], "cam", "kind")
-        with pytest.raises(UnknownHead, match="adapter 'cam' has no head 'zzz'; its heads: night, motion$"):
+        with pytest.raises(UnknownHead, match=r"adapter 'cam' has no head 'zzz'; its heads: night, motion$"):
             await front.ask_head([png()], "cam", "zzz")
         with pytest.raises(UnknownAdapter, match="registered: cam, signs"):
             await front.ask_head([png()], "zzz", "kind")
@@ -153,7 +153,7 @@ def test_a_request_is_bounded_in_time_wherever_it_is() -> None:
     async def main() -> None:
         engine = ScriptedInterface()
         front = front_end(engine, request_timeout_s=0.2)
-        with pytest.raises(DeadlineMissed, match="not answered within 0.2 s"):
+        with pytest.raises(DeadlineMissed, match=r"not answered within 0\.2 s"):
             await ask(front, "never")
         assert len(engine.engine.cancelled) == 1
         with pytest.raises(DeadlineMissed):

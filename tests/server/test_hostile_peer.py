@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import socket
 import struct
 import time
@@ -45,7 +46,18 @@ def still_serving(server: Running) -> Iterator[None]:
 
 
 @pytest.mark.parametrize(
-    "name", ["_front_end", "_loop", "__class__", "__init__", "__dict__", "__doc__", "on_disconnect", "_connect", "exposed_stats"]
+    "name",
+    [
+        "_front_end",
+        "_loop",
+        "__class__",
+        "__init__",
+        "__dict__",
+        "__doc__",
+        "on_disconnect",
+        "_connect",
+        "exposed_stats",
+    ],
 )
 def test_no_attribute_can_be_read_written_or_deleted(peer: Any, name: str) -> None:
     root = peer.root
@@ -58,7 +70,9 @@ def test_no_attribute_can_be_read_written_or_deleted(peer: Any, name: str) -> No
             peer.sync_request(handler, root, *args)
 
 
-@pytest.mark.parametrize("name", ["_reply", "on_disconnect", "__init__", "__class__", "get_service_name.__func__", "", 7])
+@pytest.mark.parametrize(
+    "name", ["_reply", "on_disconnect", "__init__", "__class__", "get_service_name.__func__", "", 7]
+)
 def test_only_exposed_methods_can_be_called(peer: Any, name: Any) -> None:
     with pytest.raises((AttributeError, TypeError)):
         peer.sync_request(consts.HANDLE_CALLATTR, peer.root, name, (), ())
@@ -189,33 +203,20 @@ def request(*args: Any) -> bytes:
     ],
 )
 def test_bytes_that_are_not_the_protocol_end_that_connection_only(server: Running, data: bytes) -> None:
-    with socket.create_connection(("127.0.0.1", server.port), timeout=10) as raw:
-        with _quiet():
-            raw.sendall(data)
-            raw.shutdown(socket.SHUT_WR)
-            while raw.recv(65536):
-                pass
-
-
-class _quiet:
-    def __enter__(self) -> None: ...
-
-    def __exit__(self, kind: type | None, *rest: object) -> bool:
-        return kind is not None and issubclass(kind, OSError)
+    with socket.create_connection(("127.0.0.1", server.port), timeout=10) as raw, contextlib.suppress(OSError):
+        raw.sendall(data)
+        raw.shutdown(socket.SHUT_WR)
+        while raw.recv(65536):
+            pass
 
 
 def test_a_peer_that_asks_and_never_reads_holds_up_nobody(server: Running) -> None:
     with socket.create_connection(("127.0.0.1", server.port), timeout=1) as raw:
         raw.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         ping = frame(request(1, (consts.HANDLE_PING, (consts.LABEL_TUPLE, ((consts.LABEL_VALUE, b"x" * 10_000),)))))
-        with _quiet():
-            try:
-                for _ in range(5_000):
-                    raw.sendall(ping)
-            except TimeoutError:
-                pass  # the server reads no more from this peer: back-pressure
-            else:
-                raise AssertionError("the server took 50 MB of requests whose answers nobody reads")
+        with pytest.raises(TimeoutError):  # the server reads no more from this peer: back-pressure
+            for _ in range(5_000):
+                raw.sendall(ping)
         started = time.monotonic()
         with Client(port=server.port) as client:
             assert client.generate("say:others").text == "others"

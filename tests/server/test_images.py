@@ -45,7 +45,15 @@ def test_the_named_formats_become_rgb(kind: str) -> None:
 
 @pytest.mark.parametrize(
     "data",
-    [b"", b"no image", png()[:40], png(kind="JPEG")[:150], NOISE[: len(NOISE) // 2], b"\x89PNG\r\n\x1a\n" + b"\0" * 50, bomb(0, 10)],
+    [
+        b"",
+        b"no image",
+        png()[:40],
+        png(kind="JPEG")[:150],
+        NOISE[: len(NOISE) // 2],
+        b"\x89PNG\r\n\x1a\n" + b"\0" * 50,
+        bomb(0, 10),
+    ],
     ids=["empty", "text", "cut png", "cut jpeg", "half a png", "png of zeros", "0 x 10"],
 )
 def test_bytes_that_are_no_image_are_named(data: bytes) -> None:

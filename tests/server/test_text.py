@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -14,16 +16,16 @@ def decode(token_ids: list[int]) -> str:
 
 def cut(data: bytes, cuts: list[int]) -> list[list[int]]:
     places = sorted({0, len(data), *(place % (len(data) + 1) for place in cuts)})
-    return [list(data[a:b]) for a, b in zip(places, places[1:], strict=False)]
+    return [list(data[a:b]) for a, b in itertools.pairwise(places)]
 
 
 @given(st.text(), st.lists(st.integers(0, 100)))
 def test_pieces_join_to_the_text_and_none_ends_in_half_a_character(text: str, cuts: list[int]) -> None:
     detokenizer = Detokenizer(decode)
     pieces = [detokenizer.feed(tokens) for tokens in cut(text.encode(), cuts)]
-    assert "".join(pieces) == text.replace("\ufffd", "\ufffd")
-    assert not any(piece.endswith("\ufffd") for piece in pieces if "\ufffd" not in text)
-    assert detokenizer.finish() == ""
+    # A replacement character of the text itself looks like half a character until something follows it.
+    assert "".join(pieces) + detokenizer.finish() == text
+    assert not any(piece.endswith("\ufffd") for piece in pieces)
 
 
 def test_half_a_character_at_the_end_comes_out_as_the_replacement_character() -> None:
@@ -43,8 +45,14 @@ def test_spaces_that_depend_on_the_token_before_are_kept() -> None:
     assert [detokenizer.feed([token]) for token in (0, 1, 0, 2, 3)] == ["", "Hello", "", " there", " world"]
 
 
-@given(st.text("ab", max_size=30), st.lists(st.text("ab", min_size=1, max_size=4), max_size=3), st.lists(st.integers(0, 50)))
-def test_stop_filter_gives_the_text_before_the_stop_string_that_is_first_complete(text: str, stop: list[str], cuts: list[int]) -> None:
+@given(
+    st.text("ab", max_size=30),
+    st.lists(st.text("ab", min_size=1, max_size=4), max_size=3),
+    st.lists(st.integers(0, 50)),
+)
+def test_stop_filter_gives_the_text_before_the_stop_string_that_is_first_complete(
+    text: str, stop: list[str], cuts: list[int]
+) -> None:
     ends = ((end, each) for end in range(len(text) + 1) for each in stop if text[:end].endswith(each))
     first = min(ends, key=lambda match: (match[0], -len(match[1])), default=None)
     expected = text if first is None else text[: first[0] - len(first[1])]
@@ -56,7 +64,15 @@ def test_stop_filter_gives_the_text_before_the_stop_string_that_is_first_complet
 
 def test_text_is_held_back_only_while_it_may_become_a_stop_string() -> None:
     stop_filter = StopFilter(["END"])
-    assert [stop_filter.feed(piece) for piece in ("a", "E", "N", "x", "EN", "D", "more")] == ["a", "", "", "ENx", "", "", ""]
+    assert [stop_filter.feed(piece) for piece in ("a", "E", "N", "x", "EN", "D", "more")] == [
+        "a",
+        "",
+        "",
+        "ENx",
+        "",
+        "",
+        "",
+    ]
     assert stop_filter.stopped
 
 

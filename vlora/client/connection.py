@@ -75,7 +75,7 @@ class ServerConnection:
             self._pending.add(future)
         try:
             self._rpyc.start_call(self._root, call, future)
-        except (OSError, EOFError) as error:
+        except (OSError, EOFError, RuntimeError) as error:  # the last from RPyC, whose cleanup releases its lock
             self._settle(future)
             raise self._lost() from error
         future.add_done_callback(self._settle)

@@ -224,13 +224,15 @@ def _private_folder() -> Path:
 async def _first_message(process: asyncio.subprocess.Process, socket: zmq.asyncio.Socket) -> wire.FromEngine:
     incoming = asyncio.ensure_future(socket.recv())
     ended = asyncio.ensure_future(process.wait())
-    await asyncio.wait({incoming, ended}, return_when=asyncio.FIRST_COMPLETED)
-    await asyncio.wait({incoming}, timeout=_LAST_WORDS_S)
-    if incoming.done():
+    try:
+        await asyncio.wait({incoming, ended}, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait({incoming}, timeout=_LAST_WORDS_S)
+        if incoming.done():
+            return wire.decode_from_engine(incoming.result())
+        raise EngineDead(f"{_end_of_process(ended.result())} while starting; its own messages are above")
+    finally:
+        incoming.cancel()
         ended.cancel()
-        return wire.decode_from_engine(incoming.result())
-    incoming.cancel()
-    raise EngineDead(f"{_end_of_process(ended.result())} while starting; its own messages are above")
 
 
 async def _end(process: asyncio.subprocess.Process) -> None:

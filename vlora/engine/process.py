@@ -1,7 +1,7 @@
 """The main of an engine process: one `Engine`, one step loop, one socket to the client that started it.
 
 Run as `python -m vlora.engine.process ADDRESS`. Standard input is a leash: it never carries anything, and when it
-closes, the parent is gone and the engine ends too. Interrupt and terminate signals are the parent's, which drains first.
+closes, the parent is gone and the engine ends too. Interrupt and terminate signals are for the parent, which drains.
 """
 
 from __future__ import annotations

@@ -10,10 +10,10 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 import atmm
+from vlora.models.product import linear
 
 
 class LaneScope:
@@ -64,7 +64,7 @@ class AdaptedLinear(nn.Linear):
     scope: LaneScope
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        y = F.linear(input, self.weight, self.bias)
+        y = linear(input, self.weight, self.bias)
         num_rows = y.numel() // self.out_features
         plan = self.scope.plan_for(num_rows)
         if plan is not None:

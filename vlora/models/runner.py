@@ -15,6 +15,7 @@ from vlora.memory.arena import PAGE_BYTES, Arena
 from vlora.models.attention import DecodeRows, KVCache, PrefillSpan, StepAttention, decode_rows
 from vlora.models.bank import AdapterBank
 from vlora.models.forward import ForwardBatch, Row
+from vlora.models.product import linear
 from vlora.models.request_state import RequestState, Visual
 from vlora.models.sampling import sample
 from vlora.models.seam import Seam
@@ -170,7 +171,7 @@ class ModelRunner:
         if not rows:
             return {}
         picked = hidden.index_select(0, torch.tensor([row.stop - 1 for row in rows]).to(hidden.device))
-        logits = self._seam.lm_head(picked).float()
+        logits = linear(picked, self._seam.lm_head.weight, self._seam.lm_head.bias).float()
         states = [row.state for row in rows]
         chosen = sample(
             logits,

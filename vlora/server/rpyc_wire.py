@@ -10,6 +10,7 @@ import logging
 import queue
 import socket
 import threading
+import time
 import zlib
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -27,6 +28,7 @@ log = logging.getLogger(__name__)
 
 _MAX_CALLS = 1024  # unanswered calls of one connection; its next ones wait in the socket
 _SEND_S = 30.0  # a peer that takes nothing for this long is disconnected
+_LAST_REPLIES_S = 1.0
 
 _PROTOCOL = {
     "allow_public_attrs": False,
@@ -75,9 +77,15 @@ class ValueConnection(rpyc.Connection):
 
     def __init__(self, root: Any, channel: Channel, config: dict[str, Any]) -> None:
         super().__init__(root, channel, config)
-        self._slots = threading.BoundedSemaphore(_MAX_CALLS)
+        self._unanswered = 0
+        self._answered = threading.Condition()
         self._replies: queue.SimpleQueue[tuple[int, int, Any] | None] = queue.SimpleQueue()
         threading.Thread(target=self._write, name="vlora-rpyc-writer", daemon=True).start()
+
+    def wait_answered(self, timeout_s: float) -> None:
+        """Wait until every call so far has its reply sent."""
+        with self._answered:
+            self._answered.wait_for(lambda: self._unanswered == 0, timeout_s)
 
     def _cleanup(self, _anyway: bool = True) -> None:
         self._replies.put(None)
@@ -118,10 +126,14 @@ class ValueConnection(rpyc.Connection):
             return self._local_objects[value]
         raise ValueError("only values can be sent: bytes, text, numbers and tuples of them")
 
+    def _unbox_exc(self, raw: Any) -> Exception:
+        """Answers are not awaited here; RPyC would make, and keep, a class for every name a peer thinks of."""
+        return ValueError("an exception of the peer")
+
     def _dispatch_request(self, seq: int, raw_args: Any) -> None:
-        while not self._slots.acquire(timeout=1):
-            if self._channel.closed:
-                raise EOFError("the peer does not take its answers")
+        with self._answered:
+            self._answered.wait_for(lambda: self._unanswered < _MAX_CALLS or self._channel.closed)
+            self._unanswered += 1
         try:
             handler, args = raw_args
             if handler not in self._HANDLERS:
@@ -134,8 +146,6 @@ class ValueConnection(rpyc.Connection):
             result.add_done_callback(
                 lambda future: self._replies.put((consts.MSG_REPLY, seq, self._box(future.result())))
             )
-        elif self.closed:
-            self._slots.release()
         else:
             self._replies.put((consts.MSG_REPLY, seq, self._box(result)))
 
@@ -145,9 +155,11 @@ class ValueConnection(rpyc.Connection):
         while (reply := self._replies.get()) is not None:
             try:
                 self._send(*reply)
-            except (OSError, EOFError):
+            except (OSError, EOFError, RuntimeError):  # the last from RPyC, whose cleanup may release its lock under us
                 self._channel.close()
-            self._slots.release()
+            with self._answered:
+                self._unanswered -= 1
+                self._answered.notify_all()
 
 
 class RpycServer(ThreadedServer):
@@ -155,6 +167,8 @@ class RpycServer(ThreadedServer):
 
     def __init__(self, host: str, port: int, max_message_bytes: int) -> None:
         self._max_message_bytes = max_message_bytes
+        self._connections: set[ValueConnection] = set()
+        self._lock = threading.Lock()
         try:
             super().__init__(
                 rpyc.VoidService,
@@ -173,6 +187,15 @@ class RpycServer(ThreadedServer):
         self._listen()
         threading.Thread(target=self.start, name="vlora-rpyc-accept", daemon=True).start()
 
+    def close(self) -> None:
+        """Stop. Replies that are ready, or become so within a moment, are still sent."""
+        deadline = time.monotonic() + _LAST_REPLIES_S
+        with self._lock:
+            connections = tuple(self._connections)
+        for connection in connections:
+            connection.wait_answered(max(0.0, deadline - time.monotonic()))
+        super().close()
+
     def _accept_method(self, sock: socket.socket) -> None:
         threading.Thread(target=self._serve, args=(sock,), name="vlora-rpyc-reader", daemon=True).start()
 
@@ -182,7 +205,13 @@ class RpycServer(ThreadedServer):
             sock.settimeout(_SEND_S)
             channel = BoundedChannel(SocketStream(sock), self._max_message_bytes)
             connection = ValueConnection(self._make_service(), channel, self.protocol_config)
-            connection.serve_all()
+            with self._lock:
+                self._connections.add(connection)
+            try:
+                connection.serve_all()
+            finally:
+                with self._lock:
+                    self._connections.discard(connection)
         except Exception as error:
             log.warning("a connection was closed: %s: %s", type(error).__name__, error)
         finally:

@@ -1,4 +1,4 @@
-"""`vlora serve`: starts the engine process, loads the adapters, opens the front end here, and ends all of it cleanly."""
+"""`vlora serve`: starts the engine process, loads the adapters, opens the front end here, ends all of it cleanly."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ async def serve(
 ) -> None:
     """Serve until interrupted or terminated, then drain. adapters: name -> folder. announce is told when all is ready.
 
-    Raises BadConfig (model, settings, address), BadAdapter; EngineDead at the end if the engine died on the way. Meanwhile
-    the front end stays, so that every client hears why.
+    Raises BadConfig (model, settings, address), BadAdapter; EngineDead at the end if the engine died on the way. Until
+    then the front end stays, so that every client hears why.
     """
     stop = asyncio.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
@@ -62,7 +62,8 @@ async def serve(
         if cause is not None:
             raise EngineDead(cause)
     finally:
-        rpyc_server.close()
+        # In a thread: the last replies come from this loop.
+        await asyncio.to_thread(rpyc_server.close)
 
 
 async def _start(

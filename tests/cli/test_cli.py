@@ -1,0 +1,235 @@
+"""The command line: help, flags that come from the configuration, answers, and errors of one line."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import cv2
+import numpy as np
+import pytest
+
+import vlora.cli
+from tests.server.running import Running, png, running_server
+from tests.server.scripted import write_adapter
+from vlora.config import EngineConfig, ServerConfig
+from vlora.errors import BadPlan
+
+ROOT = Path(__file__).parents[2]
+COMMANDS = sorted(vlora.cli.cli.commands)
+
+NIGHT = ("--adapter", "cam", "--head", "night")
+
+Vlora = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def vlora_command(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Vlora:
+    """Run the command in this process: exit code, stdout, stderr."""
+
+    def run(*args: str) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["vlora", *args])
+        with pytest.raises(SystemExit) as exit:
+            vlora.cli.main()
+        code = exit.value.code
+        return (0 if code is None else int(code), *capfd.readouterr())
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    with running_server() as running:
+        folder = tmp_path_factory.mktemp("adapters")
+        running.on_loop(running.front_end.load_adapter("cam", write_adapter(folder / "cam", {"night": 2, "day": 1})))
+        running.on_loop(running.front_end.load_adapter("signs", write_adapter(folder / "signs")))
+        yield running
+
+
+@pytest.fixture
+def address(server: Running) -> str:
+    return f"127.0.0.1:{server.port}"
+
+
+@pytest.fixture
+def image(tmp_path: Path) -> str:
+    (tmp_path / "a.png").write_bytes(png())
+    return str(tmp_path / "a.png")
+
+
+@pytest.fixture
+def video(tmp_path: Path) -> str:
+    """Two dark seconds, one bright, and a bright rest, at 10 frames per second."""
+    path = str(tmp_path / "video.mp4")
+    writer = cv2.VideoWriter(path, cv2.VideoWriter.fourcc(*"mp4v"), 10, (64, 48))
+    for place in range(34):
+        writer.write(np.full((48, 64, 3), 20 if place < 20 else 230, np.uint8))
+    writer.release()
+    return path
+
+
+# -- help and flags ---------------------------------------------------------------------------------------------------
+
+
+def test_help_loads_nothing_heavy() -> None:
+    code = (
+        "import sys, vlora.cli; sys.argv = ['vlora', '--help']\n"
+        "try: vlora.cli.main()\n"
+        "except SystemExit: pass\n"
+        "heavy = {'torch', 'numpy', 'transformers', 'cv2', 'rpyc', 'fastapi'} & set(sys.modules)\n"
+        "assert not heavy, heavy"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT, stdout=subprocess.DEVNULL)
+
+
+def test_a_query_loads_no_model_libraries(address: str, image: str) -> None:
+    code = (
+        f"import sys, vlora.cli; sys.argv = ['vlora', 'query', {image!r}, 'say:light', '--server', {address!r}]\n"
+        "try: vlora.cli.main()\n"
+        "except SystemExit as exit: assert not exit.code, exit.code\n"
+        "heavy = {'torch', 'numpy', 'transformers', 'cv2', 'zmq'} & set(sys.modules); assert not heavy, heavy"
+    )
+    done = subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT, stdout=subprocess.PIPE)
+    assert done.stdout == b"light\n"
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_explains_itself_with_an_example(vlora_command: Vlora, command: str) -> None:
+    code, out, _ = vlora_command(command, "--help")
+    assert code == 0 and f"  vlora {command}" in out.split("Options:")[0]
+
+
+def test_without_a_command_help_is_shown(vlora_command: Vlora) -> None:
+    code, out, _ = vlora_command()
+    assert code == 0 and out.startswith("Usage: vlora") and all(command in out for command in COMMANDS)
+
+
+@pytest.mark.parametrize("config", [EngineConfig, ServerConfig])
+def test_every_setting_is_a_flag_with_its_own_default_and_a_help_text(config: type) -> None:
+    options = {option.name: option for option in vlora.cli.cli.commands["serve"].params}
+    for field in dataclasses.fields(config):
+        option = options[field.name]
+        assert option.help, f"--{field.name} has no help text"
+        if field.name != "model":
+            assert option.default == field.default
+
+
+# -- asking -----------------------------------------------------------------------------------------------------------
+
+
+def test_query_prints_the_answer_as_text_or_json(vlora_command: Vlora, address: str, image: str) -> None:
+    assert vlora_command("query", image, "say:a grün sign", "--server", address) == (0, "a grün sign\n", "")
+    code, out, _ = vlora_command(
+        "query", image, "say:a.b", "--server", address, "--adapter", "cam", "--stop", ".", "--json"
+    )
+    answer = json.loads(out)
+    assert code == 0 and (answer["text"], answer["adapter"], answer["finish_reason"]) == ("a", "cam", "stop")
+
+
+def test_the_server_may_come_from_the_environment(
+    vlora_command: Vlora, address: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("VLORA_SERVER", address)
+    code, out, _ = vlora_command("adapters")
+    assert code == 0 and "cam  rank 8" in out and "head night  classification over 2 frames: dark, bright" in out
+    code, out, _ = vlora_command("adapters", "--json")
+    assert [json.loads(line)["name"] for line in out.splitlines()] == ["cam", "signs"]
+
+
+def test_stream_prints_a_line_per_second_of_video(vlora_command: Vlora, address: str, video: str) -> None:
+    args = ("stream", video, *NIGHT, "--server", address)
+    code, out, err = vlora_command(*args)
+    assert code == 0 and err == ""
+    assert [line.split()[:3] for line in out.splitlines()] == [
+        ["0.0", "s", "dark"],
+        ["1.0", "s", "dark"],
+        ["2.0", "s", "bright"],
+        ["3.0", "s", "bright"],
+    ]
+    code, out, _ = vlora_command(*args, "--json")
+    results = [json.loads(line) for line in out.splitlines()]
+    assert [result["label"] for result in results] == ["dark", "dark", "bright", "bright"]
+    assert all(result["latency_s"] > 0 and 0.5 < result["confidence"] <= 1 for result in results)
+
+
+# -- mistakes ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["query"], "missing argument 'IMAGE'; see 'vlora query --help'"),
+        (["nonsense"], "no such command 'nonsense'; see 'vlora --help'"),
+        (["query", "IMAGE", "say:x", "--nonsense"], "no such option"),
+        (["query", "IMAGE", "say:x", "--max-tokens", "many"], "invalid value for '--max-tokens'"),
+        (["query", "IMAGE", "say:x", "--max-tokens", "0"], "max_tokens is 0; it must be at least 1"),
+        (["query", "IMAGE", " "], "the prompt is empty; ask something"),
+        (["query", "nowhere.png", "say:x"], "cannot read image 'nowhere.png': No such file or directory"),
+        (["query", __file__, "say:x"], "image 1 ("),
+        (["query", "IMAGE", "say:x", "--adapter", "zzz"], "no adapter named 'zzz'; registered: cam, signs"),
+        (["query", "IMAGE", "say:x", "--server", "zzz"], "--server is 'zzz'; write HOST:PORT"),
+        (["query", "IMAGE", "say:x", "--server", "127.0.0.1:1"], "cannot reach a server at 127.0.0.1:1: "),
+        (
+            ["stream", "nowhere.mp4", "--adapter", "cam", "--head", "night"],
+            "cannot read video 'nowhere.mp4': there is no such",
+        ),
+        (["stream", __file__, "--adapter", "cam", "--head", "night"], "it is no video this machine can decode"),
+        (["stream", "IMAGE", "--adapter", "zzz", "--head", "night"], "no adapter named 'zzz'; registered: cam, signs"),
+        (
+            ["stream", "IMAGE", "--adapter", "cam", "--head", "zzz"],
+            "adapter 'cam' has no head 'zzz'; its heads: night, day",
+        ),
+        (
+            ["stream", "IMAGE", "--adapter", "signs", "--head", "day"],
+            "its heads: none; head 'day' belongs to adapter 'cam'",
+        ),
+        (["serve", "--adapter", "cam"], "--adapter is 'cam'; write NAME=PATH"),
+        (["serve", "--adapter", "a=x", "--adapter", "a=y"], "adapter 'a' is given twice"),
+        (["serve", "--adapters", "nowhere"], "nowhere: no folder with an adapter_config.json in it"),
+        (["serve", "--max-batch-size", "0"], "max_batch_size is 0; it must be at least 1"),
+        (["serve", "--load-format", "zzz"], "invalid value for '--load-format'"),
+        (["serve", "--host", "0.0.0.0"], "host is '0.0.0.0'; without authentication"),
+        (["serve", "--model", "./nowhere"], "--model is './nowhere'; there is no such folder"),
+        (["bench", "zzz"], "no bench named 'zzz'; choose one of "),
+        (["fuse", "nowhere.yaml", "--out", "x"], "nowhere.yaml"),
+    ],
+)
+def test_mistakes_are_one_line_and_code_2(
+    vlora_command: Vlora, address: str, image: str, monkeypatch: pytest.MonkeyPatch, args: list[str], message: str
+) -> None:
+    monkeypatch.setenv("VLORA_SERVER", address)
+    code, out, err = vlora_command(*(image if arg == "IMAGE" else arg for arg in args))
+    assert (code, out) == (2, "")
+    assert err.startswith("error: ") and message in err and err.count("\n") == 1, err
+
+
+def test_a_video_cut_short_is_one_line_too(address: str, video: str, tmp_path: Path) -> None:
+    broken = tmp_path / "broken.mp4"
+    broken.write_bytes(Path(video).read_bytes()[:400])
+    command = [sys.executable, "-m", "vlora.cli", "stream", str(broken), *NIGHT, "--server", address]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == f"error: cannot read video {str(broken)!r}: it is no video this machine can decode\n"
+
+
+def test_several_mistakes_of_a_plan_stay_on_one_line(vlora_command: Vlora, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*args: object, **options: object) -> None:
+        raise BadPlan("plan.yaml, line 3, field `a`: is missing\nplan.yaml, line 9, field `b`: no such field")
+
+    monkeypatch.setattr("fusion.commands.fuse", refuse)
+    code, _, err = vlora_command("fuse", "plan.yaml", "--out", "x")
+    assert code == 2 and err == (
+        "error: plan.yaml, line 3, field `a`: is missing; plan.yaml, line 9, field `b`: no such field\n"
+    )
+
+
+def test_adapter_folders_are_found_by_name(tmp_path: Path) -> None:
+    for name in ("signs", "cam"):
+        write_adapter(tmp_path / name)
+    (tmp_path / "not-an-adapter").mkdir()
+    found = vlora.cli._named_adapters((f"extra={tmp_path}/x=y",), tmp_path)
+    assert found == {"cam": str(tmp_path / "cam"), "signs": str(tmp_path / "signs"), "extra": f"{tmp_path}/x=y"}

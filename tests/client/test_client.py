@@ -1,0 +1,248 @@
+"""The client against a running server: answers, streams, errors, many threads, lost connections."""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+import vlora.client
+from tests.server.running import Running, png, running_server
+from tests.server.scripted import write_adapter
+from vlora.client import Answer, AsyncClient, Client
+from vlora.client.values import DEFAULT_HOST, DEFAULT_PORT
+from vlora.config import ServerConfig
+from vlora.errors import (
+    Aborted,
+    BadAdapter,
+    BadImage,
+    BadRequest,
+    DeadlineMissed,
+    Disconnected,
+    TooLarge,
+    UnknownAdapter,
+    UnknownHead,
+    VLoraError,
+)
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Running]:
+    with running_server(max_image_bytes=100_000, max_message_bytes=1_000_000) as running:
+        yield running
+
+
+@pytest.fixture
+def client(server: Running) -> Iterator[Client]:
+    with Client(port=server.port) as made:
+        yield made
+
+
+def idle(server: Running) -> bool:
+    deadline = time.monotonic() + 5
+    while server.engine.engine.running and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return not server.engine.engine.running
+
+
+def test_loads_no_model_libraries_and_takes_little_time() -> None:
+    code = (
+        "import sys, vlora.client; heavy = {'torch', 'numpy', 'transformers', 'PIL', 'cv2', 'zmq'} & set(sys.modules);"
+        "assert not heavy, heavy"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(vlora.client.__file__).parents[2])
+
+
+def test_public_names_and_defaults() -> None:
+    assert vlora.client.__all__ == sorted(vlora.client.__all__)
+    assert (ServerConfig().host, ServerConfig().rpyc_port) == (DEFAULT_HOST, DEFAULT_PORT)
+
+
+def test_generate_takes_bytes_and_paths_and_gives_the_whole_answer(client: Client, tmp_path: Path) -> None:
+    (tmp_path / "a.png").write_bytes(png())
+    images = [png(), tmp_path / "a.png", str(tmp_path / "a.png"), bytearray(png()), memoryview(png())]
+    answer = client.generate("say:fünf Bilder", images)
+    assert (answer.text, answer.finish_reason) == ("fünf Bilder", "stop")
+    assert answer.num_prompt_tokens == 21 and answer.timings.latency_s > 0 and answer.total_s > 0
+    assert client.generate("forever", max_tokens=4).finish_reason == "length"
+    assert client.generate("say:a.b", stop=".").text == client.generate("say:a.b", stop=["."]).text == "a"
+
+
+def test_stream_gives_pieces_and_then_the_answer(client: Client) -> None:
+    stream = client.stream("say:" + "word " * 20)
+    pieces = list(stream)
+    assert len(pieces) > 5 and "".join(pieces) == "word " * 20
+    assert stream.answer is not None and stream.answer.text == "word " * 20
+
+
+@pytest.mark.parametrize("leave", ["close", "with", "drop", "disconnect"])
+def test_leaving_a_stream_frees_its_request(server: Running, leave: str) -> None:
+    client = Client(port=server.port)
+    stream = client.stream("forever", max_tokens=90_000)
+    assert next(stream).startswith("x")
+    assert server.engine.engine.running
+    if leave == "close":
+        stream.close()
+    elif leave == "with":
+        with stream:
+            pass
+    elif leave == "drop":
+        del stream
+    else:
+        client.close()
+    assert idle(server)
+    client.close()
+
+
+def test_heads_and_adapters(client: Client, tmp_path: Path) -> None:
+    status = client.load_adapter("cam", write_adapter(tmp_path / "cam", {"night": 1}))
+    assert status.name == "cam" and [each.name for each in client.adapters()] == ["cam"]
+    result = client.ask_head([png(10)], "cam", "night")
+    assert (result.label, result.labels) == ("dark", ("dark", "bright")) and 0.9 < result.confidence <= 1
+    assert client.generate("say:x", adapter="cam").adapter == "cam"
+    assert client.stats().num_finished > 0
+    with pytest.raises(UnknownHead, match="its heads: night"):
+        client.ask_head([png()], "cam", "day")
+    with pytest.raises(BadAdapter, match="no adapter_config"):
+        client.load_adapter("bad", tmp_path)
+    client.unload_adapter("cam")
+    with pytest.raises(UnknownAdapter):
+        client.unload_adapter("cam")
+
+
+def test_mistakes_come_back_as_typed_errors(client: Client) -> None:
+    with pytest.raises(BadRequest, match="the prompt is empty"):
+        client.generate("")
+    with pytest.raises(BadImage, match="image 1"):
+        client.generate("say:x", [b"broken"])
+    with pytest.raises(BadImage, match=r"cannot read image 'nowhere.png': No such file"):
+        client.generate("say:x", ["nowhere.png"])
+    with pytest.raises(TooLarge, match="image 1 has 100001 bytes"):
+        client.generate("say:x", [b"x" * 100_001])
+    with pytest.raises(TooLarge, match="1200000 bytes of images; this server takes at most 9"):
+        client.generate("say:x", [b"x" * 100_000] * 12)
+    with pytest.raises(BadRequest, match="max_tokens is -1"):
+        client.generate("say:x", max_tokens=-1)
+    with pytest.raises(BadRequest, match="unknown sampling option 'max_token'; known: max_tokens"):
+        client.generate("say:x", max_token=1)
+    with pytest.raises(BadRequest, match="sampling: Expected `float`"):
+        client.generate("say:x", temperature="hot")
+    with pytest.raises(VLoraError, match="the server made a mistake: ValueError: tripped"):
+        client.generate("trip")
+    with pytest.raises(UnknownAdapter):
+        next(client.stream("say:x", adapter="nobody"))
+    assert client.generate("say:still here").text == "still here"
+
+
+def test_many_threads_share_one_client(client: Client) -> None:
+    def ask(i: int) -> str:
+        if i % 3 == 0:
+            return "".join(client.stream(f"say:thread {i}"))
+        if i % 7 == 0:
+            with pytest.raises(BadImage):
+                client.generate("say:x", [b"broken"])
+        return client.generate(f"say:thread {i}", [png(i)]).text
+
+    with ThreadPoolExecutor(16) as threads:
+        assert list(threads.map(ask, range(64))) == [f"thread {i}" for i in range(64)]
+
+
+def test_requests_of_one_client_are_under_way_together(server: Running, client: Client) -> None:
+    with ThreadPoolExecutor(4) as threads:
+        slow = [threads.submit(client.generate, "forever", max_tokens=300) for _ in range(3)]
+        started = time.monotonic()
+        assert client.generate("say:quick").text == "quick"
+        assert time.monotonic() - started < 0.25 and not any(each.done() for each in slow)
+        assert all(each.result().num_completion_tokens == 300 for each in slow)
+
+
+def test_a_client_that_gives_up_cancels(server: Running) -> None:
+    with Client(port=server.port, timeout_s=0.2) as client:
+        with pytest.raises(DeadlineMissed, match=r"within 0\.2 s"):
+            client.generate("never")
+        assert idle(server)
+
+
+def test_an_unloaded_adapter_aborts_its_requests(client: Client, tmp_path: Path) -> None:
+    client.load_adapter("going", write_adapter(tmp_path / "going"))
+    stream = client.stream("forever", adapter="going", max_tokens=90_000)
+    next(stream)
+    client.unload_adapter("going")
+    with pytest.raises(Aborted, match="adapter 'going' was unloaded"):
+        list(stream)
+
+
+def test_no_server_and_a_lost_server_are_told_and_a_new_one_is_found() -> None:
+    with pytest.raises(Disconnected, match=r"cannot reach a server at 127.0.0.1:1: .*vlora serve"):
+        Client(port=1).stats()
+    with running_server() as first:
+        client = Client(port=first.port)
+        waiting: list[BaseException] = []
+
+        def wait() -> None:
+            try:
+                client.generate("never")
+            except VLoraError as error:
+                waiting.append(error)
+
+        thread = threading.Thread(target=wait)
+        thread.start()
+        while not first.engine.engine.running:
+            time.sleep(0.01)
+    thread.join(5)
+    assert len(waiting) == 1 and isinstance(waiting[0], Disconnected | Aborted)
+    with pytest.raises(Disconnected):
+        client.stats()
+    with running_server() as second:
+        client._port = second.port
+        assert client.stats().model == "scripted"
+        client.close()
+
+
+def test_asyncio_client(server: Running, tmp_path: Path) -> None:
+    async def main() -> None:
+        async with AsyncClient(port=server.port) as client:
+            await client.load_adapter("cam", write_adapter(tmp_path / "cam", {"night": 1}))
+            asked = [client.generate(f"say:task {i}") for i in range(30)]
+            heads = [client.ask_head([png(5)], "cam", "night") for _ in range(5)]
+            answers = await asyncio.gather(*asked)
+            assert [answer.text for answer in answers] == [f"task {i}" for i in range(30)]
+            assert {result.label for result in await asyncio.gather(*heads)} == {"dark"}
+            *pieces, last = [part async for part in client.stream("say:streamed")]
+            assert isinstance(last, Answer) and "".join(map(str, pieces)) == last.text == "streamed"
+            with pytest.raises(UnknownAdapter):
+                await client.generate("say:x", adapter="nobody")
+            # Cancelling a task, and leaving a stream, cancel on the server.
+            task = asyncio.create_task(client.generate("never"))
+            while not server.engine.engine.running:
+                await asyncio.sleep(0.01)
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+            stream = client.stream("forever", max_tokens=90_000)
+            await anext(stream)
+            await stream.aclose()  # type: ignore[attr-defined]
+            assert await asyncio.to_thread(idle, server)
+            assert (await client.stats()).num_running == 0
+            await client.unload_adapter("cam")
+            assert await client.adapters() == ()
+
+    asyncio.run(asyncio.wait_for(main(), 20))
+
+
+def test_asyncio_client_times_out() -> None:
+    async def main(port: int) -> None:
+        async with AsyncClient(port=port, timeout_s=0.2) as client:
+            with pytest.raises(DeadlineMissed):
+                await client.generate("never")
+
+    with running_server() as server:
+        asyncio.run(main(server.port))
+        assert idle(server)

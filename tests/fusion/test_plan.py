@@ -1,0 +1,77 @@
+"""A plan with a mistake is answered with file, line and field."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+import fusion
+from fusion.plan import read_plan
+from vlora.errors import BadPlan
+
+GOOD = """\
+base: embedded
+training:
+  steps: 10
+domains:
+  - name: digits
+    source: sklearn-digits
+    question: what digit is shown ?
+    threshold: 0.8
+  - name: photos
+    source: library-photos
+    question: what does the photo show ?
+    threshold: 0.7
+"""
+
+
+def write(folder: Path, text: str) -> Path:
+    file = folder / "plan.yaml"
+    file.write_text(text)
+    return file
+
+
+def test_a_good_plan(tmp_path: Path) -> None:
+    plan = read_plan(write(tmp_path, GOOD))
+    assert [domain.name for domain in plan.domains] == ["digits", "photos"]
+    assert plan.training.steps == 10 and plan.lora.rank == 8
+
+
+def test_the_plan_that_ships() -> None:
+    plan = read_plan(Path(fusion.__file__).parent / "plans" / "demo.yaml")
+    assert sum(domain.source in ("sklearn-digits", "library-photos") for domain in plan.domains) >= 2
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "line", "field", "text"),
+    [
+        ("threshold: 0.8", "threshold: 80", 8, "domains[0].threshold", "less than or equal to 1"),
+        ("threshold: 0.8", "threshold: high", 8, "domains[0].threshold", "'high'"),
+        ("    threshold: 0.7\n", "", 9, "domains[1].threshold", "is missing"),
+        ("steps: 10", "stepps: 10", 3, "training.stepps", "spelling"),
+        ("steps: 10", "steps: -3", 3, "training.steps", "-3"),
+        ("base: embedded", "base: embedded\ncolour: red", 2, "colour", "spelling"),
+        ("name: photos", "name: digits", 1, "plan", "two domains are named 'digits'"),
+        ("name: photos", "name: my photos", 9, "domains[1].name", "pattern"),
+    ],
+)
+def test_mistakes_are_located(tmp_path: Path, old: str, new: str, line: int, field: str, text: str) -> None:
+    file = write(tmp_path, GOOD.replace(old, new))
+    with pytest.raises(BadPlan) as caught:
+        read_plan(file)
+    assert f"{file}, line {line}, field `{field}`" in str(caught.value)
+    assert text in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "want"), [("domains: [", "line 1: not YAML"), ("- 1\n- 2\n", "a plan is a mapping"), ("", "a plan is a mapping")]
+)
+def test_what_is_no_plan_at_all(tmp_path: Path, text: str, want: str) -> None:
+    with pytest.raises(BadPlan, match=want):
+        read_plan(write(tmp_path, text))
+
+
+def test_a_missing_file(tmp_path: Path) -> None:
+    with pytest.raises(BadPlan, match="cannot be read"):
+        read_plan(tmp_path / "nothing.yaml")

@@ -1,0 +1,75 @@
+"""Sources: parts that share no picture, labels that mean something, folders of the user's own."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import cv2
+import numpy as np
+import pytest
+
+from fusion.sources import _COLUMNS, ACTIONS, BUILT_IN, load_source, render_stream
+from vlora.errors import BadPlan
+
+
+@pytest.mark.parametrize("name", sorted(BUILT_IN))
+def test_parts_share_no_picture(name: str) -> None:
+    splits = load_source(name, 0)
+    pictures = [
+        {sample.frames[0].tobytes() + sample.frames[-1].tobytes() for sample in part}
+        for part in (splits.train, splits.validation, splits.test)
+    ]
+    for i, part in enumerate(pictures):
+        for other in pictures[i + 1 :]:
+            # Two people may have written pixel-identical digits; nothing else may coincide.
+            assert len(part & other) <= (1 if name == "sklearn-digits" else 0)
+    assert {sample.label for sample in splits.train} == set(range(len(splits.labels)))
+    assert splits.real == (not name.startswith("drawn"))
+
+
+def test_photo_crops_of_different_parts_come_from_different_regions() -> None:
+    spans = sorted(_COLUMNS.values())
+    assert all(before[1] < after[0] for before, after in zip(spans, spans[1:], strict=False))
+
+
+@pytest.mark.parametrize("name", sorted(BUILT_IN))
+def test_a_seed_gives_the_same_pictures(name: str) -> None:
+    first, second = load_source(name, 5), load_source(name, 5)
+    assert all(
+        a.label == b.label and np.array_equal(a.frames[0], b.frames[0])
+        for a, b in zip(first.test, second.test, strict=True)
+    )
+
+
+def test_a_folder_of_pictures(tmp_path: Path) -> None:
+    for part, count in (("train", 3), ("validation", 1), ("test", 2)):
+        for label, value in (("dark", 20), ("light", 230)):
+            (tmp_path / part / label).mkdir(parents=True)
+            for i in range(count):
+                cv2.imwrite(str(tmp_path / part / label / f"{i}.png"), np.full((20, 30, 3), value, np.uint8))
+    splits = load_source(str(tmp_path), 0)
+    assert splits.labels == ("dark", "light") and splits.real
+    assert (len(splits.train), len(splits.validation), len(splits.test)) == (6, 2, 4)
+    assert splits.train[0].frames[0].shape == (20, 30, 3)
+
+
+def test_folders_that_cannot_serve(tmp_path: Path) -> None:
+    with pytest.raises(BadPlan, match="neither a folder nor built in"):
+        load_source(str(tmp_path / "nowhere"), 0)
+    with pytest.raises(BadPlan, match="at least two labels"):
+        load_source(str(tmp_path), 0)
+    for label in ("a", "b"):
+        (tmp_path / "train" / label).mkdir(parents=True)
+        (tmp_path / "train" / label / "x.png").write_bytes(b"not a picture")
+    with pytest.raises(BadPlan, match="not a picture"):
+        load_source(str(tmp_path), 0)
+
+
+def test_a_rendered_stream_can_be_read_back(tmp_path: Path) -> None:
+    labels = render_stream(tmp_path / "s.mp4", seed=0, seconds=3)
+    assert len(labels) == 3 and set(labels) <= set(ACTIONS)
+    video = cv2.VideoCapture(str(tmp_path / "s.mp4"))
+    count = 0
+    while video.read()[0]:
+        count += 1
+    assert count == 90

@@ -1,0 +1,113 @@
+"""A small real run: the embedded architecture learns, adapters are saved as PEFT reads them, serving gives the same answer."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from peft import PeftModel
+from PIL import Image
+
+from fusion.embedded.build import build_model, save_processor
+from fusion.plan import DomainPlan, LoraPlan, Plan, TrainingPlan
+from fusion.sources import Sample, Splits
+from fusion.train import Domain, FrozenBase, LoraTrainer
+from vlora.config import EngineConfig
+from vlora.engine import LocalEngine
+from vlora.models import InputProcessor
+from vlora.types import Request
+
+LABELS = ("red", "green", "blue")
+
+
+def colors(count: int, seed: int) -> list[Sample]:
+    """Plain coloured pictures with noise: learnable from random features within seconds."""
+    rng = np.random.default_rng(seed)
+    samples = []
+    for _ in range(count):
+        label = int(rng.integers(3))
+        picture = rng.integers(0, 60, (96, 96, 3))
+        picture[..., label] += 160
+        samples.append(Sample((picture.astype(np.uint8),), label))
+    return samples
+
+
+@pytest.fixture(scope="module")
+def base_folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+    folder = tmp_path_factory.mktemp("base")
+    torch.manual_seed(0)
+    build_model().save_pretrained(str(folder))
+    save_processor(folder)
+    return str(folder)
+
+
+@pytest.fixture(scope="module")
+def trained(base_folder: str) -> tuple[LoraTrainer, Domain]:
+    plan = Plan(
+        base=base_folder,
+        lora=LoraPlan(rank=4, alpha=8),
+        training=TrainingPlan(steps=25, batch_size=12),
+        domains=(DomainPlan(name="colors", source="made", question="what color is the image ?", threshold=0.9),),
+    )
+    torch.set_num_threads(1)
+    config = EngineConfig(model=base_folder)
+    from vlora.models.loading import load_model
+
+    base = FrozenBase(load_model(config), InputProcessor.from_pretrained(base_folder))
+    splits = Splits(LABELS, colors(60, 0), colors(30, 1), colors(30, 2), real=False)
+    domain = Domain(plan.domains[0], splits, base)
+    trainer = LoraTrainer(base, {"colors": domain}, plan)
+    trainer.fresh()
+    trainer.train("colors", ())
+    return trainer, domain
+
+
+def test_training_beats_chance_by_far(trained: tuple[LoraTrainer, Domain]) -> None:
+    trainer, domain = trained
+    assert trainer.accuracy_on("colors", domain.test) > 0.8
+
+
+def test_restoring_a_snapshot_brings_the_accuracy_back(trained: tuple[LoraTrainer, Domain]) -> None:
+    trainer, domain = trained
+    state = trainer.snapshot()
+    before = trainer.accuracy_on("colors", domain.test)
+    trainer.fresh()
+    trainer.restore(state)
+    assert trainer.accuracy_on("colors", domain.test) == before
+    assert all(torch.equal(value, state[name]) for name, value in trainer.snapshot().items())
+
+
+def test_the_saved_adapter_is_read_by_peft_and_served_the_same(
+    trained: tuple[LoraTrainer, Domain], base_folder: str, tmp_path: Path
+) -> None:
+    trainer, domain = trained
+    trainer.save(tmp_path / "adapter", trainer.snapshot())
+    from transformers import AutoModelForImageTextToText
+
+    PeftModel.from_pretrained(AutoModelForImageTextToText.from_pretrained(base_folder), str(tmp_path / "adapter"))
+    engine = LocalEngine(EngineConfig(model=base_folder, arena_bytes=64 * 2**20))
+    engine.engine.load_adapter("colors", str(tmp_path / "adapter"))
+    processor = InputProcessor.from_pretrained(base_folder)
+    prompt = processor.chat(domain.plan.question, 1)
+    requests = []
+    for number, sample in enumerate(domain.splits.test):
+        encoded = processor.encode(prompt, [Image.fromarray(sample.frames[0])])
+        requests.append(
+            Request(
+                request_id=str(number),
+                prompt_ids=encoded.prompt_ids,
+                vision=encoded.vision,
+                adapter="colors",
+                head="colors",
+            )
+        )
+    outputs = engine.run(requests)
+    hits = 0
+    for number, sample in enumerate(domain.splits.test):
+        answer = outputs[str(number)][-1].head
+        assert answer is not None
+        hits += answer.label == LABELS[sample.label]
+    # Training evaluates in bfloat16 autocast, serving in float32: one sample may fall on the other side.
+    assert abs(hits / len(domain.test) - trainer.accuracy_on("colors", domain.test)) <= 1 / len(domain.test) + 1e-9

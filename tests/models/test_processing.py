@@ -1,0 +1,152 @@
+"""Prompts and images become what the model takes: as many placeholders as the vision tower makes embeddings, always."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import LlavaNextProcessor, PreTrainedTokenizerFast
+from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
+from transformers.models.llava_next.image_processing_pil_llava_next import LlavaNextImageProcessorPil
+from transformers.models.llava_onevision.image_processing_pil_llava_onevision import LlavaOnevisionImageProcessorPil
+from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+
+from tests.families import FAMILIES, IMAGE, VISION_END, VISION_START, build_model
+from vlora.errors import BadConfig, BadRequest
+from vlora.models import InputProcessor
+from vlora.models.processing import to_tensor
+from vlora.models.seam import Seam
+from vlora.types import TensorValue
+
+SIZES = ((40, 24), (20, 33), (64, 64), (17, 50))
+PINPOINTS = [[16, 32], [32, 16], [32, 32]]
+
+
+def tokenizer() -> PreTrainedTokenizerFast:
+    special = {"<pad>": 0, "<s>": 1, "</s>": 2, "<unk>": 3, "<image>": IMAGE, "<vs>": VISION_START, "<ve>": VISION_END}
+    words = {word: 4 + index for index, word in enumerate("what is shown in the picture ?".split())}
+    inner = Tokenizer(models.WordLevel({**special, **words}, unk_token="<unk>"))
+    inner.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=inner,
+        pad_token="<pad>",
+        bos_token="<s>",
+        eos_token="</s>",
+        unk_token="<unk>",
+        additional_special_tokens=["<image>", "<vs>", "<ve>"],
+        chat_template=(
+            "<s>{% for m in messages %}{% for c in m['content'] %}"
+            "{% if c['type'] == 'image' %}<image>{% else %} {{ c['text'] }}{% endif %}{% endfor %}{% endfor %}"
+        ),
+    )
+
+
+def image_processor(family: str) -> Any:
+    if family.startswith("qwen"):
+        size = {"shortest_edge": 16 * 16, "longest_edge": 64 * 64}
+        return Qwen2VLImageProcessorPil(patch_size=4, merge_size=2, size=size)
+    crop = {"height": 16, "width": 16}
+    if family == "llava":
+        return CLIPImageProcessorPil(size={"shortest_edge": 16}, crop_size=crop)
+    if family == "llava_next":
+        return LlavaNextImageProcessorPil(size={"shortest_edge": 16}, crop_size=crop, image_grid_pinpoints=PINPOINTS)
+    return LlavaOnevisionImageProcessorPil(size=crop, image_grid_pinpoints=PINPOINTS)
+
+
+def pictures(count: int) -> list[Image.Image]:
+    rng = np.random.default_rng(0)
+    return [
+        Image.fromarray(rng.integers(0, 255, (height, width, 3), dtype=np.uint8))
+        for height, width in (SIZES[i % len(SIZES)] for i in range(count))
+    ]
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def pair(request: pytest.FixtureRequest) -> tuple[InputProcessor, Seam]:
+    model = build_model(request.param)
+    return InputProcessor(model.config, tokenizer(), image_processor(request.param)), Seam(model)
+
+
+@pytest.mark.parametrize("count", [1, 2, 4])
+def test_as_many_placeholders_as_embeddings(pair: tuple[InputProcessor, Seam], count: int) -> None:
+    processor, seam = pair
+    encoded = processor.encode(processor.chat("what is shown ?", count), pictures(count))
+    assert len(encoded.vision) == count
+    assert encoded.prompt_ids.count(IMAGE) == sum(item.num_tokens for item in encoded.vision)
+    with torch.no_grad():
+        for item in encoded.vision:
+            fields = {name: to_tensor(value) for name, value in item.fields.items()}
+            (features,) = seam.encode("image", [fields])
+            assert len(features.rows) == item.num_tokens
+
+
+def test_images_encoded_together_are_as_if_alone(pair: tuple[InputProcessor, Seam]) -> None:
+    processor, seam = pair
+    encoded = processor.encode(processor.chat("what is shown ?", 4), pictures(4))
+    fields = [{name: to_tensor(value) for name, value in item.fields.items()} for item in encoded.vision]
+    with torch.no_grad():
+        together = seam.encode("image", fields)
+        for made, item in zip(together, fields, strict=True):
+            (alone,) = seam.encode("image", [item])
+            torch.testing.assert_close(made.rows, alone.rows, rtol=1e-4, atol=1e-5)
+
+
+def test_llava_next_counts_as_its_own_processor_does() -> None:
+    model = build_model("llava_next")
+    own = image_processor("llava_next")
+    reference = LlavaNextProcessor(
+        image_processor=own,
+        tokenizer=tokenizer(),
+        patch_size=4,
+        vision_feature_select_strategy="default",
+        image_token="<image>",
+        num_additional_image_tokens=1,
+    )
+    processor = InputProcessor(model.config, tokenizer(), own)
+    for picture in pictures(4):
+        prompt = processor.chat("what is shown ?", 1)
+        want = reference(text=[prompt], images=[picture], add_special_tokens=False)["input_ids"][0]
+        assert list(processor.encode(prompt, [picture]).prompt_ids) == list(want)
+
+
+def test_the_hash_is_the_content(pair: tuple[InputProcessor, Seam]) -> None:
+    processor, _ = pair
+    first, second = pictures(2)
+    prompt = processor.chat("what ?", 1)
+    hashes = [processor.encode(prompt, [image]).vision[0].content_hash for image in (first, second, first)]
+    assert hashes[0] == hashes[2] != hashes[1]
+
+
+def test_markers_and_images_must_match(pair: tuple[InputProcessor, Seam]) -> None:
+    processor, _ = pair
+    with pytest.raises(BadRequest, match="2 image markers .* but 1 images"):
+        processor.encode(processor.chat("what ?", 2), pictures(1))
+    with pytest.raises(BadRequest, match="1 image markers .* but 0 images"):
+        processor.encode(processor.chat("what <image> ?"), [])
+
+
+def test_one_beginning_of_text(pair: tuple[InputProcessor, Seam]) -> None:
+    processor, _ = pair
+    assert processor.encode(processor.chat("what is shown ?")).prompt_ids.count(1) == 1
+
+
+def test_a_model_without_a_chat_template(pair: tuple[InputProcessor, Seam]) -> None:
+    processor, _ = pair
+    bare = tokenizer()
+    bare.chat_template = None
+    with pytest.raises(BadConfig, match="chat_template"):
+        InputProcessor(processor.config, bare, processor.image_processor).chat("what ?")
+
+
+def test_tensors_survive_the_wire_or_say_why() -> None:
+    tensor = torch.arange(6, dtype=torch.int64).reshape(2, 3)
+    from vlora.models.processing import tensor_value
+
+    assert torch.equal(to_tensor(tensor_value(tensor)), tensor)
+    for bad in (TensorValue("float32", (3,), b"12"), TensorValue("nonsense", (1,), b"1"), TensorValue("float32", (-1, 7), b"1234")):
+        with pytest.raises(BadRequest, match="cannot be read"):
+            to_tensor(bad)

@@ -1,0 +1,172 @@
+"""How modes follow the load, told as stories of a box with cameras. Steps take 0.1 s; theta is half a second."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from tests.orchestrator.simulation import Machine, Simulation, Speed, make_request
+from vlora.types import Batch, Mode
+
+CAMERAS = {"traffic": 2, "parking": 2, "gate": 2, "yard": 2}
+
+
+def box(*, max_batch_size: int = 8, lossy: frozenset[str] = frozenset()) -> Simulation:
+    return Simulation(
+        Machine(
+            num_pages=1024,
+            max_batch_size=max_batch_size,
+            max_step_tokens=256,
+            theta_s=0.5,
+            adapters=CAMERAS,
+            lossy=lossy,
+            speed=Speed(step=0.1, token=0.0, lane=0.0, context=0.0, merge=0.02),
+        )
+    )
+
+
+def ask(simulation: Simulation, adapter: str | None, number: int, *, first: int = 0, max_tokens: int = 100) -> None:
+    name = adapter or "base"
+    simulation.add(*(make_request(f"{name}{i}", adapter, max_tokens=max_tokens) for i in range(first, first + number)))
+
+
+def step(simulation: Simulation) -> Batch:
+    batch = simulation.step()
+    assert batch is not None
+    return batch
+
+
+def cameras(batch: Batch) -> list[str | None]:
+    return [item.adapter for item in batch.items]
+
+
+def names(batch: Batch) -> set[str]:
+    return {item.request_id for item in batch.items}
+
+
+def modes(batches: Iterable[Batch]) -> list[Mode]:
+    """The modes in order, repetitions left out."""
+    found: list[Mode] = []
+    for batch in batches:
+        if found[-1:] != [batch.mode]:
+            found.append(batch.mode)
+    return found
+
+
+def test_a_skewed_load_is_merged() -> None:
+    simulation = box()
+    ask(simulation, "parking", 2)
+    ask(simulation, "traffic", 6)
+    batch = step(simulation)
+    assert (batch.mode, batch.merged_adapter) == (Mode.MERGED, "traffic")
+    assert cameras(batch) == ["traffic"] * 6
+
+
+def test_one_starving_request_is_mixed_in() -> None:
+    simulation = box()
+    ask(simulation, "parking", 1)
+    ask(simulation, "traffic", 6)
+    before = []
+    while (batch := step(simulation)).mode is Mode.MERGED:
+        before.append(batch)
+    assert 1 <= len(before) <= 5, "half a second is at most five steps"
+    assert (batch.mode, batch.merged_adapter) == (Mode.MIXED, "traffic")
+    assert batch.items[0].adapter == "parking", "whoever starves goes first"
+    assert cameras(batch)[1:] == ["traffic"] * 6, "and the merged adapter's requests fill the rest"
+    assert step(simulation).mode is Mode.MERGED, "having run, it does not starve any more"
+
+
+def test_many_starving_requests_end_merging() -> None:
+    simulation = box()
+    ask(simulation, "traffic", 6)
+    step(simulation)
+    for camera in ("parking", "gate", "yard"):
+        ask(simulation, camera, 2)
+    while (batch := step(simulation)).mode is Mode.MERGED:
+        assert cameras(batch) == ["traffic"] * 6
+    assert (batch.mode, batch.merged_adapter) == (Mode.UNMERGED, None)
+    assert cameras(batch) == ["parking"] * 2 + ["gate"] * 2 + ["yard"] * 2 + ["traffic"] * 2
+
+
+def test_a_single_camera_at_night_is_merged() -> None:
+    simulation = box(max_batch_size=32)
+    ask(simulation, "yard", 1)
+    batch = step(simulation)
+    assert (batch.mode, batch.merged_adapter) == (Mode.MERGED, "yard")
+
+
+def test_many_cameras_alike_run_unmerged() -> None:
+    simulation = box()
+    for camera in CAMERAS:
+        ask(simulation, camera, 2)
+    batch = step(simulation)
+    assert (batch.mode, batch.merged_adapter) == (Mode.UNMERGED, None)
+    assert len(batch.items) == 8
+
+
+def test_questions_to_the_base_model_alone_count_as_merged_and_switch_nothing() -> None:
+    simulation = box()
+    ask(simulation, None, 3)
+    batch = step(simulation)
+    assert (batch.mode, batch.merged_adapter) == (Mode.MERGED, None)
+    assert simulation.scheduler.stats("paper").num_switches == 0
+
+
+def test_base_questions_amid_a_merged_camera_s_wait_and_are_then_mixed_in() -> None:
+    simulation = box()
+    ask(simulation, "traffic", 6)
+    ask(simulation, None, 1)
+    assert cameras(step(simulation)) == ["traffic"] * 6
+    while (batch := step(simulation)).mode is Mode.MERGED:
+        pass
+    assert batch.mode is Mode.MIXED and cameras(batch)[0] is None
+
+
+def test_a_camera_whose_adapter_merging_would_spoil_is_served_unmerged() -> None:
+    simulation = box(lossy=frozenset({"traffic"}))
+    ask(simulation, "traffic", 6)
+    batch = step(simulation)
+    assert (batch.mode, batch.merged_adapter) == (Mode.UNMERGED, None)
+
+
+def test_starving_requests_of_the_merged_camera_itself_stay_merged() -> None:
+    simulation = box(max_batch_size=2)
+    ask(simulation, "traffic", 3)
+    batches = [step(simulation) for _ in range(12)]
+    assert modes(batches) == [Mode.MERGED], "mixing the merged adapter with itself is merged"
+    assert names(batches[0]) == {"traffic0", "traffic1"}
+    assert any("traffic2" in names(batch) for batch in batches)
+
+
+def test_two_crowds_of_one_size_do_not_make_the_box_switch_back_and_forth() -> None:
+    simulation = box(max_batch_size=2)
+    ask(simulation, "gate", 2)
+    step(simulation)
+    ask(simulation, "yard", 2)
+    batches = [step(simulation) for _ in range(4)]
+    assert [batch.merged_adapter for batch in batches] == ["gate"] * 4
+
+
+def test_a_day_at_the_box() -> None:
+    """Night: one camera. Morning: traffic grows, a gate opens now and then. Noon: everybody. Evening: traffic alone."""
+    simulation = box()
+    ask(simulation, "yard", 1, max_tokens=4)
+    simulation.run()
+    ask(simulation, "traffic", 6, max_tokens=20)
+    ask(simulation, "gate", 1, max_tokens=1)
+    simulation.run()
+    for camera in CAMERAS:
+        ask(simulation, camera, 2, first=10, max_tokens=6)
+    simulation.run()
+    ask(simulation, "traffic", 3, first=20, max_tokens=6)
+    simulation.run()
+    assert modes(line.batch for line in simulation.log) == [
+        Mode.MERGED,
+        Mode.MIXED,
+        Mode.MERGED,
+        Mode.UNMERGED,
+        Mode.MERGED,
+    ]
+    stats = simulation.scheduler.stats("paper")
+    assert stats.requests_by_mode == {"merged": 1 + 6 + 3, "mixed": 1 + 6, "unmerged": 8}
+    assert stats.num_switches == 4, "to yard, to traffic, back to W0, to traffic"
+    assert stats.num_finished == 19

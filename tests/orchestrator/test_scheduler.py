@@ -1,0 +1,370 @@
+"""One behaviour of the scheduler at a time: budgets, ends of requests, preemption, counters."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+
+from tests.orchestrator.simulation import EOS, Machine, Simulation, Speed, make_request, token_at
+from vlora.errors import PromptTooLong
+from vlora.orchestrator import Candidate, Decision, PolicyState
+from vlora.types import Batch, ErrorValue, MemoryView, Mode, RequestOutput
+
+NOTHING = MemoryView(resident=frozenset(), mergeable=frozenset())
+PLAIN = Speed(step=1.0, token=0.0, lane=0.0, context=0.0, merge=0.5)
+
+
+def box(policy: object = None, failing: dict[str, int] | None = None, **settings: object) -> Simulation:
+    """One second per step, one page per block of four tokens."""
+    machine = Machine(**{"adapters": {"a": 2, "b": 2}, "speed": PLAIN, "theta_s": 10.0, **settings})  # type: ignore[arg-type]
+    return Simulation(machine, policy=policy, failing=failing)  # type: ignore[arg-type]
+
+
+def shares(batch: Batch | None) -> dict[str, tuple[int, int]]:
+    """By request: which tokens run."""
+    assert batch is not None
+    return {item.request_id: (item.start, item.start + item.num_tokens) for item in batch.items}
+
+
+def last(simulation: Simulation, request_id: str) -> RequestOutput:
+    return simulation.outputs[request_id][-1]
+
+
+class Script:
+    """A policy that names who runs, step by step, unmerged; after its last line everybody does, in order of arrival."""
+
+    def __init__(self, *orders: str) -> None:
+        self.orders = [tuple(order) for order in orders]
+
+    def decide(self, ready: Sequence[Candidate], state: PolicyState) -> Decision:
+        order = self.orders.pop(0) if self.orders else tuple(c.request_id for c in ready)
+        return Decision(Mode.UNMERGED, None, order[: state.max_batch_size])
+
+
+# -- token budget -----------------------------------------------------------------------------------------------------
+
+
+def test_a_long_prompt_runs_in_chunks_and_answers_with_its_last() -> None:
+    simulation = box(max_step_tokens=8)
+    simulation.add(make_request("x", prompt=20, max_tokens=2))
+    batches = [simulation.step() for _ in range(4)]
+    assert [shares(batch)["x"] for batch in batches] == [(0, 8), (8, 16), (16, 20), (20, 21)]
+    assert [batch.items[0].answers for batch in batches if batch] == [False, False, True, True]
+    assert simulation.outputs["x"][0].token_ids == (token_at("x", 0),)
+    assert last(simulation, "x").finish_reason == "length"
+
+
+def test_decoding_requests_get_their_token_before_any_prefill() -> None:
+    simulation = box(Script("xy", "zxy"), max_step_tokens=10)
+    simulation.add(make_request("x", prompt=3), make_request("y", prompt=4), make_request("z", prompt=30))
+    simulation.step()
+    assert shares(simulation.step()) == {"z": (0, 8), "x": (3, 4), "y": (4, 5)}
+
+
+def test_prefill_chunks_follow_the_policy_s_order() -> None:
+    simulation = box(Script("zxy"), max_step_tokens=10)
+    simulation.add(*(make_request(name, prompt=7) for name in "xyz"))
+    assert shares(simulation.step()) == {"z": (0, 7), "x": (0, 3)}
+
+
+def test_a_starving_request_runs_even_behind_a_prompt_that_fills_the_step() -> None:
+    simulation = box(Script("x", "x", "x", "xy"), max_step_tokens=10, theta_s=2.5)
+    simulation.add(make_request("x", prompt=60), make_request("y", prompt=5))
+    for _ in range(3):
+        assert "y" not in shares(simulation.step())
+    assert shares(simulation.step()) == {"x": (30, 39), "y": (0, 1)}
+
+
+# -- ends of requests -------------------------------------------------------------------------------------------------
+
+
+def test_a_head_answers_in_one_pass_over_the_prompt() -> None:
+    simulation = box()
+    simulation.add(make_request("h", "a", head="kind", prompt=9, max_tokens=50))
+    simulation.run()
+    (output,) = simulation.outputs["h"]
+    assert output.finish_reason == "head" and output.head is not None and output.head.label == "yes"
+    assert len(simulation.log) == 1
+
+
+def test_an_end_token_stops_a_request_unless_it_ignores_it() -> None:
+    name = next(f"r{i}" for i in range(1000) if token_at(f"r{i}", 1) == EOS)
+    for ignore_eos, reason, number in ((False, "stop", 2), (True, "length", 5)):
+        simulation = box()
+        simulation.add(make_request(name, max_tokens=5, ignore_eos=ignore_eos))
+        simulation.run()
+        assert last(simulation, name).finish_reason == reason
+        assert sum(len(output.token_ids) for output in simulation.outputs[name]) == number
+
+
+def test_an_error_fails_only_its_own_request() -> None:
+    simulation = box(failing={"bad": 2})
+    simulation.add(make_request("good"), make_request("bad"))
+    simulation.run()
+    assert last(simulation, "bad").error == ErrorValue("bad_image", "this one fails alone")
+    assert last(simulation, "good").finish_reason == "length"
+    stats = simulation.scheduler.stats("paper")
+    assert (stats.num_finished, stats.num_failed) == (1, 1)
+
+
+def test_cancelling_frees_memory_at_once_and_says_so_once() -> None:
+    simulation = box()
+    simulation.add(make_request("x", "a", prompt=9))
+    simulation.step()
+    assert simulation.tables.holders == {"x"}
+    output = simulation.scheduler.cancel("x")
+    assert output is not None and output.finish_reason == "cancelled"
+    assert output.error is not None and output.error.code == "aborted"
+    assert simulation.tables.holders == frozenset() and not simulation.scheduler.has_work
+    assert simulation.scheduler.cancel("x") is None
+    assert simulation.scheduler.fail("x", ErrorValue("error", "late")) is None
+
+
+def test_cancelling_while_the_step_runs_leaves_nothing_behind() -> None:
+    simulation = box()
+    simulation.add(make_request("x"), make_request("y"))
+    batch = simulation.scheduler.schedule(NOTHING)
+    assert batch is not None
+    result = simulation.runner.run(batch)
+    assert simulation.scheduler.cancel("x") is not None
+    outputs = simulation.scheduler.record(batch, result)
+    assert [output.request_id for output in outputs] == ["y"]
+    simulation.check_integrity()
+
+
+def test_a_request_that_waits_past_its_bound_is_told_so() -> None:
+    simulation = box(Script("x", "x", "x"))
+    simulation.add(make_request("x", max_tokens=9), make_request("late", max_latency_s=2.0))
+    for _ in range(3):
+        simulation.step()
+        assert not simulation.outputs["late"], "two seconds have not passed before the third step"
+    simulation.step()
+    output = last(simulation, "late")
+    assert output.finish_reason == "error" and output.error is not None and output.error.code == "deadline_missed"
+    assert output.timings is not None and output.timings.latency_s == output.timings.queue_s == 3.0
+
+
+def test_an_answer_that_comes_too_late_is_no_answer() -> None:
+    simulation = box()
+    simulation.add(make_request("text", max_tokens=3, max_latency_s=2.5))
+    simulation.run()
+    output = last(simulation, "text")
+    assert output.error is not None and output.error.code == "deadline_missed"
+    assert output.token_ids == (token_at("text", 2),), "tokens are handed over, but it does not count as finished"
+    for bound, reason in ((1.0, "error"), (1.5, "head")):
+        simulation = box()
+        simulation.add(make_request("head", "a", head="kind", max_latency_s=bound))
+        simulation.run()
+        output = last(simulation, "head")
+        assert output.finish_reason == reason and (output.head is None) == (reason == "error")
+
+
+def test_deadlines_pass_for_requests_whose_adapter_never_comes() -> None:
+    simulation = box()
+    simulation.scheduler.add(make_request("x", "a", max_latency_s=1.0))
+    assert simulation.scheduler.schedule(NOTHING) is None
+    simulation.clock.now = 1.5
+    assert simulation.scheduler.schedule(NOTHING) is None
+    assert simulation.scheduler.has_work, "its last word is still to be fetched"
+    (output,) = simulation.scheduler.drain_outputs()
+    assert output.error is not None and output.error.code == "deadline_missed"
+    assert not simulation.scheduler.has_work and simulation.scheduler.drain_outputs() == ()
+
+
+def test_a_request_too_long_for_memory_is_refused_with_the_numbers() -> None:
+    simulation = box(num_pages=32 + 5)  # 5 blocks of 4 tokens beside the adapters
+    simulation.add(make_request("fits", prompt=16, max_tokens=4))
+    with pytest.raises(PromptTooLong, match="21 tokens, which take 6 KV blocks of 4; 5 are there"):
+        simulation.add(make_request("long", prompt=16, max_tokens=5))
+    simulation.add(make_request("head", "a", head="kind", prompt=20, max_tokens=500))
+    simulation.run()
+    assert last(simulation, "fits").finish_reason == "length"
+    assert last(simulation, "head").finish_reason == "head"
+
+
+# -- adapters ---------------------------------------------------------------------------------------------------------
+
+
+def test_only_requests_whose_adapter_is_resident_run() -> None:
+    simulation = box()
+    simulation.scheduler.add(make_request("x", "a"))
+    simulation.scheduler.add(make_request("base"))
+    batch = simulation.scheduler.schedule(NOTHING)
+    assert list(shares(batch)) == ["base"]
+    assert simulation.scheduler.waiting_adapters() == ("a",)
+    assert simulation.scheduler.adapters_in_use() == frozenset()
+
+
+def test_adapters_are_wanted_by_the_credit_of_their_requests() -> None:
+    simulation = box()
+    simulation.scheduler.add(make_request("x", "a"))
+    simulation.clock.now = 1.0
+    simulation.scheduler.add(make_request("y", "b"))
+    simulation.clock.now = 2.0
+    assert simulation.scheduler.waiting_adapters() == ("a", "b")
+    view = MemoryView(resident=frozenset("a"), mergeable=frozenset())
+    batch = simulation.scheduler.schedule(view)
+    assert batch is not None
+    simulation.runner.requests["x"] = make_request("x", "a")
+    simulation.runner.num_sampled["x"] = 0
+    simulation.scheduler.record(batch, simulation.runner.run(batch))
+    assert simulation.scheduler.waiting_adapters() == ("b", "a"), "x has just run"
+    assert simulation.scheduler.adapters_in_use() == {"a"}
+
+
+def test_an_adapter_that_left_memory_is_not_taken_for_merged() -> None:
+    seen: list[str | None] = []
+
+    class Spy(Script):
+        def decide(self, ready: Sequence[Candidate], state: PolicyState) -> Decision:
+            seen.append(state.merged_adapter)
+            merged = "a" if "a" in state.mergeable else None
+            mode = Mode.UNMERGED if merged is None else Mode.MIXED
+            return Decision(mode, merged, tuple(c.request_id for c in ready))
+
+    simulation = box(Spy())
+    simulation.add(make_request("x"), make_request("y"))
+    for resident in (frozenset("a"), frozenset("a"), frozenset[str]()):
+        batch = simulation.scheduler.schedule(MemoryView(resident=resident, mergeable=resident))
+        assert batch is not None
+        simulation.scheduler.record(batch, simulation.runner.run(batch))
+    assert seen == [None, "a", None]
+
+
+def test_a_policy_that_merges_past_others_requests_is_our_own_mistake() -> None:
+    class Wrong(Script):
+        def decide(self, ready: Sequence[Candidate], state: PolicyState) -> Decision:
+            return Decision(Mode.MERGED, "a", tuple(c.request_id for c in ready))
+
+    simulation = box(Wrong())
+    simulation.add(make_request("x", "a"), make_request("y", "b"))
+    with pytest.raises(AssertionError, match="merged mode serves one adapter"):
+        simulation.step()
+
+
+# -- preemption -------------------------------------------------------------------------------------------------------
+
+
+def tight(policy: object, num_blocks: int, **settings: object) -> Simulation:
+    """No adapters; that many blocks of four tokens."""
+    return box(policy, num_pages=num_blocks, max_adapter_pages=0, **settings)
+
+
+def test_paused_requests_give_way_first_and_the_newest_of_them_before_older_ones() -> None:
+    simulation = tight(Script("wxy", "z"), 7)
+    simulation.add(*(make_request(name, prompt=7) for name in "wxy"), make_request("z", prompt=8))
+    simulation.step()
+    batch = simulation.step()
+    assert batch is not None and batch.preempted == ("y",)
+    assert simulation.tables.holders == {"w", "x", "z"}
+
+
+def test_chosen_requests_give_way_to_those_before_them_when_nobody_is_paused() -> None:
+    simulation = tight(Script("wxy", "wxy"), 3)
+    simulation.add(*(make_request(name, prompt=4, max_tokens=3) for name in "wxy"))
+    simulation.step()
+    batch = simulation.step()
+    assert batch is not None and batch.preempted == ("y",), "w grows into y's block; nothing is left for x"
+    assert list(shares(batch)) == ["w"]
+    simulation.run()
+    assert all(last(simulation, name).finish_reason == "length" for name in "wxy")
+
+
+def test_nobody_is_preempted_in_vain() -> None:
+    simulation = tight(Script("wx", "wxy"), 8)
+    simulation.add(make_request("w", prompt=14), make_request("x", prompt=4), make_request("y", prompt=20))
+    simulation.step()
+    batch = simulation.step()
+    assert batch is not None and batch.preempted == ()
+    assert list(shares(batch)) == ["w", "x"], "even without x there would be no room for y"
+
+
+def test_a_preempted_request_keeps_its_tokens_and_computes_its_kv_again() -> None:
+    simulation = tight(Script("x", "x", "x", "y", "x"), 4)
+    simulation.add(make_request("x", prompt=6, max_tokens=5), make_request("y", prompt=9))
+    for _ in range(3):
+        simulation.step()
+    batch = simulation.step()
+    assert batch is not None and batch.preempted == ("x",)
+    assert shares(simulation.step()) == {"x": (0, 9)}, "six of the prompt and three of its own"
+    simulation.run()
+    tokens = [token for output in simulation.outputs["x"] for token in output.token_ids]
+    assert tokens == [token_at("x", place) for place in range(5)]
+    timings = last(simulation, "x").timings
+    assert timings is not None and timings.num_preemptions == 1 and timings.num_completion_tokens == 5
+
+
+def test_a_preempted_request_is_left_alone_until_it_has_yielded_a_token() -> None:
+    simulation = tight(Script("x", "y", "x", "y", "y"), 3, max_step_tokens=8)
+    simulation.add(make_request("x", prompt=10, max_tokens=2), make_request("y", prompt=10, max_tokens=2))
+    batches = [simulation.step() for _ in range(5)]
+    # y takes x's blocks; x takes them back; then y must let x finish its prompt, whatever the policy says.
+    assert ["".join(shares(batch)) for batch in batches] == ["x", "y", "x", "x", "y"]
+    assert ["".join(batch.preempted) for batch in batches if batch] == ["", "x", "y", "", "x"]
+
+
+def test_only_an_older_request_may_interrupt_one_that_was_preempted_before() -> None:
+    simulation = tight(Script("y", "x", "y", "x"), 3, max_step_tokens=8)
+    simulation.add(make_request("x", prompt=10, max_tokens=2), make_request("y", prompt=10, max_tokens=2))
+    batches = [simulation.step() for _ in range(4)]
+    assert ["".join(batch.preempted) for batch in batches if batch] == ["", "y", "x", "y"]
+
+
+def test_when_nobody_chosen_can_have_blocks_the_oldest_moves_in_a_mode_that_serves_it() -> None:
+    simulation = tight(Script("x", "y", "x", "y"), 3, max_step_tokens=8)
+    simulation.add(make_request("x", "a", prompt=10, max_tokens=2), make_request("y", prompt=10, max_tokens=2))
+    view = MemoryView(resident=frozenset("a"), mergeable=frozenset())
+    modes = []
+    for _ in range(4):
+        batch = simulation.scheduler.schedule(view)
+        assert batch is not None
+        simulation.scheduler.record(batch, simulation.runner.run(batch))
+        modes.append((batch.mode, "".join(shares(batch))))
+    assert modes[1] == (Mode.MERGED, "y")
+    assert modes[3] == (Mode.UNMERGED, "x"), "y was chosen, but x may not lose its blocks twice"
+
+
+# -- numbers ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_request_counts_once_under_each_mode_it_took_a_step_in() -> None:
+    simulation = box()
+    simulation.add(make_request("x", "a", max_tokens=3), make_request("y", "a", max_tokens=3))
+    simulation.run()
+    simulation.add(make_request("u", "a", max_tokens=2), make_request("v", "b", max_tokens=2))
+    simulation.run()
+    stats = simulation.scheduler.stats("paper")
+    assert stats.steps_by_mode == {"merged": 3, "unmerged": 2}
+    assert stats.requests_by_mode == {"merged": 2, "unmerged": 2}
+    assert stats.num_switches == 2 and stats.switch_s == 0.5, "to a; back to W0 is free"
+    timings = last(simulation, "x").timings
+    assert timings is not None and timings.steps_by_mode == {"merged": 3}
+
+
+def test_timings_run_from_arrival() -> None:
+    simulation = box(Script("x", "y"))
+    simulation.add(make_request("x", max_tokens=9), make_request("y", prompt=5, max_tokens=2))
+    for _ in range(3):
+        simulation.step()
+    timings = last(simulation, "y").timings
+    assert timings is not None
+    assert (timings.queue_s, timings.ttft_s, timings.latency_s) == (1.0, 2.0, 3.0)
+    assert (timings.num_prompt_tokens, timings.num_completion_tokens) == (5, 2)
+
+
+def test_the_numbers_of_waiting_and_running_requests_follow_their_memory() -> None:
+    simulation = box(max_batch_size=2)
+    simulation.add(*(make_request(f"r{i}") for i in range(5)))
+    simulation.step()
+    stats = simulation.scheduler.stats("paper")
+    assert (stats.num_waiting, stats.num_running) == (3, 2)
+    assert stats.total_blocks - stats.free_blocks == 2
+
+
+def test_theta_is_never_below_two_of_the_longest_steps() -> None:
+    simulation = box(theta_s=0.001)
+    simulation.add(make_request("x", "a", max_tokens=20), make_request("y", "b", max_tokens=20))
+    for _ in range(10):
+        simulation.step()
+    assert simulation.watched.theta_s == pytest.approx(2.0, rel=0.01), "steps take one second"

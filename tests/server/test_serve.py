@@ -1,0 +1,163 @@
+"""`vlora serve` as a process: the ready line, Ctrl-C, and what it says when it cannot start or its engine dies."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from tests.server.scripted import write_adapter
+from vlora.client import Client
+from vlora.errors import Aborted, EngineDead, OverCapacity, VLoraError
+
+ROOT = Path(__file__).parents[2]
+
+
+def launch(*args: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-m", "tests.server.scripted_serve", *args],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=ROOT,
+    )
+
+
+@contextmanager
+def serving(*args: str) -> Iterator[tuple[subprocess.Popen[str], Client, str]]:
+    process = launch(*args)
+    try:
+        assert process.stdout is not None
+        line = process.stdout.readline()
+        match = re.match(r"ready: rpyc 127\.0\.0\.1:(\d+) \| ", line)
+        assert match, process.communicate()
+        with Client(port=int(match[1])) as client:
+            yield process, client, line
+    finally:
+        if process.poll() is None:
+            process.kill()
+        process.communicate()
+
+
+def children(pid: int) -> list[int]:
+    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_ready_line_then_a_signal_drains_and_ends_with_code_0(tmp_path: Path, number: int) -> None:
+    adapters = [f"{name}={write_adapter(tmp_path / name)}" for name in ("signs", "cam")]
+    with serving("scripted", "5", *adapters) as (process, client, line):
+        assert line.endswith("| model scripted | adapters: cam, signs\n")
+        (engine,) = children(process.pid)
+        stream = client.stream("say:" + "under way " * 10)
+        first = next(stream)
+        process.send_signal(number)
+        os.kill(engine, number)  # as a terminal does, which signals the whole group
+        time.sleep(0.05)
+        with pytest.raises(OverCapacity, match="shutting down"):
+            client.generate("say:late")
+        assert first + "".join(stream) == "under way " * 10
+        assert process.wait(5) == 0
+        assert process.stderr is not None and process.stderr.read() == ""
+        assert not Path(f"/proc/{engine}").exists()
+
+
+def test_requests_that_do_not_end_are_cut_off_and_told() -> None:
+    with serving("scripted", "0.3") as (process, client, _):
+        errors: list[VLoraError] = []
+
+        def wait() -> None:
+            try:
+                client.generate("never")
+            except VLoraError as error:
+                errors.append(error)
+
+        thread = threading.Thread(target=wait)
+        thread.start()
+        time.sleep(0.2)
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(5) == 0
+        thread.join(5)
+        assert [type(error) for error in errors] == [Aborted]
+
+
+def test_a_second_signal_does_not_wait() -> None:
+    with serving("scripted", "60") as (process, client, _):
+        stream = client.stream("forever", max_tokens=90_000)
+        next(stream)
+        process.send_signal(signal.SIGINT)
+        time.sleep(0.2)
+        assert process.poll() is None
+        process.send_signal(signal.SIGINT)
+        assert process.wait(5) == 0
+
+
+def test_a_killed_engine_is_told_to_every_client_and_on_stderr() -> None:
+    with serving("scripted", "1") as (process, client, _):
+        (engine,) = children(process.pid)
+        stream = client.stream("forever", max_tokens=90_000)
+        next(stream)
+        died = time.monotonic()
+        os.kill(engine, signal.SIGKILL)
+        for call in (lambda: list(stream), client.stats, lambda: client.generate("say:x")):
+            with pytest.raises(EngineDead, match="the engine process was killed by SIGKILL"):
+                call()
+        assert time.monotonic() - died < 2
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(5) == 1
+        assert process.stderr is not None
+        first, last = process.stderr.read().splitlines()
+        assert first.startswith("error: the engine process was killed by SIGKILL; every request is refused")
+        assert last == "error: the engine process was killed by SIGKILL"
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["broken", "1"], "error: model 'broken' cannot be loaded: there is no such folder"),
+        (
+            ["scripted", "1", "signs=/nowhere"],
+            "error: /nowhere: no adapter_config.json; an adapter is a folder in PEFT's",
+        ),
+    ],
+)
+def test_what_keeps_it_from_starting_is_one_line(args: list[str], message: str) -> None:
+    process = launch(*args)
+    out, err = process.communicate(timeout=20)
+    assert process.returncode == 2 and out == ""
+    assert err.startswith(message) and err.count("\n") == 1
+
+
+def test_ctrl_c_while_the_model_loads_ends_at_once() -> None:
+    process = launch("slow", "1")
+    deadline = time.monotonic() + 10
+    while not children(process.pid) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    (engine,) = children(process.pid)
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=5)
+    assert (process.returncode, out, err) == (0, "", "")
+    assert not Path(f"/proc/{engine}").exists()
+
+
+def test_a_port_in_use_is_told_before_the_model_loads() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        code = (
+            "import tests.server.light, asyncio\n"
+            "from vlora.server.supervise import serve\n"
+            "from vlora.config import EngineConfig, ServerConfig\n"
+            f"config = ServerConfig(rpyc_port={taken.getsockname()[1]})\n"
+            "asyncio.run(serve(EngineConfig(model='x'), config, {}, announce=print, engine_command=('false',)))"
+        )
+        done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=20)
+    assert "BadConfig: cannot listen on 127.0.0.1:" in done.stderr and "choose another --rpyc-port" in done.stderr
