@@ -7,10 +7,10 @@ import time
 from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any
 
 import msgspec
 
+from apps.opencv import cv2
 from vlora.client import Client
 from vlora.errors import BadImage, UnknownAdapter, UnknownHead
 from vlora.types import HeadSummary
@@ -18,7 +18,7 @@ from vlora.types import HeadSummary
 CHUNK_S = 1.0
 
 _IN_FLIGHT = 4  # chunks asked about while the next is read
-_FALLBACK_FPS = 30.0  # for containers that do not say
+FALLBACK_FPS = 30.0  # for containers that do not say
 _JPEG_QUALITY = 95
 
 
@@ -86,7 +86,6 @@ def read_chunks(video: str, num_frames: int) -> Iterator[Chunk]:
 
     Raises BadImage when the video cannot be opened or holds no frame.
     """
-    cv2 = _opencv()
     capture = cv2.VideoCapture(video)
     try:
         if not capture.isOpened():
@@ -97,10 +96,10 @@ def read_chunks(video: str, num_frames: int) -> Iterator[Chunk]:
             )
             raise BadImage(f"cannot read video {video!r}: {why}")
         fps = capture.get(cv2.CAP_PROP_FPS)
-        length = max(num_frames, round((fps if 0 < fps < 1000 else _FALLBACK_FPS) * CHUNK_S))
+        length = max(num_frames, round((fps if 0 < fps < 1000 else FALLBACK_FPS) * CHUNK_S))
         wanted = _spread(num_frames, length)
         index = 0
-        while frames := _sample(cv2, capture, length, wanted):
+        while frames := _sample(capture, length, wanted):
             yield Chunk(index, index * CHUNK_S, tuple(frames[place] for place in _spread(num_frames, len(frames))))
             index += 1
         if index == 0:
@@ -116,7 +115,7 @@ def _spread(count: int, length: int) -> list[int]:
     return [round(i * (length - 1) / (count - 1)) for i in range(count)]
 
 
-def _sample(cv2: Any, capture: Any, length: int, wanted: list[int]) -> list[bytes]:
+def _sample(capture: cv2.VideoCapture, length: int, wanted: list[int]) -> list[bytes]:
     """Read a chunk of `length` frames and keep the wanted ones; fewer, or none, at the video's end."""
     frames = []
     for place in range(length):
@@ -127,12 +126,3 @@ def _sample(cv2: Any, capture: Any, length: int, wanted: list[int]) -> list[byte
             if decoded:
                 frames.append(cv2.imencode(".jpg", frame, [cv2.IMWRITE_JPEG_QUALITY, _JPEG_QUALITY])[1].tobytes())
     return frames
-
-
-def _opencv() -> Any:
-    # What a broken file makes the decoder print says less than our own error.
-    os.environ.setdefault("OPENCV_FFMPEG_LOGLEVEL", "-8")
-    os.environ.setdefault("OPENCV_LOG_LEVEL", "SILENT")
-    import cv2
-
-    return cv2

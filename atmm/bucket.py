@@ -47,7 +47,7 @@ class Bucket(NamedTuple):
             evenness = Evenness.EVEN if all(len(runs) <= 1 for runs in survey.runs) else Evenness.RAGGED
         return cls(
             tokens=_round_up(survey.num_tokens),
-            adapters=_round_up(survey.num_adapters),
+            adapters=_round_up(len(survey.keys)),
             rank=_round_up(round(sum(ranks) / max(1, len(ranks)))),
             d_in=_round_up(layout.d_in),
             d_out=_round_up(sum(layout.d_outs)),

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+import dataclasses
 
 from torch import Tensor
 
 
-class HeadRows(NamedTuple):
-    """weight: [c, hidden]. bias: [c] or None. index: int64 [rows], the rows of the hidden states that this head reads."""
+@dataclasses.dataclass(frozen=True, slots=True)
+class HeadRows:
+    """weight: [c, hidden]. bias: [c] or None. index: int64 [rows], which rows of the hidden states this head reads."""
 
     weight: Tensor
     bias: Tensor | None

@@ -45,7 +45,11 @@ class SegmentPlan:
             if lane.sign not in (1, -1):
                 raise ValueError(f"lane {lane} has sign {lane.sign}; give +1 to add the delta, -1 to take it away")
         self.num_tokens = num_tokens
-        self.lanes = tuple(lane for lane in lanes if lane.stop > lane.start)
+        self.lanes = tuple(sorted((lane for lane in lanes if lane.stop > lane.start), key=_place))
         self.keys = frozenset(lane.key for lane in self.lanes)
         self.strategy = strategy
         self.prepared: dict[Layout | None, Strategy] = {}  # by class of sites; None is every unpacked site
+
+
+def _place(lane: Lane) -> tuple[int, int]:
+    return lane.start, lane.stop

@@ -19,7 +19,7 @@ def choose(survey: Survey, wish: str | None = None) -> str:
     """A name of `STRATEGIES` for a survey whose adapters are all packed. `wish` is taken as it is."""
     if wish is not None:
         return wish
-    if _used_rows(survey) == survey.layout.num_rows:  # tables are measured with nothing packed that is not used
+    if survey.keys == survey.layout.targeting:  # tables are measured with nothing packed that is not used
         known = table_for(survey.layout.device.type).get(Bucket.of(survey).key())
         if known is not None:
             return known
@@ -46,28 +46,28 @@ def estimate(survey: Survey) -> dict[str, float]:
         machine = _CUDA
     else:
         machine = _CPU_16_BIT if layout.dtype.itemsize == 2 else _CPU_WIDE
-    num_lanes = num_runs = used = work = stacked_elements = 0
-    for width, d_out, runs in zip(layout.widths, layout.d_outs, survey.runs, strict=True):
-        stacked_elements += width * (layout.d_in + d_out)
+    num_lanes = num_runs = used = work = own = 0
+    for d_out, runs in zip(layout.d_outs, survey.runs, strict=True):
         num_runs += len(runs)
         for run in runs:
             num_lanes += run.num_lanes
-            elements = run.num_lanes * run.rank * (layout.d_in + d_out)
-            used += elements
-            work += elements * run.length
+            rows = run.num_lanes * run.rank
+            used += rows * (layout.d_in + d_out)
+            work += rows * (layout.d_in + d_out) * run.length
+            own += rows * d_out * run.length
+    shrink = layout.num_rows * layout.d_in
+    expand = sum(width * d_out for width, d_out in zip(layout.widths, layout.d_outs, strict=True))
 
-    def seconds(calls: int, elements: int, products: int) -> float:
+    def seconds(calls: float, elements: int, products: int) -> float:
         read = elements * layout.dtype.itemsize / machine.bytes_per_s
         return calls * machine.call_s + read + 2 * products / machine.flops_per_s
 
-    stacked_calls = 1 + sum(1 for width in layout.widths if width)
-    return {
+    gather = survey.num_tokens * shrink / machine.flops_per_s * 2
+    estimates = {
         "loop": seconds(2 * num_lanes, used, work),
         "batched": seconds(2 * num_runs, used, work),
-        "stacked": seconds(stacked_calls, stacked_elements, stacked_elements * survey.num_tokens),
+        "stacked": seconds(1 + sum(1 for width in layout.widths if width), shrink + expand, (shrink + expand) * survey.num_tokens),
     }
-
-
-def _used_rows(survey: Survey) -> int:
-    keys = {lane.key for lane in survey.lanes}
-    return sum(span.rank for site in survey.layout.spans for span in site if span.key in keys)
+    if layout.device.type == "cpu":
+        estimates["gathered"] = seconds(2 + len(layout.blocks), shrink + expand, shrink * survey.num_tokens) + own / 10e9
+    return estimates

@@ -1,13 +1,14 @@
 """Where adapters act: a site is one linear layer, a group is the sites that read the same input.
 
-Memory of a packed group (s: sites of the group, k: keys in the order they were packed, r: that adapter's rank at that site)::
+Memory of a packed group (s: sites of the group, k: keys in the order they were packed, r: that adapter's rank at that
+site; sites of one d_out share a block)::
 
-    a     [sum_s sum_k r, d_in]     site 0: key 0, key 1, ...   site 1: key 0, key 1, ...
-    bt_0  [sum_k r, d_out_0]        key 0, key 1, ...
-    bt_1  [sum_k r, d_out_1]        ...
+    a          [sum_s sum_k r, d_in]    site 0: key 0, key 1, ...   site 1: key 0, key 1, ...   ...
+    block 896  [sum_k r, 896]           site 0: key 0, key 1, ...                               (q)
+    block 128  [sum_s sum_k r, 128]     site 1: key 0, key 1, ...   site 2: key 0, key 1, ...   (k, v)
 
-so one shrink `x a^T` serves every site of the group, a site's share of it is a range of columns, and adjacent keys of one rank
-are a `[keys, r, d]` view. Tensors start at multiples of 256 bytes; rows are padded to 16 bytes.
+so one shrink `x a^T` serves every site of the group, a site's share of it is a range of columns, and adjacent keys of one
+rank are a `[keys, r, d]` view. Tensors start at multiples of 256 bytes; rows are padded to 16 bytes.
 """
 
 from __future__ import annotations
@@ -62,14 +63,25 @@ class Span(NamedTuple):
     rank: int
 
 
+class Block(NamedTuple):
+    """The sites of a group with one d_out; their packed Bt are one tensor, in this order."""
+
+    d_out: int
+    sites: tuple[int, ...]
+
+
 class Layout:
     """The shape of a packed group without its bytes. Groups packed alike share one object, so it serves as a cheap key.
 
-    keys: every packed adapter, those that target none of the group's sites included.
-    spans: per site, in packing order. widths: per site, its rows (the ranks' sum).
+    keys: every packed adapter; targeting: those of them that target a site of the group.
+    spans: per site, by key in packing order. widths: per site, its rows (the ranks' sum). first_rows: where each site's
+    rows start in the packed A.
     """
 
-    __slots__ = ("__weakref__", "d_in", "d_outs", "device", "dtype", "keys", "spans", "widths")
+    __slots__ = (
+        "__weakref__", "blocks", "d_in", "d_outs", "device", "dtype", "first_rows", "keys", "num_rows", "spans", "targeting",
+        "widths",
+    )  # fmt: skip
 
     def __init__(
         self,
@@ -81,26 +93,30 @@ class Layout:
         device: torch.device,
     ) -> None:
         self.keys = keys
-        self.spans = spans
+        self.spans = tuple({span.key: span for span in site} for site in spans)
         self.widths = tuple(sum(span.rank for span in site) for site in spans)
+        self.targeting = frozenset().union(*self.spans)
+        self.first_rows = tuple(sum(self.widths[:index]) for index in range(len(spans)))
+        self.num_rows = sum(self.widths)
         self.d_in = d_in
         self.d_outs = d_outs
+        self.blocks = tuple(
+            Block(d_out, tuple(index for index, other in enumerate(d_outs) if other == d_out))
+            for d_out in dict.fromkeys(d_outs)
+        )
         self.dtype = dtype
         self.device = device
-
-    @property
-    def num_rows(self) -> int:
-        return sum(self.widths)
 
 
 _layouts: weakref.WeakValueDictionary[tuple, Layout] = weakref.WeakValueDictionary()
 
 
 class Packed(NamedTuple):
-    """The packed copy of a group's factors; the picture is at the top of this file."""
+    """The packed copy of a group's factors; the picture is at the top of this file. `bts` are views of `blocks`, by site."""
 
     layout: Layout
     a: Tensor
+    blocks: tuple[Tensor, ...]
     bts: tuple[Tensor, ...]
 
 
@@ -132,7 +148,8 @@ class SiteGroup:
 
     def packed_bytes(self, keys: Iterable[str]) -> int:
         """Bytes that `pack(keys)` needs; 0 when none of the keys targets the group."""
-        return sum(_tensor_bytes(len_, d, dtype) for len_, d, dtype in self._tensors(tuple(keys)))
+        layout = self._layout(tuple(keys))
+        return 0 if layout is None else sum(_tensor_bytes(rows, d, layout.dtype) for rows, d in _tensors(layout))
 
     def pack(self, keys: Iterable[str], buffer: Tensor | None = None) -> None:
         """Copy the factors of `keys` side by side, in this order, and use the copy from now on.
@@ -143,78 +160,77 @@ class SiteGroup:
         buffer: one-dimensional uint8 of at least `packed_bytes(keys)` bytes, aligned to 16; None allocates.
 
         Raises ValueError for a key given twice, factors of another shape, dtype or device than the rest, or a buffer that
-        cannot hold them.
+        cannot hold them; the group is unpacked then.
         """
+        self.packed = None  # whoever holds the old copy must not take the new bytes for it
         keys = tuple(keys)
         if len(set(keys)) != len(keys):
             raise ValueError(f"keys {keys} hold one twice; give each adapter once")
-        shapes = self._tensors(keys)
-        if not shapes:
-            self.packed = None
+        layout = self._layout(keys)
+        if layout is None:
             return
-        present = [[(key, site.factors[key]) for key in keys if key in site.factors] for site in self.sites]
-        first = next(factors.a for site in present for _, factors in site)
+        num_bytes = sum(_tensor_bytes(rows, d, layout.dtype) for rows, d in _tensors(layout))
         if buffer is None:
-            buffer = torch.empty(self.packed_bytes(keys), dtype=torch.uint8, device=first.device)
-        self._check_buffer(buffer, first, self.packed_bytes(keys))
-        self.packed = None  # whoever still holds the old copy must not take the new bytes for it
+            buffer = torch.empty(num_bytes, dtype=torch.uint8, device=layout.device)
+        _check_buffer(buffer, num_bytes, layout.device)
         tensors, offset = [], 0
-        for rows, d, dtype in shapes:
-            tensors.append(_carve(buffer, offset, rows, d, dtype))
-            offset += _tensor_bytes(rows, d, dtype)
-        a, *bts = tensors
-        torch.cat([factors.a for site in present for _, factors in site], out=a)
-        for bt, site in zip(bts, present, strict=True):
-            if site:
-                torch.cat([factors.bt for _, factors in site], out=bt)
-        self.packed = Packed(self._layout(keys, present, first), a, tuple(bts))
+        for rows, d in _tensors(layout):
+            tensors.append(_carve(buffer, offset, rows, d, layout.dtype))
+            offset += _tensor_bytes(rows, d, layout.dtype)
+        a, *blocks = tensors
+        present = [[site.factors[key] for key in keys if key in site.factors] for site in self.sites]
+        torch.cat([factors.a for site in present for factors in site], out=a)
+        bts: dict[int, Tensor] = {}
+        for block, tensor in zip(layout.blocks, blocks, strict=True):
+            columns = [factors.bt for index in block.sites for factors in present[index]]
+            if columns:
+                torch.cat(columns, out=tensor)
+            bts.update(zip(block.sites, tensor.split([layout.widths[index] for index in block.sites]), strict=True))
+        self.packed = Packed(layout, a, tuple(blocks), tuple(bts[index] for index in range(len(self.sites))))
 
     def unpack(self) -> None:
         """Forget the packed copy; its buffer may be used for something else."""
         self.packed = None
 
-    def _tensors(self, keys: tuple[str, ...]) -> list[tuple[int, int, torch.dtype]]:
-        """(rows, columns, dtype) of the packed A and of each site's packed Bt; empty when no key targets the group."""
-        widths, first = [], None
+    def _layout(self, keys: tuple[str, ...]) -> Layout | None:
+        """The layout that packing `keys` gives; None when no key targets the group."""
+        spans, first = [], None
         for site in self.sites:
-            width = 0
+            start, row = 0, []
             for key in keys:
                 factors = site.factors.get(key)
                 if factors is None:
                     continue
                 first = factors.a if first is None else first
                 _check_factors(site, key, factors, first)
-                width += factors.a.shape[0]
-            widths.append(width)
-        if first is None:
-            return []
-        return [
-            (sum(widths), self.sites[0].d_in, first.dtype),
-            *((width, site.d_out, first.dtype) for width, site in zip(widths, self.sites, strict=True)),
-        ]
-
-    def _layout(self, keys: tuple[str, ...], present: list[list[tuple[str, Factors]]], first: Tensor) -> Layout:
-        spans = []
-        for site in present:
-            start, row = 0, []
-            for key, factors in site:
                 row.append(Span(key, start, factors.a.shape[0]))
                 start += factors.a.shape[0]
             spans.append(tuple(row))
+        if first is None:
+            return None
         d_outs = tuple(site.d_out for site in self.sites)
         facts = (frozenset(keys), tuple(spans), self.sites[0].d_in, d_outs, first.dtype, first.device)
-        return _layouts.setdefault(facts, Layout(*facts))
+        known = _layouts.get(facts)
+        if known is None:
+            known = _layouts[facts] = Layout(*facts)
+        return known
 
-    @staticmethod
-    def _check_buffer(buffer: Tensor, first: Tensor, num_bytes: int) -> None:
-        if buffer.dtype != torch.uint8 or buffer.dim() != 1 or not buffer.is_contiguous():
-            raise ValueError(f"buffer is {buffer.dtype} {tuple(buffer.shape)}; give one contiguous dimension of uint8")
-        if buffer.numel() < num_bytes:
-            raise ValueError(f"buffer holds {buffer.numel()} bytes; these adapters need {num_bytes} (packed_bytes says)")
-        if buffer.device != first.device:
-            raise ValueError(f"buffer lies on {buffer.device} and the factors on {first.device}; give one device")
-        if buffer.data_ptr() % ROW_ALIGNMENT:
-            raise ValueError(f"buffer starts at address {buffer.data_ptr()}; align it to {ROW_ALIGNMENT} bytes")
+
+def _tensors(layout: Layout) -> list[tuple[int, int]]:
+    """(rows, columns) of the packed A and of each block."""
+    blocks = [(sum(layout.widths[index] for index in block.sites), block.d_out) for block in layout.blocks]
+    return [(layout.num_rows, layout.d_in), *blocks]
+
+
+def _check_buffer(buffer: Tensor, num_bytes: int, device: torch.device) -> None:
+    if buffer.dtype != torch.uint8 or buffer.dim() != 1 or not buffer.is_contiguous():
+        raise ValueError(f"buffer is {buffer.dtype} {tuple(buffer.shape)}; give one contiguous dimension of uint8")
+    if buffer.numel() < num_bytes:
+        raise ValueError(f"buffer holds {buffer.numel()} bytes; these adapters need {num_bytes}, as packed_bytes says")
+    if buffer.device != device:
+        raise ValueError(f"buffer lies on {buffer.device} and the factors on {device}; give one device")
+    if buffer.data_ptr() % ROW_ALIGNMENT:
+        raise ValueError(f"buffer starts at address {buffer.data_ptr()}; align it to {ROW_ALIGNMENT} bytes")
 
 
 def _check_factors(site: Site, key: str, factors: Factors, first: Tensor) -> None:

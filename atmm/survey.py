@@ -1,16 +1,19 @@
-"""What one plan asks of one class of sites: the facts that strategies prepare from and the choice between them is made on."""
+"""What one plan asks of one class of sites: the facts that a strategy is prepared from and chosen on."""
 
 from __future__ import annotations
 
+import functools
 from typing import NamedTuple
 
-from atmm.segments import Lane, SegmentPlan
-from atmm.sites import Layout, Span
+from atmm.segments import SegmentPlan
+from atmm.sites import Layout
 
 
 class Run(NamedTuple):
-    """Lanes that one batched matmul serves without padding or copies: adjacent tokens, adjacent packed rows, one rank, one
-    length, one sign. `num_lanes` lanes of `length` tokens from token `start`; factors of `rank` rows from packed row `row`.
+    """Lanes that one batched product serves without padding or copies.
+
+    `num_lanes` lanes of `length` tokens each, one after the other from token `start`; their factors are `rank` rows each,
+    one after the other from the site's packed row `row`; all have one sign.
     """
 
     start: int
@@ -20,55 +23,47 @@ class Run(NamedTuple):
     rank: int
     sign: float
 
-    @property
-    def num_tokens(self) -> int:
-        return self.num_lanes * self.length
+    def goes_on(self, lane: Run) -> bool:
+        """Whether `lane`, a run of one, may be the next lane of this one."""
+        return (
+            (self.length, self.rank, self.sign) == (lane.length, lane.rank, lane.sign)
+            and self.start + self.num_lanes * self.length == lane.start
+            and self.row + self.num_lanes * self.rank == lane.row
+        )
 
 
 class Survey:
-    """One plan against one layout.
+    """One plan against one layout that holds all its adapters.
 
-    lanes: those whose adapter targets a site of the group. start, stop: the smallest token range that holds them all.
-    runs: per site. covered: the packed copy holds every adapter of the plan.
+    lanes: in the plan's order, those whose adapter targets a site of the group. keys: their adapters. start, stop: the
+    smallest range of tokens that holds them all.
     """
 
-    __slots__ = ("covered", "lanes", "layout", "runs", "start", "stop")
-
     def __init__(self, plan: SegmentPlan, layout: Layout) -> None:
-        targeting = {span.key for site in layout.spans for span in site if span.rank}
         self.layout = layout
-        self.covered = plan.keys <= layout.keys
-        self.lanes = tuple(lane for lane in plan.lanes if lane.key in targeting)
+        self.lanes = tuple(lane for lane in plan.lanes if lane.key in layout.targeting)
+        self.keys = {lane.key for lane in self.lanes}
         self.start = min((lane.start for lane in self.lanes), default=0)
         self.stop = max((lane.stop for lane in self.lanes), default=0)
-        order = sorted(self.lanes, key=lambda lane: (lane.start, lane.stop))
-        self.runs = tuple(_runs(order, spans) for spans in layout.spans)
 
     @property
     def num_tokens(self) -> int:
         return self.stop - self.start
 
-    @property
-    def num_adapters(self) -> int:
-        return len({lane.key for lane in self.lanes})
-
-
-def _runs(lanes: list[Lane], spans: tuple[Span, ...]) -> tuple[Run, ...]:
-    by_key = {span.key: span for span in spans if span.rank}
-    runs: list[Run] = []
-    for key, start, stop, sign in lanes:
-        span = by_key.get(key)
-        if span is None:
-            continue
-        run = Run(start, 1, stop - start, span.start, span.rank, sign)
-        last = runs[-1] if runs else None
-        if (
-            last is not None
-            and (last.length, last.rank, last.sign) == (run.length, run.rank, run.sign)
-            and last.start + last.num_tokens == run.start
-            and last.row + last.num_lanes * last.rank == run.row
-        ):
-            runs[-1] = last._replace(num_lanes=last.num_lanes + 1)
-        else:
-            runs.append(run)
-    return tuple(runs)
+    @functools.cached_property
+    def runs(self) -> tuple[tuple[Run, ...], ...]:
+        """Per site, its lanes in as few runs as their order allows."""
+        by_site = []
+        for spans in self.layout.spans:
+            runs: list[Run] = []
+            for key, start, stop, sign in self.lanes:
+                span = spans.get(key)
+                if span is None or not span.rank:
+                    continue
+                lane = Run(start, 1, stop - start, span.start, span.rank, sign)
+                if runs and runs[-1].goes_on(lane):
+                    runs[-1] = runs[-1]._replace(num_lanes=runs[-1].num_lanes + 1)
+                else:
+                    runs.append(lane)
+            by_site.append(tuple(runs))
+        return tuple(by_site)

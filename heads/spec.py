@@ -57,14 +57,15 @@ TASKS: dict[str, Callable[[torch.Tensor, HeadSpec], Decision]] = {"classificatio
 
 
 class TaskHead:
-    """weight [labels, hidden], bias [labels]. Raises ValueError when shapes do not fit the spec or values are not finite."""
+    """weight [labels, hidden], bias [labels]. Raises ValueError when shapes do not fit the spec or values are not
+    finite."""
 
     def __init__(self, spec: HeadSpec, weight: torch.Tensor, bias: torch.Tensor) -> None:
         count = len(spec.labels)
         if tuple(weight.shape) != (count, spec.hidden_size) or tuple(bias.shape) != (count,):
             raise ValueError(
-                f"head {spec.name!r}: weight {tuple(weight.shape)} and bias {tuple(bias.shape)} do not fit {count} labels "
-                f"over {spec.hidden_size} features"
+                f"head {spec.name!r}: weight {tuple(weight.shape)} and bias {tuple(bias.shape)} do not fit "
+                f"{count} labels over {spec.hidden_size} features"
             )
         if not (torch.isfinite(weight).all() and torch.isfinite(bias).all()):
             raise ValueError(f"head {spec.name!r}: weight or bias holds values that are not finite (NaN or infinity)")

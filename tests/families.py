@@ -173,9 +173,7 @@ def vision_linears(family: str) -> str:
             r".*visual\.(blocks\.\d+\.(attn\.(qkv|proj)|mlp\.(fc1|fc2|gate_proj|up_proj|down_proj|linear_fc1|linear_fc2))"
             r"|merger\.(mlp\.[02]|linear_fc\d)|deepstack_merger_list\.\d+\.linear_fc\d)"
         )
-    return (
-        r".*(vision_tower\..*\.(q_proj|k_proj|v_proj|out_proj|fc1|fc2)|multi_modal_projector\.linear_[12])"
-    )
+    return r".*(vision_tower\..*\.(q_proj|k_proj|v_proj|out_proj|fc1|fc2)|multi_modal_projector\.linear_[12])"
 
 
 @dataclasses.dataclass(frozen=True)

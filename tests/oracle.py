@@ -52,7 +52,9 @@ class Oracle:
             for name, parameter in self.peft.named_parameters():
                 if "lora_" in name:
                     generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
-                    parameter.copy_(torch.randn(parameter.shape, generator=generator) * scale / parameter.shape[1] ** 0.5)
+                    parameter.copy_(
+                        torch.randn(parameter.shape, generator=generator) * scale / parameter.shape[1] ** 0.5
+                    )
         self.peft.eval()
 
     def save(self, folder: Path) -> dict[str, str]:

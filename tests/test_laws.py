@@ -12,8 +12,8 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 
-# Room -> what it may import of the project. DESIGN: a later level may import an earlier one; rooms of a level are blind to
-# each other unless listed.
+# Room -> what it may import of the project. DESIGN: a later level may import an earlier one; rooms of a level are
+# blind to each other unless listed.
 BASE = {"vlora.errors", "vlora.types"}
 LEVEL_1 = BASE | {"atmm", "heads", "vlora.config"}
 LEVEL_2 = LEVEL_1 | {"vlora.adapters", "vlora.memory"}
@@ -73,7 +73,9 @@ def test_imports_point_upward(module: str, file: Path) -> None:
             assert target in MAY_IMPORT[room], f"{module} imports {imported}: {room} may not know {target}"
 
 
-@pytest.mark.parametrize("module", ["vlora.orchestrator", "vlora.client", "vlora.memory.books", "vlora.memory.residency"])
+@pytest.mark.parametrize(
+    "module", ["vlora.orchestrator", "vlora.client", "vlora.memory.books", "vlora.memory.residency"]
+)
 def test_loads_without_torch(module: str) -> None:
     code = f"import sys, {module}; assert 'torch' not in sys.modules and 'transformers' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
@@ -82,7 +84,15 @@ def test_loads_without_torch(module: str) -> None:
 PUBLIC = {
     "vlora.engine": {"Engine", "EngineInterface", "LocalEngine"},
     "vlora.models": {"EncodedPrompt", "InputProcessor"},
-    "vlora.adapters": {"AdapterHeader", "AdapterRegistry", "HostAdapter", "HostFactors", "SiteShape", "load_adapter", "read_header"},
+    "vlora.adapters": {
+        "AdapterHeader",
+        "AdapterRegistry",
+        "HostAdapter",
+        "HostFactors",
+        "SiteShape",
+        "load_adapter",
+        "read_header",
+    },
     "heads": {"TASKS", "Decision", "HeadSpec", "TaskHead", "load_heads", "save_heads"},
 }
 

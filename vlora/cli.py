@@ -323,6 +323,22 @@ def fuse(plan: Path, out: Path, device: str) -> None:
 
 
 @cli.command()
+@click.option(
+    "--out", default="demo", show_default=True, type=click.Path(path_type=Path), help="Folder for what it makes."
+)
+@click.option("--plan", default="demo", show_default=True, help="Fusion plan: a file, or one in the package by name.")
+def demo(out: Path, plan: str) -> None:
+    """Do the whole job once, live: fuse, serve, ask, stream. Takes some minutes.
+
+    \b
+        vlora demo
+    """
+    from apps.demo import run
+
+    run(out, plan=plan)
+
+
+@cli.command()
 @click.argument("name")
 @click.option("--quick", is_flag=True, help="Fewer repetitions: a look, not a result.")
 def bench(name: str, quick: bool) -> None:

@@ -32,8 +32,8 @@ class RequestStatus(enum.StrEnum):
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     """What a user may set about token choice.
 
-    temperature 0 is greedy. top_k 0 and top_p 1 switch those filters off. Draws depend on `seed` and the token's place in
-    the answer only, never on the batch; `seed=None` takes one from the request id.
+    temperature 0 is greedy. top_k 0 and top_p 1 switch those filters off. Draws depend on `seed` and the token's place
+    in the answer only, never on the batch; `seed=None` takes one from the request id.
 
     Raises BadRequest when a value is out of range.
     """
@@ -68,7 +68,8 @@ class TensorValue(msgspec.Struct, frozen=True):
 
 
 class VisionInput(msgspec.Struct, frozen=True, kw_only=True):
-    """One image or one video after the image processor: the tensors the model's vision tower takes, for this item alone.
+    """One image or one video after the image processor: the tensors the model's vision tower takes, for this item
+    alone.
 
     content_hash: hex digest over the processed tensors; the key under which its embeddings are cached.
     num_tokens: how many placeholder tokens of the prompt it fills.
@@ -83,7 +84,8 @@ class VisionInput(msgspec.Struct, frozen=True, kw_only=True):
 class Request(msgspec.Struct, frozen=True, kw_only=True):
     """One user job, ready for the engine: placeholders expanded, images processed.
 
-    adapter None is the base model. head None asks for text; otherwise the named task head of the adapter answers in one pass.
+    adapter None is the base model. head None asks for text; otherwise the named task head of the adapter answers in
+    one pass.
     max_latency_s: the caller's bound on the whole request, or None.
     """
 
@@ -147,7 +149,8 @@ FinishReason = Literal["stop", "length", "head", "cancelled", "error"]
 class RequestOutput(msgspec.Struct, frozen=True, kw_only=True):
     """One message of a request's answer. The last one has a finish_reason; exactly one such message ends every request.
 
-    token_ids: the tokens since the previous message. error is set when, and only when, finish_reason is "error" or "cancelled".
+    token_ids: the tokens since the previous message. error is set when, and only when, finish_reason is "error" or
+    "cancelled".
     """
 
     request_id: str
@@ -204,7 +207,8 @@ class StepResult(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class MemoryView(msgspec.Struct, frozen=True, kw_only=True):
-    """What policies may know of memory. resident: adapters on the device. mergeable: those whose merge fidelity holds."""
+    """What policies may know of memory. resident: adapters on the device. mergeable: those whose merge fidelity
+    holds."""
 
     resident: frozenset[str]
     mergeable: frozenset[str]

@@ -85,6 +85,7 @@ def test_vision_side_is_noticed(folders: dict[str, str], registry: AdapterRegist
 def test_the_version_is_the_content(copied: Path, registry: AdapterRegistry) -> None:
     first = registry.load("a", str(copied)).version
     assert registry.load("a", str(copied)).version == first
+
     def double(tensors: dict[str, torch.Tensor]) -> None:
         tensors[min(tensors)].mul_(2)
 

@@ -134,6 +134,12 @@ def test_mistakes_come_back_as_typed_errors(client: Client) -> None:
         client.generate("say:x", max_token=1)
     with pytest.raises(BadRequest, match="sampling: Expected `float`"):
         client.generate("say:x", temperature="hot")
+    with pytest.raises(BadRequest, match=r"the text cannot be sent: 'utf-8' codec"):
+        client.generate("half a character: \ud800")
+    with pytest.raises(BadRequest, match=r"refused the call 'generate': only values can be sent: .* tuples of them$"):
+        client.generate(["a", "list"])  # type: ignore[arg-type]
+    with pytest.raises(BadRequest, match="question: Expected `str`, got `int`"):
+        client.generate(7)  # type: ignore[arg-type]
     with pytest.raises(VLoraError, match="the server made a mistake: ValueError: tripped"):
         client.generate("trip")
     with pytest.raises(UnknownAdapter):

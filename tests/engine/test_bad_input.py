@@ -81,12 +81,16 @@ def bad_requests(prompt: Prompt) -> dict[str, tuple[Request, type[VLoraError], s
         "image without placeholder": (request(prompt, "x", prompt_ids=(5, 6)), BadRequest, "placeholder"),
         "placeholder without image": (request(prompt, "x", vision=()), BadRequest, "placeholder"),
         "pixels cut short": (
-            request(prompt, "x", vision=(msgspec.structs.replace(image, content_hash="s", fields={"pixel_values": short}),)),
+            request(
+                prompt, "x", vision=(msgspec.structs.replace(image, content_hash="s", fields={"pixel_values": short}),)
+            ),
             BadRequest,
             "cannot be read",
         ),
         "pixels of the wrong size": (
-            request(prompt, "x", vision=(msgspec.structs.replace(image, content_hash="w", fields={"pixel_values": wrong}),)),
+            request(
+                prompt, "x", vision=(msgspec.structs.replace(image, content_hash="w", fields={"pixel_values": wrong}),)
+            ),
             BadRequest,
             "cannot be encoded",
         ),
@@ -154,7 +158,9 @@ def test_a_failing_batch_fails_only_its_requests(
     with monkeypatch.context() as patch:
         patch.setattr(local.engine._seam, "forward", broken)
         lost = local.run([request(prompt, "lost")])["lost"]
-    assert lost[-1].error is not None and lost[-1].error.code == "step_failed" and "out of luck" in lost[-1].error.message
+    assert (
+        lost[-1].error is not None and lost[-1].error.code == "step_failed" and "out of luck" in lost[-1].error.message
+    )
     assert local.run([request(prompt)])["good"][-1].finish_reason == "length"
     local.engine.check_integrity()
 

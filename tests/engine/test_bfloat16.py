@@ -18,7 +18,8 @@ PROMPTS = 24
 
 @pytest.fixture(scope="module")
 def reference(tmp_path_factory: pytest.TempPathFactory) -> Reference:
-    """Weights rounded to bfloat16 once, so that truth and test share them; many prompts for one and for two adapters."""
+    """Weights rounded to bfloat16 once, so that truth and test share them; many prompts for one and for two
+    adapters."""
     family = "qwen2_vl"
     rounded = build_model(family, torch.bfloat16).float()
     # LoRA deltas of about a tenth of the weight, as training makes them.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -22,7 +22,8 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> Reference:
 
 
 def worst(run: Run, reference: Reference) -> float:
-    """Largest logit difference over all requests, up to the first token that differs (after it the inputs differ too)."""
+    """Largest logit difference over all requests, up to the first token that differs (after it the inputs differ
+    too)."""
     out = 0.0
     for (tokens, logits), (want_tokens, want) in zip(run.answers, reference.answers, strict=True):
         same = 0
@@ -61,7 +62,7 @@ def unscaled(reference: Reference, tmp_path: Path) -> Iterator[Any]:
     class Changed:
         family = reference.family
         cases = reference.cases
-        adapters = {**reference.adapters, "wide8": str(folder)}
+        adapters: ClassVar[dict[str, str]] = {**reference.adapters, "wide8": str(folder)}
 
     yield Changed()
 

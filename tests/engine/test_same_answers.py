@@ -1,4 +1,5 @@
-"""The main law: every request gets the answer plain transformers + PEFT gives on the same weights, whatever the mode."""
+"""The main law: every request gets the answer plain transformers + PEFT gives on the same weights, whatever the
+mode."""
 
 from __future__ import annotations
 
@@ -44,7 +45,10 @@ class Reference:
         self.answers = [oracle.generate(prompt, adapter, NUM_TOKENS) for adapter, prompt in self.cases]
         self.video_case: tuple[str | None, Prompt] | None = None
         if family in VIDEO_FAMILIES:
-            self.video_case = ("everywhere64", make_prompt(family, model, 3, num_videos=1 if family == "llava_onevision" else 2))
+            self.video_case = (
+                "everywhere64",
+                make_prompt(family, model, 3, num_videos=1 if family == "llava_onevision" else 2),
+            )
             self.video_answer = oracle.generate(self.video_case[1], self.video_case[0], NUM_TOKENS)
 
 
@@ -83,7 +87,8 @@ def test_merged_batch_of_one_adapter(reference: Reference, merged: str | None) -
 
 
 def test_modes_change_in_the_middle_of_requests(reference: Reference) -> None:
-    # Every few steps another adapter is merged, or none: chunks of one prompt and tokens of one answer run in every mode.
+    # Every few steps another adapter is merged, or none: chunks of one prompt and tokens of one answer run in every
+    # mode.
     plan = [(Mode.MIXED, "wide8"), (Mode.UNMERGED, None), (Mode.MIXED, "everywhere64"), (Mode.MIXED, "patterned16")]
     run = run_engine(reference, FixedModes(*plan[0], plan=plan), NUM_TOKENS, max_step_tokens=24)
     assert run.modes >= {Mode.UNMERGED, Mode.MIXED}

@@ -65,7 +65,8 @@ def test_mistakes_are_located(tmp_path: Path, old: str, new: str, line: int, fie
 
 
 @pytest.mark.parametrize(
-    ("text", "want"), [("domains: [", "line 1: not YAML"), ("- 1\n- 2\n", "a plan is a mapping"), ("", "a plan is a mapping")]
+    ("text", "want"),
+    [("domains: [", "line 1: not YAML"), ("- 1\n- 2\n", "a plan is a mapping"), ("", "a plan is a mapping")],
 )
 def test_what_is_no_plan_at_all(tmp_path: Path, text: str, want: str) -> None:
     with pytest.raises(BadPlan, match=want):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 
 import cv2
@@ -29,7 +30,7 @@ def test_parts_share_no_picture(name: str) -> None:
 
 def test_photo_crops_of_different_parts_come_from_different_regions() -> None:
     spans = sorted(_COLUMNS.values())
-    assert all(before[1] < after[0] for before, after in zip(spans, spans[1:], strict=False))
+    assert all(before[1] < after[0] for before, after in itertools.pairwise(spans))
 
 
 @pytest.mark.parametrize("name", sorted(BUILT_IN))

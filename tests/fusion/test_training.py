@@ -1,4 +1,5 @@
-"""A small real run: the embedded architecture learns, adapters are saved as PEFT reads them, serving gives the same answer."""
+"""A small real run: the embedded architecture learns, adapters are saved as PEFT reads them, serving gives the same
+answer."""
 
 from __future__ import annotations
 

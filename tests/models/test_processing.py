@@ -28,7 +28,7 @@ PINPOINTS = [[16, 32], [32, 16], [32, 32]]
 
 def tokenizer() -> PreTrainedTokenizerFast:
     special = {"<pad>": 0, "<s>": 1, "</s>": 2, "<unk>": 3, "<image>": IMAGE, "<vs>": VISION_START, "<ve>": VISION_END}
-    words = {word: 4 + index for index, word in enumerate("what is shown in the picture ?".split())}
+    words = {word: 4 + index for index, word in enumerate(["what", "is", "shown", "in", "the", "picture", "?"])}
     inner = Tokenizer(models.WordLevel({**special, **words}, unk_token="<unk>"))
     inner.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     return PreTrainedTokenizerFast(
@@ -123,9 +123,9 @@ def test_the_hash_is_the_content(pair: tuple[InputProcessor, Seam]) -> None:
 
 def test_markers_and_images_must_match(pair: tuple[InputProcessor, Seam]) -> None:
     processor, _ = pair
-    with pytest.raises(BadRequest, match="2 image markers .* but 1 images"):
+    with pytest.raises(BadRequest, match=r"2 image markers .* but 1 images"):
         processor.encode(processor.chat("what ?", 2), pictures(1))
-    with pytest.raises(BadRequest, match="1 image markers .* but 0 images"):
+    with pytest.raises(BadRequest, match=r"1 image markers .* but 0 images"):
         processor.encode(processor.chat("what <image> ?"), [])
 
 
@@ -147,6 +147,10 @@ def test_tensors_survive_the_wire_or_say_why() -> None:
     from vlora.models.processing import tensor_value
 
     assert torch.equal(to_tensor(tensor_value(tensor)), tensor)
-    for bad in (TensorValue("float32", (3,), b"12"), TensorValue("nonsense", (1,), b"1"), TensorValue("float32", (-1, 7), b"1234")):
+    for bad in (
+        TensorValue("float32", (3,), b"12"),
+        TensorValue("nonsense", (1,), b"1"),
+        TensorValue("float32", (-1, 7), b"1234"),
+    ):
         with pytest.raises(BadRequest, match="cannot be read"):
             to_tensor(bad)

@@ -182,7 +182,7 @@ class Simulation:
         self.scheduler = Scheduler(
             policy=self.watched,
             tables=self.tables,
-            max_request_blocks=(machine.num_pages - machine.max_adapter_pages) // machine.pages_per_block,
+            max_request_blocks=self.books.num_blocks - -(-machine.max_adapter_pages // machine.pages_per_block),
             max_batch_size=machine.max_batch_size,
             max_step_tokens=machine.max_step_tokens,
             theta_s=machine.theta_s,
@@ -244,9 +244,8 @@ class Simulation:
                 if not waiting:
                     return
                 self.clock.now = waiting[0][0]
-            elif self.step() is None and self.scheduler.has_work:
-                assert waiting, "requests are left but nobody can run and nobody will come"
-                self.clock.now = waiting[0][0]
+            else:
+                self.step()
         raise AssertionError(f"not done after {max_steps} steps")
 
     def check_integrity(self) -> None:
@@ -256,13 +255,14 @@ class Simulation:
         self.scheduler.check_integrity()
 
     def _bring_adapters(self) -> None:
-        in_use = self.scheduler.adapters_in_use()
-        for name in in_use:
+        pinned = list(self.scheduler.adapters_in_use() & self.residency.resident)
+        for name in pinned:
             self.residency.pin(name)
         for name in self.scheduler.waiting_adapters():
-            if self.residency.bring(name, self.machine.adapters[name]) is None:
-                break
-        for name in in_use:
+            if self.residency.bring(name, self.machine.adapters[name]) is not None:
+                self.residency.pin(name)
+                pinned.append(name)
+        for name in pinned:
             self.residency.unpin(name)
         self.residency.drain_evicted()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable
 
 from tests.orchestrator.simulation import Machine, Simulation, Speed, make_request
@@ -10,10 +11,12 @@ from vlora.types import Batch, Mode
 CAMERAS = {"traffic": 2, "parking": 2, "gate": 2, "yard": 2}
 
 
-def box(*, max_batch_size: int = 8, lossy: frozenset[str] = frozenset()) -> Simulation:
+def box(*, max_batch_size: int = 8, lossy: frozenset[str] = frozenset(), room: int = 8) -> Simulation:
+    """room: pages for adapters, of which each takes two."""
     return Simulation(
         Machine(
             num_pages=1024,
+            max_adapter_pages=room,
             max_batch_size=max_batch_size,
             max_step_tokens=256,
             theta_s=0.5,
@@ -144,6 +147,19 @@ def test_two_crowds_of_one_size_do_not_make_the_box_switch_back_and_forth() -> N
     ask(simulation, "yard", 2)
     batches = [step(simulation) for _ in range(4)]
     assert [batch.merged_adapter for batch in batches] == ["gate"] * 4
+
+
+def test_a_camera_whose_adapter_finds_no_room_gets_its_turn_while_the_others_never_pause() -> None:
+    simulation = box(room=2)
+    ask(simulation, "traffic", 6, max_tokens=400)
+    step(simulation)
+    ask(simulation, "gate", 1, max_tokens=30)
+    turns = ["".join(sorted({str(camera)[0] for camera in cameras(step(simulation))})) for _ in range(60)]
+    assert "g" in turns[:7], "after half a second"
+    assert 6 <= turns.count("g") <= 54 and turns.count("t") + turns.count("g") == 60, "both go on, one at a time"
+    changes = sum(turn != before for before, turn in itertools.pairwise(turns))
+    assert changes <= 2 * 60 / 5 + 2, "they take turns of half a second, not of a step"
+    assert simulation.scheduler.stats("paper").num_preemptions == 0, "whoever waits keeps its KV"
 
 
 def test_a_day_at_the_box() -> None:

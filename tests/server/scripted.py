@@ -2,7 +2,7 @@
 
 The script is in the prompt: `say:TEXT` answers TEXT, a byte per step; `forever` never stops by itself; `never` says
 nothing; `crash` fails the step loop; `exit` ends the process; `trip` fails while the request is taken in; `fail` fails
-its request alone.
+its request alone. Anything else is answered with yes.
 """
 
 from __future__ import annotations
@@ -128,7 +128,9 @@ class ScriptedEngine:
         if "trip" in text:
             raise ValueError("tripped over the request")
         said = re.search(r"say:(.*)", text, re.DOTALL)
-        self.running[request.request_id] = (request, [*said[1].encode(), EOS] if said else [])
+        silent = "forever" in text or "never" in text
+        script = [] if silent else [*(said[1] if said else "yes").encode(), EOS]
+        self.running[request.request_id] = (request, script)
         self.sampled[request.request_id] = 0
 
     def cancel(self, request_id: str) -> RequestOutput | None:

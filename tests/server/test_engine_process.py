@@ -15,7 +15,7 @@ import pytest
 from tests.server.scripted import ENGINE_COMMAND, write_adapter
 from vlora.config import EngineConfig
 from vlora.engine.client import EngineClient
-from vlora.errors import BadAdapter, BadConfig, EngineDead, UnknownAdapter
+from vlora.errors import BadAdapter, BadConfig, BadRequest, EngineDead, UnknownAdapter
 from vlora.types import Request, RequestOutput, SamplingParams
 
 
@@ -51,6 +51,8 @@ def test_requests_calls_refusals_and_a_clean_stop(tmp_path: Path) -> None:
         assert tripped.error is not None and tripped.error.code == "step_failed"
         _, failed = await answer(engine, request("fail", "fail"))
         assert failed.error is not None and failed.error.code == "step_failed"
+        with pytest.raises(BadRequest, match="a number in the request is too large"):
+            await answer(engine, request("number", "say:x", sampling=SamplingParams(seed=10**30)))
         # Leaving a stream cancels its request; cancelling one ends its stream.
         leaving = engine.generate(request("left", "forever", sampling=SamplingParams(max_tokens=400)))
         await anext(leaving)

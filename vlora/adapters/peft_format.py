@@ -90,7 +90,9 @@ def read_header(path: Path, sites: Mapping[str, SiteShape]) -> AdapterHeader:
     seen: dict[str, str] = {}
     for target in targets:
         if target.site in seen:
-            raise BadAdapter(f"{path}: {seen[target.site]!r} and {target.tensor_a!r} adapt the same layer {target.site!r}")
+            raise BadAdapter(
+                f"{path}: {seen[target.site]!r} and {target.tensor_a!r} adapt the same layer {target.site!r}"
+            )
         seen[target.site] = target.tensor_a
     return AdapterHeader(path, targets)
 
@@ -156,11 +158,13 @@ def _target(
     shape_a, shape_b = shapes[sides["A"]], shapes[sides["B"]]
     expected = sites[site]
     if len(shape_a) != 2 or len(shape_b) != 2 or shape_a[0] != shape_b[1] or shape_a[0] < 1:
-        raise BadAdapter(f"{path}: factors of {module!r} have shapes {shape_a} and {shape_b}; expected [r, in] and [out, r]")
+        raise BadAdapter(
+            f"{path}: factors of {module!r} have shapes {shape_a} and {shape_b}; expected [r, in] and [out, r]"
+        )
     if (shape_a[1], shape_b[0]) != (expected.d_in, expected.d_out):
         raise BadAdapter(
-            f"{path}: {module!r} maps {shape_a[1]} to {shape_b[0]}, but this base model's layer maps {expected.d_in} to "
-            f"{expected.d_out}; the adapter was made for another model"
+            f"{path}: {module!r} maps {shape_a[1]} to {shape_b[0]}, but this base model's layer maps "
+            f"{expected.d_in} to {expected.d_out}; the adapter was made for another model"
         )
     rank = shape_a[0]
     return TargetHeader(site, sides["A"], sides["B"], rank, _scale(path, config, (module, site), rank))

@@ -53,7 +53,9 @@ class AdapterRegistry:
 
     def _read(self, name: str, path: str) -> AdapterHeader:
         if not name or name != name.strip() or any(c in name for c in "@/\\\n\0"):
-            raise BadAdapter(f"adapter name {name!r} is not usable: it must be non-empty, without @, slashes or line ends")
+            raise BadAdapter(
+                f"adapter name {name!r} is not usable: it must be non-empty, without @, slashes or line ends"
+            )
         return read_header(Path(path), self._sites)
 
     def remove(self, name: str) -> None:

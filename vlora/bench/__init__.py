@@ -11,7 +11,8 @@ BENCHES = ("step", "merge")
 
 
 def main(name: str, quick: bool = False) -> bool:
-    """Run one bench, or "all"; prints each report. Returns whether every goal holds. Raises BadConfig for other names."""
+    """Run one bench, or "all"; prints each report. Returns whether every goal holds. Raises BadConfig for other
+    names."""
     if name != "all" and name not in BENCHES:
         raise BadConfig(f"no bench named {name!r}; choose one of {', '.join(BENCHES)} or all")
     holds = True

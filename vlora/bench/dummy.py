@@ -28,7 +28,14 @@ def half_billion_config() -> Qwen2VLConfig:
             "tie_word_embeddings": True,
             "rope_parameters": {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [8, 12, 12]},
         },
-        vision_config={"depth": 1, "embed_dim": 64, "hidden_size": 896, "num_heads": 2, "patch_size": 14, "mlp_ratio": 2},
+        vision_config={
+            "depth": 1,
+            "embed_dim": 64,
+            "hidden_size": 896,
+            "num_heads": 2,
+            "patch_size": 14,
+            "mlp_ratio": 2,
+        },
         image_token_id=_IMAGE,
         video_token_id=_VIDEO,
         vision_start_token_id=_VISION_START,
@@ -63,7 +70,7 @@ def write_adapter(folder: Path, shapes: Mapping[str, tuple[int, int]], rank: int
 def language_shapes(model: Any) -> dict[str, tuple[int, int]]:
     """Every linear layer of the language model: name -> (out, in)."""
     return {
-        name: tuple(module.weight.shape)
+        name: (module.out_features, module.in_features)
         for name, module in model.named_modules()
         if isinstance(module, torch.nn.Linear) and name.startswith("model.language_model.")
     }

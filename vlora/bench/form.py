@@ -53,7 +53,9 @@ class Report:
         console.print(table)
         for goal in self.goals:
             stated = goal.as_dict()
-            console.print(f"  {'holds' if goal.holds else 'FALLS SHORT'}: {goal.name}: {goal.value:.3f} ({stated['goal']})")
+            console.print(
+                f"  {'holds' if goal.holds else 'FALLS SHORT'}: {goal.name}: {goal.value:.3f} ({stated['goal']})"
+            )
         print(json.dumps(self.as_dict()))
 
     def as_dict(self) -> dict[str, Any]:

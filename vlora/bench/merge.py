@@ -1,4 +1,5 @@
-"""What putting another adapter into the weights costs, against PEFT's `merge_adapter` and against one copy of the weights.
+"""What putting another adapter into the weights costs, against PEFT's `merge_adapter` and against one copy of the
+weights.
 
 The floor is bytes: out of place, merging reads W0 once and writes the shadow once, which is what one copy does.
 """
@@ -14,7 +15,7 @@ from typing import Any
 import torch
 from peft import LoraConfig, get_peft_model
 
-from vlora.adapters import AdapterRegistry, SiteShape
+from vlora.adapters import AdapterRegistry, HostAdapter, SiteShape
 from vlora.bench.dummy import half_billion_config, language_shapes, write_adapter
 from vlora.bench.form import Goal, Report
 from vlora.bench.timing import interleaved, median_ms, median_ratio
@@ -69,7 +70,7 @@ def _calls(rank: int) -> dict[str, Callable[[], object]]:
         for name, linear in seam.language_linears.items()
     }
     registry = AdapterRegistry(sites, seam.dtype, seam.hidden_size)
-    adapters = []
+    adapters: list[HostAdapter] = []
     with tempfile.TemporaryDirectory() as folder:
         for name in ("first", "second"):
             path = write_adapter(Path(folder) / name, shapes, rank, seed=len(adapters))

@@ -1,8 +1,9 @@
 """What a decode step costs, against the installed transformers and PEFT on the same shapes.
 
-Decode is bound by bytes: every step reads all weights once (about 1 GB in bfloat16 here) and the KV cache of every request.
-The baseline is transformers' own model with sdpa attention and a DynamicCache, which reads the same weights; what can be
-won is the cache handling and the attention over it, and what can be lost is everything the engine does around the model.
+Decode is bound by bytes: every step reads all weights once (about 1 GB in bfloat16 here) and the KV cache of every
+request. The baseline is transformers' own model with sdpa attention and a DynamicCache, which reads the same weights;
+what can be won is the cache handling and the attention over it, and what can be lost is everything the engine does
+around the model.
 """
 
 from __future__ import annotations
@@ -54,7 +55,12 @@ def run(quick: bool) -> Report:
                 ratio = median_ratio(seconds["merged"], seconds["transformers"])
                 rows.append(_row("merged", "transformers", batch, context, seconds, ratio))
                 goals.append(
-                    Goal(f"merged / transformers, batch {batch}, context {context}", ratio, 1.05 if batch == 1 else 0.9, True)
+                    Goal(
+                        f"merged / transformers, batch {batch}, context {context}",
+                        ratio,
+                        1.05 if batch == 1 else 0.9,
+                        True,
+                    )
                 )
         for batch, rank, goal in ((4, 16, 1.2), (16, 8, 1.25)):
             names = [f"r{rank}-{i}" for i in range(batch)]
@@ -77,7 +83,9 @@ def run(quick: bool) -> Report:
     return Report("step", rows, goals)
 
 
-def _row(what: str, baseline: str, batch: int, context: int, seconds: dict[str, list[float]], ratio: float) -> dict[str, Any]:
+def _row(
+    what: str, baseline: str, batch: int, context: int, seconds: dict[str, list[float]], ratio: float
+) -> dict[str, Any]:
     return {
         "what": what,
         "baseline": baseline,
@@ -96,13 +104,16 @@ class _TimedEngine:
         settings = EngineConfig(
             model="dummy", max_batch_size=16, max_step_tokens=2048, arena_bytes=2 * 2**30, merge_fidelity_floor=0.0
         )
-        self._engine = LocalEngine(settings, model=dummy_model(half_billion_config(), _DTYPE, torch.device("cpu"), 0)).engine
+        self._engine = LocalEngine(
+            settings, model=dummy_model(half_billion_config(), _DTYPE, torch.device("cpu"), 0)
+        ).engine
         for name, path in adapters.items():
             self._engine.load_adapter(name, path)
         self._ids: list[str] = []
 
     def decode_step(self, adapters: Sequence[str], context: int, mode: Mode) -> Callable[[], None]:
-        """Prefill one request per adapter to `context` tokens, ending those before; the call returned runs one decode step."""
+        """Prefill one request per adapter to `context` tokens, ending those before; the call returned runs one decode
+        step."""
         engine = self._engine
         for request_id in self._ids:
             engine.cancel(request_id)

@@ -7,9 +7,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 
 
-def interleaved(
-    candidates: Mapping[str, Callable[[], object]], rounds: int, warmup: int = 2
-) -> dict[str, list[float]]:
+def interleaved(candidates: Mapping[str, Callable[[], object]], rounds: int, warmup: int = 2) -> dict[str, list[float]]:
     """CPU seconds of each candidate, `rounds` times, in turn A B C A B C ..., after `warmup` rounds not counted."""
     seconds: dict[str, list[float]] = {name: [] for name in candidates}
     for turn in range(warmup + rounds):

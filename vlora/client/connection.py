@@ -75,6 +75,9 @@ class ServerConnection:
             self._pending.add(future)
         try:
             self._rpyc.start_call(self._root, call, future)
+        except UnicodeEncodeError as error:
+            self._settle(future)
+            raise BadRequest(f"the text cannot be sent: {error}") from error
         except (OSError, EOFError, RuntimeError) as error:  # the last from RPyC, whose cleanup releases its lock
             self._settle(future)
             raise self._lost() from error
@@ -125,7 +128,8 @@ class _CallingConnection(rpyc.Connection):
             if not future.set_running_or_notify_cancel():
                 return
             if is_exception:
-                future.set_exception(BadRequest(f"the server refused the call {call.name!r}: {reply}"))
+                why = reply.args[0] if reply.args else type(reply).__name__
+                future.set_exception(BadRequest(f"the server refused the call {call.name!r}: {why}"))
                 return
             try:
                 future.set_result(open_reply(reply, call.returns))

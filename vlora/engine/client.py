@@ -95,9 +95,9 @@ class EngineClient:
         if request_id in self._streams:
             raise BadRequest(f"request id {request_id!r} is already in use; ids must be unique")
         stream = self._streams[request_id] = asyncio.Queue()
-        self._post(wire.Add(request))
         finished = False
         try:
+            self._post(wire.Add(request))
             while not finished:
                 output = await stream.get()
                 finished = output.finished
@@ -148,7 +148,11 @@ class EngineClient:
 
     def _post(self, message: wire.ToEngine) -> None:
         """Send without waiting: the socket has no high-water mark, so the message is taken at once."""
-        self._socket.send(wire.encode(message))
+        try:
+            data = wire.encode(message)
+        except OverflowError as error:
+            raise BadRequest(f"a number in the request is too large: {error}") from error
+        self._socket.send(data)
 
     async def _call(
         self, call: wire.LoadAdapter | wire.UnloadAdapter | wire.ListAdapters | wire.GetStats

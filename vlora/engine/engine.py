@@ -17,7 +17,6 @@ from vlora.errors import (
     OverCapacity,
     PromptTooLong,
     StepFailed,
-    UnknownAdapter,
     UnknownHead,
 )
 from vlora.memory.arena import Arena, pages_for
@@ -46,8 +45,8 @@ from vlora.types import (
 class Engine:
     """Scheduler, memory and model of one replica. Not thread-safe: one thread owns it.
 
-    Inside, an adapter is known by its key (name and content version), never by its name alone: reloading a name makes a new
-    version for new requests, while requests under way finish on the one they started with.
+    Inside, an adapter is known by its key (name and content version), never by its name alone: reloading a name makes
+    a new version for new requests, while requests under way finish on the one they started with.
     """
 
     def __init__(
@@ -64,9 +63,7 @@ class Engine:
         self._books = ArenaBooks(self.limits.num_pages, self.limits.block_pages)
         self._tables = BlockTables(self._books, config.block_size)
         self._residency = Residency(self._books, self.limits.max_adapter_pages)
-        self._bank = AdapterBank(
-            arena, self._residency, seam.language_linears, seam.vision_linears, self._slabs.order
-        )
+        self._bank = AdapterBank(arena, self._residency, seam.language_linears, seam.vision_linears, self._slabs.order)
         self._switcher = ModeSwitcher(self._slabs, self._bank)
         self._vision = VisionEncoder(seam, config.vision_cache_bytes)
         self._runner = ModelRunner(
@@ -203,8 +200,8 @@ class Engine:
         answer = 0 if request.head is not None else request.sampling.max_tokens
         if len(request.prompt_ids) + answer > self.limits.max_context:
             raise PromptTooLong(
-                f"the prompt has {len(request.prompt_ids)} tokens and may be answered with {answer}, together over this "
-                f"model's context of {self.limits.max_context}; shorten the prompt or lower max_tokens"
+                f"the prompt has {len(request.prompt_ids)} tokens and may be answered with {answer}, together over "
+                f"this model's context of {self.limits.max_context}; shorten the prompt or lower max_tokens"
             )
         for kind, token in (("image", self._seam.image_token_id), ("video", self._seam.video_token_id)):
             placed = request.prompt_ids.count(token) if token is not None else 0
@@ -225,16 +222,17 @@ class Engine:
 
     def _bring_adapters(self) -> None:
         """Make the adapters that requests wait for resident, most wanted first, as far as memory goes."""
+        resident = self._bank.resident
+        pinned = [key for key in self._scheduler.adapters_in_use() if key in resident]
+        for key in pinned:
+            self._residency.pin(key)
         for key in self._scheduler.waiting_adapters():
-            # Evicting an adapter whose requests hold KV would stall them: those stay.
-            in_use = self._scheduler.adapters_in_use()
-            for used in in_use:
-                self._residency.pin(used)
-            brought = self._bank.bring(self._versions[key])
-            for used in in_use:
-                self._residency.unpin(used)
-            if not brought:
-                break
+            if self._bank.bring(self._versions[key]):
+                # A less wanted adapter may not evict it again before its requests have had their step.
+                self._residency.pin(key)
+                pinned.append(key)
+        for key in pinned:
+            self._residency.unpin(key)
         gone = self._switcher.merged_key
         if gone is not None and gone not in self._bank.resident:
             self._switcher.forget(gone)

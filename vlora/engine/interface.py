@@ -9,7 +9,8 @@ from vlora.types import AdapterStatus, EngineStats, Request, RequestOutput
 
 
 class EngineInterface(Protocol):
-    """What a front end may ask of an engine. All calls are asyncio; a dead engine raises EngineDead at once, with its cause."""
+    """What a front end may ask of an engine. All calls are asyncio; a dead engine raises EngineDead at once, with its
+    cause."""
 
     def generate(self, request: Request) -> AsyncIterator[RequestOutput]:
         """Answer one request; the last output is finished and carries the error, if any.

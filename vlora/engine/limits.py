@@ -48,8 +48,8 @@ def compute_limits(config: EngineConfig, seam: Seam, shadow_bytes: int) -> Limit
         num_pages = min(wanted, _free_bytes(seam.device, shadow_bytes) // PAGE_BYTES)
     if num_pages < 2 * pages:
         raise BadConfig(
-            f"the arena would have {num_pages} pages of {PAGE_BYTES} bytes, but one KV block of {config.block_size} tokens "
-            f"takes {pages}; give arena_bytes of at least {2 * pages * PAGE_BYTES}"
+            f"the arena would have {num_pages} pages of {PAGE_BYTES} bytes, but one KV block of "
+            f"{config.block_size} tokens takes {pages}; give arena_bytes of at least {2 * pages * PAGE_BYTES}"
         )
     return Limits(max_context, pages, num_pages // pages * pages)
 

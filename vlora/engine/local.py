@@ -1,4 +1,5 @@
-"""The engine in this process: synchronous for tests, fusion and benches, asyncio with a thread of its own for a front end."""
+"""The engine in this process: synchronous for tests, fusion and benches, asyncio with a thread of its own for a front
+end."""
 
 from __future__ import annotations
 
@@ -171,12 +172,12 @@ class LocalEngine:
             self._deliver(output)
 
     def _deliver(self, output: RequestOutput) -> None:
-        deliver = self._streams.pop(output.request_id, None) if output.finished else self._streams.get(output.request_id)
+        deliver = (
+            self._streams.pop(output.request_id, None) if output.finished else self._streams.get(output.request_id)
+        )
         if deliver is not None:
             deliver(output)
 
 
 def _refused(request_id: str, error: VLoraError) -> RequestOutput:
     return RequestOutput(request_id=request_id, finish_reason="error", error=ErrorValue.of(error))
-
-

@@ -27,9 +27,17 @@ _LAST_WORDS_MS = 1000  # how long a closing socket may take to hand over what wa
 
 
 def main() -> None:
+    from transformers.utils import logging
+
     from vlora.engine.engine import Engine
 
-    sys.exit(run(sys.argv[1], Engine))
+    if not sys.stderr.isatty():
+        logging.disable_progress_bar()
+    code = run(sys.argv[1], Engine)
+    # Taking torch apart again takes seconds that whoever stops the server would wait; nothing is left to save.
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
 
 
 def run(address: str, make_engine: Callable[[EngineConfig], Engine]) -> int:

@@ -1,4 +1,5 @@
-"""The arena's bytes: one device allocation that KV blocks and adapters are views of. Who owns which page: `books.py`."""
+"""The arena's bytes: one device allocation that KV blocks and adapters are views of. Who owns which page:
+`books.py`."""
 
 from __future__ import annotations
 

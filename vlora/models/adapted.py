@@ -1,7 +1,7 @@
 """Linear layers that add each token's own adapter delta, made by swapping the class of the model's own layers.
 
-Swapping `__class__` keeps parameter names, state dicts and isinstance checks as they were, and costs nothing measurable;
-wrapper modules and forward hooks cost 20 to 30 % of a small call.
+Swapping `__class__` keeps parameter names, state dicts and isinstance checks as they were, and costs nothing
+measurable; wrapper modules and forward hooks cost 20 to 30 % of a small call.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from vlora.models.product import linear
 class LaneScope:
     """Which lanes are on right now, for all layers that share the scope.
 
-    Lanes are given over units: tokens for the language model, patches or tiles for the vision tower. A layer whose rows are
-    a multiple or a fraction of the units (class tokens, patch mergers) gets the same lanes in proportion.
+    Lanes are given over units: tokens for the language model, patches or tiles for the vision tower. A layer whose
+    rows are a multiple or a fraction of the units (class tokens, patch mergers) gets the same lanes in proportion.
     """
 
     def __init__(self) -> None:
@@ -68,6 +68,7 @@ class AdaptedLinear(nn.Linear):
         num_rows = y.numel() // self.out_features
         plan = self.scope.plan_for(num_rows)
         if plan is not None:
+            y = y.contiguous()  # a thin batch's product lies transposed, which is slow to add into
             atmm.add_delta(
                 y.view(num_rows, self.out_features), input.reshape(num_rows, self.in_features), self.site, plan
             )

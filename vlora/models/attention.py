@@ -18,7 +18,8 @@ _MOST_PADDING = 1.25
 
 
 class KVCache:
-    """Per-layer views of the arena's KV matrix. `k[layer]`, `v[layer]`: [rows, kv_heads * head_dim], indexed by base rows."""
+    """Per-layer views of the arena's KV matrix. `k[layer]`, `v[layer]`: [rows, kv_heads * head_dim], indexed by base
+    rows."""
 
     def __init__(self, matrix: torch.Tensor, num_layers: int, block_size: int) -> None:
         self.k = [matrix[(2 * layer) * block_size :] for layer in range(num_layers)]
@@ -43,8 +44,8 @@ class PrefillSpan:
 class DecodeRows:
     """The packed rows that are single decode tokens.
 
-    index: their places in the batch [D], or None when the whole batch decodes. rows: base rows of their contexts, padded
-    [D * longest] when mask or equal lengths allow, else ragged [sum of lengths]. lengths: None when padded.
+    index: their places in the batch [D], or None when the whole batch decodes. rows: base rows of their contexts,
+    padded [D * longest] when mask or equal lengths allow, else ragged [sum of lengths]. lengths: None when padded.
     mask: bool [D, 1, 1, longest], None when all contexts are equally long.
     """
 
@@ -56,7 +57,8 @@ class DecodeRows:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class StepAttention:
-    """What the attention of one step needs, built once and shared by all layers. write_rows: base row of every token [T]."""
+    """What the attention of one step needs, built once and shared by all layers. write_rows: base row of every token
+    [T]."""
 
     cache: KVCache
     write_rows: torch.Tensor
@@ -93,7 +95,8 @@ def paged_attention(
     assert vlora_step is not None, "this model runs inside the engine only: its attention needs a StepAttention"
     step = vlora_step
     layer: int = module.layer_idx  # type: ignore[assignment]
-    q = query[0]
+    # Thin products lie transposed, and a query whose head dimension is strided falls off attention's fast path.
+    q = query[0].contiguous() if query.stride(-1) != 1 else query[0]
     num_heads, num_tokens, head_dim = q.shape
     num_kv_heads = key.shape[1]
     k_new = key[0].transpose(0, 1).reshape(num_tokens, -1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Iterable, Mapping, Sequence
 
 import torch
@@ -114,8 +115,8 @@ class AdapterBank:
     def pack_for(self, keys: Iterable[str]) -> None:
         """Keep packed copies for the adapters that steps keep using together.
 
-        Called once per step with the keys of its lanes. Copying costs a good part of a step, so a set must come back a few
-        times before it is packed; a step whose set is covered by the packed one uses it as it is.
+        Called once per step with the keys of its lanes. Copying costs a good part of a step, so a set must come back a
+        few times before it is packed; a step whose set is covered by the packed one uses it as it is.
         """
         wanted = tuple(sorted(set(keys)))
         if len(wanted) < 2 or (self._packed is not None and self._packed.serves(wanted)):
@@ -190,6 +191,6 @@ def _site_groups(linears: Mapping[str, AdaptedLinear]) -> list[atmm.SiteGroup]:
 def _strided(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     first = tensors[0]
     step = tensors[1].storage_offset() - first.storage_offset() if len(tensors) > 1 else first.numel()
-    for before, after in zip(tensors, tensors[1:], strict=False):
+    for before, after in itertools.pairwise(tensors):
         assert after.storage_offset() - before.storage_offset() == step, "run layout is not uniform"
     return first.as_strided((len(tensors), *first.shape), (step, *first.stride()))

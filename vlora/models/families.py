@@ -1,7 +1,7 @@
 """The allow-list: which model families are served, and what differs between them.
 
-A family whose attention is not implemented here (sliding windows, bidirectional image tokens, ...) would give wrong answers
-without an error, so everything not listed is refused with the reason.
+A family whose attention is not implemented here (sliding windows, bidirectional image tokens, ...) would give wrong
+answers without an error, so everything not listed is refused with the reason.
 """
 
 from __future__ import annotations

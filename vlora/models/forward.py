@@ -73,7 +73,8 @@ class ForwardBatch:
     def place_visuals(self, embeddings: torch.Tensor) -> tuple[torch.Tensor | None, list[torch.Tensor]]:
         """Write image and video embeddings over their placeholders, in place, in embeddings [T, hidden].
 
-        Returns the mask of those rows [T] and, per deepstack level, the rows' extra features; (None, []) when there are none.
+        Returns the mask of those rows [T] and, per deepstack level, the rows' extra features; (None, []) when there
+        are none.
         """
         mask = np.zeros(self.num_tokens, dtype=bool)
         features: list[torch.Tensor] = []

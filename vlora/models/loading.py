@@ -27,7 +27,7 @@ def load_model(config: EngineConfig) -> Any:
         model = AutoModelForImageTextToText.from_pretrained(config.model, dtype=dtype)
     except (OSError, ValueError, RuntimeError) as error:
         raise BadConfig(f"cannot load the weights of {config.model!r}: {error}") from error
-    return model.to(device).eval().requires_grad_(False)
+    return _ready(model, device)
 
 
 def dummy_model(model_config: Any, dtype: str, device: torch.device, seed: int) -> Any:
@@ -37,6 +37,10 @@ def dummy_model(model_config: Any, dtype: str, device: torch.device, seed: int) 
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), torch.device(device):
         torch.manual_seed(seed)
         model = AutoModelForImageTextToText.from_config(model_config, dtype=torch_dtype)
+    return _ready(model, device)
+
+
+def _ready(model: Any, device: torch.device) -> Any:
     return model.to(device).eval().requires_grad_(False)
 
 

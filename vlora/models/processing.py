@@ -1,7 +1,7 @@
 """From what a person sends (a question, images) to what the engine takes (token ids, processed tensors).
 
-Only the tokenizer and the image processor are used: the families' combined processors need torchvision for their video half,
-which a CPU box may not have, and would hide how many placeholder tokens an image fills.
+Only the tokenizer and the image processor are used: the families' combined processors need torchvision for their video
+half, which a CPU box may not have, and would hide how many placeholder tokens an image fills.
 """
 
 from __future__ import annotations
@@ -38,11 +38,12 @@ class InputProcessor:
         self.image_processor = image_processor
         self.family = family_of(config)
         self.image_token_id: int = config.image_token_id
-        self.image_token: str = tokenizer.convert_ids_to_tokens(self.image_token_id)
+        self.image_token: str = tokenizer.convert_ids_to_tokens([self.image_token_id])[0]
 
     @classmethod
     def from_pretrained(cls, path: str) -> InputProcessor:
-        """Load from a folder or hub name. Raises BadConfig when a piece is missing, UnsupportedModel for other families."""
+        """Load from a folder or hub name. Raises BadConfig when a piece is missing, UnsupportedModel for other
+        families."""
         try:
             config = AutoConfig.from_pretrained(path)
             tokenizer = AutoTokenizer.from_pretrained(path)
@@ -57,14 +58,16 @@ class InputProcessor:
         return self.template([{"role": "user", "content": content}])
 
     def template(self, messages: Sequence[Mapping[str, Any]]) -> str:
-        """Apply the chat template to whole conversations. Content entries are {"type": "image"} or {"type": "text", ...}.
+        """Apply the chat template to whole conversations. Content entries are {"type": "image"} or {"type": "text",
+        ...}.
 
         Raises BadRequest when the template refuses the messages.
         """
         if self.tokenizer.chat_template is None:
             raise BadConfig("the tokenizer has no chat template; add chat_template.jinja to the model folder")
         try:
-            return self.tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True)
+            turns: Any = list(messages)
+            return str(self.tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True))
         except Exception as error:  # jinja raises its own classes, and templates raise through it
             raise BadRequest(f"the model's chat template refuses these messages: {error}") from error
 
@@ -76,7 +79,8 @@ class InputProcessor:
         pieces = prompt.split(self.image_token)
         if len(pieces) - 1 != len(images):
             raise BadRequest(
-                f"the prompt has {len(pieces) - 1} image markers ({self.image_token}) but {len(images)} images were sent"
+                f"the prompt has {len(pieces) - 1} image markers ({self.image_token}) but "
+                f"{len(images)} images were sent"
             )
         vision = self._process(images)
         text = pieces[0]
@@ -88,7 +92,7 @@ class InputProcessor:
         return EncodedPrompt(tuple(self.tokenizer(text, add_special_tokens=special)["input_ids"]), vision)
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        return self.tokenizer.decode(list(token_ids), skip_special_tokens=True)
+        return str(self.tokenizer.decode(list(token_ids), skip_special_tokens=True))
 
     def _process(self, images: Sequence[Image.Image]) -> tuple[VisionInput, ...]:
         try:
@@ -136,6 +140,7 @@ def to_tensor(value: TensorValue) -> torch.Tensor:
         array = np.frombuffer(value.data, dtype=value.dtype).reshape(value.shape)
     except (TypeError, ValueError) as error:
         raise BadRequest(
-            f"a tensor of dtype {value.dtype} and shape {value.shape} cannot be read from {len(value.data)} bytes: {error}"
+            f"a tensor of dtype {value.dtype} and shape {value.shape} cannot be read from "
+            f"{len(value.data)} bytes: {error}"
         ) from error
     return torch.from_numpy(array.copy())

@@ -48,8 +48,8 @@ class Visual:
             made = sum(len(f.rows) for f in own)
             if made != int(where[kind].sum()):
                 raise BadRequest(
-                    f"the prompt has {int(where[kind].sum())} {kind} placeholder tokens, but its {len(own)} {kind}s make "
-                    f"{made} embeddings"
+                    f"the prompt has {int(where[kind].sum())} {kind} placeholder tokens, but its "
+                    f"{len(own)} {kind}s make {made} embeddings"
                 )
             slots[torch.from_numpy(where[kind][is_visual])] = torch.arange(count, count + made)
             count += made

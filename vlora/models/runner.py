@@ -128,10 +128,12 @@ class ModelRunner:
         """Hidden states [T, hidden] of the packed batch, and the rows at which a request answers."""
         seam = self._seam
         device = seam.device
-        # Tokens of one adapter side by side make one lane; the merged adapter's go last, so that all others, which share
-        # the deLoRA lane, are side by side too.
+        # Tokens of one adapter side by side make one lane; the merged adapter's go last, so that all others, which
+        # share the deLoRA lane, are side by side too.
         merged = batch.merged_adapter
-        ordered = sorted(items, key=lambda item: (item.adapter is not None and item.adapter == merged, item.adapter or ""))
+        ordered = sorted(
+            items, key=lambda item: (item.adapter is not None and item.adapter == merged, item.adapter or "")
+        )
         packed = ForwardBatch(self._states, ordered, self._block_size, self._block_rows)
         embeddings = seam.embed(torch.from_numpy(packed.token_ids).to(device))
         visual_mask, deepstack = packed.place_visuals(embeddings)
@@ -171,7 +173,7 @@ class ModelRunner:
         if not rows:
             return {}
         picked = hidden.index_select(0, torch.tensor([row.stop - 1 for row in rows]).to(hidden.device))
-        logits = linear(picked, self._seam.lm_head.weight, self._seam.lm_head.bias).float()
+        logits = linear(picked, self._seam.lm_head.weight, self._seam.lm_head.bias).float().contiguous()
         states = [row.state for row in rows]
         chosen = sample(
             logits,
@@ -212,5 +214,3 @@ class ModelRunner:
 def _chunk_mask(first: int, last: int, device: torch.device) -> torch.Tensor:
     """bool [last - first, last]: token i of the chunk sees the context up to itself."""
     return torch.from_numpy(np.arange(first, last)[:, None] >= np.arange(last)[None]).to(device)
-
-

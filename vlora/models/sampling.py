@@ -21,9 +21,14 @@ def seed_of(request_id: str, params: SamplingParams) -> int:
     return int.from_bytes(hashlib.blake2b(request_id.encode(), digest_size=8).digest(), "little")
 
 
-def sample(logits: torch.Tensor, params: Sequence[SamplingParams], seeds: Sequence[int], places: Sequence[int]) -> list[int]:
-    """Choose one token per row. logits [n, vocab] float32; places: index of the token within each row's answer."""
-    tokens: list[int] = logits.argmax(-1).tolist()
+def sample(
+    logits: torch.Tensor, params: Sequence[SamplingParams], seeds: Sequence[int], places: Sequence[int]
+) -> list[int]:
+    """Choose one token per row. logits [n, vocab] float32, contiguous; places: index of the token within each row's
+    answer."""
+    # On the host numpy's argmax is an order of magnitude faster than torch's.
+    greedy = logits.numpy().argmax(-1) if logits.device.type == "cpu" else logits.argmax(-1)
+    tokens: list[int] = greedy.tolist()
     for row, chosen in enumerate(params):
         if chosen.temperature > 0:
             tokens[row] = _draw(logits[row], chosen, seeds[row], places[row])

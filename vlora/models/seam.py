@@ -1,8 +1,8 @@
 """The one seam into transformers: everything this engine relies on inside the models' published code.
 
 The models run unmodified. What is used of them: attention registered by name, the text model called directly with our
-own keyword passing through its layers, the vision tower's feature functions, and M-RoPE's position function. The checks in
-`Seam.__init__` fail at start, not in the middle of a request, when a later version moves one of these.
+own keyword passing through its layers, the vision tower's feature functions, and M-RoPE's position function. The
+checks in `Seam.__init__` fail at start, not in the middle of a request, when a later version moves one of these.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ _IMAGE, _VIDEO = 1, 2  # token types of transformers' mm_token_type_ids
 
 @dataclasses.dataclass(frozen=True)
 class VisionFeatures:
-    """Embeddings of one image or video: rows [num_tokens, hidden], and one such tensor per deepstack level (Qwen3-VL)."""
+    """Embeddings of one image or video: rows [num_tokens, hidden], and one such tensor per deepstack level
+    (Qwen3-VL)."""
 
     rows: torch.Tensor
     deepstack: tuple[torch.Tensor, ...]
@@ -48,8 +49,8 @@ class Seam:
         self.family: Family = family_of(model.config)
         self.inner = model.model
         self.text_model = self.inner.language_model
-        self.lm_head: nn.Module = model.get_output_embeddings()
-        self.embed: nn.Module = model.get_input_embeddings()
+        self.lm_head: nn.Linear = model.get_output_embeddings()
+        self.embed: nn.Embedding = model.get_input_embeddings()
         self.image_token_id: int = model.config.image_token_id
         self.video_token_id: int | None = getattr(model.config, "video_token_id", None)
         weight = self.embed.weight
@@ -104,7 +105,8 @@ class Seam:
     # -- vision ---------------------------------------------------------------------------------------------------
 
     def num_units(self, kind: str, fields: dict[str, torch.Tensor]) -> int:
-        """How many of the vision tower's units (patches for Qwen, tiles for LLaVA) one item is; lanes are given in these."""
+        """How many of the vision tower's units (patches for Qwen, tiles for LLaVA) one item is; lanes are given in
+        these."""
         if self.family.mrope:
             return int(fields["image_grid_thw" if kind == "image" else "video_grid_thw"].prod())
         if kind == "video":
@@ -124,7 +126,7 @@ class Seam:
         if kind == "video":
             if not self.family.video:
                 raise BadRequest(f"{self.family.model_type} takes images, not videos; send frames as images")
-            names = ("pixel_values_videos", "video_grid_thw")
+            names: tuple[str, ...] = ("pixel_values_videos", "video_grid_thw")
             call = self.inner.get_video_features
         else:
             names = ("pixel_values", "image_grid_thw", "image_sizes", "batch_num_images")
@@ -132,8 +134,8 @@ class Seam:
             if "batch_num_images" in fields:
                 # One number covers a request's images; any number above one switches tiling off for all of them.
                 single = int(items[0]["batch_num_images"][0]) == 1
-                fields["batch_num_images"] = torch.ones(len(items), dtype=torch.long) if single else torch.tensor(
-                    [max(len(items), 2)]
+                fields["batch_num_images"] = (
+                    torch.ones(len(items), dtype=torch.long) if single else torch.tensor([max(len(items), 2)])
                 )
         arguments = {name: fields[name] for name in names if name in fields}
         pixels = names[0]
@@ -183,7 +185,8 @@ class Seam:
         visual_mask: torch.Tensor | None,
         deepstack: Sequence[torch.Tensor],
     ) -> torch.Tensor:
-        """Hidden states [T, hidden] after the final norm, for packed embeddings [T, hidden] and positions [1 or 3, T]."""
+        """Hidden states [T, hidden] after the final norm, for packed embeddings [T, hidden] and positions [1 or 3,
+        T]."""
         extra: dict[str, Any] = {}
         if deepstack:
             assert visual_mask is not None
@@ -201,7 +204,8 @@ class Seam:
 
 @dataclasses.dataclass(frozen=True)
 class Positions:
-    """Rotary positions of a prompt: rows [1 or 3, n], and what is added to a later token's index to get its position."""
+    """Rotary positions of a prompt: rows [1 or 3, n], and what is added to a later token's index to get its
+    position."""
 
     rows: torch.Tensor
     delta: int

@@ -14,7 +14,7 @@ class SlabSlot(NamedTuple):
     """Where a layer's weight lies: which slab (by shape), which entry of it."""
 
     shape: tuple[int, int]
-    index: int
+    entry: int
 
 
 class WeightSlabs:

@@ -1,7 +1,7 @@
 """One-shot, exact switching between inference modes (V-LoRA section 4.4.1), with a shadow copy of the target weights.
 
-W0 is never written. Merging an adapter is one pass `shadow = W0 + delta` over all layers, one call per run of neighbouring
-layers; going back is re-pointing the parameters, so it is free and bit-exact however often it happens.
+W0 is never written. Merging an adapter is one pass `shadow = W0 + delta` over all layers, one call per run of
+neighbouring layers; going back is re-pointing the parameters, so it is free and bit-exact however often it happens.
 """
 
 from __future__ import annotations
@@ -93,7 +93,8 @@ def merge_runs(slabs: WeightSlabs, ranks: dict[str, int]) -> list[MergeRun]:
 
 
 def merge_fidelity(slabs: WeightSlabs, factors: Mapping[str, HostFactors], num_rows: int = 64) -> float:
-    """How much of an adapter survives merging: 1 - |round(W0 + d) - W0 - d| / |d|, on evenly spread rows of every layer.
+    """How much of an adapter survives merging: 1 - |round(W0 + d) - W0 - d| / |d|, on evenly spread rows of every
+    layer.
 
     1.0 loses nothing; an adapter that moves no language-model weight counts as 1.0, since merging it changes nothing.
     """
@@ -105,7 +106,8 @@ def merge_fidelity(slabs: WeightSlabs, factors: Mapping[str, HostFactors], num_r
         step = max(1, shape[0] // num_rows)
         weight = slabs.base[shape][index, ::step]
         delta = (pair.bt[:, ::step].float().t() @ pair.a.float()).to(weight.device)
-        # The difference is taken in float32: exact enough for W0 of 16 bits, and 1.0 within rounding for float32 weights.
+        # The difference is taken in float32: exact enough for W0 of 16 bits, and 1.0 within rounding for float32
+        # weights.
         merged = (weight.float() + delta).to(weight.dtype).float()
         lost += float((merged - weight.float() - delta).square().sum())
         total += float(delta.square().sum())

@@ -26,7 +26,8 @@ class VisionTask(NamedTuple):
 
 
 class VisionEncoder:
-    """Runs the vision tower for many requests at once and caches embeddings by content (and adapter where it matters)."""
+    """Runs the vision tower for many requests at once and caches embeddings by content (and adapter where it
+    matters)."""
 
     def __init__(self, seam: Seam, cache_bytes: int) -> None:
         self._seam = seam

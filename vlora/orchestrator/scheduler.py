@@ -68,6 +68,7 @@ class Scheduler:
         self._tracked: dict[str, Tracked] = {}  # in order of arrival
         self._arrivals = 0
         self._merged_adapter: str | None = None
+        self._starved_of_adapter = False
         self._outputs: list[RequestOutput] = []
         self._num_steps = 0
         self._steps_by_mode: Counter[Mode] = Counter()
@@ -125,9 +126,17 @@ class Scheduler:
         return tuple(sorted(highest, key=lambda adapter: -highest[adapter]))
 
     def adapters_in_use(self) -> frozenset[str]:
-        """Adapters of requests that hold KV blocks."""
-        adapters = (self._tracked[holder].request.adapter for holder in self._tables.holders)
-        return frozenset(adapter for adapter in adapters if adapter is not None)
+        """Adapters that must stay in memory: evicting one stalls requests that hold KV blocks.
+
+        While a request starves for an adapter that found no room, only those of requests that were preempted and have
+        not yielded a token since: the others keep their KV and wait in turn.
+        """
+        holders = (self._tracked[holder] for holder in self._tables.holders)
+        return frozenset(
+            tracked.request.adapter
+            for tracked in holders
+            if tracked.request.adapter is not None and (tracked.protected or not self._starved_of_adapter)
+        )
 
     def stats(self, model: str) -> EngineStats:
         """Counters since the start. Cancelled requests count as failed."""
@@ -163,8 +172,13 @@ class Scheduler:
         """The next step's batch, or None when nobody is ready."""
         now = self._clock()
         self._expire(now)
-        ready = [t for t in self._tracked.values() if t.request.adapter is None or t.request.adapter in view.resident]
+        ready: list[Tracked] = []
+        waiting: list[Tracked] = []
+        for tracked in self._tracked.values():
+            adapter = tracked.request.adapter
+            (ready if adapter is None or adapter in view.resident else waiting).append(tracked)
         if not ready:
+            self._make_room(waiting)
             return None
         # An adapter that left memory took its merged weights along.
         merged = self._merged_adapter if self._merged_adapter in view.resident else None
@@ -173,6 +187,7 @@ class Scheduler:
         decision = self._policy.decide(candidates, PolicyState(merged, view.mergeable, self._max_batch_size, theta_s))
         assert len(decision.order) <= self._max_batch_size, "the policy chose more requests than a batch takes"
         starving = {c.request_id for c in candidates if c.credit > theta_s}
+        self._starved_of_adapter = any(self._credit(t, now, merged) > theta_s for t in waiting)
         batch = self._fit(decision, starving, ready, now)
         if batch is None:
             # Everybody chosen waits for blocks of requests that may not be preempted. The oldest can always move.
@@ -215,6 +230,15 @@ class Scheduler:
             if tracked.first_run_s is None:
                 tracked.first_run_s = now
         return Batch(_mode_of(merged, items), merged, items, tuple(t.request_id for t in preempted))
+
+    def _make_room(self, waiting: Sequence[Tracked]) -> None:
+        """Nobody is ready, so no wanted adapter found room: KV kept for later is in the way. The newest goes."""
+        self._starved_of_adapter = bool(waiting)
+        holders = [tracked for tracked in waiting if tracked.status is RequestStatus.RUNNING]
+        if holders:
+            self._tables.free(holders[-1].request_id)
+            holders[-1].preempt()
+            self._num_preemptions += 1
 
     def _expire(self, now: float) -> None:
         late = [tracked for tracked in self._tracked.values() if tracked.expired(now)]

@@ -94,11 +94,13 @@ async def _start(
 
 def _load_processor(model: str) -> InputProcessor:
     import torch
+    from transformers.utils import logging
 
     from vlora.models.processing import InputProcessor
 
     # The engine process has the cores; images are processed side by side in threads of this one.
     torch.set_num_threads(1)
+    logging.set_verbosity_error()  # what is wrong with a request is told to who sent it
     return InputProcessor.from_pretrained(model)
 
 

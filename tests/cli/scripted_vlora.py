@@ -1,0 +1,75 @@
+"""A `vlora` command whose fusing writes canned test data and whose server follows a script, for the demo's test."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+from pathlib import Path
+
+import tests.server.light  # noqa: F401
+from tests.server.scripted import ENGINE_COMMAND, ByteProcessor, write_adapter
+from vlora.config import EngineConfig, ServerConfig
+
+
+def fuse(out: Path) -> None:
+    """Two domains of bright and dark pictures; every fourth label of `day` is wrong. One has a video."""
+    import cv2
+    import numpy as np
+
+    from tests.server.running import png
+
+    write_adapter(out / "adapters" / "night-day", {"night": 1, "day": 2})
+    for name, frames in (("night", 1), ("day", 2)):
+        folder = out / "test" / name
+        folder.mkdir(parents=True)
+        entries = []
+        for i in range(12):
+            files = [f"{i}-{place}.png" for place in range(frames)]
+            for file in files:
+                (folder / file).write_bytes(png(220 if i % 2 else 20))
+            wrong = name == "day" and i % 4 == 0
+            entries.append({"frames": files, "label": "bright" if bool(i % 2) != wrong else "dark"})
+        (folder / "labels.json").write_text(json.dumps(entries))
+    video = cv2.VideoWriter(str(out / "test/day/stream.mp4"), cv2.VideoWriter.fourcc(*"mp4v"), 10, (64, 48))
+    for place in range(30):
+        video.write(np.full((48, 64, 3), 20 if place < 20 else 230, np.uint8))
+    video.release()
+    (out / "test/day/stream.json").write_text(
+        json.dumps({"video": "stream.mp4", "labels": ["dark", "bright", "bright"]})
+    )
+    domain = {"task": "classification", "real_or_synthetic": "synthetic", "metric": "accuracy", "threshold": 0.7}
+    numbers = {"before": 0.1, "after": 0.9, "adapter": "night-day"}
+    report = {
+        "domains": [{"name": name, **domain, **numbers} for name in ("night", "day")],
+        "adapters": [{"name": "night-day", "domains": ["night", "day"]}],
+        "rollbacks": [],
+    }
+    (out / "report.json").write_text(json.dumps(report))
+
+
+def serve(adapters: Path) -> None:
+    from vlora.server.supervise import serve as serve_until_stopped
+
+    asyncio.run(
+        serve_until_stopped(
+            EngineConfig(model="scripted"),
+            ServerConfig(rpyc_port=0),
+            {config.parent.name: str(config.parent) for config in adapters.glob("*/adapter_config.json")},
+            announce=lambda line: print(line, flush=True),
+            engine_command=ENGINE_COMMAND,
+            load_processor=lambda model: ByteProcessor(),  # type: ignore[arg-type,return-value]
+        )
+    )
+
+
+if __name__ == "__main__":
+    match sys.argv[1:]:
+        case ["fuse", "broken", "--out", _]:
+            sys.exit(2)
+        case ["fuse", _, "--out", out]:
+            fuse(Path(out))
+        case ["serve", "--adapters", folder, "--rpyc-port", "0"]:
+            serve(Path(folder))
+        case other:
+            sys.exit(f"unexpected: {other}")

@@ -1,0 +1,169 @@
+"""`vlora serve` with a real model in its own process, asked over RPyC: the answers of `LocalEngine`, and no others."""
+
+from __future__ import annotations
+
+import io
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from PIL import Image
+
+from fusion.embedded.model import build_model
+from fusion.embedded.processor import build_processor
+from heads import HeadSpec, TaskHead, save_heads
+from vlora.client import Client
+from vlora.config import EngineConfig
+from vlora.engine import LocalEngine
+from vlora.errors import BadAdapter, BadImage, BadRequest, PromptTooLong, UnknownAdapter, UnknownHead
+from vlora.models import InputProcessor
+from vlora.types import Request, RequestOutput, SamplingParams
+
+ROOT = Path(__file__).parents[2]
+QUESTION = "what digit is shown ?"
+ADAPTERS = {"small": (4, 1), "large": (16, 2)}  # name -> rank, frames of its head
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model of the embedded architecture with random weights, and two random adapters with heads."""
+    folder = tmp_path_factory.mktemp("served")
+    build_model(0).save_pretrained(folder / "model")
+    build_processor().save_pretrained(folder / "model")
+    generator = torch.Generator().manual_seed(0)
+    for name, (rank, frames) in ADAPTERS.items():
+        linears = r".*language_model.*\.(q|k|v|o|gate|up|down)_proj"
+        config = LoraConfig(r=rank, lora_alpha=2 * rank, target_modules=linears, init_lora_weights=False)
+        get_peft_model(build_model(0), config).save_pretrained(str(folder / "adapters" / name))
+        spec = HeadSpec(
+            name="letter",
+            task="classification",
+            labels=("a", "b", "c"),
+            prompt=QUESTION,
+            num_frames=frames,
+            hidden_size=256,
+        )
+        head = TaskHead(spec, torch.randn(3, 256, generator=generator), torch.zeros(3))
+        save_heads(folder / "adapters" / name, {"letter": head})
+    return folder
+
+
+@pytest.fixture(scope="module")
+def client(folder: Path) -> Iterator[Client]:
+    args = ["serve", "--model", str(folder / "model"), "--adapters", str(folder / "adapters"), "--dtype", "float32"]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "vlora.cli", *args, "--rpyc-port", "0", "--threads", "1"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=ROOT,
+    )
+    try:
+        assert process.stdout is not None
+        line = process.stdout.readline()
+        match = re.match(r"ready: rpyc 127\.0\.0\.1:(\d+) .* adapters: large, small\n", line)
+        assert match, process.communicate()
+        with Client(port=int(match[1])) as made:
+            yield made
+        process.send_signal(signal.SIGINT)
+        _, err = process.communicate(timeout=15)
+        assert (process.returncode, err) == (0, "")
+    finally:
+        process.kill()
+
+
+class Local:
+    """The same model and adapters in this process."""
+
+    def __init__(self, folder: Path) -> None:
+        config = EngineConfig(model=str(folder / "model"), dtype="float32")
+        self.processor = InputProcessor.from_pretrained(config.model)
+        self._engine = LocalEngine(config)
+        for name in ADAPTERS:
+            self._engine.engine.load_adapter(name, str(folder / "adapters" / name))
+
+    def ask(self, images: list[bytes], **fields: Any) -> list[RequestOutput]:
+        pictures = [Image.open(io.BytesIO(image)) for image in images]
+        prompt = self.processor.encode(self.processor.chat(QUESTION, len(images)), pictures)
+        request = Request(request_id="r", prompt_ids=prompt.prompt_ids, vision=prompt.vision, **fields)
+        return self._engine.run([request])["r"]
+
+    def text(self, images: list[bytes], adapter: str | None, sampling: SamplingParams) -> str:
+        outputs = self.ask(images, adapter=adapter, sampling=sampling)
+        return self.processor.decode([token for output in outputs for token in output.token_ids])
+
+
+@pytest.fixture(scope="module")
+def local(folder: Path) -> Local:
+    return Local(folder)
+
+
+def picture(seed: int) -> bytes:
+    stream = io.BytesIO()
+    pixels = np.random.default_rng(seed).integers(0, 255, (80, 120, 3), dtype=np.uint8)
+    Image.fromarray(pixels).save(stream, "PNG")
+    return stream.getvalue()
+
+
+def test_served_answers_are_the_local_ones(client: Client, local: Local) -> None:
+    sampling = {"max_tokens": 8, "ignore_eos": True}
+    asked = [(adapter, [picture(i) for i in range(images)]) for adapter in (None, *ADAPTERS) for images in (0, 1, 2)]
+    with ThreadPoolExecutor(9) as threads:
+        answers = list(threads.map(lambda ask: client.generate(QUESTION, ask[1], ask[0], **sampling), asked))
+    for (adapter, images), answer in zip(asked, answers, strict=True):
+        assert answer.text == local.text(images, adapter, SamplingParams(**sampling))
+        assert answer.num_completion_tokens == 8 and answer.finish_reason == "length"
+    assert len({answer.text for answer in answers}) > 3  # the adapters and pictures do make a difference
+
+
+def test_served_heads_are_the_local_ones(client: Client, local: Local) -> None:
+    for name, (_, frames) in ADAPTERS.items():
+        images = [picture(i) for i in range(frames)]
+        expected = local.ask(images, adapter=name, head="letter")[-1].head
+        assert expected is not None
+        result = client.ask_head(images, name, "letter")
+        assert (result.label, result.label_id) == (expected.label, expected.label_id)
+        assert result.scores == pytest.approx(expected.scores, abs=1e-4)
+
+
+def test_streams_join_to_the_answer_and_stop_strings_cut_it(client: Client) -> None:
+    options = {"max_tokens": 12, "ignore_eos": True, "temperature": 1.0, "seed": 3}
+    stream = client.stream(QUESTION, [picture(1)], "small", **options)
+    pieces = list(stream)
+    assert stream.answer is not None and "".join(pieces) == stream.answer.text
+    word = stream.answer.text.split()[5]
+    cut = client.generate(QUESTION, [picture(1)], "small", stop=word, **options)
+    assert cut.finish_reason == "stop" and cut.text == stream.answer.text.partition(word)[0]
+
+
+def test_mistakes_are_typed_and_the_engine_goes_on(client: Client, folder: Path) -> None:
+    with pytest.raises(PromptTooLong, match=r"has \d{4} tokens and may be answered with 128, .* context of 1024"):
+        client.generate("word " * 2000)
+    with pytest.raises(BadRequest, match=r"2 image markers .* but 1 images"):
+        client.generate("what is <image> ?", [picture(0)])
+    with pytest.raises(BadImage):
+        client.generate(QUESTION, [picture(0)[:500]])
+    with pytest.raises(UnknownAdapter, match="registered: large, small"):
+        client.generate(QUESTION, adapter="nobody")
+    with pytest.raises(UnknownHead, match="its heads: letter"):
+        client.ask_head([picture(0)], "small", "digit")
+    with pytest.raises(BadAdapter, match="cannot be read as safetensors"):
+        broken = folder / "broken"
+        broken.mkdir()
+        for file in (folder / "adapters" / "small").iterdir():
+            (broken / file.name).write_bytes(
+                file.read_bytes()[:1000] if file.suffix == ".safetensors" else file.read_bytes()
+            )
+        client.load_adapter("broken", broken)
+    assert client.generate(QUESTION, max_tokens=2, ignore_eos=True).num_completion_tokens == 2
+    stats = client.stats()
+    assert stats.num_running == stats.num_waiting == 0
