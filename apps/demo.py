@@ -49,7 +49,7 @@ def run(
         raise VLoraError("the demo ends here: `vlora fuse` failed, see above")
     report = json.loads((fused / "report.json").read_text())
     console.rule("2. serve: engine and front end")
-    with _serving(command, fused / "adapters", console) as client:
+    with _serving(command, report["base"], fused / "adapters", console) as client:
         console.rule("3. every domain's test pictures, asked of its head, all domains at once")
         head_latencies = _ask_heads(client, fused / "test", report["domains"])
         for domain in report["domains"]:
@@ -84,11 +84,10 @@ def run(
 
 
 @contextlib.contextmanager
-def _serving(command: Sequence[str], adapters: Path, console: Console) -> Iterator[Client]:
+def _serving(command: Sequence[str], model: str, adapters: Path, console: Console) -> Iterator[Client]:
     """`vlora serve` on any free port, from its ready line to its end."""
-    server = subprocess.Popen(
-        [*command, "serve", "--adapters", str(adapters), "--rpyc-port", "0"], stdout=subprocess.PIPE, text=True
-    )
+    options = ("--model", model, "--adapters", str(adapters), "--rpyc-port", "0")
+    server = subprocess.Popen([*command, "serve", *options], stdout=subprocess.PIPE, text=True)
     assert server.stdout is not None
     try:
         line = server.stdout.readline().strip()

@@ -66,8 +66,8 @@ def merge(out: Tensor, base: Tensor, a: Tensor, bt: Tensor, scale: float = 1.0) 
 def head_logits(h: Tensor, rows: Sequence[HeadRows]) -> list[Tensor]:
     """Every head's logits, [rows, c] each, in the dtype of its weight. h: [T, hidden]."""
     logits = []
-    for weight, bias, index in rows:
-        logits.append(F.linear(h.index_select(0, index).to(weight.dtype), weight, bias))
+    for head in rows:
+        logits.append(F.linear(h.index_select(0, head.index).to(head.weight.dtype), head.weight, head.bias))
     return logits
 
 
@@ -91,4 +91,6 @@ def _prepare(plan: SegmentPlan, packed: Packed | None, x: Tensor, site: Site) ->
         return Loop(plan.lanes)
     assert packed is not None
     survey = Survey(plan, packed.layout)
+    if not survey.lanes:
+        return Loop(())
     return STRATEGIES[choose(survey, plan.strategy)](survey)

@@ -34,7 +34,7 @@ def merge(base: Tensor, a: Tensor, bt: Tensor, scale: float = 1.0, dtype: torch.
 def head_logits(h: Tensor, rows: Sequence[HeadRows], dtype: torch.dtype = torch.float64) -> list[Tensor]:
     """Per head, [rows, c]: `h[index] weight^T + bias`; h [T, hidden]."""
     logits = []
-    for weight, bias, index in rows:
-        product = h[index].to(dtype) @ weight.to(dtype).T
-        logits.append(product if bias is None else product + bias.to(dtype))
+    for head in rows:
+        product = h[head.index].to(dtype) @ head.weight.to(dtype).T
+        logits.append(product if head.bias is None else product + head.bias.to(dtype))
     return logits

@@ -69,5 +69,5 @@ def estimate(survey: Survey) -> dict[str, float]:
         "stacked": seconds(1 + sum(1 for width in layout.widths if width), shrink + expand, (shrink + expand) * survey.num_tokens),
     }
     if layout.device.type == "cpu":
-        estimates["gathered"] = seconds(2 + len(layout.blocks), shrink + expand, shrink * survey.num_tokens) + own / 10e9
+        estimates["gathered"] = seconds(1 + len(survey.live), shrink + expand, shrink * survey.num_tokens) + own / 10e9
     return estimates

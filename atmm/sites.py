@@ -1,11 +1,9 @@
 """Where adapters act: a site is one linear layer, a group is the sites that read the same input.
 
-Memory of a packed group (s: sites of the group, k: keys in the order they were packed, r: that adapter's rank at that
-site; sites of one d_out share a block)::
+Memory of a packed group (k: keys in the order they were packed, r: that adapter's rank at that site)::
 
-    a          [sum_s sum_k r, d_in]    site 0: key 0, key 1, ...   site 1: key 0, key 1, ...   ...
-    block 896  [sum_k r, 896]           site 0: key 0, key 1, ...                               (q)
-    block 128  [sum_s sum_k r, 128]     site 1: key 0, key 1, ...   site 2: key 0, key 1, ...   (k, v)
+    a     [sum over sites and k of r, d_in]     site 0: key 0, key 1, ...   site 1: key 0, key 1, ...   ...
+    bt    per site [sum over k of r, d_out]     key 0, key 1, ...
 
 so one shrink `x a^T` serves every site of the group, a site's share of it is a range of columns, and adjacent keys of one
 rank are a `[keys, r, d]` view. Tensors start at multiples of 256 bytes; rows are padded to 16 bytes.
@@ -63,13 +61,6 @@ class Span(NamedTuple):
     rank: int
 
 
-class Block(NamedTuple):
-    """The sites of a group with one d_out; their packed Bt are one tensor, in this order."""
-
-    d_out: int
-    sites: tuple[int, ...]
-
-
 class Layout:
     """The shape of a packed group without its bytes. Groups packed alike share one object, so it serves as a cheap key.
 
@@ -79,8 +70,7 @@ class Layout:
     """
 
     __slots__ = (
-        "__weakref__", "blocks", "d_in", "d_outs", "device", "dtype", "first_rows", "keys", "num_rows", "spans", "targeting",
-        "widths",
+        "__weakref__", "d_in", "d_outs", "device", "dtype", "first_rows", "keys", "num_rows", "spans", "targeting", "widths",
     )  # fmt: skip
 
     def __init__(
@@ -95,15 +85,11 @@ class Layout:
         self.keys = keys
         self.spans = tuple({span.key: span for span in site} for site in spans)
         self.widths = tuple(sum(span.rank for span in site) for site in spans)
-        self.targeting = frozenset().union(*self.spans)
+        self.targeting = frozenset(span.key for site in spans for span in site if span.rank)
         self.first_rows = tuple(sum(self.widths[:index]) for index in range(len(spans)))
         self.num_rows = sum(self.widths)
         self.d_in = d_in
         self.d_outs = d_outs
-        self.blocks = tuple(
-            Block(d_out, tuple(index for index, other in enumerate(d_outs) if other == d_out))
-            for d_out in dict.fromkeys(d_outs)
-        )
         self.dtype = dtype
         self.device = device
 
@@ -112,11 +98,10 @@ _layouts: weakref.WeakValueDictionary[tuple, Layout] = weakref.WeakValueDictiona
 
 
 class Packed(NamedTuple):
-    """The packed copy of a group's factors; the picture is at the top of this file. `bts` are views of `blocks`, by site."""
+    """The packed copy of a group's factors; the picture is at the top of this file. `bts` are by site."""
 
     layout: Layout
     a: Tensor
-    blocks: tuple[Tensor, ...]
     bts: tuple[Tensor, ...]
 
 
@@ -177,16 +162,13 @@ class SiteGroup:
         for rows, d in _tensors(layout):
             tensors.append(_carve(buffer, offset, rows, d, layout.dtype))
             offset += _tensor_bytes(rows, d, layout.dtype)
-        a, *blocks = tensors
+        a, *bts = tensors
         present = [[site.factors[key] for key in keys if key in site.factors] for site in self.sites]
         torch.cat([factors.a for site in present for factors in site], out=a)
-        bts: dict[int, Tensor] = {}
-        for block, tensor in zip(layout.blocks, blocks, strict=True):
-            columns = [factors.bt for index in block.sites for factors in present[index]]
-            if columns:
-                torch.cat(columns, out=tensor)
-            bts.update(zip(block.sites, tensor.split([layout.widths[index] for index in block.sites]), strict=True))
-        self.packed = Packed(layout, a, tuple(blocks), tuple(bts[index] for index in range(len(self.sites))))
+        for bt, site in zip(bts, present, strict=True):
+            if site:
+                torch.cat([factors.bt for factors in site], out=bt)
+        self.packed = Packed(layout, a, tuple(bts))
 
     def unpack(self) -> None:
         """Forget the packed copy; its buffer may be used for something else."""
@@ -217,9 +199,8 @@ class SiteGroup:
 
 
 def _tensors(layout: Layout) -> list[tuple[int, int]]:
-    """(rows, columns) of the packed A and of each block."""
-    blocks = [(sum(layout.widths[index] for index in block.sites), block.d_out) for block in layout.blocks]
-    return [(layout.num_rows, layout.d_in), *blocks]
+    """(rows, columns) of the packed A and of each site's packed Bt."""
+    return [(layout.num_rows, layout.d_in), *zip(layout.widths, layout.d_outs, strict=True)]
 
 
 def _check_buffer(buffer: Tensor, num_bytes: int, device: torch.device) -> None:

@@ -8,8 +8,8 @@ batched   per run of equal lanes, two batched products on views of the packed co
           is gathered. For many equal segments of high rank.
 stacked   one shrink of all tokens with all packed adapters of all sites of the group, cleared where a token meets another's
           adapter; one expand per site. Wasted arithmetic, few calls: for a small sum of ranks.
-gathered  the same shrink; each token's own columns of it are gathered, and weigh its own rows of Bt in an embedding bag, once
-          for all sites of one d_out. No wasted arithmetic in the expand, and rows are read as they lie: for decoding.
+gathered  the same shrink; each token's own columns of it are gathered and weigh its own rows of Bt in an embedding bag. No
+          wasted arithmetic in the expand, and rows are read as they lie in memory: for decoding.
 """
 
 from __future__ import annotations
@@ -82,60 +82,52 @@ class _Grouped:
     and strides and, where torch counts writes, by version.
     """
 
+    __slots__ = ("_live", "_lone", "_packed", "_part", "_shares", "_version", "_x")
+
     def __init__(self, survey: Survey) -> None:
-        self._start, self._stop = survey.start, survey.stop
-        self._widths = survey.layout.widths
+        self._part = survey.part
+        self._live = survey.live
         self._lone = len(survey.layout.widths) == 1
         self._shares: dict[int, Tensor] = {}  # by site, of those that have not called yet
         self._packed: Packed | None = None
         self._x: Tensor | None = None
         self._version: int | None = None
 
-    def __call__(self, y: Tensor, x: Tensor, site: Site, packed: Packed | None) -> None:
-        assert packed is not None
-        index = site.index
-        if not self._widths[index]:
-            return
+    def _share(self, x: Tensor, index: int, packed: Packed) -> Tensor | None:
+        """What the site needs to add its deltas; None when no lane's adapter targets it."""
         if self._lone:
-            share = self._shares_of(x, packed)[0]
-        else:
-            known = self._shares.pop(index, None)
-            if known is None or packed is not self._packed or not self._is_held(x):
-                self._shares = shares = self._shares_of(x, packed)
-                self._packed, self._x = packed, x
-                self._version = None if x.is_inference() else x._version
-                known = shares.pop(index)
-            if not self._shares:
-                self._packed = self._x = None
-            share = known
-        if y.size(0) != self._stop - self._start:
-            y = y[self._start : self._stop]
-        self._add(y, share, packed, index)
+            return self._compute(x, packed)[0]
+        if index not in self._live:
+            return None
+        share = self._shares.pop(index, None)
+        if share is None or packed is not self._packed or not self._is_held(x):
+            self._shares = self._compute(x, packed)
+            self._packed, self._x = packed, x
+            self._version = None if x.is_inference() else x._version
+            share = self._shares.pop(index)
+        if not self._shares:
+            self._packed = self._x = None
+        return share
 
     def _is_held(self, x: Tensor) -> bool:
         return x.is_set_to(self._x) and (self._version is None or self._version == x._version)
 
-    def _shrink(self, x: Tensor, packed: Packed) -> Tensor:
-        if x.size(0) != self._stop - self._start:
-            x = x[self._start : self._stop]
-        return F.linear(x, packed.a)
-
-    def _shares_of(self, x: Tensor, packed: Packed) -> dict[int, Tensor]:
-        """By site that has rows, what `_add` needs."""
-        raise NotImplementedError
-
-    def _add(self, y: Tensor, share: Tensor, packed: Packed, index: int) -> None:
+    def _compute(self, x: Tensor, packed: Packed) -> dict[int, Tensor]:
+        """Every site's share, by site."""
         raise NotImplementedError
 
 
 class Stacked(_Grouped):
     """Share of a site: its columns of the masked shrink."""
 
+    __slots__ = ("_alpha", "_bits", "_columns", "_keep", "_signs")
+
     def __init__(self, survey: Survey) -> None:
         super().__init__(survey)
         layout = survey.layout
-        columns = zip(range(len(layout.widths)), layout.first_rows, layout.widths, strict=True)
-        self._columns = [(index, first, width) for index, first, width in columns if width]
+        self._columns = [
+            (index, layout.first_rows[index], layout.first_rows[index] + layout.widths[index]) for index in survey.live
+        ]
         signs = _signs(survey)
         kept = signs != 0
         distinct = signs[kept].unique().tolist()
@@ -144,8 +136,16 @@ class Stacked(_Grouped):
         self._keep = None if kept.all() else kept.to(self._bits).neg_().to(layout.device)
         self._signs = signs.to(layout.device, layout.dtype) if len(distinct) > 1 else None
 
-    def _shares_of(self, x: Tensor, packed: Packed) -> dict[int, Tensor]:
-        hidden = self._shrink(x, packed)
+    def __call__(self, y: Tensor, x: Tensor, site: Site, packed: Packed | None) -> None:
+        assert packed is not None
+        share = self._share(x, site.index, packed)
+        if share is not None:
+            if self._part is not None:
+                y = y[self._part]
+            y.addmm_(share, packed.bts[site.index], alpha=self._alpha)
+
+    def _compute(self, x: Tensor, packed: Packed) -> dict[int, Tensor]:
+        hidden = F.linear(x if self._part is None else x[self._part], packed.a)
         if self._keep is not None:
             # Bits are cleared, not multiplied by zero: where another's adapter overflows, no NaN may come of it here.
             hidden.view(self._bits).bitwise_and_(self._keep)
@@ -153,10 +153,7 @@ class Stacked(_Grouped):
             hidden.mul_(self._signs)
         if self._lone:
             return {0: hidden}
-        return {index: hidden[:, first : first + width] for index, first, width in self._columns}
-
-    def _add(self, y: Tensor, share: Tensor, packed: Packed, index: int) -> None:
-        y.addmm_(share, packed.bts[index], alpha=self._alpha)
+        return {index: hidden[:, first:stop] for index, first, stop in self._columns}
 
 
 _BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -173,58 +170,57 @@ def _signs(survey: Survey) -> Tensor:
 
 
 class Gathered(_Grouped):
-    """Share of a site: its tokens' deltas."""
+    """Share of a site: its tokens' own values of the shrink."""
+
+    __slots__ = ("_alpha", "_bags", "_own", "_parts", "_signs")
 
     def __init__(self, survey: Survey) -> None:
         super().__init__(survey)
         layout = survey.layout
         tensor = functools.partial(torch.tensor, dtype=torch.int64, device=layout.device)
-        own: list[int] = []  # places in the shrink [tokens, rows of the group], by block, site, token, lane, rank
+        by_token = _lanes_by_token(survey)
+        own: list[int] = []  # places in the shrink [tokens, rows of the group], by site, token, lane, rank
         signs: list[float] = []
-        self._bags = []  # per block: rows of the block, first of them by site and token, range in `own`
-        for block in layout.blocks:
-            rows: list[int] = []
-            offsets: list[int] = []
-            first, block_row = len(own), 0
-            for index in block.sites:
-                for token, lanes in enumerate(_lanes_by_token(survey)):
-                    offsets.append(len(rows))
-                    for key, sign in lanes:
-                        span = layout.spans[index].get(key)
-                        if span is None:
-                            continue
+        self._parts = []
+        self._bags: dict[int, tuple[Tensor, Tensor]] = {}  # by site: rows of its Bt, and where each token's start among them
+        for index in survey.live:
+            spans = layout.spans[index]
+            first, rows, offsets = len(own), [], []
+            for token, lanes in enumerate(by_token):
+                offsets.append(len(rows))
+                for key, sign in lanes:
+                    span = spans.get(key)
+                    if span is not None:
                         place = token * layout.num_rows + layout.first_rows[index] + span.start
                         own.extend(range(place, place + span.rank))
-                        rows.extend(range(block_row + span.start, block_row + span.start + span.rank))
+                        rows.extend(range(span.start, span.start + span.rank))
                         signs.extend([sign] * span.rank)
-                block_row += layout.widths[index]
-            self._bags.append((tensor(rows), tensor(offsets), first, len(rows)))
+            self._parts.append((index, slice(first, len(own))))
+            self._bags[index] = tensor(rows), tensor(offsets)
         self._own = tensor(own)
-        self._alpha = -1.0 if set(signs) == {-1} else 1.0
-        self._signs = torch.tensor(signs, dtype=layout.dtype, device=layout.device) if len(set(signs)) > 1 else None
-        self._blocks = layout.blocks
+        distinct = set(signs)
+        self._alpha = distinct.pop() if len(distinct) == 1 else 1.0
+        self._signs = torch.tensor(signs, dtype=layout.dtype, device=layout.device) if distinct else None
 
-    def _shares_of(self, x: Tensor, packed: Packed) -> dict[int, Tensor]:
-        weights = self._shrink(x, packed).view(-1).index_select(0, self._own)
+    def __call__(self, y: Tensor, x: Tensor, site: Site, packed: Packed | None) -> None:
+        assert packed is not None
+        index = site.index
+        share = self._share(x, index, packed)
+        if share is not None:
+            rows, offsets = self._bags[index]
+            deltas = torch.embedding_bag(packed.bts[index], rows, offsets, False, _SUM, False, share, False)[0]
+            if self._part is not None:
+                y = y[self._part]
+            y.add_(deltas, alpha=self._alpha)
+
+    def _compute(self, x: Tensor, packed: Packed) -> dict[int, Tensor]:
+        hidden = F.linear(x if self._part is None else x[self._part], packed.a)
+        own = hidden.view(-1).index_select(0, self._own)
         if self._signs is not None:
-            weights.mul_(self._signs)
-        shares: dict[int, Tensor] = {}
-        for block, rows, (indices, offsets, first, count) in zip(self._blocks, packed.blocks, self._bags, strict=True):
-            if count == len(self._own):
-                own = weights
-            elif count:
-                own = weights[first : first + count]
-            else:
-                continue
-            deltas = torch.embedding_bag(rows, indices, offsets, False, _SUM, False, own, False)[0]
-            if len(block.sites) == 1:
-                shares[block.sites[0]] = deltas
-            else:
-                shares.update(zip(block.sites, deltas.chunk(len(block.sites)), strict=True))
-        return shares
-
-    def _add(self, y: Tensor, share: Tensor, packed: Packed, index: int) -> None:
-        y.add_(share, alpha=self._alpha)
+            own.mul_(self._signs)
+        if self._lone:
+            return {0: own}
+        return {index: own[part] for index, part in self._parts}
 
 
 _SUM = 0  # mode of torch.embedding_bag

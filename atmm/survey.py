@@ -35,16 +35,20 @@ class Run(NamedTuple):
 class Survey:
     """One plan against one layout that holds all its adapters.
 
-    lanes: in the plan's order, those whose adapter targets a site of the group. keys: their adapters. start, stop: the
-    smallest range of tokens that holds them all.
+    lanes: in the plan's order, those whose adapter targets a site of the group. keys: their adapters. live: the sites they
+    target. start, stop: the smallest range of tokens that holds them all; part: the same, None when it is the whole batch.
     """
 
     def __init__(self, plan: SegmentPlan, layout: Layout) -> None:
         self.layout = layout
         self.lanes = tuple(lane for lane in plan.lanes if lane.key in layout.targeting)
         self.keys = {lane.key for lane in self.lanes}
+        self.live = tuple(
+            index for index, site in enumerate(layout.spans) if any(key in site and site[key].rank for key in self.keys)
+        )
         self.start = min((lane.start for lane in self.lanes), default=0)
         self.stop = max((lane.stop for lane in self.lanes), default=0)
+        self.part = None if self.num_tokens == plan.num_tokens else slice(self.start, self.stop)
 
     @property
     def num_tokens(self) -> int:

@@ -12,11 +12,12 @@ import torch
 from PIL import Image
 from rich.console import Console
 
+from fusion.drawn import render_stream
 from fusion.embedded import checkpoint_path
 from fusion.pack import pack
 from fusion.plan import DomainPlan, Plan, read_plan
 from fusion.report import AdapterReport, DomainReport, FusionReport, RollbackReport
-from fusion.sources import Splits, load_source, render_stream
+from fusion.sources import Splits, load_source
 from fusion.train import Domain, FrozenBase, LoraTrainer
 from vlora.config import EngineConfig
 from vlora.engine import LocalEngine
@@ -29,7 +30,9 @@ _LONGEST_ANSWER = 8  # tokens the base model may take for a label
 _TEST_SHOWN = 100  # test samples per domain written out for a live check
 
 
-def fuse(plan_path: Path | str, out: Path | str, *, device: str = "cpu", console: Console | None = None) -> FusionReport:
+def fuse(
+    plan_path: Path | str, out: Path | str, *, device: str = "cpu", console: Console | None = None
+) -> FusionReport:
     """Run a plan file and write OUT/adapters/NAME/ (PEFT format with heads), OUT/test/ and OUT/report.json. Raises BadPlan."""
     plan = read_plan(plan_path)
     return run(plan, Path(out), device=device, console=console or Console())

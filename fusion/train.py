@@ -141,7 +141,7 @@ class LoraTrainer:
         for key in state:
             if key.startswith("head.") and key.endswith(".weight"):
                 domain = key.removeprefix("head.").removesuffix(".weight")
-                head = self._new_head(domain)
+                head = self._heads[domain] = self._new_head(domain)
                 head.weight.copy_(state[key])
                 head.bias.copy_(state[f"head.{domain}.bias"])
 

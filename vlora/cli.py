@@ -38,6 +38,7 @@ _SETTING_HELP = {
     "threads": "Threads of the engine; torch's choice if not given.",
     "host": "Address to listen on; without authentication loopback only.",
     "rpyc_port": "Port to listen on; 0 takes any free one.",
+    "http_port": "Port of the HTTP API; none if not given, 0 takes any free one.",
     "max_image_bytes": "Largest encoded image.",
     "max_image_pixels": "Largest decoded image.",
     "max_images": "Most images in a request.",
@@ -145,11 +146,11 @@ def serve(model: str, adapters: tuple[str, ...], folder: Path | None, **settings
 
     from vlora.server.supervise import serve as serve_until_stopped
 
-    asyncio.run(
-        serve_until_stopped(
-            engine_config, server_config, named, announce=lambda line: click.echo(line), model_name=model
-        )
-    )
+    asyncio.run(serve_until_stopped(engine_config, server_config, named, announce=click.echo, model_name=model))
+    # Everything has ended; taking torch apart again would only make the caller wait.
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
 
 
 def _config(kind: Any, settings: dict[str, Any], **more: Any) -> Any:

@@ -67,7 +67,7 @@ class EngineConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ServerConfig:
-    """Settings of the front end. Without a token it binds to loopback only.
+    """Settings of the front end. Without a token it binds to loopback only. http_port None serves no HTTP.
 
     max_image_bytes and max_image_pixels bound one encoded image and one decoded image, max_request_pixels all images of
     one request together. max_message_bytes bounds one message on the wire, max_prompt_chars the text of one request.
@@ -79,6 +79,7 @@ class ServerConfig:
 
     host: str = "127.0.0.1"
     rpyc_port: int = 18861
+    http_port: int | None = None
     max_image_bytes: int = 20 * 2**20
     max_image_pixels: int = 40_000_000
     max_images: int = 64
@@ -95,8 +96,10 @@ class ServerConfig:
                 f"host is {self.host!r}; without authentication the server binds to loopback only "
                 "(127.0.0.1, localhost or ::1)"
             )
-        if not 0 <= self.rpyc_port <= 65535:
-            raise BadConfig(f"rpyc_port is {self.rpyc_port}; it must lie between 0 (any free port) and 65535")
+        for field in ("rpyc_port", "http_port"):
+            port = getattr(self, field)
+            if port is not None and not 0 <= port <= 65535:
+                raise BadConfig(f"{field} is {port}; it must lie between 0 (any free port) and 65535")
         for field in (
             "max_image_bytes",
             "max_image_pixels",

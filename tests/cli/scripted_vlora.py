@@ -41,6 +41,7 @@ def fuse(out: Path) -> None:
     domain = {"task": "classification", "real_or_synthetic": "synthetic", "metric": "accuracy", "threshold": 0.7}
     numbers = {"before": 0.1, "after": 0.9, "adapter": "night-day"}
     report = {
+        "base": "scripted",
         "domains": [{"name": name, **domain, **numbers} for name in ("night", "day")],
         "adapters": [{"name": "night-day", "domains": ["night", "day"]}],
         "rollbacks": [],
@@ -69,7 +70,7 @@ if __name__ == "__main__":
             sys.exit(2)
         case ["fuse", _, "--out", out]:
             fuse(Path(out))
-        case ["serve", "--adapters", folder, "--rpyc-port", "0"]:
+        case ["serve", "--model", "scripted", "--adapters", folder, "--rpyc-port", "0"]:
             serve(Path(folder))
         case other:
             sys.exit(f"unexpected: {other}")

@@ -9,7 +9,8 @@ import cv2
 import numpy as np
 import pytest
 
-from fusion.sources import _COLUMNS, ACTIONS, BUILT_IN, load_source, render_stream
+from fusion.drawn import ACTIONS, render_stream
+from fusion.sources import _COLUMNS, BUILT_IN, load_source
 from vlora.errors import BadPlan
 
 

@@ -11,7 +11,8 @@ import torch
 from peft import PeftModel
 from PIL import Image
 
-from fusion.embedded.build import build_model, save_processor
+from fusion.embedded.model import build_model
+from fusion.embedded.processor import build_processor
 from fusion.plan import DomainPlan, LoraPlan, Plan, TrainingPlan
 from fusion.sources import Sample, Splits
 from fusion.train import Domain, FrozenBase, LoraTrainer
@@ -38,9 +39,8 @@ def colors(count: int, seed: int) -> list[Sample]:
 @pytest.fixture(scope="module")
 def base_folder(tmp_path_factory: pytest.TempPathFactory) -> str:
     folder = tmp_path_factory.mktemp("base")
-    torch.manual_seed(0)
-    build_model().save_pretrained(str(folder))
-    save_processor(folder)
+    build_model(seed=0).save_pretrained(str(folder))
+    build_processor().save_pretrained(str(folder))
     return str(folder)
 
 

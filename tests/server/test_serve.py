@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
@@ -10,6 +11,8 @@ import subprocess
 import sys
 import threading
 import time
+import urllib.error
+import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -161,3 +164,30 @@ def test_a_port_in_use_is_told_before_the_model_loads() -> None:
         )
         done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=20)
     assert "BadConfig: cannot listen on 127.0.0.1:" in done.stderr and "choose another --rpyc-port" in done.stderr
+
+
+def test_http_is_served_beside_rpyc_when_it_is_asked_for() -> None:
+    code = (
+        "import tests.server.light, asyncio\n"
+        "from tests.server.scripted import ENGINE_COMMAND, ByteProcessor\n"
+        "from vlora.server.supervise import serve\n"
+        "from vlora.config import EngineConfig, ServerConfig\n"
+        "config = ServerConfig(rpyc_port=0, http_port=0)\n"
+        "asyncio.run(serve(EngineConfig(model='scripted'), config, {}, announce=lambda line: print(line, flush=True),\n"
+        "                  engine_command=ENGINE_COMMAND, load_processor=lambda model: ByteProcessor()))"
+    )
+    process = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    assert process.stdout is not None
+    line = process.stdout.readline().decode()
+    match = re.match(r"ready: rpyc \S+ \| http 127\.0\.0\.1:(\d+) \| model scripted", line)
+    assert match, process.communicate()
+    (engine,) = children(process.pid)
+    with urllib.request.urlopen(f"http://127.0.0.1:{match[1]}/health", timeout=5) as response:
+        assert json.load(response) == {"status": "ok", "model": "scripted"}
+    os.kill(engine, signal.SIGKILL)
+    time.sleep(0.5)
+    with pytest.raises(urllib.error.HTTPError) as caught:
+        urllib.request.urlopen(f"http://127.0.0.1:{match[1]}/health", timeout=5)
+    assert caught.value.code == 503 and json.load(caught.value)["error"]["code"] == "engine_dead"
+    process.send_signal(signal.SIGTERM)
+    process.communicate(timeout=10)

@@ -17,6 +17,7 @@ from vlora.server.rpyc_wire import RpycServer
 
 if TYPE_CHECKING:
     from vlora.models.processing import InputProcessor
+    from vlora.server.http import HttpServer
 
 
 async def serve(
@@ -39,8 +40,13 @@ async def serve(
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
     # Taking the address first: a port in use is known before the model is loaded.
     rpyc_server = RpycServer(server_config.host, server_config.rpyc_port, server_config.max_message_bytes)
+    http_server: HttpServer | None = None
     model = model_name or engine_config.model
     try:
+        if server_config.http_port is not None:
+            from vlora.server.http import HttpServer, make_app
+
+            http_server = HttpServer(server_config)
         starting = asyncio.create_task(
             _start(engine_config, server_config, adapters, engine_command, load_processor or _load_processor)
         )
@@ -49,8 +55,11 @@ async def serve(
         engine, front_end = starting.result()
         loop = asyncio.get_running_loop()
         rpyc_server.start_in_thread(lambda: VLoraService(front_end, loop, model))
+        if http_server is not None:
+            http_server.start(make_app(front_end, model))
+        web = f" | http {http_server.address}" if http_server else ""
         names = ", ".join(sorted(adapters)) or "none"
-        announce(f"ready: rpyc {rpyc_server.host}:{rpyc_server.port} | model {model} | adapters: {names}")
+        announce(f"ready: rpyc {rpyc_server.host}:{rpyc_server.port}{web} | model {model} | adapters: {names}")
         watch = asyncio.create_task(_tell_death(engine))
         await stop.wait()
         stop.clear()
@@ -62,6 +71,8 @@ async def serve(
         if cause is not None:
             raise EngineDead(cause)
     finally:
+        if http_server is not None:
+            await http_server.close()
         # In a thread: the last replies come from this loop.
         await asyncio.to_thread(rpyc_server.close)
 

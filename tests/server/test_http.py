@@ -1,0 +1,217 @@
+"""The HTTP API over a scripted engine, through real sockets."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import http.client
+import json
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, NamedTuple
+
+import pytest
+
+from tests.server.running import png
+from tests.server.scripted import ByteProcessor, ScriptedInterface, write_adapter
+from vlora.config import ServerConfig
+from vlora.server.frontend import FrontEnd
+from vlora.server.http import HttpServer, make_app
+
+
+class Api(NamedTuple):
+    port: int
+    engine: ScriptedInterface
+
+    def call(self, method: str, path: str, body: Any = None, *, raw: bytes | None = None) -> tuple[int, Any]:
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=10)
+        data = raw if raw is not None else None if body is None else json.dumps(body).encode()
+        connection.request(method, path, data, {"Content-Type": "application/json"})
+        response = connection.getresponse()
+        text = response.read()
+        connection.close()
+        return response.status, json.loads(text) if text[:1] in (b"{", b"[") else text.decode()
+
+    def chat(self, content: Any, **fields: Any) -> tuple[int, Any]:
+        body = {"model": "base", "messages": [{"role": "user", "content": content}], **fields}
+        return self.call("POST", "/v1/chat/completions", body)
+
+    def idle(self) -> bool:
+        deadline = time.monotonic() + 5
+        while self.engine.engine.running and time.monotonic() < deadline:
+            time.sleep(0.01)
+        return not self.engine.engine.running
+
+
+@pytest.fixture(scope="module")
+def api(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Api]:
+    adapter = write_adapter(tmp_path_factory.mktemp("http") / "cam")
+    started: Future[tuple[Api, asyncio.AbstractEventLoop]] = Future()
+    stopping = asyncio.Event()
+
+    async def main() -> None:
+        config = ServerConfig(http_port=0, max_message_bytes=200_000, max_image_bytes=50_000)
+        engine = ScriptedInterface()
+        front_end = FrontEnd(engine, ByteProcessor(), config)  # type: ignore[arg-type]
+        await front_end.load_adapter("cam", adapter)
+        server = HttpServer(config)
+        server.start(make_app(front_end, "base"))
+        started.set_result((Api(int(server.address.split(":")[1]), engine), asyncio.get_running_loop()))
+        await stopping.wait()
+        await server.close()
+
+    thread = threading.Thread(target=lambda: asyncio.run(main()), daemon=True)
+    thread.start()
+    made, loop = started.result(10)
+    yield made
+    loop.call_soon_threadsafe(stopping.set)
+    thread.join(10)
+    assert not thread.is_alive()
+
+
+def image_part(data: bytes) -> dict[str, Any]:
+    url = "data:image/png;base64," + base64.b64encode(data).decode()
+    return {"type": "image_url", "image_url": {"url": url}}
+
+
+def events(text: str) -> list[Any]:
+    lines = [line.removeprefix("data: ") for line in text.split("\n\n") if line]
+    assert lines[-1] == "[DONE]"
+    return [json.loads(line) for line in lines[:-1]]
+
+
+def test_health_and_models(api: Api) -> None:
+    assert api.call("GET", "/health") == (200, {"status": "ok", "model": "base"})
+    status, listed = api.call("GET", "/v1/models")
+    assert status == 200 and [(each["id"], each["parent"]) for each in listed["data"]] == [
+        ("base", None),
+        ("cam", "base"),
+    ]
+
+
+def test_a_whole_answer(api: Api) -> None:
+    status, answer = api.chat([{"type": "text", "text": "say:grün"}, image_part(png())], model="cam", max_tokens=20)
+    assert status == 200 and answer["object"] == "chat.completion" and answer["model"] == "cam"
+    (choice,) = answer["choices"]
+    assert choice["message"] == {"role": "assistant", "content": "grün"} and choice["finish_reason"] == "stop"
+    assert answer["usage"] == {"prompt_tokens": 10, "completion_tokens": 6, "total_tokens": 16}
+    assert api.chat("say:a.b", stop=".")[1]["choices"][0]["message"]["content"] == "a"
+    assert api.chat("forever", max_completion_tokens=3)[1]["choices"][0]["finish_reason"] == "length"
+
+
+def test_a_streamed_answer(api: Api) -> None:
+    status, text = api.chat("say:grün", stream=True, stream_options={"include_usage": True})
+    first, *pieces, last, usage = events(text)
+    assert status == 200 and first["choices"][0]["delta"] == {"role": "assistant", "content": ""}
+    assert [piece["choices"][0]["delta"]["content"] for piece in pieces] == ["g", "r", "ü", "n"]
+    assert last["choices"][0]["finish_reason"] == "stop"
+    assert usage["choices"] == [] and usage["usage"]["completion_tokens"] == 6
+    assert len({chunk["id"] for chunk in (first, *pieces, last, usage)}) == 1
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("content", "fields", "status", "code", "message"),
+    [
+        ("say:x", {"model": "nobody"}, 404, "unknown_adapter", "no adapter named 'nobody'; registered: cam"),
+        ("", {}, 400, "bad_request", "the prompt is empty"),
+        ("say:x", {"max_tokens": 0}, 400, "bad_request", "max_tokens is 0"),
+        ("say:x", {"max_tokens": 10**6}, 400, "prompt_too_long", "tokens and may be answered with 1000000"),
+        ("say:x", {"temperature": -1}, 400, "bad_request", "temperature is -1"),
+        ("say:x", {"n": 2}, 400, "bad_request", "n: "),
+        ("say:x", {"logit_bias": {}}, 400, "bad_request", "logit_bias: this field is not served"),
+        ("say:x", {"messages": []}, 400, "bad_request", "messages: "),
+        ("say:x", {"messages": [{"role": "robot", "content": "x"}]}, 400, "bad_request", "messages.0.role: "),
+        (7, {}, 400, "bad_request", "messages.0.content"),
+        ([{"type": "video"}], {}, 400, "bad_request", "messages.0.content"),
+        ([image_part(b"broken")], {}, 400, "bad_request", "the prompt is empty"),
+        (
+            [{"type": "text", "text": "say:x"}, image_part(b"broken")],
+            {},
+            400,
+            "bad_image",
+            "image 1 (6 bytes) is none of",
+        ),
+        (
+            [{"type": "text", "text": "say:x"}, image_part(b"x" * 60_000)],
+            {},
+            413,
+            "too_large",
+            "image 1 has 60000 bytes",
+        ),
+        ([{"type": "image_url", "image_url": {"url": "http://x/y.png"}}], {}, 400, "bad_request", "only data URLs are"),
+        ([{"type": "image_url", "image_url": {"url": "file:///etc/passwd"}}], {}, 400, "bad_request", "only data URLs"),
+        (
+            [{"type": "image_url", "image_url": {"url": "data:;base64,*"}}],
+            {},
+            400,
+            "bad_image",
+            "image 1 is not base64",
+        ),
+        ("say:" + "x" * 300_000, {}, 413, "too_large", "the body is over this server's limit of 200000 bytes"),
+        ("fail", {}, 500, "step_failed", "the script says fail"),
+    ],
+)
+def test_mistakes_have_status_code_and_reason(
+    api: Api, stream: bool, content: Any, fields: dict[str, Any], status: int, code: str, message: str
+) -> None:
+    got, answer = api.chat(content, stream=stream, **fields)
+    assert got == status and answer["error"]["code"] == code and message in answer["error"]["message"], answer
+    assert api.chat("say:fine")[0] == 200
+
+
+def test_what_is_no_request(api: Api) -> None:
+    assert api.call("POST", "/v1/chat/completions", raw=b"{not json")[1]["error"]["code"] == "bad_request"
+    assert api.call("GET", "/nowhere")[0] == 404
+    assert api.call("GET", "/v1/chat/completions")[0] == 405
+    status, answer = api.call("POST", "/v1/chat/completions", raw=b'"text"')
+    assert status == 400 and answer["error"]["code"] == "bad_request"
+
+
+def test_a_body_without_length_is_bounded_too(api: Api) -> None:
+    connection = http.client.HTTPConnection("127.0.0.1", api.port, timeout=10)
+    connection.request("POST", "/v1/chat/completions", iter([b"x" * 50_000] * 10), encode_chunked=True)
+    response = connection.getresponse()
+    assert response.status == 413 and json.loads(response.read())["error"]["code"] == "too_large"
+    connection.close()
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_leaves_frees_its_request(api: Api, stream: bool) -> None:
+    connection = http.client.HTTPConnection("127.0.0.1", api.port, timeout=10)
+    messages = [{"role": "user", "content": "forever"}]
+    body = {"model": "base", "messages": messages, "max_tokens": 90_000, "stream": stream}
+    connection.request("POST", "/v1/chat/completions", json.dumps(body), {"Content-Type": "application/json"})
+    if stream:
+        assert connection.getresponse().read(10)
+    while not api.engine.engine.running:
+        time.sleep(0.01)
+    assert connection.sock is not None or stream
+    connection.close()
+    assert api.idle()
+
+
+def test_an_error_in_the_middle_of_a_stream_is_an_event(api: Api) -> None:
+    with ThreadPoolExecutor(1) as threads:
+        streaming = threads.submit(api.chat, "forever", model="cam", stream=True, max_tokens=90_000)
+        while not api.engine.engine.running:
+            time.sleep(0.01)
+        time.sleep(0.05)
+        (request_id,) = api.engine.engine.running
+        # As an operator's cancel would end it.
+        output = api.engine.engine.cancel(request_id)
+        assert output is not None
+        api.engine._deliver(output)
+        status, text = streaming.result(10)
+    assert status == 200 and events(text)[-1]["error"]["code"] == "aborted"
+
+
+def test_requests_are_answered_side_by_side(api: Api) -> None:
+    with ThreadPoolExecutor(16) as threads:
+        texts = [
+            answer[1]["choices"][0]["message"]["content"]
+            for answer in threads.map(api.chat, map("say:{}".format, range(48)))
+        ]
+    assert texts == [str(i) for i in range(48)]
