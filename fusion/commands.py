@@ -33,7 +33,8 @@ _TEST_SHOWN = 100  # test samples per domain written out for a live check
 def fuse(
     plan_path: Path | str, out: Path | str, *, device: str = "cpu", console: Console | None = None
 ) -> FusionReport:
-    """Run a plan file and write OUT/adapters/NAME/ (PEFT format with heads), OUT/test/ and OUT/report.json. Raises BadPlan."""
+    """Run a plan file and write OUT/adapters/NAME/ (PEFT format with heads), OUT/test/ and OUT/report.json. Raises
+    BadPlan."""
     plan = read_plan(plan_path)
     return run(plan, Path(out), device=device, console=console or Console())
 

@@ -1,4 +1,5 @@
-"""Accuracy-aware packing (V-LoRA section 4.2): as few adapters as keep every domain's promise, greedily, with rollback."""
+"""Accuracy-aware packing (V-LoRA section 4.2): as few adapters as keep every domain's promise, greedily, with
+rollback."""
 
 from __future__ import annotations
 
@@ -61,7 +62,8 @@ def pack(
     trainer: AdapterTrainer[State],
     say: Callable[[str], None] = lambda _: None,
 ) -> Packing[State]:
-    """Train domain after domain into one adapter; when any in it falls below its threshold, roll back and open a new one.
+    """Train domain after domain into one adapter; when any in it falls below its threshold, roll back and open a new
+    one.
 
     A domain that misses its threshold even in an adapter of its own is reported and shares an adapter with no other.
     """

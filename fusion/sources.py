@@ -1,7 +1,7 @@
 """Where a domain's pictures come from: built-in sources that need no network, or a folder of the user's own.
 
-Every source says whether its pixels are real or rendered, and cuts itself into train, validation and test parts that share no
-picture (and, where pictures are crops of a few photographs, no region of one).
+Every source says whether its pixels are real or rendered, and cuts itself into train, validation and test parts that
+share no picture (and, where pictures are crops of a few photographs, no region of one).
 """
 
 from __future__ import annotations

@@ -29,7 +29,8 @@ _TEXT_WEIGHT = 0.3  # of the language-model loss beside the head's: the adapter 
 
 
 class Prepared(NamedTuple):
-    """One sample ready for training. ids [n] ends with the prompt; embeddings [placeholders, hidden]; positions [1 or 3, n]."""
+    """One sample ready for training. ids [n] ends with the prompt; embeddings [placeholders, hidden]; positions [1 or
+    3, n]."""
 
     ids: torch.Tensor
     embeddings: torch.Tensor

@@ -3,18 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
-from typing import NamedTuple
 
 import torch
 
-
-class Decision(NamedTuple):
-    """An answer: the chosen label and every label's probability, in label order."""
-
-    label_id: int
-    label: str
-    scores: tuple[float, ...]
+from heads.tasks import TASKS, Decision
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -33,6 +25,12 @@ class HeadSpec:
     hidden_size: int
 
     def __post_init__(self) -> None:
+        for field, kind in (("name", str), ("task", str), ("prompt", str), ("num_frames", int), ("hidden_size", int)):
+            value = getattr(self, field)
+            if not isinstance(value, kind):
+                raise ValueError(f"head {self.name!r}: {field} is {value!r}; expected {kind.__name__}")
+        if not all(isinstance(label, str) and label for label in self.labels):
+            raise ValueError(f"head {self.name!r}: labels are {self.labels!r}; every label must be a word or more")
         if not self.name:
             raise ValueError("name is empty; a head needs a name to be asked for")
         if self.task not in TASKS:
@@ -45,15 +43,6 @@ class HeadSpec:
             raise ValueError(f"head {self.name!r}: num_frames is {self.num_frames}; it must be at least 1")
         if self.hidden_size < 1:
             raise ValueError(f"head {self.name!r}: hidden_size is {self.hidden_size}; it must be at least 1")
-
-
-def _classify(logits: torch.Tensor, spec: HeadSpec) -> Decision:
-    scores = torch.softmax(logits.double(), -1)
-    best = int(scores.argmax())
-    return Decision(best, spec.labels[best], tuple(scores.tolist()))
-
-
-TASKS: dict[str, Callable[[torch.Tensor, HeadSpec], Decision]] = {"classification": _classify}
 
 
 class TaskHead:
@@ -79,4 +68,4 @@ class TaskHead:
 
     def decode(self, logits: torch.Tensor) -> Decision:
         """Turn this head's logits [labels] into an answer."""
-        return TASKS[self.spec.task](logits, self.spec)
+        return TASKS[self.spec.task].decode(logits, self.spec.labels)

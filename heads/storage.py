@@ -46,13 +46,15 @@ def load_heads(folder: Path | str) -> dict[str, TaskHead]:
         tensors = load_file(str(folder / WEIGHTS_FILE))
     except (OSError, SafetensorError) as error:
         raise ValueError(f"{folder / WEIGHTS_FILE}: cannot be read ({error})") from error
+    if not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):
+        raise ValueError(f"{file}: heads is {entries!r}; expected a list of objects, one per head")
     heads: dict[str, TaskHead] = {}
     for entry in entries:
         try:
             spec = HeadSpec(**{**entry, "labels": tuple(entry["labels"])})
             head = TaskHead(spec, tensors.pop(f"{spec.name}.weight"), tensors.pop(f"{spec.name}.bias"))
         except KeyError as error:
-            raise ValueError(f"{folder}: head {entry.get('name')!r} lacks {error}") from error
+            raise ValueError(f"{file}: head {entry.get('name')!r} lacks {error}") from error
         except (TypeError, ValueError) as error:
             raise ValueError(f"{file}: {error}") from error
         heads[spec.name] = head

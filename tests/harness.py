@@ -16,6 +16,8 @@ from vlora.models import runner
 from vlora.orchestrator.policy import Candidate, Decision, PolicyState
 from vlora.types import Mode, Request, SamplingParams
 
+DEVICE = "cpu"  # set once per session from `--device`
+
 
 class FixedModes:
     """A policy for tests: everybody runs, in the mode told. With a plan, modes follow it, two steps each."""
@@ -61,6 +63,7 @@ def run_engine(
     block_size = 8
     config = EngineConfig(
         model=reference.family,
+        device=DEVICE,
         max_batch_size=8,
         max_step_tokens=max_step_tokens,
         block_size=block_size,
@@ -68,7 +71,8 @@ def run_engine(
         arena_bytes=(80 if scarce_memory else 1024) * PAGE_BYTES,
         merge_fidelity_floor=0.0,
     )
-    local = LocalEngine(config, model=model if model is not None else build_model(reference.family, dtype))
+    made = model if model is not None else build_model(reference.family, dtype)
+    local = LocalEngine(config, model=made.to(DEVICE))
     engine = local.engine
     if policy is not None:
         engine._scheduler._policy = policy
@@ -85,7 +89,7 @@ def run_engine(
 
     def recording_sample(values: torch.Tensor, params: Any, seeds: Sequence[int], places: Sequence[int]) -> list[int]:
         for row, seed in enumerate(seeds):
-            logits.setdefault(str(seed), []).append(values[row].clone())
+            logits.setdefault(str(seed), []).append(values[row].cpu().clone())
         return inner_sample(values, params, seeds, places)
 
     engine._runner.run = recording_run  # type: ignore[method-assign]

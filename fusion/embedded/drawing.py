@@ -284,7 +284,12 @@ def _darker(color: Color) -> Color:
 
 def _draw_car(canvas: np.ndarray, color: Color, x: int, y: int, r: int) -> Box:
     cv2.rectangle(canvas, (x - r, y - r // 3), (x + r, y + r // 3), color, -1)
-    cabin = [(x - r // 2, y - r // 3), (x - r // 4, y - r * 3 // 4), (x + r // 3, y - r * 3 // 4), (x + r * 2 // 3, y - r // 3)]
+    cabin = [
+        (x - r // 2, y - r // 3),
+        (x - r // 4, y - r * 3 // 4),
+        (x + r // 3, y - r * 3 // 4),
+        (x + r * 2 // 3, y - r // 3),
+    ]
     fill(canvas, np.array(cabin, np.int32), _darker(color))
     _wheels(canvas, (x - r // 2, x + r // 2), y + r // 3, r // 4)
     return (x - r, y - r * 3 // 4, x + r, y + r // 2)
@@ -330,7 +335,9 @@ def _draw_person(canvas: np.ndarray, color: Color, x: int, y: int, r: int) -> Bo
 _THINGS = {"car": _draw_car, "truck": _draw_truck, "bus": _draw_bus, "bike": _draw_bike, "person": _draw_person}
 
 
-def draw_text(canvas: np.ndarray, text: str, center: tuple[int, int], scale: float, color: Color, thickness: int) -> Box:
+def draw_text(
+    canvas: np.ndarray, text: str, center: tuple[int, int], scale: float, color: Color, thickness: int
+) -> Box:
     """Print text around a centre point."""
     (wide, high), _ = cv2.getTextSize(text, cv2.FONT_HERSHEY_DUPLEX, scale, thickness)
     left, bottom = center[0] - wide // 2, center[1] + high // 2

@@ -25,17 +25,23 @@ class Accuracy(NamedTuple):
 
 
 def as_pixels(frames: np.ndarray) -> torch.Tensor:
-    """uint8 [n, 96, 96, 3] to what the image processor makes of pictures of that size: float [n, 3, 96, 96], -1 to 1."""
+    """uint8 [n, 96, 96, 3] to what the image processor makes of pictures of that size: float [n, 3, 96, 96], -1 to
+    1."""
     return torch.from_numpy(frames).permute(0, 3, 1, 2).float().div(127.5).sub(1).contiguous()
 
 
 @torch.no_grad()
-def accuracy_by_skill(checkpoint: Path | str, *, num_scenes: int, seed: int, blank: bool = False) -> dict[str, Accuracy]:
-    """Ask every question of `num_scenes` pictures and a quarter as many clips; `blank` shows grey instead, as a control."""
+def accuracy_by_skill(
+    checkpoint: Path | str, *, num_scenes: int, seed: int, blank: bool = False
+) -> dict[str, Accuracy]:
+    """Ask every question of `num_scenes` pictures and a quarter as many clips; `blank` shows grey instead, as a
+    control."""
     processor = AutoProcessor.from_pretrained(checkpoint)
     model = AutoModelForImageTextToText.from_pretrained(checkpoint, dtype=torch.float32).eval()
     rng = np.random.default_rng(seed)
-    scenes = [world.still_scene(rng) for _ in range(num_scenes)] + [world.clip_scene(rng) for _ in range(num_scenes // 4)]
+    scenes = [world.still_scene(rng) for _ in range(num_scenes)] + [
+        world.clip_scene(rng) for _ in range(num_scenes // 4)
+    ]
     asked: dict[int, list[tuple[world.Scene, world.Question]]] = defaultdict(list)
     for scene in scenes:
         asked[len(scene.frames)] += [(scene, question) for question in scene.questions]
@@ -51,16 +57,18 @@ def accuracy_by_skill(checkpoint: Path | str, *, num_scenes: int, seed: int, bla
     return {**result, "overall": Accuracy(float(np.mean(every)), len(every))}
 
 
-def _answer(
-    model: Any, processor: Any, part: Sequence[tuple[world.Scene, world.Question]], blank: bool
-) -> list[str]:
+def _answer(model: Any, processor: Any, part: Sequence[tuple[world.Scene, world.Question]], blank: bool) -> list[str]:
     frames = np.concatenate([scene.frames for scene, _ in part])
     prompts = []
     for scene, question in part:
         content = [{"type": "image"}] * len(scene.frames) + [{"type": "text", "text": question.text}]
-        prompts.append(processor.apply_chat_template([{"role": "user", "content": content}], add_generation_prompt=True))
+        prompts.append(
+            processor.apply_chat_template([{"role": "user", "content": content}], add_generation_prompt=True)
+        )
     text = [prompt.replace("<image>", "<image>" * processor_tokens(processor)) for prompt in prompts]
-    encoded = processor.tokenizer(text, return_tensors="pt", padding=True, padding_side="left", add_special_tokens=False)
+    encoded = processor.tokenizer(
+        text, return_tensors="pt", padding=True, padding_side="left", add_special_tokens=False
+    )
     pixels = as_pixels(np.full_like(frames, 128) if blank else frames)
     out = model.generate(
         input_ids=encoded["input_ids"],

@@ -48,7 +48,8 @@ def model_config() -> LlavaConfig:
 
 
 def build_model(seed: int) -> LlavaForConditionalGeneration:
-    """Random weights. Positions start as sines and cosines of row and column: learned from noise, they came very late."""
+    """Random weights. Positions start as sines and cosines of row and column: learned from noise, they came very
+    late."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = LlavaForConditionalGeneration(model_config())

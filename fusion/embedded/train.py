@@ -1,12 +1,12 @@
 """Train the embedded model from nothing: `python -m fusion.embedded.train --out DIR --minutes N`.
 
-Two stages in one run. First the vision tower alone learns what is where (a linear probe on every image token must name kind,
-colour and centre of what it sees). Then the whole model learns to answer questions, the probes going on beside; in clips one
-more probe, on the language model's states of image tokens, must tell which way the thing there moves. The probes only serve
-training and are not saved.
+Two stages in one run. First the vision tower alone learns what is where (a linear probe on every image token must name
+kind, colour and centre of what it sees). Then the whole model learns to answer questions, the probes going on beside;
+in clips one more probe, on the language model's states of image tokens, must tell which way the thing there moves. The
+probes only serve training and are not saved.
 
-Started again with the same arguments, a run goes on where it was stopped. Everything drawn depends on the seed and the step
-number alone; `--steps` makes the whole schedule so, while `--minutes` fits it to the time this machine has.
+Started again with the same arguments, a run goes on where it was stopped. Everything drawn depends on the seed and the
+step number alone; `--steps` makes the whole schedule so, while `--minutes` fits it to the time this machine has.
 """
 
 from __future__ import annotations
@@ -193,7 +193,9 @@ class Trainer:
         vision_only = self.done < VISION_SHARE
         with torch.autocast(self.device.type, torch.bfloat16):
             losses = self._vision_losses(rng) if vision_only else self._joint_losses(rng)
-            total = torch.stack([loss * (1.0 if name == "answer" else PROBE_WEIGHT) for name, loss in losses.items()]).sum()
+            total = torch.stack(
+                [loss * (1.0 if name == "answer" else PROBE_WEIGHT) for name, loss in losses.items()]
+            ).sum()
         total.backward()
         nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
         for optimizer in self.optimizers:
@@ -277,7 +279,12 @@ def _optimizers(model: nn.Module, probes: nn.Module) -> tuple[torch.optim.Optimi
 def train(out: Path, budget: Budget, *, device: str = "cpu", seed: int = 0, quiet: bool = False) -> None:
     """Train (or go on training) and leave a loadable checkpoint in `out`."""
     trainer = Trainer(out, budget, torch.device(device), seed)
-    columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.percentage:>5.1f} %"), TimeRemainingColumn())
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        TextColumn("{task.percentage:>5.1f} %"),
+        TimeRemainingColumn(),
+    )
     with Progress(*columns, disable=quiet) as progress:
         task = progress.add_task("starting", total=1.0)
         if trainer.resume():
@@ -302,7 +309,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m fusion.embedded.train", description=__doc__.split("\n")[0])
     parser.add_argument("--out", type=Path, required=True, help="folder of the checkpoint and the run's state")
     length = parser.add_mutually_exclusive_group()
-    length.add_argument("--minutes", type=float, default=20.0, help="time to train for, processor time on the CPU (default 20)")
+    length.add_argument(
+        "--minutes", type=float, default=20.0, help="time to train for, processor time on the CPU (default 20)"
+    )
     length.add_argument("--steps", type=int, help="number of steps instead: the same result on every run")
     parser.add_argument("--device", default="cpu", help="cpu, cuda or cuda:N")
     parser.add_argument("--seed", type=int, default=0)

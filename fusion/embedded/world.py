@@ -293,7 +293,12 @@ def _draw_on_board(
     if what < 0.5:
         first, second = int(rng.integers(1, 10)), int(rng.integers(10))
         draw_text(canvas, f"{first}{second}", center, radius / 26, ink, 2)
-        return (f"digit {NUMBERS[first]}", f"{NUMBERS[first]} {NUMBERS[second]}"), (box[0], y - reach // 2, x, y + reach // 2)
+        return (f"digit {NUMBERS[first]}", f"{NUMBERS[first]} {NUMBERS[second]}"), (
+            box[0],
+            y - reach // 2,
+            x,
+            y + reach // 2,
+        )
     if what < 0.65:
         letter = pick(rng, LETTERS)
         draw_text(canvas, letter, center, radius / 18, ink, 2 + int(radius > 20))
@@ -335,8 +340,12 @@ def clip_scene(rng: np.random.Generator) -> Scene:
     cells = np.zeros((CLIP_FRAMES, 4, GRID, GRID), np.int64)
     standing = None
     if chance(rng, 0.35):
-        standing = _Placed(pick(rng, THINGS), pick(rng, tuple(COLORS)), pick(rng, ("top left", "bottom right", "bottom left")))
-        box = draw_thing(base, standing.kind, jitter(rng, COLORS[standing.color]), POSITIONS[standing.position], radius, angle)
+        standing = _Placed(
+            pick(rng, THINGS), pick(rng, tuple(COLORS)), pick(rng, ("top left", "bottom right", "bottom left"))
+        )
+        box = draw_thing(
+            base, standing.kind, jitter(rng, COLORS[standing.color]), POSITIONS[standing.position], radius, angle
+        )
         for frame in cells:
             _mark(frame, box, standing.kind, standing.color, "still")
     frames = []

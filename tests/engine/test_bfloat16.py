@@ -13,6 +13,8 @@ from tests.harness import FixedModes, run_engine
 from tests.oracle import Oracle
 from vlora.types import Mode
 
+pytestmark = pytest.mark.gpu
+
 PROMPTS = 24
 
 

@@ -15,6 +15,8 @@ from vlora.models.forward import ForwardBatch
 from vlora.models.seam import Positions, Seam
 from vlora.types import Mode
 
+pytestmark = pytest.mark.gpu
+
 
 @pytest.fixture(scope="module")
 def reference(tmp_path_factory: pytest.TempPathFactory) -> Reference:

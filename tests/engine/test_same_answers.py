@@ -14,6 +14,8 @@ from tests.harness import FixedModes, run_engine
 from tests.oracle import Oracle
 from vlora.types import Mode
 
+pytestmark = pytest.mark.gpu
+
 NUM_TOKENS = 16
 TOLERANCE = 1e-4
 

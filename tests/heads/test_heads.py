@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from heads import HeadSpec, TaskHead, load_heads, save_heads
+from heads import TASKS, HeadSpec, TaskHead, load_heads, save_heads
 
 
 def spec(name: str = "kind", **changes: object) -> HeadSpec:
@@ -35,6 +35,13 @@ def test_classification_takes_the_likeliest_label() -> None:
     assert decision.scores == pytest.approx(torch.softmax(torch.tensor([0.0, 2.0, 1.0]), 0).tolist())
 
 
+def test_classification_learns_towards_the_label() -> None:
+    logits = torch.zeros(2, 3, requires_grad=True)
+    TASKS["classification"].loss(logits, torch.tensor([0, 2])).backward()
+    assert logits.grad is not None
+    assert (logits.grad[0, 0] < 0) and (logits.grad[1, 2] < 0) and (logits.grad[0, 1] > 0)
+
+
 def test_heads_come_back_from_disk(tmp_path: Path) -> None:
     save_heads(tmp_path, {"a": head("a"), "b": head("b")})
     found = load_heads(tmp_path)
@@ -53,6 +60,9 @@ def test_heads_come_back_from_disk(tmp_path: Path) -> None:
         ({"prompt": " "}, "prompt is empty"),
         ({"num_frames": 0}, "num_frames is 0"),
         ({"hidden_size": 0}, "hidden_size is 0"),
+        ({"num_frames": "four"}, "num_frames is 'four'; expected int"),
+        ({"name": 7}, "name is 7; expected str"),
+        ({"labels": ("cat", 3)}, "every label"),
     ],
 )
 def test_specs_that_cannot_work(changes: dict[str, object], text: str) -> None:
@@ -76,7 +86,18 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
         (json.dumps({**good, "heads": []}), "tensors without a head"),
         (json.dumps({**good, "heads": [{**good["heads"][0], "name": "other"}]}), "lacks"),
         (json.dumps({**good, "heads": [{**good["heads"][0], "extra": 1}]}), "extra"),
+        (json.dumps({**good, "heads": [{**good["heads"][0], "labels": 5}]}), "heads.json"),
+        (json.dumps({**good, "heads": ["kind"]}), "heads.json"),
+        (json.dumps({**good, "heads": 5}), "heads.json"),
     ):
         (tmp_path / "heads.json").write_text(spoiled)
         with pytest.raises(ValueError, match=text):
             load_heads(tmp_path)
+
+
+def test_weights_that_are_cut_short(tmp_path: Path) -> None:
+    save_heads(tmp_path, {"kind": head()})
+    file = tmp_path / "heads.safetensors"
+    file.write_bytes(file.read_bytes()[:-7])
+    with pytest.raises(ValueError, match=r"heads.safetensors: cannot be read"):
+        load_heads(tmp_path)
