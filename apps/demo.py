@@ -24,7 +24,7 @@ from rich.console import Console
 from rich.table import Table
 
 from apps.annotate import annotate
-from apps.video_analytics import ChunkResult, analyse
+from apps.video_analytics import CHUNKS_IN_FLIGHT, ChunkResult, analyse
 from vlora.client import Client
 from vlora.errors import VLoraError
 
@@ -67,9 +67,9 @@ def run(
         "served": {mode: stats.requests_by_mode.get(mode, 0) for mode in MODES},
         "switches": stats.num_switches,
         "latencies": {
-            "head": _percentiles(head_latencies),
-            "words": _percentiles(word_latencies),
-            "stream": _percentiles(streamed),
+            "head": _percentiles(head_latencies, _THREADS),
+            "words": _percentiles(word_latencies, 1),
+            "stream": _percentiles(streamed, CHUNKS_IN_FLIGHT),
         },
     }
     (out / "report.json").write_text(json.dumps(result, indent=2) + "\n")
@@ -184,12 +184,13 @@ def _stream(client: Client, domain: dict[str, Any], tests: Path, out: Path, cons
 # -- what came out ----------------------------------------------------------------------------------------------------
 
 
-def _percentiles(seconds: Sequence[float]) -> dict[str, float | int | None]:
-    """Client-side latencies; None where nothing was asked."""
+def _percentiles(seconds: Sequence[float], at_once: int) -> dict[str, float | int | None]:
+    """Latencies as the client saw them with `at_once` requests under way; None where nothing was asked."""
+    counts = {"count": len(seconds), "at_once": at_once}
     if len(seconds) < 2:
-        return {"count": len(seconds), "p50_s": None, "p95_s": None}
+        return {**counts, "p50_s": None, "p95_s": None}
     cuts = statistics.quantiles(seconds, n=100, method="inclusive")
-    return {"count": len(seconds), "p50_s": cuts[49], "p95_s": cuts[94]}
+    return {**counts, "p50_s": cuts[49], "p95_s": cuts[94]}
 
 
 def _table(result: dict[str, Any]) -> Table:
@@ -214,14 +215,14 @@ def _table(result: dict[str, Any]) -> Table:
 def _print_totals(result: dict[str, Any], console: Console) -> None:
     say = {
         "adapters made": f"{len(result['adapters'])} for {len(result['domains'])} domains, "
-        f"{len(result['rollbacks'])} rollbacks",
+        f"{len(result['rollbacks'])} rolled back",
         "requests per mode": ", ".join(f"{mode} {count}" for mode, count in result["served"].items()),
         "switches": str(result["switches"]),
     }
     for kind, values in result["latencies"].items():
         if values["p50_s"] is not None:
             p50, p95 = (f"{values[name] * 1e3:.0f} ms" for name in ("p50_s", "p95_s"))
-            say[f"latency, {kind}"] = f"p50 {p50}, p95 {p95} ({values['count']} requests)"
+            say[f"latency, {kind}"] = f"p50 {p50}, p95 {p95} ({values['count']} asked, {values['at_once']} at once)"
     table = Table(show_header=False)
     for name, value in say.items():
         table.add_row(name, value)

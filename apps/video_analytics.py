@@ -17,7 +17,7 @@ from vlora.types import HeadSummary
 
 CHUNK_S = 1.0
 
-_IN_FLIGHT = 4  # chunks asked about while the next is read
+CHUNKS_IN_FLIGHT = 4  # asked about while the next is read
 FALLBACK_FPS = 30.0  # for containers that do not say
 _JPEG_QUALITY = 95
 
@@ -59,10 +59,10 @@ def analyse(client: Client, video: str, adapter: str, head: str) -> Iterator[Chu
         )
 
     waiting: deque[Future[ChunkResult]] = deque()
-    with ThreadPoolExecutor(_IN_FLIGHT) as threads:
+    with ThreadPoolExecutor(CHUNKS_IN_FLIGHT) as threads:
         for chunk in read_chunks(video, num_frames):
             waiting.append(threads.submit(ask, chunk))
-            while waiting and (waiting[0].done() or len(waiting) >= _IN_FLIGHT):
+            while waiting and (waiting[0].done() or len(waiting) >= CHUNKS_IN_FLIGHT):
                 yield waiting.popleft().result()
         while waiting:
             yield waiting.popleft().result()

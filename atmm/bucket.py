@@ -25,7 +25,7 @@ class Bucket(NamedTuple):
     """A rounded shape: sizes are powers of two, rounded up, so that near shapes share one measured choice.
 
     tokens: of the range that has lanes. adapters: different ones. rank: the lanes' mean at the sites they target.
-    d_out: the group's sites together.
+    d_out: the group's sites together; num_sites: how many they are.
     """
 
     tokens: int
@@ -33,6 +33,7 @@ class Bucket(NamedTuple):
     rank: int
     d_in: int
     d_out: int
+    num_sites: int
     evenness: Evenness
     dtype: torch.dtype
     device_type: str
@@ -51,6 +52,7 @@ class Bucket(NamedTuple):
             rank=_round_up(round(sum(ranks) / max(1, len(ranks)))),
             d_in=_round_up(layout.d_in),
             d_out=_round_up(sum(layout.d_outs)),
+            num_sites=len(layout.d_outs),
             evenness=evenness,
             dtype=layout.dtype,
             device_type=layout.device.type,
@@ -71,8 +73,9 @@ class Bucket(NamedTuple):
             ("tokens", self.tokens, 24),
             ("adapters", self.adapters, 16),
             ("rank", self.rank, 16),
-            ("d_in", self.d_in, 24),
-            ("d_out", self.d_out, 24),
+            ("d_in", self.d_in, 20),
+            ("d_out", self.d_out, 20),
+            ("num_sites", self.num_sites, 8),
             ("evenness", int(self.evenness), 8),
             ("dtype", DTYPES.index(self.dtype), 8),
             ("device_type", DEVICE_TYPES.index(self.device_type), 8),

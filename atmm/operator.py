@@ -60,7 +60,13 @@ def merge(out: Tensor, base: Tensor, a: Tensor, bt: Tensor, scale: float = 1.0) 
     if not out.dtype == base.dtype == a.dtype == bt.dtype:
         raise ValueError(f"merge of {a.dtype} and {bt.dtype} into {base.dtype}, {out.dtype}; give one dtype")
     # A row-major B is worth its copy (r / i of the weights): oneDNN takes twice as long on the transposed view.
-    torch.baddbmm(base, bt.transpose(1, 2).contiguous(), a, alpha=scale, out=out)
+    b = bt.transpose(1, 2).contiguous()
+    if out.device.type == "cpu":
+        # Out of place torch first copies the base, then multiplies into the copy: layer by layer the copy is still in the cache.
+        for layer in range(n):
+            torch.addmm(base[layer], b[layer], a[layer], alpha=scale, out=out[layer])
+    else:
+        torch.baddbmm(base, b, a, alpha=scale, out=out)
 
 
 def head_logits(h: Tensor, rows: Sequence[HeadRows]) -> list[Tensor]:
@@ -93,4 +99,4 @@ def _prepare(plan: SegmentPlan, packed: Packed | None, x: Tensor, site: Site) ->
     survey = Survey(plan, packed.layout)
     if not survey.lanes:
         return Loop(())
-    return STRATEGIES[choose(survey, plan.strategy)](survey)
+    return STRATEGIES[plan.strategy or choose(survey)](survey)

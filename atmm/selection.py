@@ -15,16 +15,19 @@ from atmm.survey import Survey
 from atmm.tables import table_for
 
 
-def choose(survey: Survey, wish: str | None = None) -> str:
-    """A name of `STRATEGIES` for a survey whose adapters are all packed. `wish` is taken as it is."""
-    if wish is not None:
-        return wish
+def choose(survey: Survey) -> str:
+    """A name of `atmm.STRATEGIES` for a survey whose adapters are all packed."""
     if survey.keys == survey.layout.targeting:  # tables are measured with nothing packed that is not used
         known = table_for(survey.layout.device.type).get(Bucket.of(survey).key())
         if known is not None:
             return known
-    estimates = estimate(survey)
-    return min(estimates, key=estimates.__getitem__)
+    return rule(survey)
+
+
+def rule(survey: Survey) -> str:
+    """The strategy whose estimated time is least."""
+    seconds = estimate(survey)
+    return min(seconds, key=seconds.__getitem__)
 
 
 class _Machine(NamedTuple):
@@ -62,7 +65,6 @@ def estimate(survey: Survey) -> dict[str, float]:
         read = elements * layout.dtype.itemsize / machine.bytes_per_s
         return calls * machine.call_s + read + 2 * products / machine.flops_per_s
 
-    gather = survey.num_tokens * shrink / machine.flops_per_s * 2
     estimates = {
         "loop": seconds(2 * num_lanes, used, work),
         "batched": seconds(2 * num_runs, used, work),

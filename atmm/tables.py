@@ -1,7 +1,7 @@
-"""The measured tables that ship beside this file: one JSON document per device, written by `python -m atmm.search`.
+"""The measured tables that ship in `tables/`: one JSON document per device, written by `python -m atmm.search`.
 
-A table says where it was measured (`device`, `torch`, `threads`, `date`) and holds one row per bucket with the strategy that
-was fastest there.
+A table says where it was measured (`device`, `torch`, `threads`, `date`) and holds one row per bucket in which the rule of
+`atmm.selection` chose badly: the bucket's fields, then the strategy that was fastest.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from atmm.bucket import Bucket, Evenness
 logger = logging.getLogger(__name__)
 
 FOLDER = pathlib.Path(__file__).parent / "tables"
-COLUMNS = ("tokens", "adapters", "rank", "d_in", "d_out", "evenness", "dtype", "strategy")
+COLUMNS = ("tokens", "adapters", "rank", "d_in", "d_out", "num_sites", "evenness", "dtype", "strategy")
 
 
 def device_name(device_type: str) -> str:
-    """What a table is measured for: the GPU by name, a CPU by the instructions that its matrix products can use."""
-    if device_type != "cpu":
+    """What a table is measured for: a GPU by name, a CPU by the instructions its matrix products can use."""
+    if device_type == "cuda":
         return torch.cuda.get_device_name()
     flags = pathlib.Path("/proc/cpuinfo")
     amx = "-amx" if flags.exists() and "amx_bf16" in flags.read_text() else ""
@@ -33,7 +33,7 @@ def device_name(device_type: str) -> str:
 
 @functools.cache
 def table_for(device_type: str) -> dict[int, str]:
-    """Bucket key to strategy name, for the device at hand; empty, which is logged once, where none was measured."""
+    """Bucket key to strategy, for the device at hand; empty, which is logged once, where none was measured."""
     device = device_name(device_type)
     for path in sorted(FOLDER.glob("*.json")):
         document = json.loads(path.read_text())
@@ -44,17 +44,21 @@ def table_for(device_type: str) -> dict[int, str]:
 
 
 def parse(document: dict, device_type: str) -> dict[int, str]:
-    """The lookup form of a table document. Raises ValueError when its columns are not the ones this version reads."""
+    """A table document in its lookup form. Raises ValueError when its columns are not the ones read here."""
     if tuple(document["columns"]) != COLUMNS:
-        raise ValueError(f"table for {document['device']} has columns {document['columns']}; write it again: {COLUMNS}")
+        raise ValueError(f"the table for {document['device']} has columns {document['columns']}; search again for {COLUMNS}")
     table = {}
     for *sizes, evenness, dtype, strategy in document["rows"]:
-        table[Bucket(*sizes, Evenness[evenness], getattr(torch, dtype), device_type).key()] = strategy
+        tokens, adapters, rank, d_in, d_out, num_sites = sizes
+        bucket = Bucket(
+            tokens, adapters, rank, d_in, d_out, num_sites, Evenness[evenness], getattr(torch, dtype), device_type
+        )
+        table[bucket.key()] = strategy
     return table
 
 
 def write(path: pathlib.Path, device_type: str, date: str, rows: Iterable[tuple[Bucket, str]]) -> None:
-    """Write a table for this machine: one row per line, so that two searches compare well."""
+    """Write this machine's table, one row per line so that two searches compare well."""
     header = {
         "device": device_name(device_type),
         "torch": torch.__version__,
@@ -63,8 +67,8 @@ def write(path: pathlib.Path, device_type: str, date: str, rows: Iterable[tuple[
         "columns": COLUMNS,
     }
     lines = [
-        json.dumps([*bucket[:5], bucket.evenness.name, str(bucket.dtype).removeprefix("torch."), strategy])
+        json.dumps([*bucket[:6], bucket.evenness.name, str(bucket.dtype).removeprefix("torch."), strategy])
         for bucket, strategy in rows
     ]
-    head = json.dumps(header, indent=1)[:-2]
-    path.write_text(f'{head},\n "rows": [\n  ' + ",\n  ".join(lines) + "\n ]\n}\n")
+    body = ",\n  ".join(lines)
+    path.write_text(f'{json.dumps(header, indent=1)[:-2]},\n "rows": [\n  {body}\n ]\n}}\n')

@@ -315,8 +315,12 @@ def fuse(plan: Path, out: Path, device: str) -> None:
         vlora fuse plan.yaml --out out
         vlora fuse demo --out demo
     """
+    import warnings
+
     import fusion
 
+    # Third parties' notes to their own callers.
+    warnings.simplefilter("ignore", FutureWarning)
     packaged = Path(fusion.__file__).parent / "plans" / f"{plan}.yaml"
     from fusion.commands import fuse as run
 

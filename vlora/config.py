@@ -35,7 +35,7 @@ class EngineConfig:
     max_context: int | None = None
     block_size: int = 16
     arena_bytes: int | None = None
-    theta_s: float = 0.5
+    theta_s: float = 0.1
     merge_fidelity_floor: float = 0.8
     vision_cache_bytes: int = 256 * 2**20
     threads: int | None = None

@@ -32,7 +32,7 @@ def test_the_report_counts_what_was_served(tmp_path: Path) -> None:
     assert counts == {"head": 24, "words": 12, "stream": 3}
     assert all(0 < values["p50_s"] <= values["p95_s"] for values in result["latencies"].values())
     shown = console.file.getvalue()  # type: ignore[attr-defined]
-    assert "1 for 2 domains, 0 rollbacks" in shown and "0.750 of 12" in shown and "is it night?" in shown
+    assert "1 for 2 domains, 0 rolled back" in shown and "0.750 of 12" in shown and "is it night?" in shown
 
 
 def test_the_annotated_video_shows_every_frame(tmp_path: Path) -> None:

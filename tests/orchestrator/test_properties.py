@@ -164,7 +164,7 @@ def all_resident(machine: Machine) -> Simulation:
     return simulation
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(machine=machines(), arrivals=loads(max_prompt=60, max_tokens=20, bounded=False))
 def test_waiting_is_bounded_however_long_the_prompts(machine: Machine, arrivals: Arrivals) -> None:
     """With memory for all: whatever the token budget, long prompts ahead never keep a starving request from running."""
@@ -178,7 +178,7 @@ def test_waiting_is_bounded_however_long_the_prompts(machine: Machine, arrivals:
     assert longest_over_bound(simulation) <= 1e-9
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(machine=machines(), arrivals=loads(bounded=False))
 def test_waiting_is_bounded_under_preemption(machine: Machine, arrivals: Arrivals) -> None:
     """With memory for one full batch only, and prompts that fit in a step: paused requests hold nobody up."""

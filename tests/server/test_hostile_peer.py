@@ -220,7 +220,7 @@ def test_a_peer_that_asks_and_never_reads_holds_up_nobody(server: Running) -> No
         started = time.monotonic()
         with Client(port=server.port) as client:
             assert client.generate("say:others").text == "others"
-        assert time.monotonic() - started < 2
+        assert time.monotonic() - started < 5
 
 
 def test_a_duplicate_call_id_is_refused(peer: Any) -> None:

@@ -59,18 +59,19 @@ def children(pid: int) -> list[int]:
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_ready_line_then_a_signal_drains_and_ends_with_code_0(tmp_path: Path, number: int) -> None:
     adapters = [f"{name}={write_adapter(tmp_path / name)}" for name in ("signs", "cam")]
-    with serving("scripted", "5", *adapters) as (process, client, line):
+    text = "under way " * 40
+    with serving("scripted", "20", *adapters) as (process, client, line):
         assert line.endswith("| model scripted | adapters: cam, signs\n")
         (engine,) = children(process.pid)
-        stream = client.stream("say:" + "under way " * 10)
+        stream = client.stream("say:" + text, max_tokens=2000)
         first = next(stream)
         process.send_signal(number)
         os.kill(engine, number)  # as a terminal does, which signals the whole group
-        time.sleep(0.05)
         with pytest.raises(OverCapacity, match="shutting down"):
-            client.generate("say:late")
-        assert first + "".join(stream) == "under way " * 10
-        assert process.wait(5) == 0
+            while True:
+                client.generate("say:late")
+        assert first + "".join(stream) == text
+        assert process.wait(10) == 0
         assert process.stderr is not None and process.stderr.read() == ""
         assert not Path(f"/proc/{engine}").exists()
 
