@@ -1,6 +1,7 @@
 """ATMM, the adaptive-tiling matmul of V-LoRA (section 4.3): add many adapters' deltas to a packed batch, or merge one.
 
-Build a `SegmentPlan` once per step, call `add_delta` after every adapted linear layer. Knows tensors only: no requests, no models.
+Build a `SegmentPlan` once per step, call `add_delta` after every adapted linear layer. Knows tensors only: no
+requests, no models.
 """
 
 from atmm.head_rows import HeadRows

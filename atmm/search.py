@@ -1,7 +1,8 @@
 """Measure every strategy on a grid of buckets and write the table for this machine: `python -m atmm.search --out FILE`.
 
-The offline, profile-based search of V-LoRA (Algorithm 2), over strategies. Each group of sites is timed as a layer of a model
-meets it: its factors and the code have left the cache, because the base weights have passed through in between.
+The offline, profile-based search of V-LoRA (Algorithm 2), over strategies. Each group of sites is timed as a layer of
+a model meets it: its factors and the code have left the cache, because the base weights have passed through in
+between.
 """
 
 from __future__ import annotations
@@ -10,7 +11,6 @@ import argparse
 import datetime
 import itertools
 import pathlib
-import statistics
 import time
 from collections.abc import Iterator, Sequence
 
@@ -47,9 +47,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     torch.manual_seed(0)
     rows = []
     with torch.inference_mode():
-        for dtype, (d_in, d_outs), rank, num_adapters in itertools.product(
-            options.dtype, GROUPS, RANKS, ADAPTERS
-        ):
+        for dtype, (d_in, d_outs), rank, num_adapters in itertools.product(options.dtype, GROUPS, RANKS, ADAPTERS):
             group = _group(d_in, d_outs, num_adapters, rank, getattr(torch, dtype), options.device)
             for plan in _plans(num_adapters):
                 bucket, seconds, chosen = measure(group, plan, options.repeats)
@@ -62,7 +60,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def measure(group: SiteGroup, plan: SegmentPlan, repeats: int) -> tuple[Bucket, dict[str, float], str]:
-    """The plan's bucket, each strategy's median seconds for all sites of the group, and what the rule says."""
+    """The plan's bucket, each strategy's least seconds for all sites of the group, and what the rule says."""
     packed = group.packed
     assert packed is not None
     survey = Survey(plan, packed.layout)
@@ -74,21 +72,24 @@ def measure(group: SiteGroup, plan: SegmentPlan, repeats: int) -> tuple[Bucket, 
     for _, (name, forced) in itertools.product(range(repeats + 1), plans.items()):
         others.sum()
         times[name].append(_time(group, forced, x, outputs))
-    return Bucket.of(survey), {name: statistics.median(taken[1:]) for name, taken in times.items()}, rule(survey)
+    return Bucket.of(survey), {name: min(taken[1:]) for name, taken in times.items()}, rule(survey)
 
 
 def _time(group: SiteGroup, plan: SegmentPlan, x: Tensor, outputs: list[Tensor]) -> float:
+    clock = time.perf_counter if x.is_cuda else time.process_time  # a CPU may be shared with others
     if x.is_cuda:
         torch.cuda.synchronize()
-    start = time.perf_counter()
+    start = clock()
     for site, y in zip(group.sites, outputs, strict=True):
         add_delta(y, x, site, plan)
     if x.is_cuda:
         torch.cuda.synchronize()
-    return time.perf_counter() - start
+    return clock() - start
 
 
-def _group(d_in: int, d_outs: tuple[int, ...], num_adapters: int, rank: int, dtype: torch.dtype, device: str) -> SiteGroup:
+def _group(
+    d_in: int, d_outs: tuple[int, ...], num_adapters: int, rank: int, dtype: torch.dtype, device: str
+) -> SiteGroup:
     group = SiteGroup([Site(str(index), d_in, d_out) for index, d_out in enumerate(d_outs)])
     keys = [str(key) for key in range(num_adapters)]
     for site in group.sites:

@@ -22,11 +22,13 @@ class Lane(NamedTuple):
 class SegmentPlan:
     """The lanes of one step, used by every layer.
 
-    Lanes may overlap: in mixed mode a token has its own adapter's lane and the merged adapter's with sign -1 (the deLoRA
-    branch, V-LoRA section 4.4.2). Tokens without a lane are left alone. How each class of sites is computed is decided at
-    the class's first call and kept here, so a plan may be used again for as long as its lanes are right, by one thread.
+    Lanes may overlap: in mixed mode a token has its own adapter's lane and the merged adapter's with sign -1 (the
+    deLoRA branch, V-LoRA section 4.4.2). Tokens without a lane are left alone. How each class of sites is computed is
+    decided at the class's first call and kept here, so a plan may be used again for as long as its lanes are right,
+    by one thread.
 
-    `strategy` forces one of `atmm.STRATEGIES` by name wherever an adapter is applied; None lets `atmm.selection` choose.
+    `strategy` forces one of `atmm.STRATEGIES` by name wherever an adapter is applied; None lets `atmm.selection`
+    choose.
 
     Raises ValueError for a lane outside the batch or a sign other than +1 and -1.
     """
@@ -40,7 +42,8 @@ class SegmentPlan:
         for lane in lanes:
             if not 0 <= lane.start <= lane.stop <= num_tokens:
                 raise ValueError(
-                    f"lane {lane} does not lie in the batch of {num_tokens} tokens; give 0 <= start <= stop <= num_tokens"
+                    f"lane {lane} does not lie in the batch of {num_tokens} tokens; "
+                    "give 0 <= start <= stop <= num_tokens"
                 )
             if lane.sign not in (1, -1):
                 raise ValueError(f"lane {lane} has sign {lane.sign}; give +1 to add the delta, -1 to take it away")

@@ -2,8 +2,8 @@
 
 A choice is made once per plan and class of sites, never per layer.
 
-The rule estimates each strategy's time as its calls, plus the bytes of factors it reads, plus its arithmetic. The constants
-are orders of magnitude, good enough to rank the three where nobody has measured.
+The rule estimates each strategy's time as its calls, plus the bytes of factors it reads, plus its arithmetic. The
+constants are orders of magnitude, good enough to rank the three where nobody has measured.
 """
 
 from __future__ import annotations
@@ -14,9 +14,17 @@ from atmm.bucket import Bucket
 from atmm.survey import Survey
 from atmm.tables import table_for
 
+# Packed rows of a group up to which one product over all of them beats products per adapter, where the output lies
+# transposed.
+_WIDEST_TRANSPOSED = 1024
+_FEW_TOKENS = 8
 
-def choose(survey: Survey) -> str:
-    """A name of `atmm.STRATEGIES` for a survey whose adapters are all packed."""
+
+def choose(survey: Survey, transposed: bool = False) -> str:
+    """A name of `atmm.STRATEGIES` for a survey whose adapters are all packed. transposed: how the output lies."""
+    if transposed and max(survey.layout.widths) <= _WIDEST_TRANSPOSED:
+        # A handful of tokens reads its own rows faster than the products' fixed cost (docs/decisions.md, 2026-11-21).
+        return "gathered" if survey.num_tokens <= _FEW_TOKENS else "stacked"
     if survey.keys == survey.layout.targeting:  # tables are measured with nothing packed that is not used
         known = table_for(survey.layout.device.type).get(Bucket.of(survey).key())
         if known is not None:
@@ -45,10 +53,8 @@ _CUDA = _Machine(8e-6, 1.5e12, 100e12)
 def estimate(survey: Survey) -> dict[str, float]:
     """Seconds per strategy for all sites of the group, roughly."""
     layout = survey.layout
-    if layout.device.type == "cuda":
-        machine = _CUDA
-    else:
-        machine = _CPU_16_BIT if layout.dtype.itemsize == 2 else _CPU_WIDE
+    on_cpu = _CPU_16_BIT if layout.dtype.itemsize == 2 else _CPU_WIDE
+    machine = _CUDA if layout.device.type == "cuda" else on_cpu
     num_lanes = num_runs = used = work = own = 0
     for d_out, runs in zip(layout.d_outs, survey.runs, strict=True):
         num_runs += len(runs)
@@ -68,7 +74,9 @@ def estimate(survey: Survey) -> dict[str, float]:
     estimates = {
         "loop": seconds(2 * num_lanes, used, work),
         "batched": seconds(2 * num_runs, used, work),
-        "stacked": seconds(1 + sum(1 for width in layout.widths if width), shrink + expand, (shrink + expand) * survey.num_tokens),
+        "stacked": seconds(
+            1 + sum(1 for width in layout.widths if width), shrink + expand, (shrink + expand) * survey.num_tokens
+        ),
     }
     if layout.device.type == "cpu":
         estimates["gathered"] = seconds(1 + len(survey.live), shrink + expand, shrink * survey.num_tokens) + own / 10e9

@@ -4,9 +4,10 @@ Memory of a packed group (k: keys in the order they were packed, r: that adapter
 
     a     [sum over sites and k of r, d_in]     site 0: key 0, key 1, ...   site 1: key 0, key 1, ...   ...
     bt    per site [sum over k of r, d_out]     key 0, key 1, ...
+    b     per site [d_out, sum over k of r]     the same, transposed; on a CPU only, for outputs that lie transposed
 
-so one shrink `x a^T` serves every site of the group, a site's share of it is a range of columns, and adjacent keys of one
-rank are a `[keys, r, d]` view. Tensors start at multiples of 256 bytes; rows are padded to 16 bytes.
+so one shrink `x a^T` serves every site of the group, a site's share of it is a range of columns, and adjacent keys of
+one rank are a `[keys, r, d]` view. Tensors start at multiples of 256 bytes; rows are padded to 16 bytes.
 """
 
 from __future__ import annotations
@@ -35,8 +36,8 @@ class Factors(NamedTuple):
 class Site:
     """One linear layer that adapters may target.
 
-    The caller sets and removes `factors` by adapter key as adapters come and go; an absent key means that the adapter does
-    not target this site. After changing the factors of a packed key, pack the group again.
+    The caller sets and removes `factors` by adapter key as adapters come and go; an absent key means that the adapter
+    does not target this site. After changing the factors of a packed key, pack the group again.
     """
 
     __slots__ = ("d_in", "d_out", "factors", "group", "index", "name")
@@ -70,7 +71,8 @@ class Layout:
     """
 
     __slots__ = (
-        "__weakref__", "d_in", "d_outs", "device", "dtype", "first_rows", "keys", "num_rows", "spans", "targeting", "widths",
+        "__weakref__", "d_in", "d_outs", "device", "dtype", "first_rows", "keys", "num_rows", "spans", "targeting",
+        "widths",
     )  # fmt: skip
 
     def __init__(
@@ -98,11 +100,12 @@ _layouts: weakref.WeakValueDictionary[tuple, Layout] = weakref.WeakValueDictiona
 
 
 class Packed(NamedTuple):
-    """The packed copy of a group's factors; the picture is at the top of this file. `bts` are by site."""
+    """The packed copy of a group's factors; the picture is at the top of this file. `bts` and `bs` are by site."""
 
     layout: Layout
     a: Tensor
     bts: tuple[Tensor, ...]
+    bs: tuple[Tensor, ...]
 
 
 class SiteGroup:
@@ -139,13 +142,13 @@ class SiteGroup:
     def pack(self, keys: Iterable[str], buffer: Tensor | None = None) -> None:
         """Copy the factors of `keys` side by side, in this order, and use the copy from now on.
 
-        To be called when the set of adapters in use changes, never per step. Adapters of one rank are best adjacent, and
-        batches sorted in the same order.
+        To be called when the set of adapters in use changes, never per step. Adapters of one rank are best adjacent,
+        and batches sorted in the same order.
 
         buffer: one-dimensional uint8 of at least `packed_bytes(keys)` bytes, aligned to 16; None allocates.
 
-        Raises ValueError for a key given twice, factors of another shape, dtype or device than the rest, or a buffer that
-        cannot hold them; the group is unpacked then.
+        Raises ValueError for a key given twice, factors of another shape, dtype or device than the rest, or a buffer
+        that cannot hold them; the group is unpacked then.
         """
         self.packed = None  # whoever holds the old copy must not take the new bytes for it
         keys = tuple(keys)
@@ -162,13 +165,16 @@ class SiteGroup:
         for rows, d in _tensors(layout):
             tensors.append(_carve(buffer, offset, rows, d, layout.dtype))
             offset += _tensor_bytes(rows, d, layout.dtype)
-        a, *bts = tensors
+        count = len(self.sites)
+        a, bts, bs = tensors[0], tensors[1 : 1 + count], tensors[1 + count :]
         present = [[site.factors[key] for key in keys if key in site.factors] for site in self.sites]
         torch.cat([factors.a for site in present for factors in site], out=a)
         for bt, site in zip(bts, present, strict=True):
             if site:
                 torch.cat([factors.bt for factors in site], out=bt)
-        self.packed = Packed(layout, a, tuple(bts))
+        for b, bt in zip(bs, bts, strict=False):
+            b.copy_(bt.t())
+        self.packed = Packed(layout, a, tuple(bts), tuple(bs))
 
     def unpack(self) -> None:
         """Forget the packed copy; its buffer may be used for something else."""
@@ -199,8 +205,10 @@ class SiteGroup:
 
 
 def _tensors(layout: Layout) -> list[tuple[int, int]]:
-    """(rows, columns) of the packed A and of each site's packed Bt."""
-    return [(layout.num_rows, layout.d_in), *zip(layout.widths, layout.d_outs, strict=True)]
+    """(rows, columns) of the packed A, of each site's packed Bt and, on a CPU, of each site's packed B."""
+    bts = list(zip(layout.widths, layout.d_outs, strict=True))
+    bs = [(d_out, width) for width, d_out in bts] if layout.device.type == "cpu" else []
+    return [(layout.num_rows, layout.d_in), *bts, *bs]
 
 
 def _check_buffer(buffer: Tensor, num_bytes: int, device: torch.device) -> None:
@@ -216,7 +224,8 @@ def _check_buffer(buffer: Tensor, num_bytes: int, device: torch.device) -> None:
 
 def _check_factors(site: Site, key: str, factors: Factors, first: Tensor) -> None:
     a, bt = factors
-    if a.dim() != 2 or bt.dim() != 2 or a.shape[0] != bt.shape[0] or (a.shape[1], bt.shape[1]) != (site.d_in, site.d_out):
+    rank = a.shape[0] if a.dim() == 2 else None
+    if (a.shape, bt.shape) != ((rank, site.d_in), (rank, site.d_out)):
         raise ValueError(
             f"adapter {key!r} at {site.name} has a {tuple(a.shape)} and bt {tuple(bt.shape)}; "
             f"the site needs [r, {site.d_in}] and [r, {site.d_out}]"

@@ -4,11 +4,14 @@ A strategy is prepared once per plan and class of sites, then called at every si
 packed)` adds to y [T, d_out] in place; x is [T, d_in], `packed` the packed copy of the site's group.
 
 loop      per lane, two products. Needs no packed copy. For few, long or uneven segments of high rank.
-batched   per run of equal lanes, two batched products on views of the packed copy: no rank and no token is padded, nothing
+batched   per run of equal lanes, two batched products on views of the packed copy: no rank and no token is padded,
+nothing
           is gathered. For many equal segments of high rank.
-stacked   one shrink of all tokens with all packed adapters of all sites of the group, cleared where a token meets another's
+stacked   one shrink of all tokens with all packed adapters of all sites of the group, cleared where a token meets
+another's
           adapter; one expand per site. Wasted arithmetic, few calls: for a small sum of ranks.
-gathered  the same shrink; each token's own columns of it are gathered and weigh its own rows of Bt in an embedding bag. No
+gathered  the same shrink; each token's own columns of it are gathered and weigh its own rows of Bt in an embedding
+bag. No
           wasted arithmetic in the expand, and rows are read as they lie in memory: for decoding.
 """
 
@@ -75,11 +78,12 @@ class Batched:
 
 
 class _Grouped:
-    """What the two strategies with a group-wide shrink have in common: the first site called computes every site's share.
+    """What the two strategies with a group-wide shrink have in common: the first site called computes every site's
+    share.
 
-    The shares answer for exactly one packed copy and one input, each once. The input is held meanwhile, so that its memory
-    cannot become another tensor's; callers hand over a new view of it at every site, which is recognised by memory, shape
-    and strides and, where torch counts writes, by version.
+    The shares answer for exactly one packed copy and one input, each once. The input is held meanwhile, so that its
+    memory cannot become another tensor's; callers hand over a new view of it at every site, which is recognised by
+    memory, shape and strides and, where torch counts writes, by version.
     """
 
     __slots__ = ("_live", "_lone", "_packed", "_part", "_shares", "_version", "_x")
@@ -110,17 +114,26 @@ class _Grouped:
         return share
 
     def _is_held(self, x: Tensor) -> bool:
-        return x.is_set_to(self._x) and (self._version is None or self._version == x._version)
+        held = self._x
+        return held is not None and x.is_set_to(held) and (self._version is None or self._version == x._version)
 
     def _compute(self, x: Tensor, packed: Packed) -> dict[int, Tensor]:
         """Every site's share, by site."""
         raise NotImplementedError
 
 
+_THIN = 128  # rows up to which a bfloat16 product on a CPU is faster with the weight as its left operand
+
+
+def lies_transposed(y: Tensor) -> bool:
+    """Whether a [tokens, d_out] tensor is stored with a token's values apart and a feature's values side by side."""
+    return y.stride(0) == 1 and y.stride(1) != 1
+
+
 class Stacked(_Grouped):
     """Share of a site: its columns of the masked shrink."""
 
-    __slots__ = ("_alpha", "_bits", "_columns", "_keep", "_signs")
+    __slots__ = ("_alpha", "_bits", "_columns", "_keep", "_signs", "_thin")
 
     def __init__(self, survey: Survey) -> None:
         super().__init__(survey)
@@ -134,18 +147,29 @@ class Stacked(_Grouped):
         self._alpha = distinct[0] if len(distinct) == 1 else 1.0
         self._bits = _BITS[layout.dtype.itemsize]
         self._keep = None if kept.all() else kept.to(self._bits).neg_().to(layout.device)
+        # A thin batch is shrunk with the factors on the left, which leaves it transposed, as the expand wants it.
+        self._thin = layout.device.type == "cpu" and layout.dtype == torch.bfloat16 and survey.num_tokens <= _THIN
+        if self._thin and self._keep is not None:
+            self._keep = self._keep.t().contiguous().t()
         self._signs = signs.to(layout.device, layout.dtype) if len(distinct) > 1 else None
 
     def __call__(self, y: Tensor, x: Tensor, site: Site, packed: Packed | None) -> None:
         assert packed is not None
         share = self._share(x, site.index, packed)
-        if share is not None:
-            if self._part is not None:
-                y = y[self._part]
+        if share is None:
+            return
+        if self._part is not None:
+            y = y[self._part]
+        if packed.bs and lies_transposed(y):
+            # As thin batches are multiplied themselves, factors on the left: less than half the time of the other way.
+            y.t().addmm_(packed.bs[site.index], share.t(), alpha=self._alpha)
+        else:
             y.addmm_(share, packed.bts[site.index], alpha=self._alpha)
 
     def _compute(self, x: Tensor, packed: Packed) -> dict[int, Tensor]:
-        hidden = F.linear(x if self._part is None else x[self._part], packed.a)
+        if self._part is not None:
+            x = x[self._part]
+        hidden = torch.mm(packed.a, x.t()).t() if self._thin else F.linear(x, packed.a)
         if self._keep is not None:
             # Bits are cleared, not multiplied by zero: where another's adapter overflows, no NaN may come of it here.
             hidden.view(self._bits).bitwise_and_(self._keep)
@@ -160,39 +184,48 @@ _BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def _signs(survey: Survey) -> Tensor:
-    """[tokens of the survey, rows of the layout]: the sum of the signs with which a token meets an adapter; 0 is not at all."""
+    """[tokens of the survey, rows of the layout]: the sum of the signs with which a token meets an adapter; 0 is not
+    at all."""
     keys = {key: place for place, key in enumerate(survey.keys)}
     by_key = torch.zeros(survey.num_tokens, len(keys) + 1)  # the last column: packed, but without a lane
     for key, start, stop, sign in survey.lanes:
         by_key[start - survey.start : stop - survey.start, keys[key]] += sign
-    columns = [place for site in survey.layout.spans for key, _, rank in site.values() for place in [keys.get(key, -1)] * rank]
+    columns: list[int] = []
+    for site in survey.layout.spans:
+        for key, _, rank in site.values():
+            columns += [keys.get(key, -1)] * rank
     return by_key[:, columns]
 
 
 class Gathered(_Grouped):
     """Share of a site: its tokens' own values of the shrink."""
 
-    __slots__ = ("_alpha", "_bags", "_own", "_parts", "_signs")
+    __slots__ = ("_alpha", "_bags", "_num_columns", "_own", "_parts", "_signs")
 
     def __init__(self, survey: Survey) -> None:
         super().__init__(survey)
         layout = survey.layout
         tensor = functools.partial(torch.tensor, dtype=torch.int64, device=layout.device)
         by_token = _lanes_by_token(survey)
-        own: list[int] = []  # places in the shrink [tokens, rows of the group], by site, token, lane, rank
+        # The shrink is made as `a x^T`, which oneDNN reads faster, and with two columns at least, for the same reason.
+        self._num_columns = columns = max(2, survey.num_tokens)
+        own: list[int] = []  # places in the shrink [rows of the group, columns], by site, token, lane, rank
         signs: list[float] = []
         self._parts = []
-        self._bags: dict[int, tuple[Tensor, Tensor]] = {}  # by site: rows of its Bt, and where each token's start among them
+        # By site: rows of its Bt, and where each token's start among them.
+        self._bags: dict[int, tuple[Tensor, Tensor]] = {}
         for index in survey.live:
             spans = layout.spans[index]
-            first, rows, offsets = len(own), [], []
+            first = len(own)
+            rows: list[int] = []
+            offsets: list[int] = []
             for token, lanes in enumerate(by_token):
                 offsets.append(len(rows))
                 for key, sign in lanes:
                     span = spans.get(key)
                     if span is not None:
-                        place = token * layout.num_rows + layout.first_rows[index] + span.start
-                        own.extend(range(place, place + span.rank))
+                        first_row = layout.first_rows[index] + span.start
+                        own.extend(row * columns + token for row in range(first_row, first_row + span.rank))
                         rows.extend(range(span.start, span.start + span.rank))
                         signs.extend([sign] * span.rank)
             self._parts.append((index, slice(first, len(own))))
@@ -214,8 +247,9 @@ class Gathered(_Grouped):
             y.add_(deltas, alpha=self._alpha)
 
     def _compute(self, x: Tensor, packed: Packed) -> dict[int, Tensor]:
-        hidden = F.linear(x if self._part is None else x[self._part], packed.a)
-        own = hidden.view(-1).index_select(0, self._own)
+        if self._part is not None:
+            x = x[self._part]
+        own = torch.mm(packed.a, x.expand(self._num_columns, -1).t()).view(-1).index_select(0, self._own)
         if self._signs is not None:
             own.mul_(self._signs)
         if self._lone:

@@ -12,8 +12,8 @@ from atmm.sites import Layout
 class Run(NamedTuple):
     """Lanes that one batched product serves without padding or copies.
 
-    `num_lanes` lanes of `length` tokens each, one after the other from token `start`; their factors are `rank` rows each,
-    one after the other from the site's packed row `row`; all have one sign.
+    `num_lanes` lanes of `length` tokens each, one after the other from token `start`; their factors are `rank` rows
+    each, one after the other from the site's packed row `row`; all have one sign.
     """
 
     start: int
@@ -35,8 +35,9 @@ class Run(NamedTuple):
 class Survey:
     """One plan against one layout that holds all its adapters.
 
-    lanes: in the plan's order, those whose adapter targets a site of the group. keys: their adapters. live: the sites they
-    target. start, stop: the smallest range of tokens that holds them all; part: the same, None when it is the whole batch.
+    lanes: in the plan's order, those whose adapter targets a site of the group. keys: their adapters. live: the sites
+    they target. start, stop: the smallest range of tokens that holds them all; part: the same, None when it is the
+    whole batch.
     """
 
     def __init__(self, plan: SegmentPlan, layout: Layout) -> None:

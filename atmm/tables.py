@@ -1,7 +1,7 @@
 """The measured tables that ship in `tables/`: one JSON document per device, written by `python -m atmm.search`.
 
-A table says where it was measured (`device`, `torch`, `threads`, `date`) and holds one row per bucket in which the rule of
-`atmm.selection` chose badly: the bucket's fields, then the strategy that was fastest.
+A table says where it was measured (`device`, `torch`, `threads`, `date`) and holds one row per bucket in which the
+rule of `atmm.selection` chose badly: the bucket's fields, then the strategy that was fastest.
 """
 
 from __future__ import annotations
@@ -46,7 +46,9 @@ def table_for(device_type: str) -> dict[int, str]:
 def parse(document: dict, device_type: str) -> dict[int, str]:
     """A table document in its lookup form. Raises ValueError when its columns are not the ones read here."""
     if tuple(document["columns"]) != COLUMNS:
-        raise ValueError(f"the table for {document['device']} has columns {document['columns']}; search again for {COLUMNS}")
+        raise ValueError(
+            f"the table for {document['device']} has columns {document['columns']}, not {COLUMNS}; search again"
+        )
     table = {}
     for *sizes, evenness, dtype, strategy in document["rows"]:
         tokens, adapters, rank, d_in, d_out, num_sites = sizes

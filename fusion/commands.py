@@ -143,5 +143,6 @@ def _load(domain: DomainPlan, seed: int) -> Splits:
         return load_source(domain.source, seed)
     except ImportError as error:
         raise BadPlan(
-            f"domain {domain.name!r}: source {domain.source!r} needs {error.name}; install it with pip install 'vlora[demo]'"
+            f"domain {domain.name!r}: source {domain.source!r} needs {error.name}; "
+            "install it with pip install 'vlora[demo]'"
         ) from error

@@ -93,7 +93,9 @@ def _photos(seed: int) -> Splits:
     photos = []
     for file in _PHOTOS.values():
         path = next(folder / file for folder in folders if (folder / file).exists())
-        photos.append(cv2.cvtColor(cv2.imread(str(path), cv2.IMREAD_GRAYSCALE), cv2.COLOR_GRAY2RGB))
+        picture = cv2.imread(str(path), cv2.IMREAD_GRAYSCALE)
+        assert picture is not None, f"{path} ships with its library but cannot be read"
+        photos.append(cv2.cvtColor(picture, cv2.COLOR_GRAY2RGB))
     rng = np.random.default_rng(seed)
     parts: dict[str, list[Sample]] = {}
     for part, count in (("train", 1100), ("validation", 300), ("test", 400)):

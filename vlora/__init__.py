@@ -1,2 +1,1 @@
 """V-LoRA: one vision-language model, many LoRA adapters, one box."""
-

@@ -321,6 +321,7 @@ def fuse(plan: Path, out: Path, device: str) -> None:
 
     # Third parties' notes to their own callers.
     warnings.simplefilter("ignore", FutureWarning)
+    warnings.filterwarnings("ignore", module=r"peft\.")
     packaged = Path(fusion.__file__).parent / "plans" / f"{plan}.yaml"
     from fusion.commands import fuse as run
 
@@ -338,8 +339,12 @@ def demo(out: Path, plan: str) -> None:
     \b
         vlora demo
     """
+    import signal
+
     from apps.demo import run
 
+    # Leaving through the usual way out ends the server and the training it started, too.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     run(out, plan=plan)
 
 

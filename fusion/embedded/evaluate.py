@@ -21,7 +21,7 @@ class Accuracy(NamedTuple):
     """Share of answers that match word for word, and of how many."""
 
     share: float
-    count: int
+    num_questions: int
 
 
 def as_pixels(frames: np.ndarray) -> torch.Tensor:
@@ -87,4 +87,6 @@ def processor_tokens(processor: Any) -> int:
 
 
 def format_accuracy(accuracy: Mapping[str, Accuracy]) -> str:
-    return "\n".join(f"{skill:<18} {100 * value.share:5.1f} %  of {value.count}" for skill, value in accuracy.items())
+    return "\n".join(
+        f"{skill:<18} {100 * value.share:5.1f} %  of {value.num_questions}" for skill, value in accuracy.items()
+    )

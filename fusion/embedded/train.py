@@ -19,6 +19,7 @@ import os
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -98,10 +99,9 @@ class Conversations:
 
     def __init__(self, tokenizer: PreTrainedTokenizerFast) -> None:
         self.tokenizer = tokenizer
-        self.pad, self.bos, self.eos = (tokenizer.convert_tokens_to_ids(t) for t in ("<pad>", "<bos>", "<eos>"))
-        self.user, self.assistant, self.image = (
-            tokenizer.convert_tokens_to_ids(t) for t in ("<user>", "<assistant>", "<image>")
-        )
+        named = tokenizer.get_vocab()
+        self.pad, self.bos, self.eos = named["<pad>"], named["<bos>"], named["<eos>"]
+        self.user, self.assistant, self.image = named["<user>"], named["<assistant>"], named["<image>"]
         self.words = functools.lru_cache(maxsize=None)(self._words)
 
     def _words(self, text: str) -> tuple[int, ...]:
@@ -136,12 +136,13 @@ class Trainer:
         self.out, self.budget, self.device, self.seed = out, budget, device, seed
         self.processor = build_processor()
         self.conversations = Conversations(self.processor.tokenizer)
-        self.model: LlavaForConditionalGeneration = build_model(seed).to(device)
+        self.model: LlavaForConditionalGeneration = build_model(seed)
+        self.model.to(device)  # type: ignore[arg-type]  # transformers wraps it in a way mypy misreads
         # On the CPU the fused attention is slower backwards than plain matrix products in bfloat16.
         self.model.set_attn_implementation("eager")
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
-            config = self.model.config
+            config: Any = self.model.config
             self.probes = Probes(config.vision_config.hidden_size, config.text_config.hidden_size).to(device)
         self.optimizers = _optimizers(self.model, self.probes)
         self.step, self.seconds = 0, 0.0
@@ -184,6 +185,9 @@ class Trainer:
         half = build_model(self.seed).half()
         half.load_state_dict(self.model.state_dict())
         half.save_pretrained(self.out)
+        # Stored in half, computed in float32: what `dtype="auto"` then means on a CPU.
+        half.config.dtype = torch.float32
+        half.config.save_pretrained(self.out)
 
     def advance(self) -> dict[str, float]:
         """One optimiser step; returns the losses."""

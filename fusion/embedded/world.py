@@ -202,7 +202,7 @@ def _printed_scene(rng: np.random.Generator) -> Scene:
     digit = chance(rng, 0.7)
     glyph = str(int(rng.integers(10))) if digit else pick(rng, LETTERS)
     color = pick(rng, tuple(COLORS))
-    mask = np.zeros((SIZE, SIZE), np.uint8)
+    mask: np.ndarray = np.zeros((SIZE, SIZE), np.uint8)
     font = FONTS[int(rng.integers(len(FONTS)))]
     scale, thickness = rng.uniform(1.3, 3.4), int(rng.integers(2, 10))
     (wide, high), _ = cv2.getTextSize(glyph, font, scale, thickness)

@@ -133,9 +133,11 @@ class Watched:
         self.policy = policy
         self.theta_s = 0.0
         self.num_ready = 0
+        self.credits: dict[str, float] = {}
 
     def decide(self, ready: Sequence[Candidate], state: PolicyState) -> Decision:
         self.theta_s, self.num_ready = state.theta_s, len(ready)
+        self.credits = {candidate.request_id: candidate.credit for candidate in ready}
         return self.policy.decide(ready, state)
 
 

@@ -162,6 +162,26 @@ def test_a_camera_whose_adapter_finds_no_room_gets_its_turn_while_the_others_nev
     assert simulation.scheduler.stats("paper").num_preemptions == 0, "whoever waits keeps its KV"
 
 
+def test_two_cameras_with_room_for_one_adapter_and_one_context_both_finish() -> None:
+    """Whoever was preempted keeps its adapter until it has yielded a token, or both would undo each other's work."""
+    machine = Machine(
+        num_pages=30,
+        max_adapter_pages=2,
+        block_size=1,
+        max_batch_size=1,
+        max_step_tokens=2,
+        theta_s=0.001,
+        adapters={"traffic": 2, "gate": 2},
+    )
+    simulation = Simulation(machine)
+    simulation.add(
+        make_request("g", "gate", prompt=25, head="h"), make_request("t", "traffic", prompt=25, max_tokens=1)
+    )
+    simulation.run(max_steps=200)
+    assert simulation.outputs["g"][-1].finish_reason == "head"
+    assert simulation.outputs["t"][-1].finish_reason == "length"
+
+
 def test_a_day_at_the_box() -> None:
     """Night: one camera. Morning: traffic grows, a gate opens now and then. Noon: everybody. Evening: traffic alone."""
     simulation = box()

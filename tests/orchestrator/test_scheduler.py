@@ -248,7 +248,7 @@ def test_a_policy_that_merges_past_others_requests_is_our_own_mistake() -> None:
 
 def tight(policy: object, num_blocks: int, **settings: object) -> Simulation:
     """No adapters; that many blocks of four tokens."""
-    return box(policy, num_pages=num_blocks, max_adapter_pages=0, **settings)
+    return box(policy, num_pages=num_blocks, max_adapter_pages=0, **settings)  # type: ignore[arg-type]
 
 
 def test_paused_requests_give_way_first_and_the_newest_of_them_before_older_ones() -> None:
@@ -271,13 +271,22 @@ def test_chosen_requests_give_way_to_those_before_them_when_nobody_is_paused() -
     assert all(last(simulation, name).finish_reason == "length" for name in "wxy")
 
 
+def test_a_paused_request_gives_way_before_a_newer_one_that_is_chosen() -> None:
+    simulation = tight(Script("wxy", "xy"), 3)
+    simulation.add(*(make_request(name, prompt=4, max_tokens=3) for name in "wxy"))
+    simulation.step()
+    batch = simulation.step()
+    assert batch is not None and batch.preempted == ("w",)
+    assert simulation.tables.holders == {"x", "y"}, "y does not run in this step, but keeps its block"
+
+
 def test_nobody_is_preempted_in_vain() -> None:
-    simulation = tight(Script("wx", "wxy"), 8)
-    simulation.add(make_request("w", prompt=14), make_request("x", prompt=4), make_request("y", prompt=20))
+    simulation = tight(Script("wx", "wyx"), 8)
+    simulation.add(make_request("w", prompt=14), make_request("x", prompt=3), make_request("y", prompt=20))
     simulation.step()
     batch = simulation.step()
     assert batch is not None and batch.preempted == ()
-    assert list(shares(batch)) == ["w", "x"], "even without x there would be no room for y"
+    assert list(shares(batch)) == ["w", "x"], "even x's block would not have been enough for y"
 
 
 def test_a_preempted_request_keeps_its_tokens_and_computes_its_kv_again() -> None:
@@ -309,6 +318,17 @@ def test_only_an_older_request_may_interrupt_one_that_was_preempted_before() -> 
     simulation.add(make_request("x", prompt=10, max_tokens=2), make_request("y", prompt=10, max_tokens=2))
     batches = [simulation.step() for _ in range(4)]
     assert ["".join(batch.preempted) for batch in batches if batch] == ["", "y", "x", "y"]
+
+
+def test_a_preempted_request_whose_adapter_is_gone_holds_nobody_up() -> None:
+    simulation = tight(Script("x", "y", "x", "y"), 3, max_step_tokens=8)
+    simulation.add(make_request("x", "a", prompt=10, max_tokens=2), make_request("y", prompt=10, max_tokens=2))
+    here, gone = (MemoryView(resident=frozenset(names), mergeable=frozenset()) for names in ("a", ""))
+    for view in (here, here, here, gone):
+        batch = simulation.scheduler.schedule(view)
+        assert batch is not None
+        simulation.scheduler.record(batch, simulation.runner.run(batch))
+    assert batch is not None and batch.preempted == ("x",), "it cannot run, so it cannot yield a token either"
 
 
 def test_when_nobody_chosen_can_have_blocks_the_oldest_moves_in_a_mode_that_serves_it() -> None:
@@ -360,6 +380,56 @@ def test_the_numbers_of_waiting_and_running_requests_follow_their_memory() -> No
     stats = simulation.scheduler.stats("paper")
     assert (stats.num_waiting, stats.num_running) == (3, 2)
     assert stats.total_blocks - stats.free_blocks == 2
+
+
+class Mixed:
+    """Everybody runs, with adapter a merged."""
+
+    def decide(self, ready: Sequence[Candidate], state: PolicyState) -> Decision:
+        return Decision(Mode.MIXED, "a", tuple(c.request_id for c in ready))
+
+
+def test_credit_is_the_wait_and_the_next_step_and_the_switch_it_would_take() -> None:
+    simulation = box(Mixed())
+    for name, adapter in (("x", "a"), ("y", "b"), ("z", None)):
+        simulation.add(make_request(name, adapter, max_tokens=50))
+    simulation.step()
+    assert simulation.watched.credits == {"x": 0.0, "y": 0.0, "z": 0.0}, "nothing is known yet"
+    for _ in range(5):
+        simulation.step()
+    credits = simulation.watched.credits
+    assert credits["x"] == pytest.approx(1.0, rel=0.02), "it has just run, and steps take a second"
+    assert credits["y"] - credits["x"] == pytest.approx(0.5, abs=0.02), "merging takes half a second"
+    assert credits["z"] - credits["x"] == pytest.approx(0.5, abs=0.02), (
+        "the base model's weights are not in place either"
+    )
+    simulation.clock.now += 3.0
+    simulation.step()
+    assert simulation.watched.credits["x"] == pytest.approx(4.0, rel=0.02)
+
+
+def test_the_cost_model_is_told_tokens_lanes_and_context_of_each_step() -> None:
+    simulation = box(Mixed())
+    cost = simulation.scheduler._cost
+    told: list[tuple[float, ...]] = []
+    cost.observe_step = lambda *sample: told.append(sample)  # type: ignore[method-assign]
+    simulation.add(
+        make_request("x", "a", prompt=3), make_request("y", "b", prompt=5), make_request("z", None, prompt=2)
+    )
+    simulation.step()
+    simulation.step()
+    # A token of the merged adapter has no lane, one of the base model the deLoRA lane, one of another adapter both.
+    assert told == [(10, 0 * 3 + 2 * 5 + 1 * 2, 0, 1.0), (3, 0 + 2 + 1, 10, 1.0)]
+
+
+def test_only_merges_count_as_the_price_of_a_switch() -> None:
+    simulation = box()
+    simulation.add(make_request("x", "a", max_tokens=2))
+    simulation.run()
+    simulation.add(make_request("z", None, max_tokens=2))
+    simulation.run()
+    assert simulation.scheduler.stats("paper").num_switches == 2
+    assert simulation.scheduler._cost.switch_s == 0.5, "going back to W0 was free and is not averaged in"
 
 
 def test_theta_is_never_below_two_of_the_longest_steps() -> None:

@@ -68,7 +68,6 @@ class AdaptedLinear(nn.Linear):
         num_rows = y.numel() // self.out_features
         plan = self.scope.plan_for(num_rows)
         if plan is not None:
-            y = y.contiguous()  # a thin batch's product lies transposed, which is slow to add into
             atmm.add_delta(
                 y.view(num_rows, self.out_features), input.reshape(num_rows, self.in_features), self.site, plan
             )

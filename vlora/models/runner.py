@@ -79,9 +79,10 @@ class ModelRunner:
                     hidden, answering = self._forward(batch, items)
                     tokens = self._sample(hidden, [row for row in answering if row.state.request.head is None])
                     heads = self._read_heads(hidden, [row for row in answering if row.state.request.head is not None])
-                except RuntimeError as error:
+                except Exception as error:
+                    # Whatever went wrong, only this batch may pay for it: the engine serves on.
                     log.exception("step failed")
-                    raise StepFailed(f"the batch failed inside the model: {error}") from error
+                    raise StepFailed(f"the batch failed inside the model: {type(error).__name__}: {error}") from error
         return StepResult(
             tokens=tokens,
             heads=heads,

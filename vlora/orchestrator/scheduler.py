@@ -178,7 +178,6 @@ class Scheduler:
             adapter = tracked.request.adapter
             (ready if adapter is None or adapter in view.resident else waiting).append(tracked)
         if not ready:
-            self._make_room(waiting)
             return None
         # An adapter that left memory took its merged weights along.
         merged = self._merged_adapter if self._merged_adapter in view.resident else None
@@ -230,15 +229,6 @@ class Scheduler:
             if tracked.first_run_s is None:
                 tracked.first_run_s = now
         return Batch(_mode_of(merged, items), merged, items, tuple(t.request_id for t in preempted))
-
-    def _make_room(self, waiting: Sequence[Tracked]) -> None:
-        """Nobody is ready, so no wanted adapter found room: KV kept for later is in the way. The newest goes."""
-        self._starved_of_adapter = bool(waiting)
-        holders = [tracked for tracked in waiting if tracked.status is RequestStatus.RUNNING]
-        if holders:
-            self._tables.free(holders[-1].request_id)
-            holders[-1].preempt()
-            self._num_preemptions += 1
 
     def _expire(self, now: float) -> None:
         late = [tracked for tracked in self._tracked.values() if tracked.expired(now)]
