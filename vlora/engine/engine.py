@@ -53,6 +53,7 @@ class Engine:
         self, config: EngineConfig, *, model: object | None = None, clock: Callable[[], float] = time.monotonic
     ) -> None:
         """Load the model and lay out memory; `model` gives an already built transformers model. Raises BadConfig."""
+        policy = make_policy(config.policy)  # before the model: a wrong name should not cost a load
         if config.threads is not None:
             torch.set_num_threads(config.threads)
         self.config = config
@@ -82,7 +83,7 @@ class Engine:
         }
         self._registry = AdapterRegistry(sites, seam.dtype, seam.hidden_size)
         self._scheduler = Scheduler(
-            policy=make_policy(config.policy),
+            policy=policy,
             tables=self._tables,
             max_request_blocks=self.limits.max_request_blocks,
             max_batch_size=config.max_batch_size,
