@@ -16,7 +16,7 @@ from atmm.head_rows import HeadRows
 from atmm.segments import SegmentPlan
 from atmm.selection import choose
 from atmm.sites import Packed, Site
-from atmm.strategies import STRATEGIES, Gathered, Loop, Stacked, Strategy, lies_transposed
+from atmm.strategies import STRATEGIES, Loop, Strategy, lies_transposed
 from atmm.survey import Survey
 
 
@@ -42,7 +42,7 @@ def add_delta(y: Tensor, x: Tensor, site: Site, plan: SegmentPlan) -> None:
     strategy = plan.prepared.get(layout)
     if strategy is None:
         strategy = plan.prepared[layout] = _prepare(plan, packed, x, y, site)
-    if lies_transposed(y) and not isinstance(strategy, Stacked | Gathered):
+    if not strategy.adds_transposed and lies_transposed(y):
         # The other strategies multiply into rows, which is up to ten times slower where rows are strided.
         rows = y.contiguous()
         strategy(rows, x, site, packed)

@@ -31,11 +31,15 @@ from atmm.survey import Survey
 
 
 class Strategy(Protocol):
+    adds_transposed: bool  # as fast into an output that lies transposed as into rows
+
     def __call__(self, y: Tensor, x: Tensor, site: Site, packed: Packed | None) -> None: ...
 
 
 class Loop:
     """Segment loop of `addmm_`, from the site's own factors."""
+
+    adds_transposed = False
 
     def __init__(self, lanes: tuple[Lane, ...]) -> None:
         self._lanes = lanes
@@ -54,6 +58,8 @@ class Loop:
 
 class Batched:
     """One `bmm` and one `baddbmm_` per run of equal lanes."""
+
+    adds_transposed = False
 
     def __init__(self, survey: Survey) -> None:
         self._first_rows = survey.layout.first_rows
@@ -133,6 +139,8 @@ def lies_transposed(y: Tensor) -> bool:
 class Stacked(_Grouped):
     """Share of a site: its columns of the masked shrink."""
 
+    adds_transposed = True
+
     __slots__ = ("_alpha", "_bits", "_columns", "_keep", "_signs", "_thin")
 
     def __init__(self, survey: Survey) -> None:
@@ -199,6 +207,8 @@ def _signs(survey: Survey) -> Tensor:
 
 class Gathered(_Grouped):
     """Share of a site: its tokens' own values of the shrink."""
+
+    adds_transposed = True
 
     __slots__ = ("_alpha", "_bags", "_num_columns", "_own", "_parts", "_signs")
 
