@@ -139,8 +139,8 @@ class Seam:
                 )
         arguments = {name: fields[name] for name in names if name in fields}
         pixels = names[0]
-        arguments[pixels] = arguments[pixels].to(self.dtype)
-        out = call(**arguments, return_dict=True)
+        # By position: versions name this argument differently.
+        out = call(arguments.pop(pixels).to(self.dtype), **arguments, return_dict=True)
         rows = [item.reshape(-1, self.hidden_size) for item in out.pooler_output]
         counts = [len(item) for item in rows]
         levels = getattr(out, "deepstack_features", None) or ()
