@@ -4,6 +4,7 @@ Build a `SegmentPlan` once per step, call `add_delta` after every adapted linear
 requests, no models.
 """
 
+from atmm.compiled import library as load_kernels
 from atmm.head_rows import HeadRows
 from atmm.operator import add_delta, head_logits, merge
 from atmm.segments import Lane, SegmentPlan
@@ -20,5 +21,6 @@ __all__ = [
     "SiteGroup",
     "add_delta",
     "head_logits",
+    "load_kernels",
     "merge",
 ]

@@ -12,12 +12,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from atmm.compiled import library
 from atmm.head_rows import HeadRows
 from atmm.segments import SegmentPlan
 from atmm.selection import choose
 from atmm.sites import Packed, Site
 from atmm.strategies import STRATEGIES, Loop, Strategy, lies_transposed
 from atmm.survey import Survey
+
+# Ranks up to which one compiled pass over the weights beats torch's two, whose arithmetic is faster (docs/decisions.md,
+# 2026-11-21).
+_COMPILED_RANKS = 32
 
 
 def add_delta(y: Tensor, x: Tensor, site: Site, plan: SegmentPlan) -> None:
@@ -68,6 +73,11 @@ def merge(out: Tensor, base: Tensor, a: Tensor, bt: Tensor, scale: float = 1.0) 
         )
     if not out.dtype == base.dtype == a.dtype == bt.dtype:
         raise ValueError(f"merge of {a.dtype} and {bt.dtype} into {base.dtype}, {out.dtype}; give one dtype")
+    kernels = library() if out.device.type == "cpu" and rank <= _COMPILED_RANKS else None
+    if kernels is not None and out.dtype in kernels.merge and all(t.stride(2) == 1 for t in (out, base, a, bt)):
+        matrices = [part for t in (out, base, a, bt) for part in (t.data_ptr(), t.stride(0), t.stride(1))]
+        kernels.merge[out.dtype](*matrices, scale, n, rank, o, i)
+        return
     # A row-major B is worth its copy (r / i of the weights): oneDNN takes twice as long on the transposed view.
     b = bt.transpose(1, 2).contiguous()
     if out.device.type == "cpu":

@@ -1,9 +1,10 @@
-"""Which strategy for which shape: the plan's wish, else the measured table, else a rule.
+"""Which strategy for which shape: the plan's wish, else the measured table, else the compiled kernels for thin batches,
+else a rule.
 
 A choice is made once per plan and class of sites, never per layer.
 
 The rule estimates each strategy's time as its calls, plus the bytes of factors it reads, plus its arithmetic. The
-constants are orders of magnitude, good enough to rank the three where nobody has measured.
+constants are orders of magnitude, good enough to rank them where nobody has measured.
 """
 
 from __future__ import annotations
@@ -11,24 +12,29 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from atmm.bucket import Bucket
+from atmm.compiled.lanes import serves
 from atmm.survey import Survey
 from atmm.tables import table_for
 
-# Packed rows of a group up to which one product over all of them beats products per adapter, where the output lies
-# transposed.
+# Tokens up to which the compiled kernels are taken wherever they are there.
+_COMPILED_TOKENS = 32
+# Where outputs lie transposed: packed rows of a site up to which one product over all of them beats products per
+# adapter, and values of an output up to which rows are gathered faster than multiplied (docs/decisions.md, 2026-11-21).
 _WIDEST_TRANSPOSED = 1024
-_FEW_TOKENS = 8
+_FEW_VALUES = 40_000
 
 
 def choose(survey: Survey, transposed: bool = False) -> str:
     """A name of `atmm.STRATEGIES` for a survey whose adapters are all packed. transposed: how the output lies."""
-    if transposed and max(survey.layout.widths) <= _WIDEST_TRANSPOSED:
-        # A handful of tokens reads its own rows faster than the products' fixed cost (docs/decisions.md, 2026-11-21).
-        return "gathered" if survey.num_tokens <= _FEW_TOKENS else "stacked"
-    if survey.keys == survey.layout.targeting:  # tables are measured with nothing packed that is not used
-        known = table_for(survey.layout.device.type).get(Bucket.of(survey).key())
+    layout = survey.layout
+    if survey.keys == layout.targeting:  # tables are measured with nothing packed that is not used
+        known = table_for(layout.device.type).get(Bucket.of(survey).key())
         if known is not None:
             return known
+    if survey.num_tokens <= _COMPILED_TOKENS and serves(layout.device, layout.dtype):
+        return "compiled"
+    if transposed and max(layout.widths) <= _WIDEST_TRANSPOSED:
+        return "gathered" if survey.num_tokens * max(layout.d_outs) <= _FEW_VALUES else "stacked"
     return rule(survey)
 
 

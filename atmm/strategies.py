@@ -1,18 +1,17 @@
-"""Ways to add the deltas with plain torch operators, all the same in effect; `atmm.selection` says which is fast where.
+"""Ways to add the deltas, all the same in effect; `atmm.selection` says which is fast where.
 
 A strategy is prepared once per plan and class of sites, then called at every site of the class: `strategy(y, x, site,
 packed)` adds to y [T, d_out] in place; x is [T, d_in], `packed` the packed copy of the site's group.
 
 loop      per lane, two products. Needs no packed copy. For few, long or uneven segments of high rank.
 batched   per run of equal lanes, two batched products on views of the packed copy: no rank and no token is padded,
-nothing
-          is gathered. For many equal segments of high rank.
+          nothing is gathered. For many equal segments of high rank.
 stacked   one shrink of all tokens with all packed adapters of all sites of the group, cleared where a token meets
-another's
-          adapter; one expand per site. Wasted arithmetic, few calls: for a small sum of ranks.
+          another's adapter; one expand per site. Wasted arithmetic, few calls: for a small sum of ranks.
 gathered  the same shrink; each token's own columns of it are gathered and weigh its own rows of Bt in an embedding
-bag. No
-          wasted arithmetic in the expand, and rows are read as they lie in memory: for decoding.
+          bag. No wasted arithmetic in the expand, and rows are read as they lie in memory: for decoding.
+compiled  on a CPU with a compiler: each token reads its own rows and no others, in both products, and a call costs
+          little. For decoding, where it is bound by the adapters' bytes.
 """
 
 from __future__ import annotations
@@ -25,7 +24,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from atmm.compiled.lanes import Compiled, serves
 from atmm.segments import Lane
+from atmm.shares import GroupShares
 from atmm.sites import Packed, Site
 from atmm.survey import Survey
 
@@ -83,51 +84,6 @@ class Batched:
                 y_run.view(num_lanes, length, -1).baddbmm_(hidden, bt_run.view(num_lanes, rank, -1), alpha=sign)
 
 
-class _Grouped:
-    """What the two strategies with a group-wide shrink have in common: the first site called computes every site's
-    share.
-
-    The shares answer for exactly one packed copy and one input, each once. The input is held meanwhile, so that its
-    memory cannot become another tensor's; callers hand over a new view of it at every site, which is recognised by
-    memory, shape and strides and, where torch counts writes, by version.
-    """
-
-    __slots__ = ("_live", "_lone", "_packed", "_part", "_shares", "_version", "_x")
-
-    def __init__(self, survey: Survey) -> None:
-        self._part = survey.part
-        self._live = survey.live
-        self._lone = len(survey.layout.widths) == 1
-        self._shares: dict[int, Tensor] = {}  # by site, of those that have not called yet
-        self._packed: Packed | None = None
-        self._x: Tensor | None = None
-        self._version: int | None = None
-
-    def _share(self, x: Tensor, index: int, packed: Packed) -> Tensor | None:
-        """What the site needs to add its deltas; None when no lane's adapter targets it."""
-        if self._lone:
-            return self._compute(x, packed)[0]
-        if index not in self._live:
-            return None
-        share = self._shares.pop(index, None)
-        if share is None or packed is not self._packed or not self._is_held(x):
-            self._shares = self._compute(x, packed)
-            self._packed, self._x = packed, x
-            self._version = None if x.is_inference() else x._version
-            share = self._shares.pop(index)
-        if not self._shares:
-            self._packed = self._x = None
-        return share
-
-    def _is_held(self, x: Tensor) -> bool:
-        held = self._x
-        return held is not None and x.is_set_to(held) and (self._version is None or self._version == x._version)
-
-    def _compute(self, x: Tensor, packed: Packed) -> dict[int, Tensor]:
-        """Every site's share, by site."""
-        raise NotImplementedError
-
-
 _THIN = 128  # rows up to which a bfloat16 product on a CPU is faster with the weight as its left operand
 
 
@@ -136,7 +92,7 @@ def lies_transposed(y: Tensor) -> bool:
     return y.stride(0) == 1 and y.stride(1) != 1
 
 
-class Stacked(_Grouped):
+class Stacked(GroupShares):
     """Share of a site: its columns of the masked shrink."""
 
     adds_transposed = True
@@ -205,7 +161,7 @@ def _signs(survey: Survey) -> Tensor:
     return by_key[:, columns]
 
 
-class Gathered(_Grouped):
+class Gathered(GroupShares):
     """Share of a site: its tokens' own values of the shrink."""
 
     adds_transposed = True
@@ -278,9 +234,15 @@ def _lanes_by_token(survey: Survey) -> list[list[tuple[str, float]]]:
     return by_token
 
 
+def _compiled(survey: Survey) -> Strategy:
+    """The compiled kernels, or their plain twin where there are none: a table made with them serves everywhere."""
+    return Compiled(survey) if serves(survey.layout.device, survey.layout.dtype) else Gathered(survey)
+
+
 STRATEGIES: dict[str, Callable[[Survey], Strategy]] = {
     "loop": Loop.prepare,
     "batched": Batched,
     "stacked": Stacked,
     "gathered": Gathered,
+    "compiled": _compiled,
 }

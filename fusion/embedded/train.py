@@ -2,8 +2,10 @@
 
 Two stages in one run. First the vision tower alone learns what is where (a linear probe on every image token must name
 kind, colour and centre of what it sees). Then the whole model learns to answer questions, the probes going on beside;
-in clips one more probe, on the language model's states of image tokens, must tell which way the thing there moves. The
-probes only serve training and are not saved.
+two more read each image token's row and column from what the language model is given, and which way the thing there
+moves from the language model's states. The probes only serve training and are not saved.
+
+A scene's questions share its image but do not see one another, so every one is learned as it will be asked: alone.
 
 Started again with the same arguments, a run goes on where it was stopped. Everything drawn depends on the seed and the
 step number alone; `--steps` makes the whole schedule so, while `--minutes` fits it to the time this machine has.
@@ -19,7 +21,7 @@ import os
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -33,8 +35,10 @@ from fusion.embedded.evaluate import accuracy_by_skill, as_pixels, format_accura
 from fusion.embedded.model import IMAGE_TOKENS, build_model
 from fusion.embedded.processor import build_processor
 
-VISION_SHARE = 0.25
+VISION_SHARE = 0.15
 """Part of the run in which only the vision tower trains."""
+STILL_LENGTH, CLIP_LENGTH = 128, 208
+"""Tokens of a row: a picture or a clip and as many of its questions as fit. Fixed, so that compiled code fits all."""
 STILLS, CLIPS = 24, 5
 """Pictures and clips per step of the second stage; the first stage takes 64 pictures."""
 VISION_BATCH = 64
@@ -70,6 +74,8 @@ class Probes(nn.Module):
         self.color = nn.Linear(vision_size, len(world.CELL_COLORS))
         self.center = nn.Linear(vision_size, 2)
         self.move = nn.Linear(text_size, len(world.CELL_MOVES))
+        self.row = nn.Linear(text_size, world.GRID)
+        self.column = nn.Linear(text_size, world.GRID)
 
     def cell_loss(self, states: torch.Tensor, cells: torch.Tensor) -> torch.Tensor:
         """states [n, 36, vision], cells [n, 4, 6, 6]."""
@@ -78,6 +84,15 @@ class Probes(nn.Module):
             _probe_loss(self.kind(states), labels[:, world.KIND])
             + _probe_loss(self.color(states), labels[:, world.COLOR])
             + _probe_loss(self.center(states), labels[:, world.CENTER])
+        )
+
+    def place_loss(self, features: torch.Tensor) -> torch.Tensor:
+        """features [n, 36, text]: what the language model is given must tell where each token stands."""
+        place = torch.arange(world.GRID, device=features.device)
+        rows, columns = place.repeat_interleave(world.GRID), place.repeat(world.GRID)
+        of_row, of_column = self.row(features).float().flatten(0, 1), self.column(features).float().flatten(0, 1)
+        return functional.cross_entropy(of_row, rows.repeat(len(features))) + functional.cross_entropy(
+            of_column, columns.repeat(len(features))
         )
 
     def move_loss(self, states: torch.Tensor, cells: torch.Tensor) -> torch.Tensor:
@@ -107,32 +122,54 @@ class Conversations:
     def _words(self, text: str) -> tuple[int, ...]:
         return tuple(self.tokenizer(text, add_special_tokens=False)["input_ids"])
 
-    def batch(
-        self, rng: np.random.Generator, scenes: Sequence[world.Scene], most: int
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Token ids and labels [n, length], padded right; `most` questions of each scene, in random order."""
-        rows: list[tuple[list[int], list[int]]] = []
-        for scene in scenes:
-            ids = [self.bos, self.user] + [self.image] * (IMAGE_TOKENS * len(scene.frames))
-            labels = [_IGNORED] * len(ids)
-            for turn, index in enumerate(rng.permutation(len(scene.questions))[:most]):
-                asked = scene.questions[index]
-                question = [*([self.user] if turn else []), *self.words(asked.text), self.assistant]
-                answer = [*self.words(asked.answer), self.eos]
-                ids += question + answer
-                labels += [_IGNORED] * len(question) + answer
-            rows.append((ids, labels))
-        longest = max(len(ids) for ids, _ in rows)
-        return (
-            torch.tensor([ids + [self.pad] * (longest - len(ids)) for ids, _ in rows]),
-            torch.tensor([labels + [_IGNORED] * (longest - len(labels)) for _, labels in rows]),
-        )
+    def batch(self, rng: np.random.Generator, scenes: Sequence[world.Scene], length: int) -> Rows:
+        """One row of `length` tokens per scene: its images, then its questions in random order while they fit."""
+        shape = (len(scenes), length)
+        ids, labels = np.full(shape, self.pad), np.full(shape, _IGNORED)
+        turns, positions = np.full(shape, -1), np.zeros(shape, np.int64)
+        for row, scene in enumerate(scenes):
+            start = [self.bos, self.user] + [self.image] * (IMAGE_TOKENS * len(scene.frames))
+            end = len(start)
+            ids[row, :end], turns[row, :end], positions[row, :end] = start, 0, np.arange(end)
+            for turn, index in enumerate(rng.permutation(len(scene.questions)), 1):
+                question = [*self.words(scene.questions[index].text), self.assistant]
+                answer = [*self.words(scene.questions[index].answer), self.eos]
+                here = slice(end, end + len(question) + len(answer))
+                if here.stop > length:
+                    break
+                ids[row, here], turns[row, here] = question + answer, turn
+                labels[row, here] = [_IGNORED] * len(question) + answer
+                positions[row, here] = np.arange(len(start), len(start) + here.stop - here.start)
+                end = here.stop
+        return Rows(*(torch.from_numpy(values) for values in (ids, labels, turns, positions)))
+
+
+class Rows(NamedTuple):
+    """Token ids, labels, turn (0 is the image, -1 padding) and position of every token, int64 [n, length] each."""
+
+    ids: torch.Tensor
+    labels: torch.Tensor
+    turns: torch.Tensor
+    positions: torch.Tensor
+
+    def to(self, device: torch.device) -> Rows:
+        return Rows(*(values.to(device) for values in self))
+
+    def mask(self, dtype: torch.dtype) -> torch.Tensor:
+        """Additive [n, 1, length, length]: a token sees the image and its own turn, as far as itself."""
+        length = self.turns.shape[1]
+        own, other = self.turns[:, :, None], self.turns[:, None, :]
+        seen = (own == other) | (other == 0)
+        seen &= torch.ones(length, length, dtype=torch.bool, device=seen.device).tril()
+        return torch.zeros(seen.shape, dtype=dtype, device=seen.device).masked_fill(~seen, torch.finfo(dtype).min)[
+            :, None
+        ]
 
 
 class Trainer:
     """Model, probes, optimisers and the number of the next step."""
 
-    def __init__(self, out: Path, budget: Budget, device: torch.device, seed: int) -> None:
+    def __init__(self, out: Path, budget: Budget, device: torch.device, seed: int, compiled: bool = False) -> None:
         self.out, self.budget, self.device, self.seed = out, budget, device, seed
         self.processor = build_processor()
         self.conversations = Conversations(self.processor.tokenizer)
@@ -140,6 +177,10 @@ class Trainer:
         self.model.to(device)  # type: ignore[arg-type]  # transformers wraps it in a way mypy misreads
         # On the CPU the fused attention is slower backwards than plain matrix products in bfloat16.
         self.model.set_attn_implementation("eager")
+        inner = self.model.model
+        self.vision, self.language = inner.vision_tower, inner.language_model
+        if compiled:
+            self.vision, self.language = (torch.compile(part, dynamic=False) for part in (self.vision, self.language))
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             config: Any = self.model.config
@@ -222,7 +263,7 @@ class Trainer:
     def _vision_losses(self, rng: np.random.Generator) -> dict[str, torch.Tensor]:
         scenes = [world.still_scene(rng) for _ in range(VISION_BATCH)]
         pixels, cells = self._tensors(scenes)
-        states = self.model.model.vision_tower(pixels).last_hidden_state[:, 1:]
+        states = self.vision(pixels).last_hidden_state[:, 1:]
         return {"cells": self.probes.cell_loss(states, cells.flatten(0, 1))}
 
     def _joint_losses(self, rng: np.random.Generator) -> dict[str, torch.Tensor]:
@@ -230,29 +271,32 @@ class Trainer:
         clips = [world.clip_scene(rng) for _ in range(CLIPS)]
         pixels, still_cells = self._tensors(stills)
         clip_pixels, clip_cells = self._tensors(clips)
-        states = self.model.model.vision_tower(torch.cat([pixels, clip_pixels])).last_hidden_state[:, 1:]
+        states = self.vision(torch.cat([pixels, clip_pixels])).last_hidden_state[:, 1:]
         cells = self.probes.cell_loss(states, torch.cat([still_cells.flatten(0, 1), clip_cells.flatten(0, 1)]))
         features = self.model.model.multi_modal_projector(states)
-        still_answer, _ = self._answer_loss(rng, stills, features[:STILLS], 5)
-        clip_answer, hidden = self._answer_loss(rng, clips, features[STILLS:], 4)
+        still_answer, _ = self._answer_loss(self.conversations.batch(rng, stills, STILL_LENGTH), features[:STILLS])
+        clip_answer, hidden = self._answer_loss(self.conversations.batch(rng, clips, CLIP_LENGTH), features[STILLS:])
         images = hidden[:, 2 : 2 + world.CLIP_FRAMES * IMAGE_TOKENS]
         return {
             "answer": 0.65 * still_answer + 0.35 * clip_answer,
             "cells": cells,
+            "places": self.probes.place_loss(features),
             "moves": self.probes.move_loss(images, clip_cells),
         }
 
-    def _answer_loss(
-        self, rng: np.random.Generator, scenes: Sequence[world.Scene], features: torch.Tensor, most: int
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        ids, labels = (t.to(self.device) for t in self.conversations.batch(rng, scenes, most))
-        embedded = self.model.get_input_embeddings()(ids).to(features.dtype)
-        embedded = embedded.masked_scatter((ids == self.conversations.image)[..., None], features)
-        # Padding stands right of everything, so causal attention needs no mask.
-        hidden = self.model.model.language_model(inputs_embeds=embedded, use_cache=False).last_hidden_state
-        told = labels[:, 1:] != _IGNORED
+    def _answer_loss(self, rows: Rows, features: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        rows = rows.to(self.device)
+        embedded = self.model.get_input_embeddings()(rows.ids).to(features.dtype)
+        embedded = embedded.masked_scatter((rows.ids == self.conversations.image)[..., None], features)
+        hidden = self.language(
+            inputs_embeds=embedded,
+            attention_mask=rows.mask(embedded.dtype),
+            position_ids=rows.positions,
+            use_cache=False,
+        ).last_hidden_state
+        told = rows.labels[:, 1:] != _IGNORED
         logits = self.model.lm_head(hidden[:, :-1][told])
-        return functional.cross_entropy(logits.float(), labels[:, 1:][told]), hidden
+        return functional.cross_entropy(logits.float(), rows.labels[:, 1:][told]), hidden
 
     def _tensors(self, scenes: Sequence[world.Scene]) -> tuple[torch.Tensor, torch.Tensor]:
         pixels = as_pixels(np.concatenate([scene.frames for scene in scenes])).to(self.device)
@@ -280,16 +324,16 @@ def _optimizers(model: nn.Module, probes: nn.Module) -> tuple[torch.optim.Optimi
     )
 
 
-def train(out: Path, budget: Budget, *, device: str = "cpu", seed: int = 0, quiet: bool = False) -> None:
+def train(out: Path, budget: Budget, *, device: str = "cpu", seed: int = 0, compiled: bool = False) -> None:
     """Train (or go on training) and leave a loadable checkpoint in `out`."""
-    trainer = Trainer(out, budget, torch.device(device), seed)
+    trainer = Trainer(out, budget, torch.device(device), seed, compiled)
     columns = (
         TextColumn("{task.description}"),
         BarColumn(),
         TextColumn("{task.percentage:>5.1f} %"),
         TimeRemainingColumn(),
     )
-    with Progress(*columns, disable=quiet) as progress:
+    with Progress(*columns) as progress:
         task = progress.add_task("starting", total=1.0)
         if trainer.resume():
             progress.console.print(f"going on at step {trainer.step}, after {trainer.seconds / 60:.1f} minutes")
@@ -319,11 +363,14 @@ def main() -> None:
     length.add_argument("--steps", type=int, help="number of steps instead: the same result on every run")
     parser.add_argument("--device", default="cpu", help="cpu, cuda or cuda:N")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument(
+        "--compile", action="store_true", help="compile the model first: 1.4 times as fast on a CPU; needs g++"
+    )
     parser.add_argument("--threads", type=int, default=1, help="torch threads on the CPU")
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
     budget = Budget(arguments.steps, None if arguments.steps is not None else arguments.minutes)
-    train(arguments.out, budget, device=arguments.device, seed=arguments.seed)
+    train(arguments.out, budget, device=arguments.device, seed=arguments.seed, compiled=arguments.compile)
     print(format_accuracy(accuracy_by_skill(arguments.out, num_scenes=500, seed=1_000_001)))
 
 

@@ -3,7 +3,7 @@
 Everything here is synthetic. A scene depends on its random generator only. Four kinds of scene:
 
 * things: one to five shapes, vehicles or persons on a plain ground, a pattern or a street;
-* glyphs: one printed digit or letter, distorted, or a sign board with something on it;
+* glyphs: one printed digit, distorted, or a sign board with something on it;
 * patterns: the whole picture is one texture;
 * clips: four frames in which one thing moves, sometimes beside another that does not.
 
@@ -46,7 +46,6 @@ CELL = SIZE // GRID
 CLIP_FRAMES = 4
 
 NUMBERS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
-LETTERS = tuple("ABCDEFGHIJKLMNOPQRSTUVWXYZ")
 THINGS = (*SHAPES, *VEHICLES, "person")
 BOARDS = ("disc", "board", "octagon", "wedge")
 ARROWS = ("left", "right", "up")
@@ -64,7 +63,6 @@ CELL_KINDS = (
     "none",
     *THINGS,
     *(f"digit {number}" for number in NUMBERS),
-    *(f"letter {letter}" for letter in LETTERS),
     *BOARDS,
     *(f"arrow {arrow}" for arrow in ARROWS),
     "bar",
@@ -86,6 +84,36 @@ class Question(NamedTuple):
     skill: str
     text: str
     answer: str
+
+
+# How each thing is asked; the first form half of the time.
+_FORMS: dict[str, tuple[str, ...]] = {
+    "count all": ("how many objects are there?", "how many things do you see?", "count the objects."),
+    "count": ("how many {} are there?", "how many {} do you see?", "count the {}."),
+    "at": ("what is at the {}?", "what do you see at the {}?"),
+    "color at": ("what color is the object at the {}?", "what is the color of the object at the {}?"),
+    "kind at": ("what kind of object is at the {}?", "what type of object is at the {}?"),
+    "color": ("what color is the {}?", "what is the color of the {}?"),
+    "where": ("where is the {}?", "where do you see the {}?", "at what position is the {}?"),
+    "kind": ("what is the {} object?", "what kind of object is the {} one?"),
+    "present": ("is there {}?", "do you see {}?", "is {} in the image?"),
+    "describe": ("describe the image.", "what is in the image?", "what does the image show?"),
+    "light": ("is it day or night?", "day or night?"),
+    "digit": ("what digit is shown?", "what number is this?", "what digit do you see?"),
+    "pattern": ("what pattern is shown?", "what pattern is this?"),
+    "sign shape": ("what shape is the sign?", "what is the shape of the sign?"),
+    "sign content": ("what is on the sign?", "what does the sign show?"),
+    "move of": ("which way does the {} move?", "where does the {} go?", "which way is the {} moving?"),
+    "move": ("which way does it move?", "what is the direction of motion?"),
+    "describe clip": ("describe the video.", "what happens in the video?"),
+    "moving": ("what is moving?", "what moves?"),
+}
+
+
+def _question(rng: np.random.Generator, form: str, skill: str, answer: str, about: str = "") -> Question:
+    forms = _FORMS[form]
+    text = forms[0] if chance(rng, 0.5) else pick(rng, forms)
+    return Question(skill, text.format(about), answer)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -156,7 +184,7 @@ def things_scene(rng: np.random.Generator) -> Scene:
         x, y = POSITIONS[item.position]
         center = (x + int(rng.integers(-5, 6)), y + int(rng.integers(-5, 6)))
         color = jitter(rng, COLORS[item.color], 0.75 if night else 1.0)
-        radius = int(rng.integers(9 if item.kind in SHAPES else 12, 16))
+        radius = int(rng.integers(10 if item.kind in SHAPES else 12, 17))
         box = draw_thing(canvas, item.kind, color, center, radius, rng.uniform(-0.3, 0.3))
         _mark(cells, box, item.kind, item.color)
         placed.append(item)
@@ -168,29 +196,51 @@ def _ask_things(rng: np.random.Generator, placed: list[_Placed], night: bool | N
     kinds = [item.kind for item in placed]
     colors = [item.color for item in placed]
     asked = [
-        Question("count", "how many objects are there?", NUMBERS[len(placed)]),
-        Question("scene", f"what is at the {one.position}?", article(one.words)),
+        _question(rng, "count all", "count", NUMBERS[len(placed)]),
+        _question(rng, "count", "count", NUMBERS[kinds.count(one.kind)], plural(one.kind)),
+        _question(rng, "at", "scene", article(one.words), one.position),
+        _question(rng, "color at", "color", one.color, one.position),
+        _question(rng, "kind at", _kind_skill(one.kind), article(one.kind), one.position),
     ]
+    other = pick(rng, THINGS)
+    asked.append(_question(rng, "count", "count", NUMBERS[kinds.count(other)], plural(other)))
     if kinds.count(one.kind) == 1:
-        asked.append(Question("color", f"what color is the {one.kind}?", one.color))
-        asked.append(Question("position", f"where is the {one.kind}?", one.position))
+        asked.append(_question(rng, "color", "color", one.color, one.kind))
+        asked.append(_question(rng, "where", "position", one.position, one.kind))
     if colors.count(one.color) == 1:
-        asked.append(Question("kind", f"what is the {one.color} object?", article(one.kind)))
-        asked.append(Question("position", f"where is the {one.color} object?", one.position))
-    kind = one.kind if chance(rng, 0.75) else pick(rng, THINGS)
-    asked.append(Question("count", f"how many {plural(kind)} are there?", NUMBERS[kinds.count(kind)]))
-    present = {item[:2] for item in placed}
-    wanted = (one.kind, one.color)
-    if chance(rng, 0.5):
-        while wanted in present:
-            kind, color = pick(rng, THINGS), pick(rng, tuple(COLORS))
-            wanted = (one.kind, color) if chance(rng, 0.4) else (kind, one.color) if chance(rng, 0.6) else (kind, color)
-    asked.append(Question("yes or no", f"is there {article(f'{wanted[1]} {wanted[0]}')}?", _yes_no(wanted in present)))
+        asked.append(_question(rng, "kind", _kind_skill(one.kind), article(one.kind), one.color))
+        asked.append(_question(rng, "where", "position", one.position, f"{one.color} object"))
+    if placed.count(one) == 1:
+        asked.append(_question(rng, "where", "position", one.position, one.words))
+    asked += _ask_presence(rng, placed, one)
     if len(placed) <= 2:
-        asked.append(Question("describe", "describe the image.", " and ".join(article(i.words) for i in placed)))
+        asked.append(_question(rng, "describe", "describe", " and ".join(article(item.words) for item in placed)))
     if night is not None:
-        asked.append(Question("scene", "is it day or night?", "night" if night else "day"))
+        asked.append(_question(rng, "light", "scene", "night" if night else "day"))
     return asked
+
+
+def _kind_skill(kind: str) -> str:
+    return "shape" if kind in SHAPES else "kind"
+
+
+def _ask_presence(rng: np.random.Generator, placed: list[_Placed], one: _Placed) -> list[Question]:
+    """Is there such a kind, such a colour, such a thing: each is so in half of the cases."""
+    kinds, colors = {item.kind for item in placed}, {item.color for item in placed}
+    pairs = {(item.color, item.kind) for item in placed}
+    kind, color, pair = one.kind, one.color, (one.color, one.kind)
+    if chance(rng, 0.5):
+        kind = pick(rng, [other for other in THINGS if other not in kinds])
+    if chance(rng, 0.5):
+        color = pick(rng, [other for other in COLORS if other not in colors])
+    if chance(rng, 0.5):
+        while pair in pairs:  # half of it is there, to make sure that both halves are looked at
+            pair = (one.color, pick(rng, THINGS)) if chance(rng, 0.5) else (pick(rng, tuple(COLORS)), one.kind)
+    return [
+        _question(rng, "present", "yes or no", _yes_no(kind in kinds), article(kind)),
+        _question(rng, "present", "yes or no", _yes_no(color in colors), article(f"{color} object")),
+        _question(rng, "present", "yes or no", _yes_no(pair in pairs), article(" ".join(pair))),
+    ]
 
 
 def glyph_scene(rng: np.random.Generator) -> Scene:
@@ -198,16 +248,15 @@ def glyph_scene(rng: np.random.Generator) -> Scene:
 
 
 def _printed_scene(rng: np.random.Generator) -> Scene:
-    """One digit or letter in a random hand: font, thickness, lean, turn, squeeze, sometimes as coarse as 9 pixels."""
-    digit = chance(rng, 0.7)
-    glyph = str(int(rng.integers(10))) if digit else pick(rng, LETTERS)
+    """One digit in a random hand: font, thickness, lean, turn, squeeze, sometimes as coarse as 9 pixels."""
+    glyph = int(rng.integers(10))
     color = pick(rng, tuple(COLORS))
     mask: np.ndarray = np.zeros((SIZE, SIZE), np.uint8)
     font = FONTS[int(rng.integers(len(FONTS)))]
     scale, thickness = rng.uniform(1.3, 3.4), int(rng.integers(2, 10))
-    (wide, high), _ = cv2.getTextSize(glyph, font, scale, thickness)
+    (wide, high), _ = cv2.getTextSize(str(glyph), font, scale, thickness)
     middle = (48 + rng.uniform(-14, 14), 48 + rng.uniform(-14, 14))
-    cv2.putText(mask, glyph, (48 - wide // 2, 48 + high // 2), font, scale, 255, thickness, cv2.LINE_AA)
+    cv2.putText(mask, str(glyph), (48 - wide // 2, 48 + high // 2), font, scale, 255, thickness, cv2.LINE_AA)
     turn = cv2.getRotationMatrix2D((48, 48), rng.uniform(-15, 15), 1.0)
     lean = np.array([[rng.uniform(0.75, 1.25), rng.uniform(-0.3, 0.3)], [0, rng.uniform(0.8, 1.2)]])
     turn[:, :2] = lean @ turn[:, :2]
@@ -232,22 +281,21 @@ def _printed_scene(rng: np.random.Generator) -> Scene:
     canvas = (canvas * (1 - share) + ink * share).astype(np.uint8)
     cells = np.zeros((4, GRID, GRID), np.int64)
     box = (int(columns.min()), int(rows.min()), int(columns.max()), int(rows.max()))
-    name = NUMBERS[int(glyph)] if digit else glyph.lower()
-    noun = "digit" if digit else "letter"
-    _mark(cells, box, f"{noun} {name if digit else glyph}", color)
+    name = NUMBERS[glyph]
+    _mark(cells, box, f"digit {name}", color)
     asked = (
-        Question(noun, f"what {noun} is shown?", name),
-        Question("color", f"what color is the {noun}?", color),
-        Question("describe", "describe the image.", f"{article(color)} {noun} {name}"),
+        _question(rng, "digit", "digit", name),
+        _question(rng, "color", "color", color, "digit"),
+        _question(rng, "describe", "describe", f"{article(color)} digit {name}"),
     )
     return Scene(canvas[None], asked, cells[None])
 
 
 def _board_scene(rng: np.random.Generator) -> Scene:
-    """A coloured sign board by a street (or anywhere) with a digit, a number, a letter, an arrow or a bar on it."""
+    """A coloured sign board by a street (or anywhere) with a digit, an arrow or a bar on it."""
     street = chance(rng, 0.6)
     canvas = street_background(rng).canvas if street else plain_background(rng)
-    radius = int(rng.integers(15, 30))
+    radius = int(rng.integers(17, 30))
     x, y = (int(v) for v in rng.integers(radius + 3, SIZE - radius - 3, 2))
     color, ink = (pick(rng, tuple(COLORS)) for _ in range(2))
     if color == ink:
@@ -271,9 +319,9 @@ def _board_scene(rng: np.random.Generator) -> Scene:
     if content is not None and inner is not None:
         _mark(cells, inner, content[0], ink)
     asked = [
-        Question("color", "what color is the sign?", color),
-        Question("sign", "what shape is the sign?", board),
-        Question("sign", "what is on the sign?", content[1] if content else "nothing"),
+        _question(rng, "color", "color", color, "sign"),
+        _question(rng, "sign shape", "sign", board),
+        _question(rng, "sign content", "sign", content[1] if content else "nothing"),
     ]
     return Scene(add_noise(rng, canvas, 4)[None], tuple(asked), cells[None])
 
@@ -286,28 +334,15 @@ def _draw_on_board(
     what = rng.random()
     reach = int(radius * 0.6)
     box = (x - reach, y - reach, x + reach, y + reach)
-    if what < 0.3:
+    if what < 0.45:
         glyph = int(rng.integers(10))
         draw_text(canvas, str(glyph), center, radius / 18, ink, 2 + int(radius > 20))
         return (f"digit {NUMBERS[glyph]}", NUMBERS[glyph]), (x - reach // 2, box[1], x + reach // 2, box[3])
-    if what < 0.5:
-        first, second = int(rng.integers(1, 10)), int(rng.integers(10))
-        draw_text(canvas, f"{first}{second}", center, radius / 26, ink, 2)
-        return (f"digit {NUMBERS[first]}", f"{NUMBERS[first]} {NUMBERS[second]}"), (
-            box[0],
-            y - reach // 2,
-            x,
-            y + reach // 2,
-        )
-    if what < 0.65:
-        letter = pick(rng, LETTERS)
-        draw_text(canvas, letter, center, radius / 18, ink, 2 + int(radius > 20))
-        return (f"letter {letter}", letter.lower()), (x - reach // 2, box[1], x + reach // 2, box[3])
-    if what < 0.85:
+    if what < 0.75:
         arrow = pick(rng, ARROWS)
         draw_arrow(canvas, arrow, center, round(radius), ink)
         return (f"arrow {arrow}", f"an arrow {arrow}"), box
-    if what < 0.93:
+    if what < 0.88:
         thick = max(2, int(radius / 5))
         cv2.rectangle(canvas, (box[0], y - thick), (box[2], y + thick), ink, -1)
         return ("bar", "a bar"), (box[0], y - thick, box[2], y + thick)
@@ -318,7 +353,7 @@ def pattern_scene(rng: np.random.Generator) -> Scene:
     kind = pick(rng, PATTERNS)
     cells = np.zeros((4, GRID, GRID), np.int64)
     cells[KIND] = _KIND_ID[kind]
-    asked = (Question("pattern", "what pattern is shown?", kind),)
+    asked = (_question(rng, "pattern", "pattern", kind),)
     return Scene(pattern_background(rng, kind)[None], asked, cells[None])
 
 
@@ -361,15 +396,15 @@ def _ask_clip(rng: np.random.Generator, kind: str, color: str, move: str, standi
     words = f"{color} {kind}"
     asked = []
     if standing is None or standing.kind != kind:
-        asked.append(Question("motion", f"which way does the {kind} move?", move))
+        asked.append(_question(rng, "move of", "motion", move, kind))
         guess = move if chance(rng, 0.5) else pick(rng, tuple(other for other in MOVES if other != move))
         does = f"does the {kind} stand still?" if guess == "still" else f"does the {kind} move {guess}?"
         asked.append(Question("motion yes or no", does, _yes_no(guess == move)))
     if standing is None:
-        asked.append(Question("motion", "which way does it move?", move))
+        asked.append(_question(rng, "move", "motion", move))
         told = "stands still" if move == "still" else f"moves {move}"
-        asked.append(Question("describe", "describe the video.", f"{article(words)} {told}"))
-    asked.append(Question("moving", "what is moving?", "nothing" if move == "still" else article(words)))
+        asked.append(_question(rng, "describe clip", "describe", f"{article(words)} {told}"))
+    asked.append(_question(rng, "moving", "moving", "nothing" if move == "still" else article(words)))
     return asked
 
 

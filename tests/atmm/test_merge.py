@@ -9,6 +9,13 @@ from torch import Tensor
 from atmm import merge, reference
 
 
+@pytest.fixture(params=("compiled", "plain"), autouse=True)
+def twin(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Everything holds for both, and for a machine without a compiler."""
+    if request.param == "plain":
+        monkeypatch.setattr("atmm.operator.library", lambda: None)
+
+
 def weights(dtype: torch.dtype, rank: int = 8, n: int = 3, o: int = 70, i: int = 40) -> tuple[Tensor, Tensor, Tensor]:
     generator = torch.Generator().manual_seed(rank)
     base = torch.randn(n, o, i, generator=generator) * 0.05

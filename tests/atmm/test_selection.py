@@ -85,6 +85,23 @@ def test_a_survey_falls_into_its_bucket(num_tokens: int, lanes: list[Lane], expe
     assert (bucket.d_in, bucket.d_out, bucket.num_sites) == (64, 128, 3)
 
 
+@pytest.fixture
+def plain(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine without a compiler."""
+    monkeypatch.setattr(selection, "serves", lambda device, dtype: False)
+
+
+def test_a_thin_batch_is_compiled_where_that_is_possible(monkeypatch: pytest.MonkeyPatch) -> None:
+    group = make_group({"a": 4, "b": 4})
+    group.pack("ab")
+    assert group.packed is not None
+    monkeypatch.setattr(selection, "serves", lambda device, dtype: True)
+    for num_tokens, expected in ((2, True), (32, True), (4096, False)):
+        survey = Survey(SegmentPlan(num_tokens, segments({"a": 1, "b": num_tokens - 1})), group.packed.layout)
+        assert (selection.choose(survey) == "compiled") == expected
+
+
+@pytest.mark.usefixtures("plain")
 def test_the_table_decides_where_it_knows_the_bucket(monkeypatch: pytest.MonkeyPatch) -> None:
     group = make_group({"a": 4, "b": 4})
     group.pack("ab")
@@ -97,6 +114,7 @@ def test_the_table_decides_where_it_knows_the_bucket(monkeypatch: pytest.MonkeyP
     assert selection.choose(survey) == selection.rule(survey)
 
 
+@pytest.mark.usefixtures("plain")
 def test_the_table_is_not_asked_when_more_is_packed_than_used(monkeypatch: pytest.MonkeyPatch) -> None:
     group = make_group({"a": 4, "b": 4, "c": 64})
     group.pack("abc")

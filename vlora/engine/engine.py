@@ -8,6 +8,7 @@ from collections.abc import Callable
 import msgspec
 import torch
 
+import atmm
 from vlora.adapters import AdapterRegistry, HostAdapter, SiteShape
 from vlora.config import EngineConfig
 from vlora.engine.limits import compute_limits
@@ -56,6 +57,7 @@ class Engine:
         policy = make_policy(config.policy)  # before the model: a wrong name should not cost a load
         if config.threads is not None:
             torch.set_num_threads(config.threads)
+        atmm.load_kernels()  # built where that is still to do: here, not in the middle of a request
         self.config = config
         self._seam = seam = Seam(load_model(config) if model is None else model)
         self._slabs = WeightSlabs(seam.language_linears)

@@ -1,0 +1,116 @@
+"""The CPU kernels in C++: built once per machine with the compiler that is there, called through ctypes.
+
+They win where torch's fixed cost per product, or its second pass over the weights, is what counts. Everything has a
+plain twin: without a compiler, with one that fails, or with ATMM_COMPILED=0 in the environment, `library` gives None
+and nothing else changes. The compiled file is kept in `$XDG_CACHE_HOME/vlora` (default `~/.cache/vlora`) under a name
+that tells sources, flags, compiler and processor, so that a changed one is built anew.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import logging
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+_SOURCES = ("merge.cpp", "lanes.cpp")
+_HEADERS = ("vectors.h",)
+_FLAGS = ("-std=c++17", "-O3", "-march=native", "-ffp-contract=fast", "-fno-math-errno", "-fopenmp", "-fPIC")
+_INT, _POINTER, _FLOAT = ctypes.c_int64, ctypes.c_void_p, ctypes.c_float
+_MATRICES = (_POINTER, _INT, _INT)  # data, strides of matrix and row
+_ARGUMENTS = {
+    "merge": (*_MATRICES * 4, _FLOAT, _INT, _INT, _INT, _INT),
+    "shrink": (_POINTER, _POINTER, _INT, _INT, _POINTER, _INT, _POINTER, _POINTER, _INT, _INT, _INT),
+    "expand": (_POINTER, _INT, _INT, _POINTER, _POINTER, _INT, _POINTER, _INT, _INT, _INT),
+}
+_TYPES = {torch.bfloat16: "bfloat16", torch.float32: "float32"}
+
+_log = logging.getLogger(__name__)
+
+
+class Library:
+    """The kernels by element type; see the C++ sources for what they do and in what order they take it."""
+
+    def __init__(self, file: Path) -> None:
+        loaded = ctypes.CDLL(str(file))
+        self.merge, self.shrink, self.expand = (
+            {dtype: _function(loaded, f"atmm_{name}_{suffix}", _ARGUMENTS[name]) for dtype, suffix in _TYPES.items()}
+            for name in ("merge", "shrink", "expand")
+        )
+
+
+def _function(loaded: ctypes.CDLL, name: str, arguments: tuple[type, ...]) -> Callable[..., None]:
+    function = getattr(loaded, name)
+    function.argtypes, function.restype = arguments, None
+    return function
+
+
+@functools.cache
+def library() -> Library | None:
+    """The compiled kernels, built now if they have to be (about two seconds); None where there are none."""
+    if os.environ.get("ATMM_COMPILED") == "0":
+        return None
+    compiler = shutil.which(os.environ.get("CXX", "c++"))
+    if compiler is None:
+        _log.info(
+            "no C++ compiler: the CPU works with plain torch kernels (install g++ to speed up merging and decoding)"
+        )
+        return None
+    try:
+        return Library(_built(compiler))
+    except (OSError, AttributeError, subprocess.SubprocessError) as error:
+        _log.warning("compiled CPU kernels are off, plain torch kernels serve: %s", _reason(error))
+        return None
+
+
+def _reason(error: Exception) -> str:
+    if isinstance(error, subprocess.CalledProcessError):
+        return f"{' '.join(error.cmd[:1])} failed: {error.stderr.strip()[-500:]}"
+    return str(error)
+
+
+def _built(compiler: str) -> Path:
+    """The shared library's file; built beside its place and moved there whole, so that processes may race."""
+    here = Path(__file__).parent
+    digest = hashlib.sha256(repr((_FLAGS, _version(compiler), _processor())).encode())
+    for name in (*_HEADERS, *_SOURCES):
+        digest.update((here / name).read_bytes())
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "vlora"
+    file = cache / f"atmm-{digest.hexdigest()[:16]}.so"
+    if not file.exists():
+        cache.mkdir(mode=0o700, parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=cache) as folder:
+            objects = [str(Path(folder) / f"{Path(name).stem}.o") for name in _SOURCES]
+            for name, made in zip(_SOURCES, objects, strict=True):
+                _run(compiler, *_FLAGS, "-c", str(here / name), "-o", made)
+            # Linked without an OpenMP of its own: it finds torch's, whose threads then serve both.
+            fresh = Path(folder) / file.name
+            _run(compiler, "-shared", *objects, "-o", str(fresh))
+            os.replace(fresh, file)
+    return file
+
+
+def _run(*command: str) -> str:
+    return subprocess.run(command, check=True, capture_output=True, text=True, timeout=120).stdout
+
+
+def _version(compiler: str) -> str:
+    return _run(compiler, "--version")
+
+
+def _processor() -> str:
+    """What `-march=native` depends on."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor()
+    return next((line for line in lines if line.startswith(("flags", "Features"))), platform.machine())

@@ -1,0 +1,155 @@
+// Deltas of a thin batch: each lane's tokens read their own adapter's rows and nothing else, once.
+//
+// A lane at one site is (first token, tokens, first row of the factors, rank, place of its hidden values). Hidden
+// values stay in float, [tokens, rank] per lane: nothing is rounded between the two products.
+#include <algorithm>
+#include <memory>
+#include <type_traits>
+
+#include "vectors.h"
+
+namespace atmm {
+namespace {
+
+struct Lane {
+  int64_t first_token, tokens, first_row, rank, hidden;
+};
+
+constexpr int64_t kRows = 4;    // rows of A, and tokens, whose dot products are taken side by side
+constexpr int64_t kDeep = 8;
+constexpr int64_t kBlock = 1024;  // features of y computed at a time: their sums stay in the first cache
+constexpr int64_t kPitch = kBlock + kWidth;  // apart from one another in the cache
+
+// hidden[c * rank + r] = sign * a[r] . x[c], for R rows and C tokens.
+template <int64_t R, int64_t C, typename T>
+void dots(float* hidden, int64_t rank, float sign, const T* a, int64_t a_stride, const float* x, int64_t d_in) {
+  Floats sums[R][C] = {};
+  int64_t i = 0;
+  for (; i + kWidth <= d_in; i += kWidth) {
+    Floats values[C];
+    for (int64_t c = 0; c < C; ++c) values[c] = load(x + c * d_in + i);
+    for (int64_t r = 0; r < R; ++r) {
+      const Floats row = load(a + r * a_stride + i);
+      for (int64_t c = 0; c < C; ++c) sums[r][c] += row * values[c];
+    }
+  }
+  for (int64_t r = 0; r < R; ++r)
+    for (int64_t c = 0; c < C; ++c) {
+      float sum = 0;
+      for (int64_t j = 0; j < kWidth; ++j) sum += sums[r][c][j];
+      for (int64_t j = i; j < d_in; ++j) sum += load_one(a + r * a_stride + j) * x[c * d_in + j];
+      hidden[c * rank + r] = sign * sum;
+    }
+}
+
+template <int64_t R, typename T>
+void dot_rows(float* hidden, int64_t tokens, int64_t rank, float sign, const T* a, int64_t a_stride, const float* x,
+              int64_t d_in) {
+  int64_t c = 0;
+  for (; c + kRows <= tokens; c += kRows) dots<R, kRows>(hidden + c * rank, rank, sign, a, a_stride, x + c * d_in, d_in);
+  for (; c < tokens; ++c) dots<R, 1>(hidden + c * rank, rank, sign, a, a_stride, x + c * d_in, d_in);
+}
+
+template <typename T>
+void shrink(float* hidden, const T* x, int64_t x_token, int64_t x_feature, const T* a, int64_t a_stride,
+            const Lane* lanes, const float* signs, int64_t num_lanes, int64_t num_tokens, int64_t d_in) {
+  const std::unique_ptr<float[]> floats(new float[num_tokens * d_in]);
+  if (x_feature == 1) {
+    for (int64_t t = 0; t < num_tokens; ++t)
+      for (int64_t i = 0; i < d_in; ++i) floats[t * d_in + i] = load_one(x + t * x_token + i);
+  } else {
+    for (int64_t i = 0; i < d_in; ++i)
+      for (int64_t t = 0; t < num_tokens; ++t) floats[t * d_in + i] = load_one(x + t * x_token + i * x_feature);
+  }
+#pragma omp parallel for schedule(static)
+  for (int64_t index = 0; index < num_lanes; ++index) {
+    const Lane& lane = lanes[index];
+    const float* tokens = floats.get() + lane.first_token * d_in;
+    int64_t r = 0;
+    for (; r + kRows <= lane.rank; r += kRows)
+      dot_rows<kRows>(hidden + lane.hidden + r, lane.tokens, lane.rank, signs[index],
+                      a + (lane.first_row + r) * a_stride, a_stride, tokens, d_in);
+    for (; r < lane.rank; ++r)
+      dot_rows<1>(hidden + lane.hidden + r, lane.tokens, lane.rank, signs[index],
+                  a + (lane.first_row + r) * a_stride, a_stride, tokens, d_in);
+  }
+}
+
+// sums[o] += sum over K rows of hidden[k] * bt[k][o], for `width` features.
+template <int64_t K, typename T>
+void weigh_rows(float* sums, const float* hidden, const T* bt, int64_t bt_stride, int64_t width) {
+  int64_t o = 0;
+  for (; o + kWidth <= width; o += kWidth) {
+    Floats sum = load(sums + o);
+    for (int64_t k = 0; k < K; ++k) sum += load(bt + k * bt_stride + o) * hidden[k];
+    store(sums + o, sum);
+  }
+  for (; o < width; ++o)
+    for (int64_t k = 0; k < K; ++k) sums[o] += hidden[k] * load_one(bt + k * bt_stride + o);
+}
+
+// y += sums for `count` values that lie side by side.
+template <typename T>
+void add(T* y, const float* sums, int64_t count) {
+  int64_t o = 0;
+  for (; o + kWidth <= count; o += kWidth) store(y + o, load(y + o) + load(sums + o));
+  for (; o < count; ++o) store_one(y + o, load_one(y + o) + sums[o]);
+}
+
+template <typename T>
+void expand(T* y, int64_t y_token, int64_t y_feature, const float* hidden, const T* bt, int64_t bt_stride,
+            const Lane* lanes, int64_t num_lanes, int64_t num_tokens, int64_t d_out) {
+#pragma omp parallel
+  {
+    const std::unique_ptr<float[]> sums(new float[num_tokens * kPitch]), turned(new float[num_tokens * kBlock]);
+#pragma omp for schedule(static)
+    for (int64_t first = 0; first < d_out; first += kBlock) {
+      const int64_t width = std::min(kBlock, d_out - first);
+      std::fill(sums.get(), sums.get() + num_tokens * kPitch, 0.0f);
+      for (int64_t index = 0; index < num_lanes; ++index) {
+        const Lane& lane = lanes[index];
+        for (int64_t t = 0; t < lane.tokens; ++t) {
+          float* to = sums.get() + (lane.first_token + t) * kPitch;
+          const float* weights = hidden + lane.hidden + t * lane.rank;
+          const T* rows = bt + lane.first_row * bt_stride + first;
+          int64_t k = 0;
+          for (; k + kDeep <= lane.rank; k += kDeep) weigh_rows<kDeep>(to, weights + k, rows + k * bt_stride, bt_stride, width);
+          for (; k < lane.rank; ++k) weigh_rows<1>(to, weights + k, rows + k * bt_stride, bt_stride, width);
+        }
+      }
+      T* block = y + first * y_feature;
+      if (y_feature == 1) {
+        for (int64_t t = 0; t < num_tokens; ++t) add(block + t * y_token, sums.get() + t * kPitch, width);
+      } else {
+        for (int64_t o = 0; o < width; ++o)
+          for (int64_t t = 0; t < num_tokens; ++t) turned[o * num_tokens + t] = sums[t * kPitch + o];
+        if (y_token == 1 && y_feature == num_tokens)
+          add(block, turned.get(), width * num_tokens);
+        else
+          for (int64_t o = 0; o < width; ++o)
+            for (int64_t t = 0; t < num_tokens; ++t) {
+              T* to = block + t * y_token + o * y_feature;
+              store_one(to, load_one(to) + turned[o * num_tokens + t]);
+            }
+      }
+    }
+  }
+}
+
+}  // namespace
+}  // namespace atmm
+
+#define ATMM_LANES(TYPE, T)                                                                                            \
+  extern "C" void atmm_shrink_##TYPE(float* hidden, const T* x, int64_t x_token, int64_t x_feature, const T* a,        \
+                                     int64_t a_stride, const atmm::Lane* lanes, const float* signs, int64_t num_lanes, \
+                                     int64_t num_tokens, int64_t d_in) {                                               \
+    atmm::shrink(hidden, x, x_token, x_feature, a, a_stride, lanes, signs, num_lanes, num_tokens, d_in);               \
+  }                                                                                                                    \
+  extern "C" void atmm_expand_##TYPE(T* y, int64_t y_token, int64_t y_feature, const float* hidden, const T* bt,       \
+                                     int64_t bt_stride, const atmm::Lane* lanes, int64_t num_lanes,                    \
+                                     int64_t num_tokens, int64_t d_out) {                                              \
+    atmm::expand(y, y_token, y_feature, hidden, bt, bt_stride, lanes, num_lanes, num_tokens, d_out);                   \
+  }
+
+ATMM_LANES(bfloat16, atmm::BFloat16)
+ATMM_LANES(float32, float)

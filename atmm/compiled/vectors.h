@@ -1,0 +1,110 @@
+// Sixteen values at a time, in the vector extensions that GCC and Clang share: one source for every CPU they target.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <cstring>
+
+#if defined(__AVX512F__)
+#include <immintrin.h>
+#endif
+
+namespace atmm {
+
+constexpr int64_t kWidth = 16;
+
+typedef float Floats __attribute__((vector_size(64)));
+typedef uint32_t Bits __attribute__((vector_size(64)));
+typedef uint16_t Halves __attribute__((vector_size(32)));
+
+struct BFloat16 {
+  uint16_t bits;
+};
+
+inline Floats splat(float value) { return Floats{} + value; }
+
+inline Floats load(const float* from) {
+  Floats values;
+  std::memcpy(&values, from, sizeof values);
+  return values;
+}
+
+inline Floats load(const BFloat16* from) {
+  Halves halves;
+  std::memcpy(&halves, from, sizeof halves);
+  const Bits bits = __builtin_convertvector(halves, Bits) << 16;
+  Floats values;
+  std::memcpy(&values, &bits, sizeof values);
+  return values;
+}
+
+inline float load_one(const float* from) { return *from; }
+
+inline float load_one(const BFloat16* from) {
+  const uint32_t bits = uint32_t(from->bits) << 16;
+  float value;
+  std::memcpy(&value, &bits, sizeof value);
+  return value;
+}
+
+// To the nearest bfloat16, ties to even; what is not a number stays so.
+inline Halves round_to_bfloat16(Floats values) {
+#if defined(__AVX512BF16__)
+  const __m256bh rounded = _mm512_cvtneps_pbh(__m512(values));
+  Halves halves;
+  std::memcpy(&halves, &rounded, sizeof halves);
+  return halves;
+#else
+  Bits bits;
+  std::memcpy(&bits, &values, sizeof bits);
+  const Bits rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
+  const Bits nan = Bits((bits & 0x7fffffff) > 0x7f800000);
+  return __builtin_convertvector((rounded & ~nan) | (((bits >> 16) | 0x40) & nan), Halves);
+#endif
+}
+
+inline void store(float* to, Floats values) { std::memcpy(to, &values, sizeof values); }
+
+inline void store(BFloat16* to, Floats values) {
+  const Halves halves = round_to_bfloat16(values);
+  std::memcpy(to, &halves, sizeof halves);
+}
+
+inline void store_one(float* to, float value) { *to = value; }
+
+inline void store_one(BFloat16* to, float value) {
+  uint32_t bits;
+  std::memcpy(&bits, &value, sizeof bits);
+  const bool nan = (bits & 0x7fffffff) > 0x7f800000;
+  to->bits = nan ? (bits >> 16) | 0x40 : (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
+}
+
+// Past the caches, for memory that is not read again soon: saves reading it before it is overwritten. `to` must be
+// aligned to the bytes written.
+inline void stream(float* to, Floats values) {
+#if defined(__AVX512F__)
+  _mm512_stream_ps(to, __m512(values));
+#else
+  store(to, values);
+#endif
+}
+
+inline void stream(BFloat16* to, Floats values) {
+#if defined(__AVX512F__)
+  const Halves halves = round_to_bfloat16(values);
+  __m256i bits;
+  std::memcpy(&bits, &halves, sizeof bits);
+  _mm256_stream_si256(reinterpret_cast<__m256i*>(to), bits);
+#else
+  store(to, values);
+#endif
+}
+
+// Makes streamed values visible to other threads.
+inline void fence() {
+#if defined(__AVX512F__)
+  _mm_sfence();
+#endif
+}
+
+}  // namespace atmm

@@ -1,0 +1,139 @@
+"""The compiled CPU kernels: the same answers as their plain twins, whatever the shape; absent without a fuss."""
+
+from __future__ import annotations
+
+import logging
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from atmm import Lane, SegmentPlan, compiled, merge, reference
+from atmm.compiled.lanes import Compiled
+from tests.atmm.cases import check_against_reference, make_group, make_input, segments
+
+needs_compiler = pytest.mark.skipif(compiled.library() is None, reason="no C++ compiler here")
+
+
+@pytest.fixture
+def fresh(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
+    """A cache folder of its own, and nothing loaded yet."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    compiled.library.cache_clear()
+    yield tmp_path
+    compiled.library.cache_clear()
+
+
+@needs_compiler
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16), ids=str)
+@pytest.mark.parametrize("transposed", (False, True))
+@pytest.mark.parametrize("d_in", (16, 37, 200))
+def test_odd_shapes_and_strides(d_in: int, transposed: bool, dtype: torch.dtype) -> None:
+    group = make_group({"a": 3, "b": 8, "c": 17}, d_in=d_in, dtype=dtype)
+    group.pack("abc")
+    for num_tokens, lanes in (
+        (1, [Lane("c", 0, 1)]),
+        (9, [Lane("a", 1, 6), Lane("b", 6, 8), Lane("c", 0, 8, -1.0)]),
+        (17, segments({"a": 5, "b": 5, "c": 7})),
+    ):
+        plan = SegmentPlan(num_tokens, lanes, "compiled")
+        x, outputs = make_input(num_tokens, group, dtype)
+        if transposed:
+            x, outputs = x.t().contiguous().t(), [y.t().contiguous().t() for y in outputs]
+        assert check_against_reference(group, plan, x, outputs) > 1
+        assert all(isinstance(strategy, Compiled) for strategy in plan.prepared.values())
+
+
+@needs_compiler
+def test_threads_share_the_work_and_change_no_bit() -> None:
+    group = make_group({"a": 8, "b": 16}, d_in=96, dtype=torch.bfloat16)
+    group.pack("ab")
+    base, a, bt = torch.randn(2, 75, 96), torch.randn(2, 8, 96), torch.randn(2, 8, 75)
+    found = []
+    threads = torch.get_num_threads()
+    try:
+        for count in (1, 3):
+            torch.set_num_threads(count)
+            x, outputs = make_input(12, group, torch.bfloat16)
+            plan = SegmentPlan(12, segments({"a": 5, "b": 7}), "compiled")
+            assert check_against_reference(group, plan, x, outputs) > 1
+            merged = torch.empty_like(base)
+            merge(merged, base, a, bt)
+            found.append((outputs, merged))
+    finally:
+        torch.set_num_threads(threads)
+    (first_outputs, first_merged), (outputs, merged) = found
+    assert torch.equal(first_merged, merged)
+    assert all(torch.equal(one, other) for one, other in zip(first_outputs, outputs, strict=True))
+
+
+@needs_compiler
+@pytest.mark.parametrize("o, i", ((1, 1), (5, 16), (8, 33), (70, 96)))
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16), ids=str)
+def test_merge_of_odd_shapes_is_the_twins(dtype: torch.dtype, o: int, i: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    generator = torch.Generator().manual_seed(o * i)
+    shapes = ((3, o, i), (3, 6, i), (3, 6, o))
+    base, a, bt = (torch.randn(shape, generator=generator).to(dtype) for shape in shapes)
+    base[0, 0, 0] = float("nan")
+    base[1, 0, 0] = float("inf")
+    ours, twins = torch.empty_like(base), torch.empty_like(base)
+    merge(ours, base, a, bt, -0.5)
+    monkeypatch.setattr("atmm.operator.library", lambda: None)
+    merge(twins, base, a, bt, -0.5)
+    close = {torch.float32: 1e-5, torch.bfloat16: 2e-2}[dtype]
+    torch.testing.assert_close(ours, twins, rtol=close, atol=close, equal_nan=True)
+    expected = reference.merge(base, a, bt, -0.5)
+    torch.testing.assert_close(ours.double(), expected, rtol=close, atol=close, equal_nan=True)
+
+
+@needs_compiler
+def test_what_was_built_is_found_again(fresh: Path) -> None:
+    assert compiled.library() is not None
+    (file,) = (fresh / "vlora").iterdir()
+    assert stat.S_IMODE((fresh / "vlora").stat().st_mode) == 0o700
+    built = file.stat().st_mtime_ns
+    compiled.library.cache_clear()
+    assert compiled.library() is not None
+    assert file.stat().st_mtime_ns == built
+
+
+def test_without_a_compiler_the_twins_serve(
+    fresh: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    with caplog.at_level(logging.INFO):
+        assert compiled.library() is None
+        assert compiled.library() is None
+    assert caplog.text.count("no C++ compiler") == 1  # said once
+    group = make_group({"a": 8})
+    group.pack("a")
+    plan = SegmentPlan(2, [Lane("a", 0, 2)], "compiled")
+    assert check_against_reference(group, plan, *make_input(2, group, torch.float32)) > 1
+
+
+def test_a_compiler_that_fails_is_told_and_left_alone(
+    fresh: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    broken = fresh / "broken-c++"
+    broken.write_text("#!/bin/sh\necho 'cannot find a target' >&2\nexit 1\n")
+    broken.chmod(0o755)
+    monkeypatch.setenv("CXX", str(broken))
+    assert compiled.library() is None
+    assert "cannot find a target" in caplog.text
+
+
+def test_the_environment_switches_them_off(fresh: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ATMM_COMPILED", "0")
+    assert compiled.library() is None
+    assert not list(fresh.iterdir())
+
+
+@needs_compiler
+def test_a_type_without_a_kernel_is_served_by_the_twin() -> None:
+    group = make_group({"a": 8}, dtype=torch.float64)
+    group.pack("a")
+    plan = SegmentPlan(2, [Lane("a", 0, 2)], "compiled")
+    assert check_against_reference(group, plan, *make_input(2, group, torch.float64)) > 1
+    assert not any(isinstance(strategy, Compiled) for strategy in plan.prepared.values())
