@@ -8,6 +8,7 @@ checks in `Seam.__init__` fail at start, not in the middle of a request, when a 
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -142,6 +143,8 @@ class Seam:
         # By position: versions name this argument differently.
         out = call(arguments.pop(pixels).to(self.dtype), **arguments, return_dict=True)
         rows = [item.reshape(-1, self.hidden_size) for item in out.pooler_output]
+        if kind == "video" and not self.family.mrope:
+            rows = [self._ended_by_newline(item, fields[pixels].shape[1]) for item in rows]
         counts = [len(item) for item in rows]
         levels = getattr(out, "deepstack_features", None) or ()
         # One version gives a tensor per level, another a tuple of per-item tensors.
@@ -151,6 +154,15 @@ class Seam:
             VisionFeatures(rows[i].to(self.dtype), tuple(level[i].to(self.dtype) for level in split))
             for i in range(len(items))
         ]
+
+    def _ended_by_newline(self, clip: torch.Tensor, num_frames: int) -> torch.Tensor:
+        """A clip's features [tokens, hidden] with the newline embedding that ends them, which older versions of
+        transformers add only later."""
+        vision = self.config.vision_config
+        side = math.ceil(vision.image_size // vision.patch_size / 2)  # frames are pooled two by two
+        if len(clip) > num_frames * side * side:
+            return clip
+        return torch.cat([clip, self.inner.image_newline[None].to(clip)])
 
     # -- positions ------------------------------------------------------------------------------------------------
 
