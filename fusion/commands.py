@@ -14,10 +14,12 @@ from rich.console import Console
 
 from fusion.drawn import render_stream
 from fusion.embedded import checkpoint_path
+from fusion.objectives import answer_in_words
 from fusion.pack import pack
 from fusion.plan import DomainPlan, Plan, read_plan
 from fusion.report import AdapterReport, DomainReport, FusionReport, RollbackReport
-from fusion.sources import Splits, load_source
+from fusion.samples import Splits
+from fusion.sources import load_source
 from fusion.train import Domain, FrozenBase, LoraTrainer
 from vlora.config import EngineConfig
 from vlora.engine import LocalEngine
@@ -64,13 +66,13 @@ def run(plan: Plan, out: Path, *, device: str, console: Console) -> FusionReport
             reports.append(
                 DomainReport(
                     name=domain,
-                    task=own.plan.task,
+                    task=own.splits.task,
                     real_or_synthetic="real" if own.splits.real else "synthetic",
                     metric=own.plan.metric,
                     threshold=own.plan.threshold,
                     before=before[domain],
                     validation=packed.accuracies[domain],
-                    after=trainer.accuracy_on(domain, own.test),
+                    after=trainer.score(domain, own.test),
                     met=domain not in packing.missed,
                     adapter=name,
                     num_test=len(own.test),
@@ -95,9 +97,9 @@ def zero_shot(
     found = {}
     for domain in plan.domains:
         own = splits[domain.name]
-        prompt = processor.chat(domain.question, own.num_frames)
         requests = []
         for number, sample in enumerate(own.test):
+            prompt = processor.chat(sample.question or domain.question, own.num_frames)
             encoded = processor.encode(prompt, [Image.fromarray(frame) for frame in sample.frames])
             requests.append(
                 Request(
@@ -111,7 +113,7 @@ def zero_shot(
         hits = 0
         for number, sample in enumerate(own.test):
             tokens = [token for output in outputs[str(number)] for token in output.token_ids]
-            hits += processor.decode(tokens).strip().lower() == own.labels[sample.label].lower()
+            hits += processor.decode(tokens).strip().lower() == answer_in_words(own, sample).lower()
         found[domain.name] = hits / len(own.test)
     return found
 
@@ -119,8 +121,8 @@ def zero_shot(
 def write_test_data(folder: Path, plan: Plan, splits: Mapping[str, Splits]) -> None:
     """Some test samples of every domain as PNG with their labels, and a labelled street video where a domain has clips.
 
-    FOLDER/DOMAIN/labels.json: [{"frames": [file, ...], "label": text}, ...]. FOLDER/DOMAIN/stream.json: {"video": file,
-    "labels": one per second}.
+    FOLDER/DOMAIN/labels.json: [{"frames": [file, ...], "question": text, "label": text}, ...].
+    FOLDER/DOMAIN/stream.json: {"video": file, "labels": one per second}.
     """
     for domain in plan.domains:
         own = splits[domain.name]
@@ -131,7 +133,8 @@ def write_test_data(folder: Path, plan: Plan, splits: Mapping[str, Splits]) -> N
             files = [f"{number:04d}-{place}.png" for place in range(len(sample.frames))]
             for file, frame in zip(files, sample.frames, strict=True):
                 cv2.imwrite(str(here / file), cv2.cvtColor(frame, cv2.COLOR_RGB2BGR))
-            entries.append({"frames": files, "label": own.labels[sample.label]})
+            question = sample.question or domain.question
+            entries.append({"frames": files, "question": question, "label": answer_in_words(own, sample)})
         (here / "labels.json").write_text(json.dumps(entries, indent=1) + "\n")
         if domain.source == "drawn-actions":
             labels = render_stream(here / "stream.mp4", plan.seed)
@@ -140,9 +143,17 @@ def write_test_data(folder: Path, plan: Plan, splits: Mapping[str, Splits]) -> N
 
 def _load(domain: DomainPlan, seed: int) -> Splits:
     try:
-        return load_source(domain.source, seed)
+        splits = load_source(domain.source, seed)
     except ImportError as error:
         raise BadPlan(
             f"domain {domain.name!r}: source {domain.source!r} needs {error.name}; "
             "install it with pip install 'vlora[demo]'"
         ) from error
+    if domain.task not in (None, splits.task):
+        raise BadPlan(
+            f"domain {domain.name!r}: task is {domain.task!r}, but source {domain.source!r} is for {splits.task!r}; "
+            "leave the task out, or give another source"
+        )
+    if splits.task == "detection":
+        raise BadPlan(f"domain {domain.name!r}: detection heads are not served yet; leave the domain out")
+    return splits

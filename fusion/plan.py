@@ -33,10 +33,11 @@ class TrainingPlan(_Strict):
 
 
 class DomainPlan(_Strict):
-    """One task. source: a built-in name or a folder. threshold: validation accuracy it must keep, as a share of 1."""
+    """One domain. source: a built-in name or a folder. task: None for what the source is for. threshold: validation
+    accuracy it must keep, as a share of 1."""
 
     name: str = Field(min_length=1, pattern=r"^[A-Za-z0-9_-]+$")
-    task: Literal["classification"] = "classification"
+    task: Literal["classification", "action", "vqa", "captioning", "referring"] | None = None
     source: str
     question: str = Field(min_length=1)
     metric: Literal["accuracy"] = "accuracy"

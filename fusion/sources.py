@@ -6,8 +6,7 @@ share no picture (and, where pictures are crops of a few photographs, no region 
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 
 import cv2
@@ -16,30 +15,11 @@ import numpy as np
 from fusion.drawn import ACTIONS, CLIP_FRAMES, SIGNS, draw_action, draw_sign
 from fusion.embedded.drawing import SIZE
 from fusion.embedded.world import NUMBERS
+from fusion.samples import Sample, Splits
+from fusion.streets import KINDS, ask_traffic, caption_traffic, find_things, refer_to_thing
 from vlora.errors import BadPlan
 
-
-@dataclasses.dataclass(frozen=True)
-class Sample:
-    """frames: RGB uint8 pictures [height, width, 3], one or several. label: index into the domain's labels."""
-
-    frames: tuple[np.ndarray, ...]
-    label: int
-
-
-@dataclasses.dataclass(frozen=True)
-class Splits:
-    """A domain's samples. real: photographed or scanned pixels, as opposed to rendered (synthetic) ones."""
-
-    labels: tuple[str, ...]
-    train: Sequence[Sample]
-    validation: Sequence[Sample]
-    test: Sequence[Sample]
-    real: bool
-
-    @property
-    def num_frames(self) -> int:
-        return len(self.train[0].frames)
+Source = Callable[[int], Splits]
 
 
 def load_source(source: str, seed: int) -> Splits:
@@ -64,7 +44,7 @@ def _digits(seed: int) -> Splits:
         canvas = np.zeros((SIZE, SIZE), np.uint8)
         canvas[12:84, 12:84] = cv2.resize(small, (72, 72), interpolation=cv2.INTER_CUBIC)
         samples.append(Sample((cv2.cvtColor(canvas, cv2.COLOR_GRAY2RGB),), int(data.target[index])))
-    return Splits(NUMBERS, samples[:1100], samples[1100:1400], samples[1400:], real=True)
+    return Splits("classification", NUMBERS, samples[:1100], samples[1100:1400], samples[1400:], real=True)
 
 
 # Label -> picture that ships inside scikit-image or scikit-learn.
@@ -106,7 +86,7 @@ def _photos(seed: int) -> Splits:
             width = photos[label].shape[1]
             region = photos[label][:, int(width * left) : int(width * right)]
             parts[part].append(Sample((_crop(region, rng),), label))
-    return Splits(tuple(_PHOTOS), parts["train"], parts["validation"], parts["test"], real=True)
+    return Splits("classification", tuple(_PHOTOS), parts["train"], parts["validation"], parts["test"], real=True)
 
 
 _LEAST_CONTRAST = 6.0  # standard deviation, grey levels
@@ -132,7 +112,7 @@ def _signs(seed: int) -> Splits:
         labels = [int(rng.integers(len(SIGNS))) for _ in range(count)]
         return [Sample((draw_sign(SIGNS[label], rng),), label) for label in labels]
 
-    return Splits(SIGNS, part(1100), part(300), part(400), real=False)
+    return Splits("classification", SIGNS, part(1100), part(300), part(400), real=False)
 
 
 def _actions(seed: int) -> Splits:
@@ -143,7 +123,31 @@ def _actions(seed: int) -> Splits:
         labels = [int(rng.integers(len(ACTIONS))) for _ in range(count)]
         return [Sample(tuple(draw_action(ACTIONS[label], rng, CLIP_FRAMES)), label) for label in labels]
 
-    return Splits(ACTIONS, part(900), part(240), part(320), real=False)
+    return Splits("action", ACTIONS, part(900), part(240), part(320), real=False)
+
+
+def _faces(seed: int) -> Splits:
+    """Faces and what is none: 100 each of 25 x 25 grey pixels, from Labeled Faces in the Wild (real pixels)."""
+    from skimage.data import lfw_subset
+
+    pictures = lfw_subset()
+    samples = []
+    for index in np.random.default_rng(seed).permutation(len(pictures)):
+        grey = np.clip(pictures[index] * 255, 0, 255).astype(np.uint8)
+        large = cv2.resize(grey, (SIZE, SIZE), interpolation=cv2.INTER_CUBIC)
+        samples.append(Sample((cv2.cvtColor(large, cv2.COLOR_GRAY2RGB),), 0 if index < 100 else 1))
+    return Splits("classification", ("a face", "no face"), samples[:100], samples[100:130], samples[130:], real=True)
+
+
+def _drawn(task: str, labels: tuple[str, ...], draw: Callable[[np.random.Generator], Sample], salt: int) -> Source:
+    """A source that draws every sample anew."""
+
+    def load(seed: int) -> Splits:
+        rng = np.random.default_rng(seed + salt)
+        train, validation, test = ([draw(rng) for _ in range(count)] for count in (1600, 300, 500))
+        return Splits(task, labels, train, validation, test, real=False)
+
+    return load
 
 
 def _folder(folder: Path) -> Splits:
@@ -162,12 +166,17 @@ def _folder(folder: Path) -> Splits:
                 parts[name].append(Sample((cv2.cvtColor(picture, cv2.COLOR_BGR2RGB),), label))
         if not parts[name]:
             raise BadPlan(f"source {folder}: {name}/ holds no pictures for the labels {', '.join(labels)}")
-    return Splits(tuple(labels), parts["train"], parts["validation"], parts["test"], real=True)
+    return Splits("classification", tuple(labels), parts["train"], parts["validation"], parts["test"], real=True)
 
 
-BUILT_IN: dict[str, Callable[[int], Splits]] = {
+BUILT_IN: dict[str, Source] = {
     "sklearn-digits": _digits,
+    "lfw-faces": _faces,
     "library-photos": _photos,
     "drawn-signs": _signs,
     "drawn-actions": _actions,
+    "drawn-traffic-questions": _drawn("vqa", (), ask_traffic, 3),
+    "drawn-traffic-captions": _drawn("captioning", (), caption_traffic, 4),
+    "drawn-traffic-references": _drawn("referring", (), refer_to_thing, 5),
+    "drawn-traffic-detection": _drawn("detection", KINDS, find_things, 6),
 }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,8 +15,9 @@ from peft import LoraConfig, get_peft_model
 from PIL import Image
 from torch import nn
 
+from fusion.objectives import Read, answer_in_words, task_of
 from fusion.plan import DomainPlan, Plan
-from fusion.sources import Sample, Splits
+from fusion.samples import Sample, Splits, Target
 from heads import HeadSpec, TaskHead, save_heads
 from vlora.models import EncodedPrompt, InputProcessor
 from vlora.models.processing import to_tensor
@@ -25,34 +26,31 @@ from vlora.models.vision import VisionEncoder, VisionTask
 
 _ENCODE_AT_ONCE = 64
 _IGNORE = -100
-_TEXT_WEIGHT = 0.3  # of the language-model loss beside the head's: the adapter also answers in words
 
 
 class Prepared(NamedTuple):
     """One sample ready for training. ids [n] ends with the prompt; embeddings [placeholders, hidden]; positions [1 or
-    3, n]."""
+    3, n]; answer: the tokens of its answer in words, none where it has no words."""
 
     ids: torch.Tensor
     embeddings: torch.Tensor
     positions: torch.Tensor
-    label: int
+    target: Target
+    answer: tuple[int, ...]
 
 
 class Domain:
-    """A domain's plan and its samples, prepared once: the vision tower is frozen, so its output never changes."""
+    """A domain's plan, what it asks of training, and its samples, prepared once: the vision tower is frozen, so what it
+    makes never changes."""
 
     def __init__(self, plan: DomainPlan, splits: Splits, base: FrozenBase) -> None:
         self.plan = plan
         self.splits = splits
         self.base = base
-        prompt = base.processor.chat(plan.question, splits.num_frames)
-        self.train = base.prepare(prompt, splits.train)
-        self.validation = base.prepare(prompt, splits.validation)
-        self.test = base.prepare(prompt, splits.test)
-        eos = base.processor.tokenizer.eos_token_id
-        self.answers = [
-            [*base.processor.tokenizer(text, add_special_tokens=False)["input_ids"], eos] for text in splits.labels
-        ]
+        self.task = task_of(splits)
+        self.train, self.validation, self.test = (
+            base.prepare(plan.question, splits, part) for part in (splits.train, splits.validation, splits.test)
+        )
 
 
 class FrozenBase:
@@ -67,12 +65,12 @@ class FrozenBase:
         self._vision = VisionEncoder(self.seam, cache_bytes=0)
 
     @torch.no_grad()
-    def prepare(self, prompt: str, samples: Sequence[Sample]) -> list[Prepared]:
-        """Encode every sample's frames behind one prompt."""
+    def prepare(self, question: str, splits: Splits, samples: Sequence[Sample]) -> list[Prepared]:
+        """Encode every sample's frames and its question, or else the domain's."""
         prepared: list[Prepared] = []
         for first in range(0, len(samples), _ENCODE_AT_ONCE):
             part = samples[first : first + _ENCODE_AT_ONCE]
-            encoded = [self._encode(prompt, sample) for sample in part]
+            encoded = [self._encode(sample.question or question, sample) for sample in part]
             tasks = [VisionTask(item, None) for one in encoded for item in one.vision]
             features = iter(self._vision.encode(tasks))
             for sample, one in zip(part, encoded, strict=True):
@@ -85,10 +83,20 @@ class FrozenBase:
                     for item in one.vision
                 ]
                 positions = self.seam.positions(ids, grids).rows
-                prepared.append(Prepared(ids, torch.cat([f.rows for f in own]), positions, sample.label))
+                prepared.append(
+                    Prepared(
+                        ids, torch.cat([f.rows for f in own]), positions, sample.target, self._answer(splits, sample)
+                    )
+                )
         return prepared
 
-    def _encode(self, prompt: str, sample: Sample) -> EncodedPrompt:
+    def _answer(self, splits: Splits, sample: Sample) -> tuple[int, ...]:
+        words = answer_in_words(splits, sample)
+        tokenizer = self.processor.tokenizer
+        return (*tokenizer(words, add_special_tokens=False)["input_ids"], tokenizer.eos_token_id) if words else ()
+
+    def _encode(self, question: str, sample: Sample) -> EncodedPrompt:
+        prompt = self.processor.chat(question, len(sample.frames))
         return self.processor.encode(prompt, [Image.fromarray(frame) for frame in sample.frames])
 
 
@@ -148,7 +156,8 @@ class LoraTrainer:
 
     def train(self, domain: str, beside: Sequence[str]) -> None:
         settings = self._plan.training
-        self._heads[domain] = self._new_head(domain)
+        if self._domains[domain].task.num_outputs:
+            self._heads[domain] = self._new_head(domain)
         rng = np.random.default_rng(self._seed(f"{domain} beside {','.join(beside)}"))
         parameters = [*self._lora.values(), *(p for head in self._heads.values() for p in head.parameters())]
         for parameter in parameters:
@@ -171,21 +180,28 @@ class LoraTrainer:
         self._peft.eval()
 
     def accuracy(self, domain: str) -> float:
-        return self.accuracy_on(domain, self._domains[domain].validation)
+        return self.score(domain, self._domains[domain].validation)
 
     # -- more ---------------------------------------------------------------------------------------------------------
 
     @torch.no_grad()
-    def accuracy_on(self, domain: str, samples: Sequence[Prepared]) -> float:
-        """Share of samples the domain's head labels right."""
-        hits = 0
+    def score(self, domain: str, samples: Sequence[Prepared]) -> float:
+        """The domain's metric on these samples, 0 to 1."""
+        answers: list[object] = []
+        for part, read in self._reads(domain, samples):
+            answers += self._domains[domain].task.answers(read, self._heads.get(domain), [one.target for one in part])
+        return self._domains[domain].task.metric(answers, [sample.target for sample in samples])
+
+    @torch.no_grad()
+    def in_words(self, domain: str, samples: Sequence[Prepared]) -> float:
+        """Share of samples that the language model answers word for word; 0 where answers are no words."""
+        return sum(float(read.exact.sum()) for _, read in self._reads(domain, samples)) / len(samples)
+
+    def _reads(self, domain: str, samples: Sequence[Prepared]) -> Iterator[tuple[Sequence[Prepared], Read]]:
         for first in range(0, len(samples), 50):
             part = samples[first : first + 50]
             with self._autocast():
-                hidden, _ = self._hidden([(domain, sample, []) for sample in part])
-                logits = self._heads[domain](hidden)
-            hits += int((logits.argmax(-1).cpu() == torch.tensor([sample.label for sample in part])).sum())
-        return hits / len(samples)
+                yield part, self._read([(domain, sample) for sample in part])
 
     def save(self, folder: Path, state: dict[str, torch.Tensor]) -> None:
         """Write an adapter in PEFT's format with its heads beside it."""
@@ -196,7 +212,7 @@ class LoraTrainer:
             domain = self._domains[name]
             spec = HeadSpec(
                 name=name,
-                task=domain.plan.task,
+                task=domain.splits.task,
                 labels=domain.splits.labels,
                 prompt=domain.plan.question,
                 num_frames=domain.splits.num_frames,
@@ -206,47 +222,44 @@ class LoraTrainer:
         save_heads(folder, heads)
 
     def _new_head(self, domain: str) -> nn.Linear:
-        labels = len(self._domains[domain].splits.labels)
-        head = nn.Linear(self._base.seam.hidden_size, labels, device=self._base.seam.device)
+        outputs = self._domains[domain].task.num_outputs
+        head = nn.Linear(self._base.seam.hidden_size, outputs, device=self._base.seam.device)
         with torch.no_grad():
             generator = torch.Generator().manual_seed(self._seed(f"head {domain}"))
             head.weight.copy_(torch.randn(head.weight.shape, generator=generator) * 0.02)
             head.bias.zero_()
         return head
 
-    def _draw(self, rng: np.random.Generator, domain: str, count: int) -> list[tuple[str, Prepared, list[int]]]:
+    def _draw(self, rng: np.random.Generator, domain: str, count: int) -> list[tuple[str, Prepared]]:
         samples = self._domains[domain].train
-        picked = [samples[i] for i in rng.integers(len(samples), size=count)]
-        return [(domain, sample, self._domains[domain].answers[sample.label]) for sample in picked]
+        return [(domain, samples[i]) for i in rng.integers(len(samples), size=count)]
 
-    def _loss(self, batch: Sequence[tuple[str, Prepared, list[int]]]) -> torch.Tensor:
-        """The heads' cross entropy, and the language model's on the label as text."""
+    def _loss(self, batch: Sequence[tuple[str, Prepared]]) -> torch.Tensor:
+        """Every domain's own loss on its part of the batch, and the language model's on answers in words."""
         with self._autocast():
-            hidden, text_loss = self._hidden(batch)
-            loss = hidden.new_zeros(())
-            for domain in {name for name, _, _ in batch}:
-                rows = [i for i, (name, _, _) in enumerate(batch) if name == domain]
-                wanted = torch.tensor([batch[i][1].label for i in rows], device=hidden.device)
-                logits = self._heads[domain](hidden[rows]).float()
-                loss = loss + F.cross_entropy(logits, wanted) * len(rows) / len(batch)
-        return loss + _TEXT_WEIGHT * text_loss
+            read = self._read(batch)
+            loss = read.last.new_zeros((), dtype=torch.float32)
+            for domain in {name for name, _ in batch}:
+                rows = [i for i, (name, _) in enumerate(batch) if name == domain]
+                targets = [batch[i][1].target for i in rows]
+                own = self._domains[domain].task.loss(read.of(rows), self._heads.get(domain), targets)
+                loss = loss + own * len(rows) / len(batch)
+        return loss
 
-    def _hidden(self, batch: Sequence[tuple[str, Prepared, list[int]]]) -> tuple[torch.Tensor, torch.Tensor]:
-        """Hidden states [batch, hidden] of each last prompt token, and the loss of the answers' words behind it."""
+    def _read(self, batch: Sequence[tuple[str, Prepared]]) -> Read:
+        """One forward over prompts with their answers behind them."""
         seam = self._base.seam
         device = seam.device
         rows, positions, wanted, last = [], [], [], []
-        placeholder = seam.image_token_id
-        for _, sample, answer in batch:
-            ids = torch.cat([sample.ids, torch.tensor(answer[:-1], dtype=torch.long)]) if answer else sample.ids
+        for _, sample in batch:
+            ids = torch.cat([sample.ids, torch.tensor(sample.answer[:-1], dtype=torch.long)])
             embeddings = seam.embed(ids.to(device))
-            embeddings[(ids == placeholder).to(device)] = sample.embeddings.to(embeddings.dtype)
+            embeddings[(ids == seam.image_token_id).to(device)] = sample.embeddings.to(embeddings.dtype)
             rows.append(embeddings)
             tail = torch.arange(len(ids) - len(sample.ids)) + sample.positions.max() + 1
             positions.append(torch.cat([sample.positions, tail.expand(sample.positions.shape[0], -1)], 1).t())
-            prompt = len(sample.ids)
-            last.append(prompt - 1)
-            wanted.append(torch.tensor([_IGNORE] * (prompt - 1) + (answer or [_IGNORE])))
+            last.append(len(sample.ids) - 1)
+            wanted.append(torch.tensor([_IGNORE] * (len(sample.ids) - 1) + list(sample.answer or (_IGNORE,))))
         embeds = nn.utils.rnn.pad_sequence(rows, batch_first=True)
         # Padding stands at the end, behind everything that is read: causal attention keeps it out without a mask.
         places = nn.utils.rnn.pad_sequence(positions, batch_first=True).permute(2, 0, 1).to(device)
@@ -255,10 +268,20 @@ class LoraTrainer:
         ).last_hidden_state
         targets = nn.utils.rnn.pad_sequence(wanted, batch_first=True, padding_value=_IGNORE).to(device)
         answered = targets != _IGNORE
-        text_loss = hidden.new_zeros(())
-        if bool(answered.any()):
-            text_loss = F.cross_entropy(seam.lm_head(hidden[answered]).float(), targets[answered])
-        return hidden[torch.arange(len(batch)), torch.tensor(last)], text_loss
+        logits = seam.lm_head(hidden[answered]).float()
+        losses, hits = torch.zeros(targets.shape, device=device), torch.zeros_like(answered)
+        losses[answered] = F.cross_entropy(logits, targets[answered], reduction="none")
+        hits[answered] = logits.argmax(-1) == targets[answered]
+        counts = answered.sum(1)
+        return Read(
+            last=hidden[torch.arange(len(batch)), torch.tensor(last)],
+            images=[
+                hidden[row, (one.ids == seam.image_token_id).nonzero().flatten()] for row, (_, one) in enumerate(batch)
+            ],
+            words=losses.sum(1) / counts.clamp(min=1),
+            # Every token right, given those before it: what greedy decoding would have said.
+            exact=(hits.sum(1) == counts) & (counts > 0),
+        )
 
     def _autocast(self) -> torch.autocast:
         return torch.autocast(self._base.seam.device.type, torch.bfloat16)

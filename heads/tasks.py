@@ -35,4 +35,6 @@ def _likeliest(logits: torch.Tensor, labels: tuple[str, ...]) -> Decision:
     return Decision(best, labels[best], tuple(scores.tolist()))
 
 
-TASKS: dict[str, Task] = {"classification": Task(loss=F.cross_entropy, decode=_likeliest)}
+_CHOICE = Task(loss=F.cross_entropy, decode=_likeliest)
+# A head over one picture and one over the frames of a clip read alike: from the last token, which has seen them all.
+TASKS: dict[str, Task] = {"classification": _CHOICE, "action": _CHOICE}

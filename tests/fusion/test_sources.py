@@ -25,7 +25,8 @@ def test_parts_share_no_picture(name: str) -> None:
         for other in pictures[i + 1 :]:
             # Two people may have written pixel-identical digits; nothing else may coincide.
             assert len(part & other) <= (1 if name == "sklearn-digits" else 0)
-    assert {sample.label for sample in splits.train} == set(range(len(splits.labels)))
+    if splits.task in ("classification", "action"):
+        assert {sample.target for sample in splits.train} == set(range(len(splits.labels)))
     assert splits.real == (not name.startswith("drawn"))
 
 
@@ -38,7 +39,7 @@ def test_photo_crops_of_different_parts_come_from_different_regions() -> None:
 def test_a_seed_gives_the_same_pictures(name: str) -> None:
     first, second = load_source(name, 5), load_source(name, 5)
     assert all(
-        a.label == b.label and np.array_equal(a.frames[0], b.frames[0])
+        a.target == b.target and np.array_equal(a.frames[0], b.frames[0])
         for a, b in zip(first.test, second.test, strict=True)
     )
 

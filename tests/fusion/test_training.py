@@ -57,7 +57,7 @@ def trained(base_folder: str) -> tuple[LoraTrainer, Domain]:
     from vlora.models.loading import load_model
 
     base = FrozenBase(load_model(config), InputProcessor.from_pretrained(base_folder))
-    splits = Splits(LABELS, colors(60, 0), colors(30, 1), colors(30, 2), real=False)
+    splits = Splits("classification", LABELS, colors(60, 0), colors(30, 1), colors(30, 2), real=False)
     domain = Domain(plan.domains[0], splits, base)
     trainer = LoraTrainer(base, {"colors": domain}, plan)
     trainer.fresh()
@@ -67,16 +67,16 @@ def trained(base_folder: str) -> tuple[LoraTrainer, Domain]:
 
 def test_training_beats_chance_by_far(trained: tuple[LoraTrainer, Domain]) -> None:
     trainer, domain = trained
-    assert trainer.accuracy_on("colors", domain.test) > 0.8
+    assert trainer.score("colors", domain.test) > 0.8
 
 
 def test_restoring_a_snapshot_brings_the_accuracy_back(trained: tuple[LoraTrainer, Domain]) -> None:
     trainer, domain = trained
     state = trainer.snapshot()
-    before = trainer.accuracy_on("colors", domain.test)
+    before = trainer.score("colors", domain.test)
     trainer.fresh()
     trainer.restore(state)
-    assert trainer.accuracy_on("colors", domain.test) == before
+    assert trainer.score("colors", domain.test) == before
     assert all(torch.equal(value, state[name]) for name, value in trainer.snapshot().items())
 
 
@@ -109,6 +109,6 @@ def test_the_saved_adapter_is_read_by_peft_and_served_the_same(
     for number, sample in enumerate(domain.splits.test):
         answer = outputs[str(number)][-1].head
         assert answer is not None
-        hits += answer.label == LABELS[sample.label]
+        hits += answer.label == LABELS[sample.target]
     # Training evaluates in bfloat16 autocast, serving in float32: one sample may fall on the other side.
-    assert abs(hits / len(domain.test) - trainer.accuracy_on("colors", domain.test)) <= 1 / len(domain.test) + 1e-9
+    assert abs(hits / len(domain.test) - trainer.score("colors", domain.test)) <= 1 / len(domain.test) + 1e-9

@@ -54,7 +54,7 @@ def test_heads_come_back_from_disk(tmp_path: Path) -> None:
     ("changes", "text"),
     [
         ({"name": ""}, "name is empty"),
-        ({"task": "alchemy"}, "'alchemy'; known: classification"),
+        ({"task": "alchemy"}, "'alchemy'; known: action, classification"),
         ({"labels": ("one",)}, "two or more"),
         ({"labels": ("same", "same")}, "different"),
         ({"prompt": " "}, "prompt is empty"),

@@ -13,7 +13,10 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from PIL import Image
-from transformers import AutoConfig, AutoImageProcessor, AutoTokenizer, PreTrainedTokenizerBase
+from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerBase
+
+# From its own module: without torchvision, older versions export a stand-in that refuses to work.
+from transformers.models.auto.image_processing_auto import AutoImageProcessor
 
 from vlora.errors import BadConfig, BadImage, BadRequest
 from vlora.models.families import family_of, placeholder_count

@@ -1,0 +1,44 @@
+"""What a domain is made of: pictures with what is to be said about them, in three parts that share no picture."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import numpy as np
+
+from heads import Box
+
+Target = int | str | tuple[Box, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Sample:
+    """frames: RGB uint8 pictures [height, width, 3], one or several.
+
+    target: a label's index (classification, action), the answer's words (vqa, captioning, referring), or what is to be
+    found (detection). question: what is asked of this very sample; empty where the domain asks one question only.
+    """
+
+    frames: tuple[np.ndarray, ...]
+    target: Target
+    question: str = ""
+
+
+@dataclasses.dataclass(frozen=True)
+class Splits:
+    """A domain's samples. labels: what a head chooses from, empty where the language model answers in words.
+
+    real: photographed or scanned pixels, as opposed to rendered (synthetic) ones.
+    """
+
+    task: str
+    labels: tuple[str, ...]
+    train: Sequence[Sample]
+    validation: Sequence[Sample]
+    test: Sequence[Sample]
+    real: bool
+
+    @property
+    def num_frames(self) -> int:
+        return len(self.train[0].frames)
