@@ -57,7 +57,7 @@ class FaceCascade:
     name = "Haar cascade"
 
     def __init__(self) -> None:
-        file = Path(cv2.data.haarcascades) / "haarcascade_frontalface_default.xml"
+        file = Path(cv2.__file__).parent / "data" / "haarcascade_frontalface_default.xml"
         self._cascade = cv2.CascadeClassifier(str(file))
 
     def fit(self, splits: Splits) -> None:

@@ -105,7 +105,7 @@ class LoraTrainer:
 
     def __init__(self, base: FrozenBase, domains: Mapping[str, Domain], plan: Plan) -> None:
         self._base = base
-        self._domains = domains
+        self.domains = dict(domains)
         self._plan = plan
         self._heads: dict[str, nn.Linear] = {}
         for parameter in base.model.parameters():
@@ -156,7 +156,7 @@ class LoraTrainer:
 
     def train(self, domain: str, beside: Sequence[str]) -> None:
         settings = self._plan.training
-        if self._domains[domain].task.num_outputs:
+        if self.domains[domain].task.num_outputs:
             self._heads[domain] = self._new_head(domain)
         rng = np.random.default_rng(self._seed(f"{domain} beside {','.join(beside)}"))
         parameters = [*self._lora.values(), *(p for head in self._heads.values() for p in head.parameters())]
@@ -180,7 +180,7 @@ class LoraTrainer:
         self._peft.eval()
 
     def accuracy(self, domain: str) -> float:
-        return self.score(domain, self._domains[domain].validation)
+        return self.score(domain, self.domains[domain].validation)
 
     # -- more ---------------------------------------------------------------------------------------------------------
 
@@ -189,8 +189,8 @@ class LoraTrainer:
         """The domain's metric on these samples, 0 to 1."""
         answers: list[object] = []
         for part, read in self._reads(domain, samples):
-            answers += self._domains[domain].task.answers(read, self._heads.get(domain), [one.target for one in part])
-        return self._domains[domain].task.metric(answers, [sample.target for sample in samples])
+            answers += self.domains[domain].task.answers(read, self._heads.get(domain), [one.target for one in part])
+        return self.domains[domain].task.metric(answers, [sample.target for sample in samples])
 
     @torch.no_grad()
     def in_words(self, domain: str, samples: Sequence[Prepared]) -> float:
@@ -209,7 +209,7 @@ class LoraTrainer:
         self._peft.save_pretrained(str(folder))
         heads = {}
         for name, head in self._heads.items():
-            domain = self._domains[name]
+            domain = self.domains[name]
             spec = HeadSpec(
                 name=name,
                 task=domain.splits.task,
@@ -222,7 +222,7 @@ class LoraTrainer:
         save_heads(folder, heads)
 
     def _new_head(self, domain: str) -> nn.Linear:
-        outputs = self._domains[domain].task.num_outputs
+        outputs = self.domains[domain].task.num_outputs
         head = nn.Linear(self._base.seam.hidden_size, outputs, device=self._base.seam.device)
         with torch.no_grad():
             generator = torch.Generator().manual_seed(self._seed(f"head {domain}"))
@@ -231,7 +231,7 @@ class LoraTrainer:
         return head
 
     def _draw(self, rng: np.random.Generator, domain: str, count: int) -> list[tuple[str, Prepared]]:
-        samples = self._domains[domain].train
+        samples = self.domains[domain].train
         return [(domain, samples[i]) for i in rng.integers(len(samples), size=count)]
 
     def _loss(self, batch: Sequence[tuple[str, Prepared]]) -> torch.Tensor:
@@ -242,7 +242,7 @@ class LoraTrainer:
             for domain in {name for name, _ in batch}:
                 rows = [i for i, (name, _) in enumerate(batch) if name == domain]
                 targets = [batch[i][1].target for i in rows]
-                own = self._domains[domain].task.loss(read.of(rows), self._heads.get(domain), targets)
+                own = self.domains[domain].task.loss(read.of(rows), self._heads.get(domain), targets)
                 loss = loss + own * len(rows) / len(batch)
         return loss
 

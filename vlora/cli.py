@@ -348,6 +348,45 @@ def demo(out: Path, plan: str) -> None:
     run(out, plan=plan)
 
 
+@cli.group()
+def model() -> None:
+    """The small model that ships with the package."""
+
+
+@model.command("eval")
+@click.option("--checkpoint", type=click.Path(exists=True), help="Another folder than the package's own.")
+@click.option("--quick", is_flag=True, help="One seed and few pictures: a look, not a result.")
+def model_eval(checkpoint: str | None, quick: bool) -> None:
+    """Measure every promise of the embedded model. The last line is JSON; exit code 1 when a goal does not hold.
+
+    \b
+        vlora model eval --quick
+    """
+    import logging
+    import warnings
+
+    import torch
+
+    from fusion.embedded import checkpoint_path
+    from fusion.embedded.exam import examine
+    from vlora.bench.form import Goal, Report
+
+    warnings.simplefilter("ignore", FutureWarning)
+    logging.getLogger("vlora").setLevel(logging.WARNING)
+    torch.set_num_threads(min(2, torch.get_num_threads()))
+    seeds = (1_000_001, 1_000_002, 1_000_003)[: 1 if quick else 3]
+    rows, gates = examine(
+        checkpoint or checkpoint_path(),
+        seeds=seeds,
+        num_scenes=80 if quick else 320,
+        say=lambda text: click.echo(text, err=True),
+    )
+    goals = [Goal(*gate) for gate in gates]
+    Report("model eval", [row._asdict() for row in rows], goals, title="vlora model eval").print()
+    if not all(goal.holds for goal in goals):
+        sys.exit(1)
+
+
 @cli.command()
 @click.argument("name")
 @click.option("--quick", is_flag=True, help="Fewer repetitions: a look, not a result.")

@@ -2,8 +2,9 @@
 
 Two stages in one run. First the vision tower alone learns what is where (a linear probe on every image token must name
 kind, colour and centre of what it sees). Then the whole model learns to answer questions, the probes going on beside;
-two more read each image token's row and column from what the language model is given, and which way the thing there
-moves from the language model's states. The probes only serve training and are not saved.
+three more read each image token's row and column from what the language model is given, which way the thing there
+moves from the language model's states, and, where a question names something, whether that is there from the state of
+the name itself: comparing is what comes last when answers alone teach it. Probes only serve training and are not saved.
 
 A scene's questions share its image but do not see one another, so every one is learned as it will be asked: alone.
 
@@ -37,7 +38,7 @@ from fusion.embedded.processor import build_processor
 
 VISION_SHARE = 0.15
 """Part of the run in which only the vision tower trains."""
-STILL_LENGTH, CLIP_LENGTH = 128, 208
+STILL_LENGTH, CLIP_LENGTH = 160, 208
 """Tokens of a row: a picture or a clip and as many of its questions as fit. Fixed, so that compiled code fits all."""
 STILLS, CLIPS = 24, 5
 """Pictures and clips per step of the second stage; the first stage takes 64 pictures."""
@@ -76,6 +77,7 @@ class Probes(nn.Module):
         self.move = nn.Linear(text_size, len(world.CELL_MOVES))
         self.row = nn.Linear(text_size, world.GRID)
         self.column = nn.Linear(text_size, world.GRID)
+        self.present = nn.Linear(text_size, 2)
 
     def cell_loss(self, states: torch.Tensor, cells: torch.Tensor) -> torch.Tensor:
         """states [n, 36, vision], cells [n, 4, 6, 6]."""
@@ -100,6 +102,11 @@ class Probes(nn.Module):
         frames = cells.shape[1]
         states = states.unflatten(1, (frames, IMAGE_TOKENS))[:, 1:]
         return _probe_loss(self.move(states), cells[:, 1:, world.MOVE].flatten(2))
+
+    def presence_loss(self, states: torch.Tensor, present: torch.Tensor) -> torch.Tensor:
+        """states [n, length, text], present [n, length]: 1 or 0 at the last token of a name, else ignored."""
+        named = present != _IGNORED
+        return functional.cross_entropy(self.present(states[named]).float(), present[named])
 
 
 def _probe_loss(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
@@ -126,31 +133,40 @@ class Conversations:
         """One row of `length` tokens per scene: its images, then its questions in random order while they fit."""
         shape = (len(scenes), length)
         ids, labels = np.full(shape, self.pad), np.full(shape, _IGNORED)
-        turns, positions = np.full(shape, -1), np.zeros(shape, np.int64)
+        turns, positions, present = np.full(shape, -1), np.zeros(shape, np.int64), np.full(shape, _IGNORED)
         for row, scene in enumerate(scenes):
             start = [self.bos, self.user] + [self.image] * (IMAGE_TOKENS * len(scene.frames))
             end = len(start)
             ids[row, :end], turns[row, :end], positions[row, :end] = start, 0, np.arange(end)
             for turn, index in enumerate(rng.permutation(len(scene.questions)), 1):
-                question = [*self.words(scene.questions[index].text), self.assistant]
-                answer = [*self.words(scene.questions[index].answer), self.eos]
+                asked = scene.questions[index]
+                question, answer = [*self.words(asked.text), self.assistant], [*self.words(asked.answer), self.eos]
                 here = slice(end, end + len(question) + len(answer))
                 if here.stop > length:
                     break
                 ids[row, here], turns[row, here] = question + answer, turn
                 labels[row, here] = [_IGNORED] * len(question) + answer
                 positions[row, here] = np.arange(len(start), len(start) + here.stop - here.start)
+                if asked.about:
+                    present[row, end + _end_of(self.words(asked.about), question) - 1] = asked.holds
                 end = here.stop
-        return Rows(*(torch.from_numpy(values) for values in (ids, labels, turns, positions)))
+        return Rows(*(torch.from_numpy(values) for values in (ids, labels, turns, positions, present)))
+
+
+def _end_of(part: Sequence[int], whole: Sequence[int]) -> int:
+    """Where `part` ends in `whole`."""
+    return next(end for end in range(len(part), len(whole) + 1) if tuple(whole[end - len(part) : end]) == tuple(part))
 
 
 class Rows(NamedTuple):
-    """Token ids, labels, turn (0 is the image, -1 padding) and position of every token, int64 [n, length] each."""
+    """Token ids, labels, turn (0 is the image, -1 padding) and position of every token; at the last token of a name
+    whether that is there. int64 [n, length] each."""
 
     ids: torch.Tensor
     labels: torch.Tensor
     turns: torch.Tensor
     positions: torch.Tensor
+    present: torch.Tensor
 
     def to(self, device: torch.device) -> Rows:
         return Rows(*(values.to(device) for values in self))
@@ -274,18 +290,21 @@ class Trainer:
         states = self.vision(torch.cat([pixels, clip_pixels])).last_hidden_state[:, 1:]
         cells = self.probes.cell_loss(states, torch.cat([still_cells.flatten(0, 1), clip_cells.flatten(0, 1)]))
         features = self.model.model.multi_modal_projector(states)
-        still_answer, _ = self._answer_loss(self.conversations.batch(rng, stills, STILL_LENGTH), features[:STILLS])
-        clip_answer, hidden = self._answer_loss(self.conversations.batch(rng, clips, CLIP_LENGTH), features[STILLS:])
+        still_rows = self.conversations.batch(rng, stills, STILL_LENGTH).to(self.device)
+        clip_rows = self.conversations.batch(rng, clips, CLIP_LENGTH).to(self.device)
+        still_answer, still_hidden = self._answer_loss(still_rows, features[:STILLS])
+        clip_answer, hidden = self._answer_loss(clip_rows, features[STILLS:])
         images = hidden[:, 2 : 2 + world.CLIP_FRAMES * IMAGE_TOKENS]
         return {
             "answer": 0.65 * still_answer + 0.35 * clip_answer,
             "cells": cells,
             "places": self.probes.place_loss(features),
+            "present": 0.65 * self.probes.presence_loss(still_hidden, still_rows.present)
+            + 0.35 * self.probes.presence_loss(hidden, clip_rows.present),
             "moves": self.probes.move_loss(images, clip_cells),
         }
 
     def _answer_loss(self, rows: Rows, features: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        rows = rows.to(self.device)
         embedded = self.model.get_input_embeddings()(rows.ids).to(features.dtype)
         embedded = embedded.masked_scatter((rows.ids == self.conversations.image)[..., None], features)
         hidden = self.language(

@@ -79,11 +79,17 @@ KIND, COLOR, CENTER, MOVE = range(4)
 
 
 class Question(NamedTuple):
-    """skill: what the question tests; figures are kept per skill."""
+    """skill: what the question tests; figures are kept per skill.
+
+    about: the words in it that name something, where the question does not take for granted that it is there; holds:
+    whether it is. Training alone looks at these two.
+    """
 
     skill: str
     text: str
     answer: str
+    about: str = ""
+    holds: bool = True
 
 
 # How each thing is asked; the first form half of the time.
@@ -114,6 +120,11 @@ def _question(rng: np.random.Generator, form: str, skill: str, answer: str, abou
     forms = _FORMS[form]
     text = forms[0] if chance(rng, 0.5) else pick(rng, forms)
     return Question(skill, text.format(about), answer)
+
+
+def _open_question(rng: np.random.Generator, form: str, skill: str, answer: str, about: str, holds: bool) -> Question:
+    """A question about something that may not be there."""
+    return _question(rng, form, skill, answer, about)._replace(about=about, holds=holds)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -197,22 +208,19 @@ def _ask_things(rng: np.random.Generator, placed: list[_Placed], night: bool | N
     colors = [item.color for item in placed]
     asked = [
         _question(rng, "count all", "count", NUMBERS[len(placed)]),
-        _question(rng, "count", "count", NUMBERS[kinds.count(one.kind)], plural(one.kind)),
         _question(rng, "at", "scene", article(one.words), one.position),
         _question(rng, "color at", "color", one.color, one.position),
         _question(rng, "kind at", _kind_skill(one.kind), article(one.kind), one.position),
     ]
-    other = pick(rng, THINGS)
-    asked.append(_question(rng, "count", "count", NUMBERS[kinds.count(other)], plural(other)))
+    for kind in (one.kind, pick(rng, THINGS)):
+        count = kinds.count(kind)
+        asked.append(_open_question(rng, "count", "count", NUMBERS[count], plural(kind), count > 0))
     if kinds.count(one.kind) == 1:
         asked.append(_question(rng, "color", "color", one.color, one.kind))
-        asked.append(_question(rng, "where", "position", one.position, one.kind))
     if colors.count(one.color) == 1:
         asked.append(_question(rng, "kind", _kind_skill(one.kind), article(one.kind), one.color))
-        asked.append(_question(rng, "where", "position", one.position, f"{one.color} object"))
-    if placed.count(one) == 1:
-        asked.append(_question(rng, "where", "position", one.position, one.words))
-    asked += _ask_presence(rng, placed, one)
+    asked += _ask_presence(rng, placed)
+    asked += _ask_where(rng, placed)
     if len(placed) <= 2:
         asked.append(_question(rng, "describe", "describe", " and ".join(article(item.words) for item in placed)))
     if night is not None:
@@ -224,23 +232,50 @@ def _kind_skill(kind: str) -> str:
     return "shape" if kind in SHAPES else "kind"
 
 
-def _ask_presence(rng: np.random.Generator, placed: list[_Placed], one: _Placed) -> list[Question]:
-    """Is there such a kind, such a colour, such a thing: each is so in half of the cases."""
-    kinds, colors = {item.kind for item in placed}, {item.color for item in placed}
-    pairs = {(item.color, item.kind) for item in placed}
-    kind, color, pair = one.kind, one.color, (one.color, one.kind)
-    if chance(rng, 0.5):
-        kind = pick(rng, [other for other in THINGS if other not in kinds])
-    if chance(rng, 0.5):
-        color = pick(rng, [other for other in COLORS if other not in colors])
-    if chance(rng, 0.5):
-        while pair in pairs:  # half of it is there, to make sure that both halves are looked at
-            pair = (one.color, pick(rng, THINGS)) if chance(rng, 0.5) else (pick(rng, tuple(COLORS)), one.kind)
-    return [
-        _question(rng, "present", "yes or no", _yes_no(kind in kinds), article(kind)),
-        _question(rng, "present", "yes or no", _yes_no(color in colors), article(f"{color} object")),
-        _question(rng, "present", "yes or no", _yes_no(pair in pairs), article(" ".join(pair))),
-    ]
+def _names_of(placed: list[_Placed]) -> tuple[list[str], ...]:
+    """What can be asked for by kind, by colour and by both, once per thing that answers to it."""
+    return (
+        [item.kind for item in placed],
+        [f"{item.color} object" for item in placed],
+        [item.words for item in placed],
+    )
+
+
+def _absent(rng: np.random.Generator, placed: list[_Placed], way: int) -> str:
+    """A name that nothing answers to: a kind (0), a colour (1), or both (2), of which half is there."""
+    there = set(_names_of(placed)[way])
+    while True:
+        one, kind, color = placed[int(rng.integers(len(placed)))], pick(rng, THINGS), pick(rng, tuple(COLORS))
+        both = f"{one.color} {kind}" if chance(rng, 0.5) else f"{color} {one.kind}"
+        name = (kind, f"{color} object", both)[way]
+        if name not in there:
+            return name
+
+
+def _ask_presence(rng: np.random.Generator, placed: list[_Placed]) -> list[Question]:
+    """Is there such a kind, such a colour, such a thing: asked twice each, and so in half of the cases."""
+    asked = []
+    for way, names in enumerate(_names_of(placed)):
+        for _ in range(2):
+            holds = chance(rng, 0.5)
+            name = pick(rng, names) if holds else _absent(rng, placed, way)
+            about = article(name)
+            asked.append(_open_question(rng, "present", "yes or no", _yes_no(holds), about, holds))
+    return asked
+
+
+def _ask_where(rng: np.random.Generator, placed: list[_Placed]) -> list[Question]:
+    """Where is what words single out; sometimes nothing answers to them."""
+    asked = []
+    for way, names in enumerate(_names_of(placed)):
+        if chance(rng, 0.25):
+            asked.append(_open_question(rng, "where", "position", "nowhere", _absent(rng, placed, way), False))
+            continue
+        single = [index for index, name in enumerate(names) if names.count(name) == 1]
+        if single:
+            index = single[int(rng.integers(len(single)))]
+            asked.append(_open_question(rng, "where", "position", placed[index].position, names[index], True))
+    return asked
 
 
 def glyph_scene(rng: np.random.Generator) -> Scene:
@@ -397,9 +432,11 @@ def _ask_clip(rng: np.random.Generator, kind: str, color: str, move: str, standi
     asked = []
     if standing is None or standing.kind != kind:
         asked.append(_question(rng, "move of", "motion", move, kind))
-        guess = move if chance(rng, 0.5) else pick(rng, tuple(other for other in MOVES if other != move))
-        does = f"does the {kind} stand still?" if guess == "still" else f"does the {kind} move {guess}?"
-        asked.append(Question("motion yes or no", does, _yes_no(guess == move)))
+        for _ in range(2):
+            holds = chance(rng, 0.5)
+            guess = move if holds else pick(rng, [other for other in MOVES if other != move])
+            does = f"does the {kind} stand still?" if guess == "still" else f"does the {kind} move {guess}?"
+            asked.append(Question("motion yes or no", does, _yes_no(holds), guess, holds))
     if standing is None:
         asked.append(_question(rng, "move", "motion", move))
         told = "stands still" if move == "still" else f"moves {move}"

@@ -36,15 +36,17 @@ class Goal:
 
 @dataclasses.dataclass(frozen=True)
 class Report:
-    """What a bench found. rows: one mapping per measurement, all with the same keys."""
+    """What a bench found. rows: one mapping per measurement, all with the same keys. title: the command, where it is
+    not `vlora bench NAME`."""
 
     bench: str
     rows: Sequence[Mapping[str, Any]]
     goals: Sequence[Goal]
+    title: str | None = None
 
     def print(self) -> None:
         console = Console(width=140)
-        table = Table(title=f"vlora bench {self.bench}")
+        table = Table(title=self.title or f"vlora bench {self.bench}")
         columns = list(self.rows[0]) if self.rows else []
         for column in columns:
             table.add_column(column, justify="left" if isinstance(self.rows[0][column], str) else "right")
@@ -80,6 +82,8 @@ def environment() -> dict[str, Any]:
 
 
 def _cell(value: Any) -> str:
+    if value is None:
+        return ""
     return f"{value:.3f}" if isinstance(value, float) else str(value)
 
 

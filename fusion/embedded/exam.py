@@ -1,0 +1,180 @@
+"""Every promise of the embedded model, measured: what it answers alone, what adapters make of it, how fast it is."""
+
+from __future__ import annotations
+
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from PIL import Image
+
+from fusion.embedded import world
+from fusion.embedded.evaluate import Accuracy, accuracy_by_skill
+from fusion.plan import DomainPlan, LoraPlan, Plan, TrainingPlan
+from fusion.sources import load_source
+from fusion.teachers import TEACHERS
+from fusion.train import Domain, FrozenBase, LoraTrainer
+from vlora.config import EngineConfig
+from vlora.engine import LocalEngine
+from vlora.models import InputProcessor
+from vlora.models.loading import load_model
+from vlora.types import Request, SamplingParams
+
+_STEPS = 140
+_TRAINING_S = 60.0
+_TIMED = 9
+# Skills with a promise of their own, by the names that questions carry.
+_PROMISED = ("color", "shape", "count", "position", "yes or no", "motion")
+
+QUESTIONS = {
+    "sklearn-digits": "what digit is shown?",
+    "lfw-faces": "is it a face?",
+    "library-photos": "what does the photo show?",
+    "drawn-signs": "what sign is shown?",
+    "drawn-actions": "what happens in the video?",
+    "drawn-traffic-questions": "what is on the road?",  # every sample has its own
+    "drawn-traffic-captions": "describe the traffic.",
+    "drawn-traffic-references": "where is it?",  # likewise
+    "drawn-traffic-detection": "find all vehicles and persons.",
+}
+"""What each built-in domain is asked."""
+
+
+class Gate(NamedTuple):
+    """A promise: `value` must be at least `goal`, or at most."""
+
+    name: str
+    value: float
+    goal: float
+    at_most: bool = False
+
+
+class Row(NamedTuple):
+    """One line of the table; shares of 1. teacher: the small model's own test score, None where there is none."""
+
+    what: str
+    data: str
+    right: float
+    without: float
+    teacher: float | None
+    num_questions: int
+    train_s: float | None
+
+
+def examine(
+    checkpoint: str, *, seeds: Sequence[int], num_scenes: int, say: Callable[[str], None]
+) -> tuple[list[Row], list[Gate]]:
+    """Run everything. num_scenes: pictures per seed; a quarter as many clips are asked about as well."""
+    rows, gates = _ask(checkpoint, seeds, num_scenes, say)
+    with tempfile.TemporaryDirectory() as folder:
+        more_rows, more_gates = _adapt(checkpoint, Path(folder), say)
+        say("timing")
+        return rows + more_rows, gates + more_gates + _time(checkpoint, Path(folder) / "sklearn-digits")
+
+
+def _ask(
+    checkpoint: str, seeds: Sequence[int], num_scenes: int, say: Callable[[str], None]
+) -> tuple[list[Row], list[Gate]]:
+    """Questions on held-out scenes, and the same ones over a grey picture."""
+    seen: list[dict[str, Accuracy]] = []
+    blank: list[dict[str, Accuracy]] = []
+    for seed in seeds:
+        say(f"asking about {num_scenes} pictures and {num_scenes // 4} clips of seed {seed}")
+        seen.append(accuracy_by_skill(checkpoint, num_scenes=num_scenes, seed=seed))
+        blank.append(accuracy_by_skill(checkpoint, num_scenes=num_scenes, seed=seed, blank=True))
+    rows, gates = [], []
+    for skill in seen[0]:
+        right, guessed = (statistics.mean(found[skill].share for found in runs) for runs in (seen, blank))
+        rows.append(Row(skill, "synthetic", right, guessed, None, sum(s[skill].num_questions for s in seen), None))
+        if skill in _PROMISED:
+            gates.append(Gate(f"{skill}: right", right, 0.75))
+            gates.append(Gate(f"{skill}: above a grey picture", right - guessed, 0.25))
+        if skill == "overall":
+            gates.append(Gate("questions answered word for word", right, 0.85))
+    return rows, gates
+
+
+def _adapt(checkpoint: str, folder: Path, say: Callable[[str], None]) -> tuple[list[Row], list[Gate]]:
+    """One adapter of rank 8 per domain, each from the base."""
+    rows, gates = [], []
+    model = load_model(EngineConfig(model=checkpoint, dtype="float32"))
+    base = FrozenBase(model, InputProcessor.from_pretrained(checkpoint))
+    trainer: LoraTrainer | None = None
+    for source, question in QUESTIONS.items():
+        splits = load_source(source, seed=0)
+        plan = Plan(
+            base=checkpoint,
+            lora=LoraPlan(rank=8, alpha=16),
+            training=TrainingPlan(steps=_STEPS),
+            domains=(DomainPlan(name=source, source=source, question=question, threshold=0.5),),
+        )
+        say(f"{source}: {len(splits.train)} samples")
+        domain = Domain(plan.domains[0], splits, base)
+        if trainer is None:
+            trainer = LoraTrainer(base, {}, plan)
+        trainer.domains[source] = domain
+        trainer.fresh()
+        without = trainer.in_words(source, domain.test)
+        started = time.process_time()
+        trainer.train(source, ())
+        seconds = time.process_time() - started
+        right = trainer.score(source, domain.test)
+        trainer.save(folder / source, trainer.snapshot())
+        taught = None
+        if source in TEACHERS:
+            teacher = TEACHERS[source]()
+            teacher.fit(splits)
+            taught = domain.task.metric(teacher.answers(splits.test), [sample.target for sample in splits.test])
+        data = "real" if splits.real else "synthetic"
+        rows.append(Row(source, data, right, without, taught, len(splits.test), seconds))
+        gates.append(Gate(f"{source}: CPU seconds of training", seconds, _TRAINING_S, at_most=True))
+        goal = _goal(splits.task, taught)
+        if goal is not None:
+            gates.append(Gate(f"{source}: {'F1' if splits.task == 'detection' else 'right'}", right, goal))
+            gates.append(Gate(f"{source}: above the base in words", right - without, 0.2))
+    return rows, gates
+
+
+def _goal(task: str, taught: float | None) -> float | None:
+    if task == "classification":
+        assert taught is not None
+        return min(0.85, taught - 0.08)
+    return {"action": 0.8, "detection": 0.6}.get(task)
+
+
+def _time(checkpoint: str, adapter: Path) -> list[Gate]:
+    """Seconds to load, and of one request alone on an idle engine."""
+    started = time.perf_counter()
+    engine = LocalEngine(EngineConfig(model=checkpoint))
+    loading = time.perf_counter() - started
+    processor = InputProcessor.from_pretrained(checkpoint)
+    engine.engine.load_adapter("digits", str(adapter))
+    scene = world.still_scene(np.random.default_rng(0))
+    answers: dict[str, list[float]] = {"question": [], "head": []}
+    for turn in range(2 * (_TIMED + 2)):
+        kind = ("question", "head")[turn % 2]
+        # Another picture every time: nothing may come from a cache.
+        frame = np.roll(scene.frames[0], turn + 1, 0)
+        started = time.perf_counter()
+        text = scene.questions[0].text if kind == "question" else QUESTIONS["sklearn-digits"]
+        encoded = processor.encode(processor.chat(text, 1), [Image.fromarray(frame)])
+        asked: dict[str, Any] = {"adapter": "digits", "head": "sklearn-digits"} if kind == "head" else {}
+        request = Request(
+            request_id=str(turn),
+            prompt_ids=encoded.prompt_ids,
+            vision=encoded.vision,
+            sampling=SamplingParams(max_tokens=8),
+            **asked,
+        )
+        engine.run([request])
+        answers[kind].append(time.perf_counter() - started)
+    question, head = (statistics.median(answers[kind][2:]) for kind in ("question", "head"))
+    return [
+        Gate("loading, s", loading, 1.0, at_most=True),
+        Gate("one image question, ms", question * 1e3, 150.0, at_most=True),
+        Gate("one head answer, ms", head * 1e3, 40.0, at_most=True),
+    ]
