@@ -93,7 +93,7 @@ PUBLIC = {
         "load_adapter",
         "read_header",
     },
-    "heads": {"TASKS", "Decision", "HeadSpec", "Task", "TaskHead", "load_heads", "save_heads"},
+    "heads": {"TASKS", "Box", "Decision", "HeadSpec", "Task", "TaskHead", "load_heads", "save_heads"},
 }
 
 

@@ -350,7 +350,11 @@ def demo(out: Path, plan: str) -> None:
 
 @cli.group()
 def model() -> None:
-    """The small model that ships with the package."""
+    """The small model that ships with the package.
+
+    \b
+        vlora model eval
+    """
 
 
 @model.command("eval")

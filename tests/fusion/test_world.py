@@ -1,0 +1,84 @@
+"""The rendered world: seeded, fast enough, balanced, and every answer told by what was drawn."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import numpy as np
+import pytest
+import torch
+
+from fusion.embedded import world
+from fusion.embedded.model import IMAGE_TOKENS
+from fusion.embedded.processor import build_processor
+from fusion.embedded.train import Conversations
+
+
+def scenes(count: int, seed: int = 0) -> list[world.Scene]:
+    rng = np.random.default_rng(seed)
+    return [world.still_scene(rng) for _ in range(count)] + [world.clip_scene(rng) for _ in range(count // 4)]
+
+
+def test_a_seed_gives_the_same_scenes() -> None:
+    for one, other in zip(scenes(20), scenes(20), strict=True):
+        assert np.array_equal(one.frames, other.frames) and one.questions == other.questions
+    assert not np.array_equal(scenes(1)[0].frames, scenes(1, seed=1)[0].frames)
+
+
+@pytest.mark.parametrize("skill", ("yes or no", "motion yes or no"))
+def test_yes_and_no_are_balanced(skill: str) -> None:
+    answers = Counter(q.answer for scene in scenes(400) for q in scene.questions if q.skill == skill)
+    assert set(answers) == {"yes", "no"}
+    assert abs(answers["yes"] / answers.total() - 0.5) < 0.05
+
+
+def test_every_promised_thing_is_there() -> None:
+    answers: dict[str, set[str]] = {}
+    for scene in scenes(800):
+        for question in scene.questions:
+            answers.setdefault(question.skill, set()).add(question.answer)
+    assert answers["color"] == set(world.COLORS)
+    assert set(world.POSITIONS) < answers["position"] and "nowhere" in answers["position"]
+    assert {"one", "two", "three", "four", "five"} <= answers["count"]
+    assert answers["motion"] == set(world.MOVES) and len(world.MOVES) == 5
+    assert len(answers["shape"]) >= 4 and len(answers["digit"]) == 10
+
+
+def test_questions_that_name_something_say_whether_it_is_there() -> None:
+    for scene in scenes(150):
+        for question in scene.questions:
+            if question.about:
+                assert question.about in question.text
+                absent = question.answer in ("no", "nowhere", "zero")
+                assert question.holds != absent
+
+
+def test_every_word_is_one_token() -> None:
+    tokenizer = build_processor().tokenizer
+    for scene in scenes(300):
+        for question in scene.questions:
+            pieces = tokenizer.tokenize(f"{question.text} {question.answer}")
+            assert not [piece for piece in pieces if piece.startswith("##") or piece == "<unk>"], question
+
+
+def test_questions_of_a_row_do_not_see_one_another() -> None:
+    conversations = Conversations(build_processor().tokenizer)
+    batch = scenes(8)[:8]
+    rows = conversations.batch(np.random.default_rng(0), batch, 160)
+    seen = rows.mask(torch.float32)[:, 0] == 0
+    start = 2 + IMAGE_TOKENS
+    for row in range(len(batch)):
+        turns = rows.turns[row]
+        for place in range(160):
+            if turns[place] < 1:
+                continue
+            mine = turns[place]
+            visible = turns[seen[row, place]]
+            assert set(visible.tolist()) == {0, int(mine)}
+            assert seen[row, place, :start].all() and not seen[row, place, place + 1 :].any()
+        for turn in range(1, int(turns.max()) + 1):
+            # Every question stands right behind the image, where it will stand when it is asked alone.
+            own = rows.positions[row][turns == turn]
+            assert own.tolist() == list(range(start, start + len(own)))
+    # A name's place: the token at which what is asked about ends.
+    assert int((rows.present >= 0).sum()) > 0
