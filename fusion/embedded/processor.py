@@ -37,7 +37,7 @@ lot forward back backward away toward u action activity danger warning open clos
 first second third last next zero ten eleven twelve twenty thirty forty fifty sixty seventy eighty ninety hundred
 apple ball bear boat book bottle box bridge chair clock door fire fish glass hat key knife lamp leaf machine map metal
 mountain mouse phone plane plant plate river rock shoe snow spoon table train wood window defect damaged normal good
-bad healthy sick ripe safe unsafe true false busy quiet direction nowhere you
+bad healthy sick ripe safe unsafe true false busy quiet direction nowhere you way motion far can lane lanes vehicle
 """
 
 CHAT_TEMPLATE = (
