@@ -382,7 +382,7 @@ def model_eval(checkpoint: str | None, quick: bool) -> None:
     rows, gates = examine(
         checkpoint or checkpoint_path(),
         seeds=seeds,
-        num_scenes=80 if quick else 320,
+        num_scenes=60 if quick else 200,
         say=lambda text: click.echo(text, err=True),
     )
     goals = [Goal(*gate) for gate in gates]

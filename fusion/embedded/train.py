@@ -10,6 +10,8 @@ A scene's questions share its image but do not see one another, so every one is 
 
 Started again with the same arguments, a run goes on where it was stopped. Everything drawn depends on the seed and the
 step number alone; `--steps` makes the whole schedule so, while `--minutes` fits it to the time this machine has.
+`--workers` trains on that many times the scenes per step, one process each, gradients averaged: on a CPU two processes
+use two cores far better than two threads of one do.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ import dataclasses
 import functools
 import math
 import os
+import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -27,7 +30,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
-from torch import nn
+from torch import distributed, nn
 from torch.nn import functional
 from transformers import LlavaForConditionalGeneration, PreTrainedTokenizerFast
 
@@ -185,8 +188,10 @@ class Rows(NamedTuple):
 class Trainer:
     """Model, probes, optimisers and the number of the next step."""
 
-    def __init__(self, out: Path, budget: Budget, device: torch.device, seed: int, compiled: bool = False) -> None:
-        self.out, self.budget, self.device, self.seed = out, budget, device, seed
+    def __init__(
+        self, out: Path, budget: Budget, device: torch.device, seed: int, compiled: bool = False, rank: int = 0
+    ) -> None:
+        self.out, self.budget, self.device, self.seed, self.rank = out, budget, device, seed, rank
         self.processor = build_processor()
         self.conversations = Conversations(self.processor.tokenizer)
         self.model: LlavaForConditionalGeneration = build_model(seed)
@@ -249,7 +254,7 @@ class Trainer:
     def advance(self) -> dict[str, float]:
         """One optimiser step; returns the losses."""
         started = self._clock()
-        rng = np.random.default_rng((self.seed, self.step))
+        rng = np.random.default_rng((self.seed, self.step, self.rank))
         self._set_rates()
         vision_only = self.done < VISION_SHARE
         with torch.autocast(self.device.type, torch.bfloat16):
@@ -258,13 +263,38 @@ class Trainer:
                 [loss * (1.0 if name == "answer" else PROBE_WEIGHT) for name, loss in losses.items()]
             ).sum()
         total.backward()
+        self._average_gradients()
         nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
         for optimizer in self.optimizers:
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
         self.step += 1
-        self.seconds += self._clock() - started
+        self.seconds = self._agreed(self.seconds + self._clock() - started)
         return {name: loss.item() for name, loss in losses.items()}
+
+    def _average_gradients(self) -> None:
+        if not distributed.is_initialized():
+            return
+        # A stage leaves out the same parameters in every worker.
+        gradients = [
+            parameter.grad
+            for part in (self.model, self.probes)
+            for parameter in part.parameters()
+            if parameter.grad is not None
+        ]
+        flat = torch.cat([gradient.flatten() for gradient in gradients])
+        distributed.all_reduce(flat)
+        flat /= distributed.get_world_size()
+        for gradient, mean in zip(gradients, flat.split([g.numel() for g in gradients]), strict=True):
+            gradient.copy_(mean.view_as(gradient))
+
+    def _agreed(self, seconds: float) -> float:
+        """The first worker's time: rates and the end of the run depend on it."""
+        if not distributed.is_initialized():
+            return seconds
+        told = torch.tensor([seconds], dtype=torch.float64)
+        distributed.broadcast(told, src=0)
+        return told.item()
 
     def _set_rates(self) -> None:
         """A short warm-up, then half a cosine down to zero; the language model warms up again when it joins."""
@@ -343,16 +373,19 @@ def _optimizers(model: nn.Module, probes: nn.Module) -> tuple[torch.optim.Optimi
     )
 
 
-def train(out: Path, budget: Budget, *, device: str = "cpu", seed: int = 0, compiled: bool = False) -> None:
-    """Train (or go on training) and leave a loadable checkpoint in `out`."""
-    trainer = Trainer(out, budget, torch.device(device), seed, compiled)
+def train(
+    out: Path, budget: Budget, *, device: str = "cpu", seed: int = 0, compiled: bool = False, rank: int = 0
+) -> None:
+    """Train (or go on training) and leave a loadable checkpoint in `out`. rank: which of several workers this is; the
+    first one alone speaks and saves."""
+    trainer = Trainer(out, budget, torch.device(device), seed, compiled, rank)
     columns = (
         TextColumn("{task.description}"),
         BarColumn(),
         TextColumn("{task.percentage:>5.1f} %"),
         TimeRemainingColumn(),
     )
-    with Progress(*columns) as progress:
+    with Progress(*columns, disable=rank > 0) as progress:
         task = progress.add_task("starting", total=1.0)
         if trainer.resume():
             progress.console.print(f"going on at step {trainer.step}, after {trainer.seconds / 60:.1f} minutes")
@@ -363,13 +396,31 @@ def train(out: Path, budget: Budget, *, device: str = "cpu", seed: int = 0, comp
                 means[name] = 0.98 * means.get(name, value) + 0.02 * value
             told = " ".join(f"{name} {value:.3f}" for name, value in means.items())
             progress.update(task, completed=trainer.done, description=f"step {trainer.step} {told}")
-            if trainer.step % 200 == 0:
+            if trainer.step % 200 == 0 and rank == 0:
                 progress.console.print(f"step {trainer.step} after {trainer.seconds:.0f} s: {told}")
-            if time.monotonic() - saved > SAVE_EVERY_S:
+            if rank == 0 and time.monotonic() - saved > SAVE_EVERY_S:
                 trainer.save()
                 saved = time.monotonic()
-    trainer.save()
-    trainer.export()
+    if rank == 0:
+        trainer.save()
+        trainer.export()
+
+
+def _work(rank: int, workers: int, meeting_place: str, arguments: argparse.Namespace, budget: Budget) -> None:
+    """One process of a run."""
+    torch.set_num_threads(arguments.threads)
+    if workers > 1:
+        distributed.init_process_group("gloo", init_method=f"file://{meeting_place}", rank=rank, world_size=workers)
+    train(
+        arguments.out,
+        budget,
+        device=arguments.device,
+        seed=arguments.seed,
+        compiled=arguments.compile,
+        rank=rank,
+    )
+    if workers > 1:
+        distributed.destroy_process_group()
 
 
 def main() -> None:
@@ -386,10 +437,15 @@ def main() -> None:
         "--compile", action="store_true", help="compile the model first: 1.4 times as fast on a CPU; needs g++"
     )
     parser.add_argument("--threads", type=int, default=1, help="torch threads on the CPU")
+    parser.add_argument("--workers", type=int, default=1, help="processes that share the work")
     arguments = parser.parse_args()
-    torch.set_num_threads(arguments.threads)
     budget = Budget(arguments.steps, None if arguments.steps is not None else arguments.minutes)
-    train(arguments.out, budget, device=arguments.device, seed=arguments.seed, compiled=arguments.compile)
+    with tempfile.TemporaryDirectory() as folder:
+        work = (arguments.workers, f"{folder}/meeting", arguments, budget)
+        if arguments.workers == 1:
+            _work(0, *work)
+        else:
+            torch.multiprocessing.spawn(_work, work, nprocs=arguments.workers)
     print(format_accuracy(accuracy_by_skill(arguments.out, num_scenes=500, seed=1_000_001)))
 
 
