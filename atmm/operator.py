@@ -78,6 +78,11 @@ def merge(out: Tensor, base: Tensor, a: Tensor, bt: Tensor, scale: float = 1.0) 
         matrices = [part for t in (out, base, a, bt) for part in (t.data_ptr(), t.stride(0), t.stride(1))]
         kernels.merge[out.dtype](*matrices, scale, n, rank, o, i)
         return
+    if out.device.type == "cuda" and rank and all(t.stride(2) == 1 for t in (out, base, a, bt)):
+        from atmm.tiled.lanes import merge as merge_tiles  # Triton takes its time to load
+
+        merge_tiles(out, base, a, bt, scale)
+        return
     # A row-major B is worth its copy (r / i of the weights): oneDNN takes twice as long on the transposed view.
     b = bt.transpose(1, 2).contiguous()
     if out.device.type == "cpu":

@@ -10,13 +10,16 @@ stacked   one shrink of all tokens with all packed adapters of all sites of the 
           another's adapter; one expand per site. Wasted arithmetic, few calls: for a small sum of ranks.
 gathered  the same shrink; each token's own columns of it are gathered and weigh its own rows of Bt in an embedding
           bag. No wasted arithmetic in the expand, and rows are read as they lie in memory: for decoding.
-compiled  on a CPU with a compiler: each token reads its own rows and no others, in both products, and a call costs
+tiled     Triton kernels on a GPU: tiles of tokens against their own adapter's rows, overlapping lanes summed in
+registers. compiled  on a CPU with a compiler: each token reads its own rows and no others, in both products, and a call
+costs
           little. For decoding, where it is bound by the adapters' bytes.
 """
 
 from __future__ import annotations
 
 import functools
+import os
 from collections.abc import Callable
 from typing import Protocol
 
@@ -239,10 +242,25 @@ def _compiled(survey: Survey) -> Strategy:
     return Compiled(survey) if serves(survey.layout.device, survey.layout.dtype) else Gathered(survey)
 
 
+def _tiled(survey: Survey) -> Strategy:
+    """The Triton kernels, or where they cannot run the strategy that is nearest to them."""
+    if survey.layout.device.type == "cuda" or triton_interprets():
+        from atmm.tiled.lanes import Tiled  # Triton is for Linux, and takes its time to load
+
+        return Tiled(survey)
+    return Batched(survey)
+
+
+def triton_interprets() -> bool:
+    """Whether Triton's kernels run in its interpreter, on CPU tensors."""
+    return os.environ.get("TRITON_INTERPRET") == "1"
+
+
 STRATEGIES: dict[str, Callable[[Survey], Strategy]] = {
     "loop": Loop.prepare,
     "batched": Batched,
     "stacked": Stacked,
     "gathered": Gathered,
     "compiled": _compiled,
+    "tiled": _tiled,
 }

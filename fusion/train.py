@@ -219,7 +219,8 @@ class LoraTrainer:
                 hidden_size=head.in_features,
             )
             heads[name] = TaskHead(spec, head.weight.detach().float(), head.bias.detach().float())
-        save_heads(folder, heads)
+        if heads:
+            save_heads(folder, heads)
 
     def _new_head(self, domain: str) -> nn.Linear:
         outputs = self.domains[domain].task.num_outputs

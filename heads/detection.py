@@ -67,8 +67,9 @@ def loss(logits: torch.Tensor, classes: torch.Tensor, edges: torch.Tensor) -> to
 
 def decode(logits: torch.Tensor, grid: tuple[int, int]) -> list[Box]:
     """Logits of one picture [tokens, outputs] to boxes, surest first; of boxes that mean one thing the surest stays."""
-    probabilities = torch.softmax(logits[:, :-4].double(), -1)
-    middles, edges = _middles(grid), logits[:, -4:].double()
+    logits = logits.detach().double()
+    probabilities = torch.softmax(logits[:, :-4], -1)
+    middles, edges = _middles(grid), logits[:, -4:]
     boxes = []
     for token in (probabilities[:, 0] < 1 - _SURE).nonzero().flatten().tolist():
         label = int(probabilities[token, 1:].argmax())

@@ -14,12 +14,12 @@ from PIL import Image
 from fusion.embedded.model import build_model
 from fusion.embedded.processor import build_processor
 from fusion.plan import DomainPlan, LoraPlan, Plan, TrainingPlan
-from fusion.sources import Sample, Splits
+from fusion.samples import Sample, Splits
 from fusion.train import Domain, FrozenBase, LoraTrainer
 from vlora.config import EngineConfig
 from vlora.engine import LocalEngine
 from vlora.models import InputProcessor
-from vlora.types import Request
+from vlora.types import Request, SamplingParams
 
 LABELS = ("red", "green", "blue")
 
@@ -78,6 +78,36 @@ def test_restoring_a_snapshot_brings_the_accuracy_back(trained: tuple[LoraTraine
     trainer.restore(state)
     assert trainer.score("colors", domain.test) == before
     assert all(torch.equal(value, state[name]) for name, value in trainer.snapshot().items())
+
+
+def test_words_are_scored_as_greedy_decoding_says_them(
+    trained: tuple[LoraTrainer, Domain], base_folder: str, tmp_path: Path
+) -> None:
+    """One forward over the right answer finds what the engine finds token by token."""
+    trainer, domain = trained
+    trainer.save(tmp_path / "adapter", trainer.snapshot())
+    engine = LocalEngine(EngineConfig(model=base_folder, arena_bytes=64 * 2**20))
+    engine.engine.load_adapter("colors", str(tmp_path / "adapter"))
+    processor = InputProcessor.from_pretrained(base_folder)
+    requests = []
+    for number, sample in enumerate(domain.splits.test):
+        encoded = processor.encode(processor.chat(domain.plan.question, 1), [Image.fromarray(sample.frames[0])])
+        requests.append(
+            Request(
+                request_id=str(number),
+                prompt_ids=encoded.prompt_ids,
+                vision=encoded.vision,
+                adapter="colors",
+                sampling=SamplingParams(max_tokens=4),
+            )
+        )
+    outputs = engine.run(requests)
+    hits = 0
+    for number, sample in enumerate(domain.splits.test):
+        said = processor.decode([token for output in outputs[str(number)] for token in output.token_ids])
+        hits += said.strip() == LABELS[sample.target]
+    assert hits > 0.4 * len(domain.test)  # it has learned to say them, so that agreeing means something
+    assert abs(hits / len(domain.test) - trainer.in_words("colors", domain.test)) <= 1 / len(domain.test) + 1e-9
 
 
 def test_the_saved_adapter_is_read_by_peft_and_served_the_same(

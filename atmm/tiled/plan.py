@@ -1,0 +1,82 @@
+"""Lanes cut into tiles: small tables of int32 that tell every program what it works on. Built once per step and
+class."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from atmm.survey import Survey
+
+
+class Tiles(NamedTuple):
+    """shrink: [first token, tokens, first row of A, rank, first hidden row] per tile, over all sites of the group.
+
+    expand: per site, [first token, tokens, (first row of Bt, rank, first hidden row, sign) x parts] per tile; tiles of
+    a site cover different tokens. parts: most lanes that meet at a token. num_rows: hidden rows.
+    """
+
+    shrink: list[tuple[int, ...]]
+    expand: dict[int, list[tuple[int, ...]]]
+    parts: int
+    num_rows: int
+
+
+class _Part(NamedTuple):
+    start: int
+    stop: int
+    a_row: int
+    bt_row: int
+    rank: int
+    hidden_row: int  # of its first token
+    sign: int
+
+
+def cut(survey: Survey, block: int) -> Tiles:
+    """Tiles of at most `block` tokens. Tokens are counted from the survey's start."""
+    shrink: list[tuple[int, ...]] = []
+    parts_of: dict[int, list[_Part]] = {}
+    num_rows = 0
+    for site in survey.live:
+        parts_of[site] = []
+        for key, start, stop, sign in survey.lanes:
+            span = survey.layout.spans[site].get(key)
+            if span is None or not span.rank:
+                continue
+            first, last = start - survey.start, stop - survey.start
+            a_row = survey.layout.first_rows[site] + span.start
+            parts_of[site].append(_Part(first, last, a_row, span.start, span.rank, num_rows, int(sign)))
+            for token in range(first, last, block):
+                shrink.append((token, min(block, last - token), a_row, span.rank, num_rows + token - first))
+            num_rows += last - first
+    pieces = {site: _pieces(parts) for site, parts in parts_of.items()}
+    most = max((len(parts) for own in pieces.values() for _, _, parts in own), default=1)
+    expand = {
+        site: [
+            _expand_tile(token, min(block, stop - token), parts, most)
+            for start, stop, parts in own
+            for token in range(start, stop, block)
+        ]
+        for site, own in pieces.items()
+    }
+    return Tiles(shrink, expand, most, num_rows)
+
+
+def _pieces(parts: Sequence[_Part]) -> list[tuple[int, int, list[_Part]]]:
+    """The stretches of tokens that the same lanes cover."""
+    borders = sorted({border for part in parts for border in (part.start, part.stop)})
+    found = []
+    for start, stop in itertools.pairwise(borders):
+        here = [part for part in parts if part.start <= start and stop <= part.stop]
+        if here:
+            found.append((start, stop, here))
+    return found
+
+
+def _expand_tile(token: int, count: int, parts: Sequence[_Part], most: int) -> tuple[int, ...]:
+    row = [token, count]
+    for part in parts:
+        row += [part.bt_row, part.rank, part.hidden_row + token - part.start, part.sign]
+    row += [0] * (4 * (most - len(parts)))  # rank 0: nothing to add
+    return tuple(row)

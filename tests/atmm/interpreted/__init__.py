@@ -1,0 +1,1 @@
+"""Tests that need Triton's interpreter from the start of their process; `tests/atmm/test_tiled.py` runs them."""

@@ -1,0 +1,83 @@
+"""The Triton kernels in the interpreter, against the float64 reference."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from atmm import Lane, SegmentPlan, reference
+from atmm.tiled.lanes import Tiled, merge
+from tests.atmm.cases import ROUNDINGS, check_against_reference, make_group, make_input, segments
+
+KINDS = {
+    "decode": (3, segments({"a": 1, "b": 1, "c": 1})),
+    "ragged": (40, segments({"c": 33, "a": 1, "b": 6})),
+    "long": (75, segments({"a": 70, "b": 5})),
+    "base tokens around": (12, segments({"b": 2, "c": 2}, start=5)),
+    "mixed mode": (22, [Lane("a", 0, 18), Lane("b", 18, 20), Lane("c", 0, 20, -1.0), Lane("c", 20, 22, -1.0)]),
+    "one adapter there and back": (6, [Lane("a", 0, 6), Lane("a", 2, 4, -1.0)]),
+    "three at once": (6, [Lane("a", 0, 6), Lane("b", 1, 4), Lane("c", 2, 5, -1.0)]),
+}
+
+
+@pytest.fixture(autouse=True)
+def _interpreter_rounds_down(monkeypatch: pytest.MonkeyPatch) -> None:
+    # The interpreter cuts float32 to bfloat16 instead of rounding, and hidden values are cut once more.
+    monkeypatch.setitem(ROUNDINGS, torch.bfloat16, 3)
+
+
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16, torch.float16), ids=str)
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_kind_of_batch(kind: str, dtype: torch.dtype) -> None:
+    num_tokens, lanes = KINDS[kind]
+    group = make_group({"a": 4, "b": 17, "c": 64}, dtype=dtype)
+    group.pack("abc")
+    plan = SegmentPlan(num_tokens, lanes, "tiled")
+    assert check_against_reference(group, plan, *make_input(num_tokens, group, dtype)) > 1
+    assert all(isinstance(strategy, Tiled) for strategy in plan.prepared.values())
+
+
+@pytest.mark.parametrize("d_in", (37, 300, 1024))
+@pytest.mark.parametrize("rank", (1, 8, 33, 128))
+def test_odd_shapes_and_split_sums(rank: int, d_in: int) -> None:
+    group = make_group({"a": rank, "b": rank + 3}, d_in=d_in, d_outs=(40, 130, 16))
+    group.pack("ab")
+    plan = SegmentPlan(9, segments({"a": 4, "b": 5}), "tiled")
+    assert check_against_reference(group, plan, *make_input(9, group, torch.float32)) > 1
+
+
+def test_a_site_that_an_adapter_does_not_target() -> None:
+    group = make_group({"a": 4, "b": 8}, missing=[("a", 0), ("b", 1), ("b", 2)])
+    group.pack("ab")
+    plan = SegmentPlan(5, segments({"a": 2, "b": 3}), "tiled")
+    assert check_against_reference(group, plan, *make_input(5, group, torch.float32)) > 1
+
+
+def test_what_was_in_memory_before_is_never_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = torch.empty
+
+    def poisoned(*size: int, **options: object) -> torch.Tensor:
+        return plain(*size, **options).fill_(float("nan"))  # type: ignore[call-overload]
+
+    group = make_group({"a": 5, "b": 40})
+    group.pack("ab")
+    monkeypatch.setattr("atmm.tiled.lanes.torch.empty", poisoned)
+    plan = SegmentPlan(7, segments({"a": 3, "b": 4}), "tiled")
+    x, outputs = make_input(7, group, torch.float32)
+    assert check_against_reference(group, plan, x, outputs) > 1
+
+
+@pytest.mark.parametrize("o, i", ((70, 40), (128, 256), (64, 130)))
+@pytest.mark.parametrize("rank", (1, 8, 65))
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16), ids=str)
+def test_merge(dtype: torch.dtype, rank: int, o: int, i: int) -> None:
+    generator = torch.Generator().manual_seed(rank)
+    base, a, bt = (
+        torch.randn(shape, generator=generator).to(dtype) * 0.1 for shape in ((2, o, i), (2, rank, i), (2, rank, o))
+    )
+    for out in (torch.empty_like(base), base.clone()):
+        merge(out, base if out is not base else out, a, bt, -0.5)
+        expected = reference.merge(base, a, bt, -0.5)
+        close = {torch.float32: 1e-5, torch.bfloat16: 1e-2}[dtype]
+        torch.testing.assert_close(out.double(), expected, rtol=close, atol=close)
+        assert (expected - base.double()).abs().max() > 0.01

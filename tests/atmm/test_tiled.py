@@ -1,0 +1,36 @@
+"""The Triton kernels: in the interpreter on any machine, and compiled ahead for GPUs that are not there."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("triton")
+ROOT = Path(__file__).parents[2]
+
+
+def test_kernels_agree_with_the_reference_in_the_interpreter() -> None:
+    # The interpreter is chosen when the kernels are imported, for a whole process.
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/atmm/interpreted/check_tiled.py"],
+        cwd=ROOT,
+        env={**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
+    assert " passed" in done.stdout
+
+
+@pytest.mark.parametrize("capability", (80, 90))
+def test_kernels_compile_ahead_without_spilling(capability: int) -> None:
+    from atmm.tiled.lint import SAMPLE, inspect
+
+    for kernel in SAMPLE:
+        facts = inspect(kernel, capability)
+        assert not facts.faults, (kernel, facts)

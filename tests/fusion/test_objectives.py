@@ -1,0 +1,65 @@
+"""Tasks: what each learns from and how it is scored, without a model."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from fusion.objectives import Read, answer_in_words, task_of
+from fusion.samples import Sample, Splits
+from fusion.sources import load_source
+from heads import Box, detection
+
+
+def read_of(last: torch.Tensor, images: list[torch.Tensor] | None = None, exact: list[bool] | None = None) -> Read:
+    count = len(last)
+    return Read(last, images or [torch.zeros(4, 2)] * count, torch.ones(count), torch.tensor(exact or [True] * count))
+
+
+def splits(task: str, labels: tuple[str, ...]) -> Splits:
+    return Splits(task, labels, (), (), (), real=True)
+
+
+def test_a_choice_is_the_likeliest_label() -> None:
+    task = task_of(splits("classification", ("left", "right")))
+    head = nn.Linear(2, 2)
+    with torch.no_grad():
+        head.weight.copy_(torch.eye(2))
+        head.bias.zero_()
+    read = read_of(torch.tensor([[3.0, 1.0], [0.0, 2.0], [1.0, 5.0]]))
+    answers = task.answers(read, head, [0, 1, 0])
+    assert answers == [0, 1, 1] and abs(task.metric(answers, [0, 1, 0]) - 2 / 3) < 1e-9
+    assert task.loss(read, head, [0, 1, 1]) < task.loss(read, head, [1, 0, 0])
+
+
+def test_words_are_right_word_for_word() -> None:
+    task = task_of(splits("vqa", ()))
+    assert task.num_outputs == 0
+    read = read_of(torch.zeros(4, 2), exact=[True, False, True, True])
+    assert task.metric(task.answers(read, None, ["a"] * 4), ["a"] * 4) == 0.75
+
+
+def test_detection_reads_every_image_token() -> None:
+    boxes = (Box(1, 0.1, 0.1, 0.4, 0.4), Box(0, 0.6, 0.5, 0.9, 0.9))
+    task = task_of(splits("detection", ("car", "bus")))
+    classes, edges = detection.targets(boxes, (2, 2))
+    logits = torch.cat([nn.functional.one_hot(classes, 3) * 20.0, edges], -1)
+    head = nn.Linear(task.num_outputs, task.num_outputs)
+    with torch.no_grad():
+        head.weight.copy_(torch.eye(task.num_outputs))
+        head.bias.zero_()
+    read = read_of(torch.zeros(1, task.num_outputs), [logits])
+    answers = task.answers(read, head, [boxes])
+    assert task.metric(answers, [boxes]) == 1.0
+    assert task.metric(answers, [boxes[:1]]) < 1.0
+    assert task.loss(read, head, [boxes]) < task.loss(read_of(read.last, [logits.flip(0)]), head, [boxes])
+
+
+def test_every_source_has_a_task_and_answers() -> None:
+    for name in ("drawn-signs", "drawn-traffic-questions", "drawn-traffic-detection"):
+        own = load_source(name, 0)
+        sample = own.train[0]
+        words = answer_in_words(own, sample)
+        assert bool(words) == (own.task != "detection")
+        assert words == (own.labels[sample.target] if isinstance(sample.target, int) else words)
+    assert answer_in_words(splits("vqa", ()), Sample((), "a car")) == "a car"
