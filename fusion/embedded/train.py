@@ -18,23 +18,23 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import functools
 import math
 import os
 import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from torch import distributed, nn
 from torch.nn import functional
-from transformers import LlavaForConditionalGeneration, PreTrainedTokenizerFast
+from transformers import LlavaForConditionalGeneration
 
 from fusion.embedded import world
+from fusion.embedded.conversations import IGNORED, Conversations, Rows
 from fusion.embedded.evaluate import accuracy_by_skill, as_pixels, format_accuracy
 from fusion.embedded.model import IMAGE_TOKENS, build_model
 from fusion.embedded.processor import build_processor
@@ -51,7 +51,6 @@ MUON_RATE = 1e-2
 PROBE_WEIGHT = 0.4
 SAVE_EVERY_S = 60.0
 _STATE = "training.pt"
-_IGNORED = -100
 
 
 @dataclasses.dataclass(frozen=True)
@@ -108,7 +107,7 @@ class Probes(nn.Module):
 
     def presence_loss(self, states: torch.Tensor, present: torch.Tensor) -> torch.Tensor:
         """states [n, length, text], present [n, length]: 1 or 0 at the last token of a name, else ignored."""
-        named = present != _IGNORED
+        named = present != IGNORED
         return functional.cross_entropy(self.present(states[named]).float(), present[named])
 
 
@@ -117,72 +116,6 @@ def _probe_loss(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     weight = torch.ones(logits.shape[-1], device=logits.device)
     weight[0] = 0.3
     return functional.cross_entropy(logits.float().flatten(0, -2), labels.flatten(), weight)
-
-
-class Conversations:
-    """Scenes as token ids, in the chat template's form: images, then question and answer turn by turn."""
-
-    def __init__(self, tokenizer: PreTrainedTokenizerFast) -> None:
-        self.tokenizer = tokenizer
-        named = tokenizer.get_vocab()
-        self.pad, self.bos, self.eos = named["<pad>"], named["<bos>"], named["<eos>"]
-        self.user, self.assistant, self.image = named["<user>"], named["<assistant>"], named["<image>"]
-        self.words = functools.lru_cache(maxsize=None)(self._words)
-
-    def _words(self, text: str) -> tuple[int, ...]:
-        return tuple(self.tokenizer(text, add_special_tokens=False)["input_ids"])
-
-    def batch(self, rng: np.random.Generator, scenes: Sequence[world.Scene], length: int) -> Rows:
-        """One row of `length` tokens per scene: its images, then its questions in random order while they fit."""
-        shape = (len(scenes), length)
-        ids, labels = np.full(shape, self.pad), np.full(shape, _IGNORED)
-        turns, positions, present = np.full(shape, -1), np.zeros(shape, np.int64), np.full(shape, _IGNORED)
-        for row, scene in enumerate(scenes):
-            start = [self.bos, self.user] + [self.image] * (IMAGE_TOKENS * len(scene.frames))
-            end = len(start)
-            ids[row, :end], turns[row, :end], positions[row, :end] = start, 0, np.arange(end)
-            for turn, index in enumerate(rng.permutation(len(scene.questions)), 1):
-                asked = scene.questions[index]
-                question, answer = [*self.words(asked.text), self.assistant], [*self.words(asked.answer), self.eos]
-                here = slice(end, end + len(question) + len(answer))
-                if here.stop > length:
-                    break
-                ids[row, here], turns[row, here] = question + answer, turn
-                labels[row, here] = [_IGNORED] * len(question) + answer
-                positions[row, here] = np.arange(len(start), len(start) + here.stop - here.start)
-                if asked.about:
-                    present[row, end + _end_of(self.words(asked.about), question) - 1] = asked.holds
-                end = here.stop
-        return Rows(*(torch.from_numpy(values) for values in (ids, labels, turns, positions, present)))
-
-
-def _end_of(part: Sequence[int], whole: Sequence[int]) -> int:
-    """Where `part` ends in `whole`."""
-    return next(end for end in range(len(part), len(whole) + 1) if tuple(whole[end - len(part) : end]) == tuple(part))
-
-
-class Rows(NamedTuple):
-    """Token ids, labels, turn (0 is the image, -1 padding) and position of every token; at the last token of a name
-    whether that is there. int64 [n, length] each."""
-
-    ids: torch.Tensor
-    labels: torch.Tensor
-    turns: torch.Tensor
-    positions: torch.Tensor
-    present: torch.Tensor
-
-    def to(self, device: torch.device) -> Rows:
-        return Rows(*(values.to(device) for values in self))
-
-    def mask(self, dtype: torch.dtype) -> torch.Tensor:
-        """Additive [n, 1, length, length]: a token sees the image and its own turn, as far as itself."""
-        length = self.turns.shape[1]
-        own, other = self.turns[:, :, None], self.turns[:, None, :]
-        seen = (own == other) | (other == 0)
-        seen &= torch.ones(length, length, dtype=torch.bool, device=seen.device).tril()
-        return torch.zeros(seen.shape, dtype=dtype, device=seen.device).masked_fill(~seen, torch.finfo(dtype).min)[
-            :, None
-        ]
 
 
 class Trainer:
@@ -343,7 +276,7 @@ class Trainer:
             position_ids=rows.positions,
             use_cache=False,
         ).last_hidden_state
-        told = rows.labels[:, 1:] != _IGNORED
+        told = rows.labels[:, 1:] != IGNORED
         logits = self.model.lm_head(hidden[:, :-1][told])
         return functional.cross_entropy(logits.float(), rows.labels[:, 1:][told]), hidden
 

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from fusion.embedded import world
+from fusion.embedded.conversations import Conversations
 from fusion.embedded.model import IMAGE_TOKENS
 from fusion.embedded.processor import build_processor
-from fusion.embedded.train import Conversations
 
 
 def scenes(count: int, seed: int = 0) -> list[world.Scene]:
