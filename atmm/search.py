@@ -22,7 +22,7 @@ from atmm.operator import add_delta
 from atmm.segments import Lane, SegmentPlan
 from atmm.selection import rule
 from atmm.sites import Factors, Site, SiteGroup
-from atmm.strategies import STRATEGIES
+from atmm.strategies import STRATEGIES, comes_transposed
 from atmm.survey import Survey
 from atmm.tables import write
 
@@ -65,14 +65,20 @@ def measure(group: SiteGroup, plan: SegmentPlan, repeats: int) -> tuple[Bucket, 
     assert packed is not None
     survey = Survey(plan, packed.layout)
     x = torch.randn(plan.num_tokens, group.sites[0].d_in).to(packed.a)
-    outputs = [torch.zeros(plan.num_tokens, site.d_out).to(packed.a) for site in group.sites]
+    transposed = comes_transposed(x)
+    outputs = [
+        torch.zeros(site.d_out, plan.num_tokens).to(x).t()
+        if transposed
+        else torch.zeros(plan.num_tokens, site.d_out).to(x)
+        for site in group.sites
+    ]
     others = torch.ones(CACHE_ELEMENTS, device=x.device)
     plans = {name: SegmentPlan(plan.num_tokens, plan.lanes, name) for name in STRATEGIES}
     times: dict[str, list[float]] = {name: [] for name in plans}
     for _, (name, forced) in itertools.product(range(repeats + 1), plans.items()):
         others.sum()
         times[name].append(_time(group, forced, x, outputs))
-    return Bucket.of(survey), {name: min(taken[1:]) for name, taken in times.items()}, rule(survey)
+    return Bucket.of(survey), {name: min(taken[1:]) for name, taken in times.items()}, rule(survey, transposed)
 
 
 def _time(group: SiteGroup, plan: SegmentPlan, x: Tensor, outputs: list[Tensor]) -> float:

@@ -1,5 +1,4 @@
-"""Which strategy for which shape: the plan's wish, else the measured table, else the compiled kernels for thin batches,
-else a rule.
+"""Which strategy for which shape: the plan's wish, else the measured table, else a rule.
 
 A choice is made once per plan and class of sites, never per layer.
 
@@ -26,20 +25,20 @@ _FEW_VALUES = 40_000
 
 def choose(survey: Survey, transposed: bool = False) -> str:
     """A name of `atmm.STRATEGIES` for a survey whose adapters are all packed. transposed: how the output lies."""
-    layout = survey.layout
-    if survey.keys == layout.targeting:  # tables are measured with nothing packed that is not used
-        known = table_for(layout.device.type).get(Bucket.of(survey).key())
+    if survey.keys == survey.layout.targeting:  # tables are measured with nothing packed that is not used
+        known = table_for(survey.layout.device.type).get(Bucket.of(survey).key())
         if known is not None:
             return known
+    return rule(survey, transposed)
+
+
+def rule(survey: Survey, transposed: bool = False) -> str:
+    """What is chosen where nobody has measured: the compiled kernels for thin batches, else the least estimate."""
+    layout = survey.layout
     if survey.num_tokens <= _COMPILED_TOKENS and serves(layout.device, layout.dtype):
         return "compiled"
     if transposed and max(layout.widths) <= _WIDEST_TRANSPOSED:
         return "gathered" if survey.num_tokens * max(layout.d_outs) <= _FEW_VALUES else "stacked"
-    return rule(survey)
-
-
-def rule(survey: Survey) -> str:
-    """The strategy whose estimated time is least."""
     seconds = estimate(survey)
     return min(seconds, key=seconds.__getitem__)
 

@@ -95,6 +95,12 @@ def lies_transposed(y: Tensor) -> bool:
     return y.stride(0) == 1 and y.stride(1) != 1
 
 
+def comes_transposed(x: Tensor) -> bool:
+    """Whether a layer's output for this input lies transposed: a thin bfloat16 product on a CPU does, of two rows or
+    more."""
+    return x.device.type == "cpu" and x.dtype == torch.bfloat16 and 1 < x.shape[0] <= _THIN
+
+
 class Stacked(GroupShares):
     """Share of a site: its columns of the masked shrink."""
 

@@ -7,7 +7,7 @@ import importlib
 
 from vlora.errors import BadConfig
 
-BENCHES = ("step", "merge")
+BENCHES = ("step", "merge", "atmm")
 
 
 def main(name: str, quick: bool = False) -> bool:

@@ -45,7 +45,7 @@ class Report:
     title: str | None = None
 
     def print(self) -> None:
-        console = Console(width=140)
+        console = Console(width=170)
         table = Table(title=self.title or f"vlora bench {self.bench}")
         columns = list(self.rows[0]) if self.rows else []
         for column in columns:
