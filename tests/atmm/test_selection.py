@@ -132,6 +132,7 @@ def test_the_table_is_not_asked_when_more_is_packed_than_used(monkeypatch: pytes
         (512, {"a": 64, "b": 64, "c": 64, "d": 64}, {"b": 300, "a": 200, "d": 10, "c": 2}, {"loop", "batched"}),
     ),
 )
+@pytest.mark.usefixtures("plain")
 def test_the_rule_prefers_few_calls_for_decoding_and_no_waste_for_prefill(
     num_tokens: int, ranks: dict, lengths: dict, expected: set[str]
 ) -> None:
