@@ -24,9 +24,13 @@ class LoraPlan(_Strict):
 
 
 class TrainingPlan(_Strict):
-    """One training per domain. rehearsal: share of each batch drawn from the domains already in the adapter."""
+    """One training per domain, of `steps` steps, or as many of them as fit into `seconds` of processor time.
+
+    rehearsal: share of each batch drawn from the domains already in the adapter.
+    """
 
     steps: int = Field(120, ge=1)
+    seconds: float | None = Field(None, gt=0)
     batch_size: int = Field(32, ge=1)
     learning_rate: float = Field(3e-3, gt=0)
     rehearsal: float = Field(0.5, ge=0, lt=1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -165,8 +166,14 @@ class LoraTrainer:
         optimizer = torch.optim.AdamW(parameters, settings.learning_rate, weight_decay=0.0)
         rehearsed = round(settings.batch_size * settings.rehearsal) if beside else 0
         self._peft.train()
+        started = time.process_time()
         for step in range(settings.steps):
-            rate = min(1.0, (step + 1) / 10) * 0.5 * (1 + math.cos(math.pi * step / settings.steps))
+            done = step / settings.steps
+            if settings.seconds is not None:
+                done = max(done, (time.process_time() - started) / settings.seconds)
+                if done >= 1:
+                    break
+            rate = min(1.0, (step + 1) / 10) * 0.5 * (1 + math.cos(math.pi * done))
             for group in optimizer.param_groups:
                 group["lr"] = settings.learning_rate * rate
             batch = self._draw(rng, domain, settings.batch_size - rehearsed)

@@ -26,6 +26,7 @@ from vlora.types import Request, SamplingParams
 
 _STEPS = 140
 _TRAINING_S = 60.0
+_STOP_AFTER_S = 57.0  # the last step may take a while
 _TIMED = 9
 # Skills with a promise of their own, by the names that questions carry.
 _PROMISED = ("color", "shape", "count", "position", "yes or no", "motion")
@@ -109,7 +110,7 @@ def _adapt(checkpoint: str, folder: Path, say: Callable[[str], None]) -> tuple[l
         plan = Plan(
             base=checkpoint,
             lora=LoraPlan(rank=8, alpha=16),
-            training=TrainingPlan(steps=_STEPS),
+            training=TrainingPlan(steps=_STEPS, seconds=_STOP_AFTER_S),
             domains=(DomainPlan(name=source, source=source, question=question, threshold=0.5),),
         )
         say(f"{source}: {len(splits.train)} samples")

@@ -3,6 +3,7 @@ answer."""
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 
 import numpy as np
@@ -67,6 +68,19 @@ def trained(base_folder: str) -> tuple[LoraTrainer, Domain]:
 def test_training_beats_chance_by_far(trained: tuple[LoraTrainer, Domain]) -> None:
     trainer, domain = trained
     assert trainer.score("colors", domain.test) > 0.8
+
+
+def test_training_stops_when_its_time_is_up(
+    trained: tuple[LoraTrainer, Domain], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer, _ = trained
+    state = trainer.snapshot()
+    hurried = TrainingPlan(steps=100_000, seconds=0.5, batch_size=4)
+    monkeypatch.setattr(trainer, "_plan", trainer._plan.model_copy(update={"training": hurried}))
+    started = time.process_time()
+    trainer.train("colors", ())
+    assert time.process_time() - started < 5
+    trainer.restore(state)
 
 
 def test_restoring_a_snapshot_brings_the_accuracy_back(trained: tuple[LoraTrainer, Domain]) -> None:
