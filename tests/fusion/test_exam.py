@@ -1,0 +1,49 @@
+"""`vlora model eval` from end to end, on a model that knows nothing and with as little of everything as will do."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from fusion.embedded import exam
+from fusion.embedded.model import build_model
+from fusion.embedded.processor import build_processor
+from fusion.samples import Sample, Splits
+from fusion.sources import BUILT_IN, load_source
+
+
+class Guess:
+    name = "always the first"
+
+    def fit(self, splits: Splits) -> None:
+        pass
+
+    def answers(self, samples: Sequence[Sample]) -> list[object]:
+        return [() if isinstance(sample.target, tuple) else 0 for sample in samples]
+
+
+def test_every_domain_and_promise_is_in_the_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    build_model(seed=0).save_pretrained(str(tmp_path))
+    build_processor().save_pretrained(str(tmp_path))
+
+    def few(source: str, seed: int) -> Splits:
+        splits = load_source(source, seed)
+        parts = {part: getattr(splits, part)[:4] for part in ("train", "validation", "test")}
+        return dataclasses.replace(splits, **parts)
+
+    monkeypatch.setattr(exam, "load_source", few)
+    monkeypatch.setattr(exam, "TEACHERS", dict.fromkeys(exam.TEACHERS, Guess))
+    monkeypatch.setattr(exam, "_STEPS", 1)
+    monkeypatch.setattr(exam, "_TIMED", 1)
+    rows, gates = exam.examine(str(tmp_path), seeds=(1,), num_scenes=16, say=lambda _: None)
+    assert set(exam.QUESTIONS) == set(BUILT_IN)
+    assert {row.what for row in rows} >= {*BUILT_IN, *exam._PROMISED, "overall"}
+    names = [gate.name for gate in gates]
+    assert len(set(names)) == len(names)
+    for source in BUILT_IN:
+        assert any(name.startswith(source) for name in names)
+    assert {gate.name: gate.goal for gate in gates}["drawn-traffic-detection: F1"] == 0.6
+    assert all(0 <= row.right <= 1 and 0 <= row.without <= 1 for row in rows)
