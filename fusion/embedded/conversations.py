@@ -35,6 +35,7 @@ class Conversations:
         shape = (len(scenes), length)
         ids, labels = np.full(shape, self.pad), np.full(shape, IGNORED)
         turns, positions, present = np.full(shape, -1), np.zeros(shape, np.int64), np.full(shape, IGNORED)
+        meant = np.full((*shape, len(world.ATTRIBUTES)), IGNORED)
         for row, scene in enumerate(scenes):
             start = [self.bos, self.user] + [self.image] * (IMAGE_TOKENS * len(scene.frames))
             end = len(start)
@@ -49,9 +50,13 @@ class Conversations:
                 labels[row, here] = [IGNORED] * len(question) + answer
                 positions[row, here] = np.arange(len(start), len(start) + here.stop - here.start)
                 if asked.about:
-                    present[row, end + _end_of(self.words(asked.about), question) - 1] = asked.holds
+                    name = end + _end_of(self.words(asked.about), question) - 1
+                    if asked.holds is not None:
+                        present[row, name] = asked.holds
+                    if asked.meant is not None:
+                        meant[row, name] = [attribute in asked.meant for attribute in world.ATTRIBUTES]
                 end = here.stop
-        return Rows(*(torch.from_numpy(values) for values in (ids, labels, turns, positions, present)))
+        return Rows(*(torch.from_numpy(values) for values in (ids, labels, turns, positions, present, meant)))
 
 
 def _end_of(part: Sequence[int], whole: Sequence[int]) -> int:
@@ -61,13 +66,15 @@ def _end_of(part: Sequence[int], whole: Sequence[int]) -> int:
 
 class Rows(NamedTuple):
     """Token ids, labels, turn (0 is the image, -1 padding) and position of every token; at the last token of a name
-    whether that is there. int64 [n, length] each."""
+    whether that is there. int64 [n, length] each. meant, int64 [n, length, attributes]: at the last token of a name,
+    which attributes the things have that it names."""
 
     ids: torch.Tensor
     labels: torch.Tensor
     turns: torch.Tensor
     positions: torch.Tensor
     present: torch.Tensor
+    meant: torch.Tensor
 
     def to(self, device: torch.device) -> Rows:
         return Rows(*(values.to(device) for values in self))

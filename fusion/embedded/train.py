@@ -80,6 +80,7 @@ class Probes(nn.Module):
         self.row = nn.Linear(text_size, world.GRID)
         self.column = nn.Linear(text_size, world.GRID)
         self.present = nn.Linear(text_size, 2)
+        self.meant = nn.Linear(text_size, len(world.ATTRIBUTES))
 
     def cell_loss(self, states: torch.Tensor, cells: torch.Tensor) -> torch.Tensor:
         """states [n, 36, vision], cells [n, 4, 6, 6]."""
@@ -109,6 +110,17 @@ class Probes(nn.Module):
         """states [n, length, text], present [n, length]: 1 or 0 at the last token of a name, else ignored."""
         named = present != IGNORED
         return functional.cross_entropy(self.present(states[named]).float(), present[named])
+
+    def meaning_loss(self, states: torch.Tensor, meant: torch.Tensor) -> torch.Tensor:
+        """states [n, length, text], meant [n, length, attributes]: 1 or 0 at the last token of a name, else ignored.
+
+        Summed over attributes: most are plainly absent.
+        """
+        named = meant[..., 0] != IGNORED
+        told = functional.binary_cross_entropy_with_logits(
+            self.meant(states[named]).float(), meant[named].float(), reduction="sum"
+        )
+        return told / max(1, int(named.sum()))
 
 
 def _probe_loss(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
@@ -264,6 +276,7 @@ class Trainer:
             "places": self.probes.place_loss(features),
             "present": 0.65 * self.probes.presence_loss(still_hidden, still_rows.present)
             + 0.35 * self.probes.presence_loss(hidden, clip_rows.present),
+            "meant": self.probes.meaning_loss(still_hidden, still_rows.meant),
             "moves": self.probes.move_loss(images, clip_cells),
         }
 

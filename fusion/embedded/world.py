@@ -13,6 +13,7 @@ Cell labels say what is where on the 6x6 grid of image tokens. They only serve t
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import cv2
@@ -70,6 +71,8 @@ CELL_KINDS = (
 )
 CELL_COLORS = ("none", *COLORS)
 CELL_MOVES = ("none", *MOVES)
+ATTRIBUTES = (*POSITIONS, *THINGS, *COLORS)
+"""What can be said of a thing in a picture."""
 _KIND_ID = {kind: index for index, kind in enumerate(CELL_KINDS)}
 _COLOR_ID = {color: index for index, color in enumerate(CELL_COLORS)}
 _MOVE_ID = {move: index for index, move in enumerate(CELL_MOVES)}
@@ -81,15 +84,17 @@ KIND, COLOR, CENTER, MOVE = range(4)
 class Question(NamedTuple):
     """skill: what the question tests; figures are kept per skill.
 
-    about: the words in it that name something, where the question does not take for granted that it is there; holds:
-    whether it is. Training alone looks at these two.
+    Training alone looks at the rest. about: the words of the text that name something; holds: whether it is there, None
+    where the question takes that for granted; meant: attributes (see ATTRIBUTES) of all things the words name, None in
+    clips, where things have no position.
     """
 
     skill: str
     text: str
     answer: str
     about: str = ""
-    holds: bool = True
+    holds: bool | None = None
+    meant: frozenset[str] | None = None
 
 
 # How each thing is asked; the first form half of the time.
@@ -116,15 +121,11 @@ _FORMS: dict[str, tuple[str, ...]] = {
 }
 
 
-def _question(rng: np.random.Generator, form: str, skill: str, answer: str, about: str = "") -> Question:
+def _question(rng: np.random.Generator, form: str, skill: str, answer: str, name: str = "") -> Question:
+    """name: what the form asks about."""
     forms = _FORMS[form]
     text = forms[0] if chance(rng, 0.5) else pick(rng, forms)
-    return Question(skill, text.format(about), answer)
-
-
-def _open_question(rng: np.random.Generator, form: str, skill: str, answer: str, about: str, holds: bool) -> Question:
-    """A question about something that may not be there."""
-    return _question(rng, form, skill, answer, about)._replace(about=about, holds=holds)
+    return Question(skill, text.format(name), answer)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -206,19 +207,21 @@ def _ask_things(rng: np.random.Generator, placed: list[_Placed], night: bool | N
     one = placed[int(rng.integers(len(placed)))]
     kinds = [item.kind for item in placed]
     colors = [item.color for item in placed]
-    asked = [
-        _question(rng, "count all", "count", NUMBERS[len(placed)]),
-        _question(rng, "at", "scene", article(one.words), one.position),
-        _question(rng, "color at", "color", one.color, one.position),
-        _question(rng, "kind at", _kind_skill(one.kind), article(one.kind), one.position),
-    ]
+    asked = [_question(rng, "count all", "count", NUMBERS[len(placed)])]
+    for form, skill, answer in (
+        ("at", "scene", article(one.words)),
+        ("color at", "color", one.color),
+        ("kind at", _kind_skill(one.kind), article(one.kind)),
+    ):
+        asked.append(_naming(_question(rng, form, skill, answer, one.position), one.position, placed))
     for kind in (one.kind, pick(rng, THINGS)):
-        count = kinds.count(kind)
-        asked.append(_open_question(rng, "count", "count", NUMBERS[count], plural(kind), count > 0))
+        question = _question(rng, "count", "count", NUMBERS[kinds.count(kind)], plural(kind))
+        asked.append(_naming(question, kind, placed, open_=True)._replace(about=plural(kind)))
     if kinds.count(one.kind) == 1:
-        asked.append(_question(rng, "color", "color", one.color, one.kind))
+        asked.append(_naming(_question(rng, "color", "color", one.color, one.kind), one.kind, placed))
     if colors.count(one.color) == 1:
-        asked.append(_question(rng, "kind", _kind_skill(one.kind), article(one.kind), one.color))
+        question = _question(rng, "kind", _kind_skill(one.kind), article(one.kind), one.color)
+        asked.append(_naming(question, one.color, placed))
     asked += _ask_presence(rng, placed)
     asked += _ask_where(rng, placed)
     if len(placed) <= 2:
@@ -232,22 +235,29 @@ def _kind_skill(kind: str) -> str:
     return "shape" if kind in SHAPES else "kind"
 
 
-def _names_of(placed: list[_Placed]) -> tuple[list[str], ...]:
-    """What can be asked for by kind, by colour and by both, once per thing that answers to it."""
-    return (
-        [item.kind for item in placed],
-        [f"{item.color} object" for item in placed],
-        [item.words for item in placed],
-    )
+def _names(item: _Placed) -> tuple[str, str, str]:
+    """What singles it out: its kind, its colour, or both."""
+    return item.kind, item.color, item.words
+
+
+def _naming(question: Question, name: str, placed: Sequence[_Placed], *, open_: bool = False) -> Question:
+    """The question, with what the name in it means. open_: it does not take for granted that there is such a thing."""
+    meant = [item for item in placed if name in (*_names(item), item.position)]
+    attributes = frozenset(attribute for item in meant for attribute in item)
+    return question._replace(about=name, holds=bool(meant) if open_ else None, meant=attributes)
+
+
+def _spoken(name: str) -> str:
+    return f"{name} object" if name in COLORS else name
 
 
 def _absent(rng: np.random.Generator, placed: list[_Placed], way: int) -> str:
     """A name that nothing answers to: a kind (0), a colour (1), or both (2), of which half is there."""
-    there = set(_names_of(placed)[way])
+    there = {_names(item)[way] for item in placed}
     while True:
         one, kind, color = placed[int(rng.integers(len(placed)))], pick(rng, THINGS), pick(rng, tuple(COLORS))
         both = f"{one.color} {kind}" if chance(rng, 0.5) else f"{color} {one.kind}"
-        name = (kind, f"{color} object", both)[way]
+        name = (kind, color, both)[way]
         if name not in there:
             return name
 
@@ -255,26 +265,30 @@ def _absent(rng: np.random.Generator, placed: list[_Placed], way: int) -> str:
 def _ask_presence(rng: np.random.Generator, placed: list[_Placed]) -> list[Question]:
     """Is there such a kind, such a colour, such a thing: asked twice each, and so in half of the cases."""
     asked = []
-    for way, names in enumerate(_names_of(placed)):
+    for way in range(3):
         for _ in range(2):
             holds = chance(rng, 0.5)
-            name = pick(rng, names) if holds else _absent(rng, placed, way)
-            about = article(name)
-            asked.append(_open_question(rng, "present", "yes or no", _yes_no(holds), about, holds))
+            name = pick(rng, [_names(item)[way] for item in placed]) if holds else _absent(rng, placed, way)
+            question = _question(rng, "present", "yes or no", _yes_no(holds), article(_spoken(name)))
+            asked.append(_naming(question, name, placed, open_=True))
     return asked
 
 
 def _ask_where(rng: np.random.Generator, placed: list[_Placed]) -> list[Question]:
     """Where is what words single out; sometimes nothing answers to them."""
     asked = []
-    for way, names in enumerate(_names_of(placed)):
+    for way in range(3):
+        names = [_names(item)[way] for item in placed]
+        single = [item for item in placed if names.count(_names(item)[way]) == 1]
         if chance(rng, 0.25):
-            asked.append(_open_question(rng, "where", "position", "nowhere", _absent(rng, placed, way), False))
+            name, answer = _absent(rng, placed, way), "nowhere"
+        elif single:
+            item = single[int(rng.integers(len(single)))]
+            name, answer = _names(item)[way], item.position
+        else:
             continue
-        single = [index for index, name in enumerate(names) if names.count(name) == 1]
-        if single:
-            index = single[int(rng.integers(len(single)))]
-            asked.append(_open_question(rng, "where", "position", placed[index].position, names[index], True))
+        question = _question(rng, "where", "position", answer, _spoken(name))
+        asked.append(_naming(question, name, placed, open_=True))
     return asked
 
 

@@ -47,10 +47,24 @@ def test_every_promised_thing_is_there() -> None:
 def test_questions_that_name_something_say_whether_it_is_there() -> None:
     for scene in scenes(150):
         for question in scene.questions:
-            if question.about:
-                assert question.about in question.text
-                absent = question.answer in ("no", "nowhere", "zero")
-                assert question.holds != absent
+            assert question.about in question.text
+            if question.holds is not None:
+                assert question.holds != (question.answer in ("no", "nowhere", "zero"))
+            if question.meant is not None:
+                assert question.meant <= set(world.ATTRIBUTES)
+                assert bool(question.meant) == (question.holds is not False)
+
+
+def test_what_a_name_means_contains_the_answer() -> None:
+    asked = 0
+    for scene in scenes(150):
+        for question in scene.questions:
+            answer = question.answer.split()[-1] if question.skill in ("shape", "kind") else question.answer
+            if question.meant and answer in world.ATTRIBUTES and question.skill != "scene":
+                assert answer in question.meant
+                assert question.about in question.meant or question.skill == "count" or " " in question.about
+                asked += 1
+    assert asked > 300
 
 
 def test_every_word_is_one_token() -> None:
@@ -81,4 +95,6 @@ def test_questions_of_a_row_do_not_see_one_another() -> None:
             own = rows.positions[row][turns == turn]
             assert own.tolist() == list(range(start, start + len(own)))
     # A name's place: the token at which what is asked about ends.
-    assert int((rows.present >= 0).sum()) > 0
+    named = rows.meant[..., 0] >= 0
+    assert int((rows.present >= 0).sum()) > 0 and int(named.sum()) > 0
+    assert bool((rows.meant[named] >= 0).all()) and bool((rows.turns[named] > 0).all())
