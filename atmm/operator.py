@@ -17,7 +17,7 @@ from atmm.head_rows import HeadRows
 from atmm.segments import SegmentPlan
 from atmm.selection import choose
 from atmm.sites import Packed, Site
-from atmm.strategies import STRATEGIES, Loop, Strategy, lies_transposed
+from atmm.strategies import STRATEGIES, Loop, Strategy, known, lies_transposed, prepare
 from atmm.survey import Survey
 
 # Ranks up to which one compiled pass over the weights beats torch's two, whose arithmetic is faster (docs/decisions.md,
@@ -103,7 +103,7 @@ def head_logits(h: Tensor, rows: Sequence[HeadRows]) -> list[Tensor]:
 
 
 def _prepare(plan: SegmentPlan, packed: Packed | None, x: Tensor, y: Tensor, site: Site) -> Strategy:
-    if plan.strategy is not None and plan.strategy not in STRATEGIES:
+    if plan.strategy is not None and not known(plan.strategy):
         raise ValueError(f"strategy is {plan.strategy!r}; choose one of {', '.join(STRATEGIES)}")
     if packed is None:
         missing = sorted(plan.keys)
@@ -125,4 +125,5 @@ def _prepare(plan: SegmentPlan, packed: Packed | None, x: Tensor, y: Tensor, sit
     survey = Survey(plan, packed.layout)
     if not survey.lanes:
         return Loop(())
-    return STRATEGIES[plan.strategy or choose(survey, transposed=bool(packed.bs) and lies_transposed(y))](survey)
+    name = plan.strategy or choose(survey, transposed=bool(packed.bs) and lies_transposed(y))
+    return prepare(name, survey)

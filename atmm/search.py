@@ -1,84 +1,201 @@
-"""Measure every strategy on a grid of buckets and write the table for this machine: `python -m atmm.search --out FILE`.
+"""The offline, profile-based search of V-LoRA (Algorithm 2): time every strategy and tiling on a grid of buckets.
 
-The offline, profile-based search of V-LoRA (Algorithm 2), over strategies. Each group of sites is timed as a layer of
-a model meets it: its factors and the code have left the cache, because the base weights have passed through in
-between.
+Each group of sites is timed as a layer of a model meets it: its factors and the code have left the cache, because the
+base weights have passed through in between. Whoever is plainly slower by its bytes and operations is not timed.
 """
 
 from __future__ import annotations
 
-import argparse
-import datetime
 import itertools
-import pathlib
+import json
+import random
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from atmm.bucket import Bucket
+from atmm import reference
+from atmm.bucket import Bucket, Evenness
+from atmm.compiled.lanes import serves
 from atmm.operator import add_delta
 from atmm.segments import Lane, SegmentPlan
-from atmm.selection import rule
+from atmm.selection import estimate, rule
 from atmm.sites import Factors, Site, SiteGroup
-from atmm.strategies import STRATEGIES, comes_transposed
+from atmm.strategies import comes_transposed
 from atmm.survey import Survey
-from atmm.tables import write
 
-# (d_in, d_out of each site): the groups of a layer of the 0.5 B Qwen2 language model.
-GROUPS = ((896, (896, 128, 128)), (896, (896,)), (896, (4864, 4864)), (4864, (896,)))
-TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
+TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048)
 ADAPTERS = (1, 2, 4, 8, 16)
 RANKS = (8, 16, 32, 64)
-TOLERANCE = 1.1  # the rule's choice may be this much slower than the best before a row is written
-CACHE_ELEMENTS = 6 * 2**20  # float32 elements that are read to drive everything else out of the core's own caches
+_MOST_ESTIMATED = 6.0  # times the least estimate; more is not timed
+_COMPILED_TOKENS = 128  # the compiled kernels go token by token
+_CACHE_ELEMENTS = 6 * 2**20  # float32 elements that are read to drive everything else out of the core's own caches
+_TURNS = 5
+_LONG_S = 0.02  # a bucket's candidates are timed this long together before fewer turns will do
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="python -m atmm.search", description=__doc__)
-    parser.add_argument("--out", type=pathlib.Path, required=True, help="the table's file")
-    parser.add_argument("--dtype", nargs="+", default=["bfloat16", "float32"])
-    parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
-    parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--repeats", type=int, default=7)
-    options = parser.parse_args(argv)
-    torch.set_num_threads(options.threads)
-    torch.manual_seed(0)
-    rows = []
-    with torch.inference_mode():
-        for dtype, (d_in, d_outs), rank, num_adapters in itertools.product(options.dtype, GROUPS, RANKS, ADAPTERS):
-            group = _group(d_in, d_outs, num_adapters, rank, getattr(torch, dtype), options.device)
-            for plan in _plans(num_adapters):
-                bucket, seconds, chosen = measure(group, plan, options.repeats)
-                best = min(seconds, key=seconds.__getitem__)
-                if seconds[chosen] > TOLERANCE * seconds[best]:
-                    rows.append((bucket, best))
-                times = " ".join(f"{name} {value * 1e6:.0f}" for name, value in seconds.items())
-                print(f"{bucket} us: {times} best {best} rule {chosen}", flush=True)
-    write(options.out, options.device, datetime.date.today().isoformat(), rows)
+class Shape(NamedTuple):
+    """Sites that read one input: features in, and out of each site."""
+
+    d_in: int
+    d_outs: tuple[int, ...]
 
 
-def measure(group: SiteGroup, plan: SegmentPlan, repeats: int) -> tuple[Bucket, dict[str, float], str]:
-    """The plan's bucket, each strategy's least seconds for all sites of the group, and what the rule says."""
-    packed = group.packed
-    assert packed is not None
-    survey = Survey(plan, packed.layout)
-    x = torch.randn(plan.num_tokens, group.sites[0].d_in).to(packed.a)
+SHAPES = (
+    Shape(896, (896, 128, 128)),
+    Shape(896, (896,)),
+    Shape(896, (4864, 4864)),
+    Shape(4864, (896,)),
+    Shape(896, (4864,)),
+    Shape(2048, (8192,)),
+)
+"""What is searched for no model in particular: the layers of the 0.5 B Qwen2 language model, and two lone sites."""
+
+
+class Case(NamedTuple):
+    """What one bucket stands for in the search."""
+
+    shape: Shape
+    rank: int
+    dtype: str
+    num_adapters: int
+    num_tokens: int
+    even: bool
+
+    @classmethod
+    def of(cls, bucket: Bucket) -> Case:
+        """A case that falls into the bucket."""
+        d_out = bucket.d_out // bucket.num_sites
+        return cls(
+            Shape(bucket.d_in, (d_out,) * bucket.num_sites),
+            bucket.rank,
+            str(bucket.dtype).removeprefix("torch."),
+            bucket.adapters,
+            bucket.tokens,
+            bucket.evenness != Evenness.RAGGED,
+        )
+
+    def plan(self, strategy: str | None = None) -> SegmentPlan:
+        """Even segments, or ragged ones: each about half as long as the one before, as [100, 50, ..., 1]."""
+        tokens, adapters = self.num_tokens, self.num_adapters
+        if self.even:
+            cuts = [tokens * index // adapters for index in range(adapters + 1)]
+        else:
+            spare, whole = tokens - adapters, 1 - 0.5**adapters
+            cuts = [index + round(spare * (1 - 0.5**index) / whole) for index in range(adapters + 1)]
+        lanes = [Lane(str(index), *cut) for index, cut in enumerate(itertools.pairwise(cuts))]
+        return SegmentPlan(tokens, lanes, strategy)
+
+    def group(self, device: str) -> SiteGroup:
+        """Packed sites with random adapters."""
+        dtype = getattr(torch, self.dtype)
+        group = SiteGroup([Site(str(index), self.shape.d_in, d_out) for index, d_out in enumerate(self.shape.d_outs)])
+        keys = [str(key) for key in range(self.num_adapters)]
+        for site, key in itertools.product(group.sites, keys):
+            a, bt = (torch.randn(self.rank, d, device=device) * 0.05 for d in (site.d_in, site.d_out))
+            site.factors[key] = Factors(a.to(dtype), bt.to(dtype))
+        group.pack(keys)
+        return group
+
+    def input(self, device: str) -> tuple[Tensor, list[Tensor]]:
+        """Random x [tokens, d_in], and each site's zero output, lying as the base layer leaves it there."""
+        dtype = getattr(torch, self.dtype)
+        x = torch.randn(self.num_tokens, self.shape.d_in, device=device).to(dtype)
+        if comes_transposed(x):
+            return x, [x.new_zeros(d_out, self.num_tokens).t() for d_out in self.shape.d_outs]
+        return x, [x.new_zeros(self.num_tokens, d_out) for d_out in self.shape.d_outs]
+
+
+class Finding(NamedTuple):
+    """A bucket with each candidate's least seconds for all sites of the group, and what the rule would have chosen."""
+
+    bucket: Bucket
+    seconds: Mapping[str, float]
+    ruled: str
+
+    @property
+    def best(self) -> str:
+        return min(self.seconds, key=self.seconds.__getitem__)
+
+
+def cases(shapes: Sequence[Shape], dtypes: Sequence[str]) -> list[Case]:
+    """The grid in an order of its own that is the same every time: a search cut short has seen some of everything."""
+    found = []
+    for shape, rank, dtype, num_adapters, num_tokens in itertools.product(shapes, RANKS, dtypes, ADAPTERS, TOKENS):
+        if num_adapters <= num_tokens:
+            found.append(Case(shape, rank, dtype, num_adapters, num_tokens, True))
+        if 1 < num_adapters < num_tokens:
+            found.append(Case(shape, rank, dtype, num_adapters, num_tokens, False))
+    random.Random(0).shuffle(found)
+    return found
+
+
+def search(cases: Sequence[Case], device: str, journal: Path, seconds: float) -> Iterator[Finding | None]:
+    """Measure case by case until all are done or the time is up; None for a case whose bucket is known already.
+
+    journal: what was found so far, a JSON object a line; a search that was stopped goes on behind it.
+    """
+    stop = time.monotonic() + seconds
+    found = read(journal)
+    known = {finding.bucket for finding in found}
+    with journal.open("w") as file, torch.inference_mode():
+        file.writelines(_as_line(finding) for finding in found)  # without a line cut short
+        for case in cases:
+            if time.monotonic() > stop:
+                return
+            group = case.group(device)
+            assert group.packed is not None
+            bucket = Bucket.of(Survey(case.plan(), group.packed.layout))
+            if bucket in known:
+                yield None
+                continue
+            known.add(bucket)
+            finding = measure(case, group, device)
+            file.write(_as_line(finding))
+            file.flush()
+            yield finding
+
+
+def measure(case: Case, group: SiteGroup, device: str) -> Finding:
+    """Time every candidate of a case."""
+    assert group.packed is not None
+    survey = Survey(case.plan(), group.packed.layout)
+    x, outputs = case.input(device)
+    others = torch.ones(_CACHE_ELEMENTS, device=device)
     transposed = comes_transposed(x)
-    outputs = [
-        torch.zeros(site.d_out, plan.num_tokens).to(x).t()
-        if transposed
-        else torch.zeros(plan.num_tokens, site.d_out).to(x)
-        for site in group.sites
-    ]
-    others = torch.ones(CACHE_ELEMENTS, device=x.device)
-    plans = {name: SegmentPlan(plan.num_tokens, plan.lanes, name) for name in STRATEGIES}
+    plans = {name: case.plan(name) for name in candidates(survey, transposed)}
     times: dict[str, list[float]] = {name: [] for name in plans}
-    for _, (name, forced) in itertools.product(range(repeats + 1), plans.items()):
-        others.sum()
-        times[name].append(_time(group, forced, x, outputs))
-    return Bucket.of(survey), {name: min(taken[1:]) for name, taken in times.items()}, rule(survey, transposed)
+    started = time.monotonic()
+    for turn in range(_TURNS + 1):
+        for name, plan in plans.items():
+            others.sum()
+            times[name].append(_time(group, plan, x, outputs))
+        if turn >= 2 and time.monotonic() - started > _LONG_S * len(plans):
+            break
+    # The first turn prepares, and compiles.
+    least = {name: min(taken[1:]) for name, taken in times.items()}
+    return Finding(Bucket.of(survey), least, rule(survey, transposed))
+
+
+def candidates(survey: Survey, transposed: bool) -> list[str]:
+    """Strategies worth timing, the rule's choice among them."""
+    layout = survey.layout
+    estimates = estimate(survey)
+    least = min(estimates.values())
+    names = [name for name, seconds in estimates.items() if seconds <= _MOST_ESTIMATED * least]
+    if serves(layout.device, layout.dtype) and survey.num_tokens <= _COMPILED_TOKENS:
+        names.append("compiled")
+    if layout.device.type == "cuda":
+        from atmm.tiled.tiling import sensible
+
+        longest = max(lane.stop - lane.start for lane in survey.lanes)
+        tilings = sensible(layout.dtype.itemsize, layout.d_in, longest, survey.num_tokens)
+        names += ["tiled", *(tiling.name for tiling in tilings)]
+    ruled = rule(survey, transposed)
+    return names if ruled in names else [*names, ruled]
 
 
 def _time(group: SiteGroup, plan: SegmentPlan, x: Tensor, outputs: list[Tensor]) -> float:
@@ -93,35 +210,44 @@ def _time(group: SiteGroup, plan: SegmentPlan, x: Tensor, outputs: list[Tensor])
     return clock() - start
 
 
-def _group(
-    d_in: int, d_outs: tuple[int, ...], num_adapters: int, rank: int, dtype: torch.dtype, device: str
-) -> SiteGroup:
-    group = SiteGroup([Site(str(index), d_in, d_out) for index, d_out in enumerate(d_outs)])
-    keys = [str(key) for key in range(num_adapters)]
-    for site in group.sites:
-        for key in keys:
-            a, bt = torch.randn(rank, d_in) * 0.05, torch.randn(rank, site.d_out) * 0.05
-            site.factors[key] = Factors(a.to(device, dtype), bt.to(device, dtype))
-    group.pack(keys)
-    return group
+def error(case: Case, strategy: str, device: str) -> float:
+    """Largest error of a strategy on a case, as a share of the largest delta, against the float64 reference."""
+    group = case.group(device)
+    x, outputs = case.input(device)
+    worst = 0.0
+    for site, y in zip(group.sites, outputs, strict=True):
+        right = reference.add_delta(y, x, site, case.plan())
+        add_delta(y, x, site, case.plan(strategy))
+        worst = max(worst, ((y.double() - right).abs().max() / right.abs().max()).item())
+    return worst
 
 
-def _plans(num_adapters: int) -> Iterator[SegmentPlan]:
-    """Even segments, then ragged ones: each about a quarter as long as the one before."""
-    for num_tokens in TOKENS:
-        if num_tokens < num_adapters:
+def read(journal: Path) -> list[Finding]:
+    """What a search found before it was stopped; nothing where there is no journal. A line cut short is left out."""
+    if not journal.exists():
+        return []
+    found = []
+    for line in journal.read_text().splitlines():
+        try:
+            found.append(_from_line(json.loads(line)))
+        except json.JSONDecodeError:
             continue
-        cuts = [num_tokens * index // num_adapters for index in range(num_adapters + 1)]
-        yield SegmentPlan(num_tokens, _lanes(cuts))
-        if 1 < num_adapters < num_tokens:
-            spare = num_tokens - num_adapters
-            cuts = [0] + [spare - (spare >> 2 * index) + index for index in range(1, num_adapters)] + [num_tokens]
-            yield SegmentPlan(num_tokens, _lanes(cuts))
+    return found
 
 
-def _lanes(cuts: list[int]) -> list[Lane]:
-    return [Lane(str(index), start, stop) for index, (start, stop) in enumerate(itertools.pairwise(cuts))]
+def _as_line(finding: Finding) -> str:
+    *sizes, evenness, dtype, device_type = finding.bucket
+    line = {
+        "bucket": [*sizes, evenness.name, str(dtype).removeprefix("torch."), device_type],
+        "seconds": dict(finding.seconds),
+        "ruled": finding.ruled,
+    }
+    return json.dumps(line) + "\n"
 
 
-if __name__ == "__main__":
-    main()
+def _from_line(line: Mapping[str, Any]) -> Finding:
+    tokens, adapters, rank, d_in, d_out, num_sites, evenness, dtype, device_type = line["bucket"]
+    sizes = tokens, adapters, rank, d_in, d_out, num_sites
+    return Finding(
+        Bucket(*sizes, Evenness[evenness], getattr(torch, dtype), device_type), line["seconds"], line["ruled"]
+    )

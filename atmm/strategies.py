@@ -248,12 +248,13 @@ def _compiled(survey: Survey) -> Strategy:
     return Compiled(survey) if serves(survey.layout.device, survey.layout.dtype) else Gathered(survey)
 
 
-def _tiled(survey: Survey) -> Strategy:
+def _tiled(survey: Survey, name: str = "tiled") -> Strategy:
     """The Triton kernels, or where they cannot run the strategy that is nearest to them."""
     if survey.layout.device.type == "cuda" or triton_interprets():
         from atmm.tiled.lanes import Tiled  # Triton is for Linux, and takes its time to load
+        from atmm.tiled.tiling import Tiling
 
-        return Tiled(survey)
+        return Tiled(survey, None if name == "tiled" else Tiling.named(name))
     return Batched(survey)
 
 
@@ -270,3 +271,17 @@ STRATEGIES: dict[str, Callable[[Survey], Strategy]] = {
     "compiled": _compiled,
     "tiled": _tiled,
 }
+
+
+def known(name: str) -> bool:
+    """Whether a strategy has this name: one of `STRATEGIES`, or "tiled" with the sizes of its tiles."""
+    return name in STRATEGIES or _sized(name)
+
+
+def prepare(name: str, survey: Survey) -> Strategy:
+    """The strategy of a known name, prepared for a survey."""
+    return _tiled(survey, name) if _sized(name) else STRATEGIES[name](survey)
+
+
+def _sized(name: str) -> bool:
+    return name.startswith("tiled ")

@@ -1,4 +1,4 @@
-"""The measured tables that ship in `tables/`: one JSON document per device, written by `python -m atmm.search`.
+"""The measured tables that ship in `tables/`: one JSON document per device, written by `vlora tune`.
 
 A table says where it was measured (`device`, `torch`, `threads`, `date`) and holds one row per bucket in which the
 rule of `atmm.selection` chose badly: the bucket's fields, then the strategy that was fastest.
@@ -10,6 +10,7 @@ import functools
 import json
 import logging
 import pathlib
+import re
 from collections.abc import Iterable
 
 import torch
@@ -35,28 +36,37 @@ def device_name(device_type: str) -> str:
 def table_for(device_type: str) -> dict[int, str]:
     """Bucket key to strategy, for the device at hand; empty, which is logged once, where none was measured."""
     device = device_name(device_type)
-    for path in sorted(FOLDER.glob("*.json")):
-        document = json.loads(path.read_text())
-        if document["device"] == device:
-            return parse(document, device_type)
+    path = path_for(device_type)
+    if path.exists():
+        return parse(json.loads(path.read_text()), device_type)
     logger.info("no measured table for %s; strategies are chosen by the rule in atmm.selection", device)
     return {}
 
 
 def parse(document: dict, device_type: str) -> dict[int, str]:
     """A table document in its lookup form. Raises ValueError when its columns are not the ones read here."""
+    return {bucket.key(): strategy for bucket, strategy in parse_rows(document, device_type)}
+
+
+def parse_rows(document: dict, device_type: str) -> list[tuple[Bucket, str]]:
+    """The buckets of a table document, with their strategies. Raises ValueError as `parse`."""
     if tuple(document["columns"]) != COLUMNS:
         raise ValueError(
             f"the table for {document['device']} has columns {document['columns']}, not {COLUMNS}; search again"
         )
-    table = {}
+    rows = []
     for *sizes, evenness, dtype, strategy in document["rows"]:
         tokens, adapters, rank, d_in, d_out, num_sites = sizes
         bucket = Bucket(
             tokens, adapters, rank, d_in, d_out, num_sites, Evenness[evenness], getattr(torch, dtype), device_type
         )
-        table[bucket.key()] = strategy
-    return table
+        rows.append((bucket, strategy))
+    return rows
+
+
+def path_for(device_type: str) -> pathlib.Path:
+    """Where the table of the device at hand is kept."""
+    return FOLDER / (re.sub(r"[^a-z0-9]+", "-", device_name(device_type).lower()) + ".json")
 
 
 def write(path: pathlib.Path, device_type: str, date: str, rows: Iterable[tuple[Bucket, str]]) -> None:
@@ -73,4 +83,5 @@ def write(path: pathlib.Path, device_type: str, date: str, rows: Iterable[tuple[
         for bucket, strategy in rows
     ]
     body = ",\n  ".join(lines)
+    path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(f'{json.dumps(header, indent=1)[:-2]},\n "rows": [\n  {body}\n ]\n}}\n')

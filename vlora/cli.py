@@ -406,5 +406,68 @@ def bench(name: str, quick: bool) -> None:
         sys.exit(1)
 
 
+@cli.command()
+@click.option("--model", help="Folder or hub name: search its shapes. Without it, those of the tables in the package.")
+@click.option("--device", type=click.Choice(["cpu", "cuda"]), default="cpu", show_default=True)
+@click.option(
+    "--dtype",
+    "dtypes",
+    multiple=True,
+    type=click.Choice(["bfloat16", "float32", "float16"]),
+    default=["bfloat16", "float32"],
+    show_default=True,
+    help="May be repeated.",
+)
+@click.option("--minutes", type=float, help="Stop after this long: 5 on a CPU, 30 on a GPU if not given.")
+@click.option("--threads", type=int, default=1, show_default=True, help="Threads to measure with on a CPU.")
+@click.option("--out", type=click.Path(path_type=Path), help="The table's file; where the engine looks if not given.")
+@click.option("--check", is_flag=True, help="Only verify the numerics of every row of the table.")
+@click.option("--lint", is_flag=True, help="Only compile every kernel of the GPU's search space; needs no GPU.")
+def tune(
+    model: str | None,
+    device: str,
+    dtypes: tuple[str, ...],
+    minutes: float | None,
+    threads: int,
+    out: Path | None,
+    check: bool,
+    lint: bool,
+) -> None:
+    """Find the fastest way to add adapters' deltas on this machine, shape by shape, and keep it in a table.
+
+    A search that was stopped goes on where it was.
+
+    \b
+        vlora tune
+        vlora tune --model Qwen/Qwen2-VL-7B-Instruct --device cuda --dtype bfloat16
+    """
+    if device == "cuda" and not lint:
+        import torch
+
+        if not torch.cuda.is_available():
+            raise BadConfig("device 'cuda' was asked for, but torch sees no CUDA device here")
+    from vlora import tune as tuning
+
+    if lint:
+        sound = tuning.lint(click.echo)
+    else:
+        import torch
+
+        torch.set_num_threads(threads)
+        if check:
+            sound = tuning.check(out or tuning.path_for(device), device, click.echo)
+        else:
+            tuning.tune(
+                None if model is None else _model_path(model),
+                device=device,
+                dtypes=dtypes,
+                minutes=minutes or (30.0 if device == "cuda" else 5.0),
+                out=out,
+            )
+            sound = True
+    if not sound:
+        sys.exit(1)
+
+
 if __name__ == "__main__":
     main()

@@ -2,7 +2,7 @@
 
 Factors are pools of rows: A [rows, d_in] and Bt [rows, d_out], an adapter of rank r being r rows that lie together. The
 rank is never the contiguous dimension, which is what lets every load be 128 bits wide, and no rank is padded in memory.
-Hidden values are float32 planes [SPLIT_K, rows, width], one row per token and lane; columns past a rank are zero.
+Hidden values are float32 planes [planes, rows, width], one row per token and lane; columns past a rank are zero.
 """
 
 import triton
@@ -12,12 +12,11 @@ import triton.language as tl
 @triton.jit
 def shrink(
     x_ptr, a_ptr, hidden_ptr, tile_ptr, d_in, x_stride, a_stride, plane_stride, hidden_stride,
-    BLOCK_M: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr, SPLIT_K: tl.constexpr, EVEN_K: tl.constexpr,
-    PRECISION: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr, EVEN_K: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """hidden[plane, row] = x[token] A[rows]^T over one share of d_in.
 
-    Grid (tiles, rank blocks, SPLIT_K). A tile is int32 [first token, tokens, first row of A, rank, first hidden row].
+    Grid (tiles, rank blocks, planes). A tile is int32 [first token, tokens, first row of A, rank, first hidden row].
     """
     tile = tile_ptr + tl.program_id(0) * 5
     first_token = tl.load(tile)
@@ -34,7 +33,7 @@ def shrink(
     in_tile = m < count
     in_rank = r < rank
     # Shares are whole blocks, so that only the last one may be cut short.
-    share = tl.cdiv(tl.cdiv(d_in, BLOCK_K), SPLIT_K) * BLOCK_K
+    share = tl.cdiv(tl.cdiv(d_in, BLOCK_K), tl.num_programs(2)) * BLOCK_K
     start = tl.program_id(2) * share
     stop = tl.minimum(start + share, d_in)
     x_at = x_ptr + (first_token + m).to(tl.int64)[:, None] * x_stride + (start + k)[None, :]

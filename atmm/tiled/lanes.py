@@ -10,28 +10,35 @@ from atmm.sites import Packed, Site
 from atmm.survey import Survey
 from atmm.tiled import kernels
 from atmm.tiled.plan import cut
+from atmm.tiled.tiling import Tiling, block_r, usual
 
 # float32 products stay float32: tensor cores' shorter formats would change answers.
 _PRECISION = "ieee"
 
 
 class Tiled(GroupShares):
-    """Share of a site: hidden values of all lanes of the group, float32 [planes, rows, width]."""
+    """Share of a site: hidden values of all lanes of the group, float32 [planes, rows, width].
+
+    tiling: None takes the usual one for the shape.
+    """
 
     adds_transposed = False
 
-    __slots__ = ("_block_k", "_block_m", "_block_r", "_hidden", "_max_rank", "_parts", "_shrink_tiles", "_tiles")
+    __slots__ = ("_block_r", "_hidden", "_max_rank", "_parts", "_shrink_tiles", "_tiles", "_tiling")
 
-    def __init__(self, survey: Survey) -> None:
+    def __init__(self, survey: Survey, tiling: Tiling | None = None) -> None:
         super().__init__(survey)
         layout = survey.layout
-        longest = max((lane.stop - lane.start for lane in survey.lanes), default=1)
-        self._block_m = 16 if longest <= 16 else 32 if longest <= 32 else 64
         highest = max((span.rank for site in layout.spans for span in site.values()), default=1)
-        self._block_r = 16 if highest <= 16 else 32 if highest <= 32 else 64
+        self._block_r = block_r(highest)
         self._max_rank = -(-highest // self._block_r) * self._block_r
-        self._block_k = 64 if layout.dtype.itemsize == 4 else 128
-        tiles = cut(survey, self._block_m)
+        if tiling is None:
+            longest = max((lane.stop - lane.start for lane in survey.lanes), default=1)
+            num_programs = sum(-(-(lane.stop - lane.start) // 64) for lane in survey.lanes) * len(survey.live)
+            num_programs *= self._max_rank // self._block_r
+            tiling = usual(layout.dtype.itemsize, layout.d_in, longest, num_programs)
+        self._tiling = tiling
+        tiles = cut(survey, tiling.block_m)
         self._parts = tiles.parts
         # One table, one copy: the sites' tiles behind those of the shrink.
         flat = [value for tile in tiles.shrink for value in tile]
@@ -42,8 +49,9 @@ class Tiled(GroupShares):
         table = torch.tensor(flat, dtype=torch.int32).to(layout.device, non_blocking=True)
         self._shrink_tiles = table, len(tiles.shrink)
         self._tiles = {site: (table[first:], count) for site, (first, count) in places.items()}
-        planes = _planes(len(tiles.shrink) * self._max_rank // self._block_r, layout.d_in, self._block_k)
-        self._hidden = torch.empty(planes, tiles.num_rows, self._max_rank, dtype=torch.float32, device=layout.device)
+        self._hidden = torch.empty(
+            tiling.split_k, tiles.num_rows, self._max_rank, dtype=torch.float32, device=layout.device
+        )
 
     def __call__(self, y: Tensor, x: Tensor, site: Site, packed: Packed | None) -> None:
         assert packed is not None
@@ -52,13 +60,13 @@ class Tiled(GroupShares):
             return
         if self._part is not None:
             y = y[self._part]
-        bt, d_out = packed.bts[site.index], y.shape[1]
+        bt, d_out, tiling = packed.bts[site.index], y.shape[1], self._tiling
         table, count = self._tiles[site.index]
-        block_n = 128
-        kernels.expand[(count, -(-d_out // block_n))](
+        kernels.expand[(count, -(-d_out // tiling.block_n))](
             y, hidden, bt, table, d_out, y.stride(0), hidden.stride(0), hidden.stride(1), bt.stride(0),
-            BLOCK_M=self._block_m, BLOCK_N=block_n, BLOCK_R=self._block_r, MAX_RANK=self._max_rank,
-            PARTS=self._parts, PLANES=hidden.shape[0], EVEN_N=d_out % block_n == 0, PRECISION=_PRECISION,
+            BLOCK_M=tiling.block_m, BLOCK_N=tiling.block_n, BLOCK_R=self._block_r, MAX_RANK=self._max_rank,
+            PARTS=self._parts, PLANES=tiling.split_k, EVEN_N=d_out % tiling.block_n == 0, PRECISION=_PRECISION,
+            num_warps=tiling.num_warps,
         )  # fmt: skip
 
     def _compute(self, x: Tensor, packed: Packed) -> dict[int, Tensor]:
@@ -67,37 +75,26 @@ class Tiled(GroupShares):
         if x.stride(1) != 1:
             x = x.contiguous()
         table, count = self._shrink_tiles
-        hidden, a, d_in = self._hidden, packed.a, x.shape[1]
-        planes = hidden.shape[0]
-        kernels.shrink[(count, self._max_rank // self._block_r, planes)](
+        hidden, a, d_in, tiling = self._hidden, packed.a, x.shape[1], self._tiling
+        kernels.shrink[(count, self._max_rank // self._block_r, tiling.split_k)](
             x, a, hidden, table, d_in, x.stride(0), a.stride(0), hidden.stride(0), hidden.stride(1),
-            BLOCK_M=self._block_m, BLOCK_R=self._block_r, BLOCK_K=self._block_k, SPLIT_K=planes,
-            EVEN_K=d_in % (self._block_k * planes) == 0, PRECISION=_PRECISION,
+            BLOCK_M=tiling.block_m, BLOCK_R=self._block_r, BLOCK_K=tiling.block_k,
+            EVEN_K=d_in % (tiling.block_k * tiling.split_k) == 0, PRECISION=_PRECISION,
+            num_warps=tiling.num_warps, num_stages=tiling.num_stages,
         )  # fmt: skip
         return dict.fromkeys(self._tiles, hidden)
-
-
-_PROGRAMS = 128  # about one per multiprocessor of a large GPU
-
-
-def _planes(programs: int, d_in: int, block_k: int) -> int:
-    """Shares of d_in worked on side by side: enough programs to fill a GPU, each with two blocks at least."""
-    planes = 1
-    while programs * planes < _PROGRAMS and planes < 8 and d_in >= 4 * planes * block_k:
-        planes *= 2
-    return planes
 
 
 def merge(out: Tensor, base: Tensor, a: Tensor, bt: Tensor, scale: float) -> None:
     """As `atmm.merge`, for tensors whose last dimension is contiguous; one launch for all layers."""
     n, d_out, d_in = base.shape
     rank = a.shape[1]
-    block_r = 16 if rank <= 16 else 32 if rank <= 32 else 64
+    rows = block_r(rank)
     block_n, block_k = 64, 128
     kernels.merge[(n, -(-d_out // block_n), -(-d_in // block_k))](
         out, base, a, bt, scale, rank, d_out, d_in,
         out.stride(0), out.stride(1), base.stride(0), base.stride(1),
         a.stride(0), a.stride(1), bt.stride(0), bt.stride(1),
-        BLOCK_N=block_n, BLOCK_K=block_k, BLOCK_R=block_r, MAX_RANK=-(-rank // block_r) * block_r,
+        BLOCK_N=block_n, BLOCK_K=block_k, BLOCK_R=rows, MAX_RANK=-(-rank // rows) * rows,
         EVEN=d_out % block_n == 0 and d_in % block_k == 0, PRECISION=_PRECISION,
     )  # fmt: skip

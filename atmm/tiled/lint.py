@@ -16,6 +16,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from atmm.tiled import kernels
+from atmm.tiled.tiling import Tiling, block_r, space
 
 _SHARED_BYTES = {80: 166_912, 90: 232_448}
 """Shared memory one block may use, by compute capability (NVIDIA's CUDA programming guide, technical
@@ -106,16 +107,48 @@ def _run(tool: str, option: str, cubin: bytes) -> str:
         return subprocess.run([_TOOLS / tool, option, file.name], check=True, capture_output=True, text=True).stdout
 
 
-def _sizes(**sizes: Any) -> dict[str, Any]:
-    return {"PRECISION": "ieee", **sizes}
+def kernels_of(tiling: Tiling, rank: int) -> tuple[Kernel, Kernel]:
+    """The shrink and the expand that a tiling launches for adapters of up to this rank, with two lanes at a token."""
+    rows = block_r(rank)
+    common = {"BLOCK_M": tiling.block_m, "BLOCK_R": rows, "PRECISION": "ieee"}
+    return (
+        Kernel(
+            "shrink",
+            {**common, "BLOCK_K": tiling.block_k, "EVEN_K": True},
+            num_warps=tiling.num_warps,
+            num_stages=tiling.num_stages,
+        ),
+        Kernel(
+            "expand",
+            {
+                **common,
+                "BLOCK_N": tiling.block_n,
+                "MAX_RANK": -(-rank // rows) * rows,
+                "PARTS": 2,
+                "PLANES": tiling.split_k,
+                "EVEN_N": True,
+            },
+            num_warps=tiling.num_warps,
+        ),
+    )
 
 
-SAMPLE = (
-    Kernel("shrink", _sizes(BLOCK_M=16, BLOCK_R=16, BLOCK_K=128, SPLIT_K=8, EVEN_K=True)),
-    Kernel("shrink", _sizes(BLOCK_M=64, BLOCK_R=64, BLOCK_K=128, SPLIT_K=1, EVEN_K=True)),
-    Kernel("expand", _sizes(BLOCK_M=16, BLOCK_N=128, BLOCK_R=16, MAX_RANK=16, PARTS=1, PLANES=8, EVEN_N=True)),
-    Kernel("expand", _sizes(BLOCK_M=64, BLOCK_N=128, BLOCK_R=64, MAX_RANK=64, PARTS=2, PLANES=1, EVEN_N=True)),
-    Kernel("merge", _sizes(BLOCK_N=64, BLOCK_K=128, BLOCK_R=16, MAX_RANK=16, EVEN=True)),
-    Kernel("merge", _sizes(BLOCK_N=64, BLOCK_K=128, BLOCK_R=64, MAX_RANK=64, EVEN=True)),
-)
-"""What the strategy launches for decoding, for prefill and to merge."""
+def merging(rank: int) -> Kernel:
+    rows = block_r(rank)
+    sizes = {"BLOCK_N": 64, "BLOCK_K": 128, "BLOCK_R": rows, "MAX_RANK": rows, "EVEN": True, "PRECISION": "ieee"}
+    return Kernel("merge", sizes)
+
+
+def whole_space() -> list[Kernel]:
+    """Every kernel that the search may time in bfloat16, each once: adapters of rank 16, 32 and 64."""
+    found: dict[str, Kernel] = {}
+    for rank in (16, 32, 64):
+        for kernel in (merging(rank), *(kernel for tiling in space(2) for kernel in kernels_of(tiling, rank))):
+            found.setdefault(repr(kernel), kernel)
+    return list(found.values())
+
+
+def sample() -> list[Kernel]:
+    """What is launched for decoding, for prefill and to merge where nobody has measured."""
+    usual = (Tiling(16, 128, 128, 8, 3), 16), (Tiling(64, 128, 128, 1, 3), 64)
+    return [*(kernel for tiling, rank in usual for kernel in kernels_of(tiling, rank)), merging(16), merging(64)]

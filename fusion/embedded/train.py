@@ -1,10 +1,12 @@
 """Train the embedded model from nothing: `python -m fusion.embedded.train --out DIR --minutes N`.
 
-Two stages in one run. First the vision tower alone learns what is where (a linear probe on every image token must name
-kind, colour and centre of what it sees). Then the whole model learns to answer questions, the probes going on beside;
-three more read each image token's row and column from what the language model is given, which way the thing there
-moves from the language model's states, and, where a question names something, whether that is there from the state of
-the name itself: comparing is what comes last when answers alone teach it. Probes only serve training and are not saved.
+Three stages in one run. First the vision tower alone learns what is where (a linear probe on every image token must
+name kind, colour and centre of what it sees). Then the whole model learns to answer questions, the probes going on
+beside; more of them read each image token's row and column from what the language model is given, which way the thing
+there moves from the language model's states, and, where a question names something, from the state of the name itself
+whether that is there, where, what it is and of which colour: finding is what comes last when answers alone teach it. At
+last the vision tower, which knows all it needs by then, stays as it is: the language model goes on for less per step.
+Probes only serve training and are not saved.
 
 A scene's questions share its image but do not see one another, so every one is learned as it will be asked: alone.
 
@@ -41,9 +43,11 @@ from fusion.embedded.processor import build_processor
 
 VISION_SHARE = 0.15
 """Part of the run in which only the vision tower trains."""
+FIXED_AFTER = 0.6
+"""Part of the run after which the vision tower trains no more."""
 STILL_LENGTH, CLIP_LENGTH = 160, 208
 """Tokens of a row: a picture or a clip and as many of its questions as fit. Fixed, so that compiled code fits all."""
-STILLS, CLIPS = 24, 5
+STILLS, CLIPS = 24, 3
 """Pictures and clips per step of the second stage; the first stage takes 64 pictures."""
 VISION_BATCH = 64
 LEARNING_RATE = 1e-3
@@ -262,8 +266,10 @@ class Trainer:
         clips = [world.clip_scene(rng) for _ in range(CLIPS)]
         pixels, still_cells = self._tensors(stills)
         clip_pixels, clip_cells = self._tensors(clips)
-        states = self.vision(torch.cat([pixels, clip_pixels])).last_hidden_state[:, 1:]
-        cells = self.probes.cell_loss(states, torch.cat([still_cells.flatten(0, 1), clip_cells.flatten(0, 1)]))
+        fixed = self.done >= FIXED_AFTER
+        with torch.set_grad_enabled(not fixed):
+            states = self.vision(torch.cat([pixels, clip_pixels])).last_hidden_state[:, 1:]
+        cells = torch.cat([still_cells.flatten(0, 1), clip_cells.flatten(0, 1)])
         features = self.model.model.multi_modal_projector(states)
         still_rows = self.conversations.batch(rng, stills, STILL_LENGTH).to(self.device)
         clip_rows = self.conversations.batch(rng, clips, CLIP_LENGTH).to(self.device)
@@ -272,7 +278,7 @@ class Trainer:
         images = hidden[:, 2 : 2 + world.CLIP_FRAMES * IMAGE_TOKENS]
         return {
             "answer": 0.65 * still_answer + 0.35 * clip_answer,
-            "cells": cells,
+            **({} if fixed else {"cells": self.probes.cell_loss(states, cells)}),
             "places": self.probes.place_loss(features),
             "present": 0.65 * self.probes.presence_loss(still_hidden, still_rows.present)
             + 0.35 * self.probes.presence_loss(hidden, clip_rows.present),

@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 
 from atmm import STRATEGIES, Lane, SegmentPlan, operator, selection, tables
 from atmm.bucket import DEVICE_TYPES, DTYPES, Bucket, Evenness
-from atmm.search import measure
 from atmm.survey import Survey
 from tests.atmm.cases import check_against_reference, make_group, make_input, segments
 
@@ -182,10 +181,11 @@ def test_a_table_is_read_as_it_was_written(tmp_path: pathlib.Path, monkeypatch: 
         (Bucket(4, 4, 16, 1024, 2048, 3, Evenness.EVEN, torch.bfloat16, "cpu"), "gathered"),
         (Bucket(256, 1, 64, 1024, 1024, 1, Evenness.SINGLE, torch.float32, "cpu"), "loop"),
     ]
-    tables.write(tmp_path / "here.json", "cpu", "2026-01-01", rows)
-    document = json.loads((tmp_path / "here.json").read_text())
+    monkeypatch.setattr(tables, "FOLDER", tmp_path / "tables")
+    path = tables.path_for("cpu")
+    tables.write(path, "cpu", "2026-01-01", rows)
+    document = json.loads(path.read_text())
     assert {"device", "torch", "threads", "date", "columns", "rows"} == set(document)
-    monkeypatch.setattr(tables, "FOLDER", tmp_path)
     tables.table_for.cache_clear()
     try:
         assert tables.table_for("cpu") == {bucket.key(): name for bucket, name in rows}
@@ -209,13 +209,3 @@ def test_a_device_without_a_table_is_named_once(
 def test_a_table_with_other_columns_is_refused() -> None:
     with pytest.raises(ValueError, match="search again"):
         tables.parse({"device": "cpu-x", "columns": ["tokens"], "rows": []}, "cpu")
-
-
-def test_the_search_times_every_strategy() -> None:
-    group = make_group({"a": 4, "b": 4})
-    group.pack("ab")
-    bucket, seconds, chosen = measure(group, SegmentPlan(4, segments({"a": 2, "b": 2})), repeats=1)
-    assert (bucket.tokens, bucket.adapters) == (4, 2)
-    assert set(seconds) == set(STRATEGIES)
-    assert all(value > 0 for value in seconds.values())
-    assert chosen in STRATEGIES

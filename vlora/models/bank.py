@@ -43,7 +43,7 @@ class AdapterBank:
         self._linears = {**language, **vision}
         self._order = (*language_order, *vision)
         self._residents: dict[str, _Resident] = {}
-        self._groups = _site_groups(language)
+        self._groups = site_groups(language)
         self._packed: _Packed | None = None
         self._waiting_to_pack: tuple[tuple[str, ...], int] = ((), 0)
 
@@ -173,7 +173,8 @@ class _Packed:
 _SHARED_INPUT = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 
 
-def _site_groups(linears: Mapping[str, AdaptedLinear]) -> list[atmm.SiteGroup]:
+def site_groups(linears: Mapping[str, AdaptedLinear]) -> list[atmm.SiteGroup]:
+    """The sites of adaptable layers, by what they read."""
     groups: list[atmm.SiteGroup] = []
     taken: set[str] = set()
     for name in linears:

@@ -1,0 +1,89 @@
+"""How the Triton kernels may cut their work: the search space on a GPU, and the rules that keep bad cuts out of it."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Iterator
+from typing import NamedTuple
+
+_SHARED_BYTES = 166_912  # of one block on compute capability 8.0, the least of those served (CUDA programming guide)
+_MOST_SUMS = 128  # float32 sums in one thread's registers; more of them spill
+
+
+class Tiling(NamedTuple):
+    """Sizes of one tile. All are powers of two, blocks at least 16.
+
+    block_m: tokens. block_n: outputs of an expand. block_k: inputs a shrink multiplies at a time. split_k: programs
+    that share one sum over the inputs. num_stages: blocks under way from memory.
+    """
+
+    block_m: int
+    block_n: int
+    block_k: int
+    split_k: int
+    num_stages: int
+
+    @property
+    def num_warps(self) -> int:
+        return 8 if self.block_m > 64 else 4
+
+    @property
+    def name(self) -> str:
+        return f"tiled m{self.block_m} n{self.block_n} k{self.block_k} s{self.split_k} p{self.num_stages}"
+
+    @classmethod
+    def named(cls, name: str) -> Tiling:
+        """The tiling of a name. Raises ValueError for what is no such name."""
+        found = re.fullmatch(r"tiled m(\d+) n(\d+) k(\d+) s(\d+) p(\d+)", name)
+        if found is None:
+            raise ValueError(f"{name!r} names no tiling; they look like 'tiled m16 n128 k128 s4 p3'")
+        return cls(*map(int, found.groups()))
+
+
+def block_r(rank: int) -> int:
+    """Rows of a factor that are multiplied at a time."""
+    return 16 if rank <= 16 else 32 if rank <= 32 else 64
+
+
+def fits(tiling: Tiling, itemsize: int) -> bool:
+    """Whether any rank can be computed so: enough shared memory and registers on every GPU served."""
+    rows = block_r(64)
+    shared = tiling.num_stages * tiling.block_k * (tiling.block_m + rows) * itemsize
+    threads = 32 * tiling.num_warps
+    return shared <= _SHARED_BYTES and tiling.block_m * max(tiling.block_n, rows) <= _MOST_SUMS * threads
+
+
+def space(itemsize: int) -> Iterator[Tiling]:
+    """Every tiling that fits, for values of this many bytes."""
+    for sizes in itertools.product((16, 32, 64, 128), (64, 128, 256), (64, 128, 256), (1, 2, 4, 8), (2, 3, 4)):
+        tiling = Tiling(*sizes)
+        if fits(tiling, itemsize):
+            yield tiling
+
+
+def sensible(itemsize: int, d_in: int, longest: int, num_tokens: int) -> Iterator[Tiling]:
+    """The tilings worth timing for a shape. longest: tokens of the longest lane.
+
+    Left out: tiles mostly empty, sums cut into less than two blocks, and sums cut at all where the tokens alone give
+    every multiprocessor a tile.
+    """
+    for tiling in space(itemsize):
+        empty = tiling.block_m > 16 and tiling.block_m >= 2 * longest
+        slivers = tiling.split_k > 1 and (tiling.split_k * tiling.block_k * 2 > d_in or num_tokens > 1024)
+        if not empty and not slivers:
+            yield tiling
+
+
+def usual(itemsize: int, d_in: int, longest: int, num_programs: int) -> Tiling:
+    """The tiling taken where nobody has measured. num_programs: (tiles x rank blocks) of the shrink at split_k 1, for
+    tiles of 64 tokens."""
+    block_m = 16 if longest <= 16 else 32 if longest <= 32 else 64
+    block_k = 64 if itemsize == 4 else 128
+    split_k = 1
+    while num_programs * split_k < _PROGRAMS and split_k < 8 and d_in >= 4 * split_k * block_k:
+        split_k *= 2
+    return Tiling(block_m, 128, block_k, split_k, 3)
+
+
+_PROGRAMS = 128  # about one per multiprocessor of a large GPU

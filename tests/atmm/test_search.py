@@ -1,0 +1,124 @@
+"""The offline search: what it times, how it goes on, and what its tables promise."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from atmm import STRATEGIES
+from atmm.bucket import Bucket, Evenness
+from atmm.search import ADAPTERS, RANKS, TOKENS, Case, Shape, candidates, cases, error, measure, read, search
+from atmm.selection import rule
+from atmm.survey import Survey
+from atmm.tiled.tiling import Tiling, fits, sensible, space
+
+SMALL = [Shape(48, (40, 16, 16)), Shape(40, (48,))]
+
+
+def some(count: int) -> list[Case]:
+    return [case for case in cases(SMALL, ["float32", "bfloat16"]) if case.num_tokens <= 32][:count]
+
+
+def survey_of(case: Case) -> Survey:
+    packed = case.group("cpu").packed
+    assert packed is not None
+    return Survey(case.plan(), packed.layout)
+
+
+def test_the_grid_covers_every_size_and_is_the_same_every_time() -> None:
+    grid = cases(SMALL, ["float32"])
+    assert grid == cases(SMALL, ["float32"])
+    assert {case.num_tokens for case in grid} == set(TOKENS)
+    assert {case.num_adapters for case in grid} == set(ADAPTERS)
+    assert {case.rank for case in grid} == set(RANKS)
+    assert len(set(grid)) == len(grid)
+
+
+def test_a_bucket_has_a_case_that_falls_into_it() -> None:
+    for case in some(60):
+        bucket = Bucket.of(survey_of(case))
+        assert Bucket.of(survey_of(Case.of(bucket))) == bucket
+
+
+def test_ragged_segments_halve() -> None:
+    lengths = [lane.stop - lane.start for lane in Case(SMALL[0], 8, "float32", 4, 64, False).plan().lanes]
+    assert sum(lengths) == 64 and min(lengths) >= 1
+    assert all(1.5 * after < before for before, after in itertools.pairwise(lengths))
+
+
+def test_every_candidate_is_timed_and_the_rule_among_them() -> None:
+    for case in some(6):
+        survey = survey_of(case)
+        finding = measure(case, case.group("cpu"), "cpu")
+        assert finding.bucket == Bucket.of(survey)
+        assert finding.ruled in finding.seconds and finding.best in finding.seconds
+        assert set(finding.seconds) <= set(STRATEGIES) and all(value > 0 for value in finding.seconds.values())
+
+
+def test_what_is_plainly_slower_is_not_timed() -> None:
+    case = Case(Shape(896, (896,)), 64, "float32", 16, 2048, True)
+    names = candidates(survey_of(case), transposed=False)
+    # 16 times the arithmetic of the others, and token by token.
+    assert "stacked" not in names and "compiled" not in names
+    assert "batched" in names and rule(survey_of(case)) in names
+
+
+def test_a_stopped_search_goes_on(tmp_path: Path) -> None:
+    journal, todo = tmp_path / "found.partial", some(5)
+    assert list(search(todo, "cpu", journal, seconds=0.0)) == []
+    first = list(search(todo[:2], "cpu", journal, seconds=60.0))
+    with journal.open("a") as file:
+        file.write('{"bucket": [1, 2')  # the machine went down while it wrote
+    assert read(journal) == first
+    rest = list(search(todo, "cpu", journal, seconds=60.0))
+    assert rest[:2] == [None, None] and len(rest) == 5
+    known = read(journal)
+    assert len({finding.bucket for finding in known}) == len(known)
+
+
+def test_a_wrong_strategy_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    case = Case(SMALL[0], 8, "float32", 2, 8, True)
+    assert error(case, "batched", "cpu") < 1e-5
+
+    class Lazy:
+        adds_transposed = True
+
+        def __init__(self, survey: Survey) -> None: ...
+        def __call__(self, *_: object) -> None: ...
+
+    monkeypatch.setitem(STRATEGIES, "batched", Lazy)
+    assert error(case, "batched", "cpu") > 0.1
+
+
+@given(st.sampled_from(list(space(2))))
+def test_a_tiling_is_found_again_by_its_name(tiling: Tiling) -> None:
+    assert Tiling.named(tiling.name) == tiling
+    assert all(size & (size - 1) == 0 for size in tiling[:4])
+    assert min(tiling[:3]) >= 16
+
+
+@pytest.mark.parametrize("name", ("tiled m16", "tiled", "tiled m16 n128 k128 s4 p3 w8", "loop"))
+def test_what_names_no_tiling_is_refused(name: str) -> None:
+    with pytest.raises(ValueError, match="names no tiling"):
+        Tiling.named(name)
+
+
+def test_tilings_too_large_are_left_out() -> None:
+    assert not fits(Tiling(128, 256, 256, 1, 4), 2)
+    assert not any(tiling.num_stages * tiling.block_k * (tiling.block_m + 64) * 4 > 166_912 for tiling in space(4))
+    decode = list(sensible(2, 3584, longest=1, num_tokens=16))
+    assert {tiling.block_m for tiling in decode} == {16} and {tiling.split_k for tiling in decode} == {1, 2, 4, 8}
+    prefill = list(sensible(2, 3584, longest=4096, num_tokens=8192))
+    assert {tiling.split_k for tiling in prefill} == {1}
+    assert set(decode) < set(space(2))
+
+
+def test_buckets_tell_even_from_ragged() -> None:
+    assert Bucket.of(survey_of(Case(SMALL[1], 8, "float32", 4, 16, True))).evenness == Evenness.EVEN
+    assert Bucket.of(survey_of(Case(SMALL[1], 8, "float32", 4, 16, False))).evenness == Evenness.RAGGED
+    assert torch.float32 == Bucket.of(survey_of(Case(SMALL[1], 8, "float32", 1, 16, True))).dtype

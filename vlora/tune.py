@@ -1,0 +1,107 @@
+"""`vlora tune`: measure ATMM on this machine, check a table's numerics, and look at every kernel of the space."""
+
+from __future__ import annotations
+
+import datetime
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from transformers import AutoConfig
+
+from atmm.search import SHAPES, Case, Finding, Shape, cases, error, read, search
+from atmm.tables import parse_rows, path_for, write
+from vlora.errors import BadConfig
+from vlora.models.bank import site_groups
+from vlora.models.loading import dummy_model
+from vlora.models.seam import Seam
+
+_TOLERANCE = 1.05  # the rule's choice may be this much slower than the best before a row is written
+_COLUMNS = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
+_LARGEST_ERROR = {"float32": 1e-5, "bfloat16": 2e-2, "float16": 4e-3}
+
+
+def shapes_of(model: str) -> list[Shape]:
+    """The different groups of sites of a model's language side; no weights are read. Raises BadConfig,
+    UnsupportedModel."""
+    try:
+        config = AutoConfig.from_pretrained(model)
+    except (OSError, ValueError) as error:
+        raise BadConfig(f"cannot load model {model!r}: {error}") from error
+    seam = Seam(dummy_model(config, "bfloat16", torch.device("meta"), seed=0))
+    groups = site_groups(seam.language_linears)
+    return sorted({Shape(group.sites[0].d_in, tuple(site.d_out for site in group.sites)) for group in groups})
+
+
+def tune(model: str | None, *, device: str, dtypes: Sequence[str], minutes: float, out: Path | None) -> Path:
+    """Search, or go on with a search that was stopped, and write the table. Returns its path."""
+    out = out or path_for(device)
+    journal = out.with_suffix(".partial")
+    out.parent.mkdir(parents=True, exist_ok=True)
+    todo = cases(SHAPES if model is None else shapes_of(model), dtypes)
+    done = 0
+    with Progress(*_COLUMNS) as progress:
+        task = progress.add_task("searching", total=len(todo))
+        for _ in search(todo, device, journal, 60 * minutes):
+            done += 1
+            progress.update(task, completed=done)
+    findings = read(journal)
+    rows = [(finding.bucket, finding.best) for finding in findings if _slow(finding)]
+    write(out, device, datetime.date.today().isoformat(), sorted(rows, key=lambda row: row[0].key()))
+    if done == len(todo):
+        journal.unlink()
+        print(f"{len(findings)} buckets measured; the rule errs in {len(rows)} of them: {out}")
+    else:
+        print(
+            f"{done} of {len(todo)} cases measured in {minutes:g} minutes, the rest is left to the rule: {out}; the "
+            "same command goes on"
+        )
+    return out
+
+
+def _slow(finding: Finding) -> bool:
+    return finding.seconds[finding.ruled] > _TOLERANCE * finding.seconds[finding.best]
+
+
+def check(table: Path, device: str, say: Callable[[str], None]) -> bool:
+    """Compute a case of every row and compare it with float64. Returns whether all agree; says which do not."""
+    try:
+        document = json.loads(table.read_text())
+    except (OSError, json.JSONDecodeError) as problem:
+        raise BadConfig(f"cannot read the table {table}: {problem}") from problem
+    wrong = 0
+    rows = parse_rows(document, device)
+    torch.manual_seed(0)
+    with torch.inference_mode():
+        for bucket, strategy in rows:
+            case = Case.of(bucket)
+            found, allowed = error(case, strategy, device), _LARGEST_ERROR[case.dtype]
+            if not found <= allowed:
+                wrong += 1
+                say(f"{strategy}: {bucket}: relative error {found:.1e}, {allowed:.0e} is allowed")
+    say(f"{len(rows) - wrong} of {len(rows)} rows of {table} agree with float64")
+    return not wrong
+
+
+def lint(say: Callable[[str], None]) -> bool:
+    """Compile every kernel of the space for sm_80 and sm_90, without a GPU. Returns whether all are sound; says which
+    are not. Raises BadConfig without Triton."""
+    try:
+        from atmm.tiled.lint import inspect, whole_space
+    except ImportError as problem:
+        raise BadConfig(f"compiling the kernels needs Triton, which is for Linux: {problem}") from problem
+    kernels = whole_space()
+    faults = 0
+    with Progress(*_COLUMNS) as progress:
+        task = progress.add_task("compiling", total=2 * len(kernels))
+        for kernel in kernels:
+            for capability in (80, 90):
+                facts = inspect(kernel, capability)
+                progress.advance(task)
+                if facts.faults:
+                    faults += 1
+                    progress.console.print(f"{kernel} on sm_{capability}: {'; '.join(facts.faults)}")
+    say(f"{2 * len(kernels) - faults} of {2 * len(kernels)} kernels are sound")
+    return not faults
