@@ -394,7 +394,8 @@ def model_eval(checkpoint: str | None, quick: bool) -> None:
 @cli.command()
 @click.argument("name")
 @click.option("--quick", is_flag=True, help="Fewer repetitions: a look, not a result.")
-def bench(name: str, quick: bool) -> None:
+@click.option("--out", type=click.Path(path_type=Path), help="Folder to keep the report in, with pictures.")
+def bench(name: str, quick: bool, out: Path | None) -> None:
     """Run a bench by name, or all of them. The last line is JSON; exit code 1 when a goal does not hold.
 
     \b
@@ -402,7 +403,7 @@ def bench(name: str, quick: bool) -> None:
     """
     from vlora.bench import main as run
 
-    if not run(name, quick):
+    if not run(name, quick, out):
         sys.exit(1)
 
 

@@ -72,7 +72,7 @@ def inspect(kernel: Kernel, capability: int) -> Facts:
             if name not in kernel.sizes and name not in ("scale", "rank")
         },
     )
-    options = {"num_warps": kernel.num_warps, "num_stages": kernel.num_stages}
+    options = {"num_warps": kernel.num_warps, "num_stages": kernel.num_stages, "enable_fp_fusion": True}
     made = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
     registers, stack = _resources(made.asm["cubin"])
     wide = len(re.findall(r"(?:LDG|LDGSTS)\.E[^ ]*\.128", _disassembled(made.asm["cubin"])))

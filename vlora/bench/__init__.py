@@ -4,21 +4,46 @@ from __future__ import annotations
 
 import gc
 import importlib
+import importlib.util
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from vlora.errors import BadConfig
+
+if TYPE_CHECKING:
+    from vlora.bench.form import Report
 
 BENCHES = ("step", "merge", "atmm")
 
 
-def main(name: str, quick: bool = False) -> bool:
-    """Run one bench, or "all"; prints each report. Returns whether every goal holds. Raises BadConfig for other
-    names."""
+def main(name: str, quick: bool = False, out: Path | None = None) -> bool:
+    """Run one bench, or "all"; prints each report. Returns whether every goal holds.
+
+    out: a folder to keep reports in, as `NAME.json` and, where a bench draws pictures, `NAME/*.png`.
+
+    Raises BadConfig for other names, and where pictures are wanted but cannot be drawn.
+    """
     if name != "all" and name not in BENCHES:
         raise BadConfig(f"no bench named {name!r}; choose one of {', '.join(BENCHES)} or all")
+    if out is not None and importlib.util.find_spec("matplotlib") is None:
+        raise BadConfig("--out needs matplotlib for its pictures; pip install 'vlora[bench]'")
     holds = True
     for each in BENCHES if name == "all" else (name,):
-        report = importlib.import_module(f"vlora.bench.{each}").run(quick)
+        bench = importlib.import_module(f"vlora.bench.{each}")
+        report = bench.run(quick)
+        if out is not None:
+            _keep(report, bench, out)
         report.print()
         holds &= all(goal.holds for goal in report.goals)
         gc.collect()
     return holds
+
+
+def _keep(report: Report, bench: Any, out: Path) -> None:
+    out.mkdir(parents=True, exist_ok=True)
+    (out / f"{report.bench}.json").write_text(json.dumps(report.as_dict()) + "\n")
+    if hasattr(bench, "draw"):
+        pictures = out / report.bench
+        pictures.mkdir(exist_ok=True)
+        bench.draw(report.rows, pictures)

@@ -12,7 +12,8 @@ import itertools
 import math
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -59,6 +60,13 @@ def run(quick: bool) -> Report:
         for cell in _cells(quick):
             rows.append(_measure(cell, rounds))
     return Report("atmm", rows, _goals(rows))
+
+
+def draw(rows: Sequence[Mapping[str, Any]], folder: Path) -> None:
+    """latency.png and chosen.png."""
+    from vlora.bench import atmm_plots  # matplotlib is an extra
+
+    atmm_plots.draw(rows, folder)
 
 
 def _cells(quick: bool) -> list[_Cell]:
