@@ -251,10 +251,10 @@ def _compiled(survey: Survey) -> Strategy:
 def _tiled(survey: Survey, name: str = "tiled") -> Strategy:
     """The Triton kernels, or where they cannot run the strategy that is nearest to them."""
     if survey.layout.device.type == "cuda" or triton_interprets():
-        from atmm.tiled.lanes import Tiled  # Triton is for Linux, and takes its time to load
+        from atmm.tiled import lanes  # Triton is for Linux, and takes its time to load
         from atmm.tiled.tiling import Tiling
 
-        return Tiled(survey, None if name == "tiled" else Tiling.named(name))
+        return lanes.prepare(survey, None if name == "tiled" else Tiling.named(name))
     return Batched(survey)
 
 

@@ -97,6 +97,58 @@ def expand(
 
 
 @triton.jit
+def single(
+    y_ptr, x_ptr, a_ptr, bt_ptr, tile_ptr, d_in, d_out, y_stride, x_stride, a_stride, bt_stride,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr, MAX_RANK: tl.constexpr,
+    PARTS: tl.constexpr, EVEN_K: tl.constexpr, EVEN_N: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Both products in one launch: every block of d_out shrinks its tokens again, from factors that wait in the cache.
+
+    Grid (tiles, blocks of d_out). A tile is one of `expand`, with the first row of A where that has hidden rows.
+    """
+    tile = tile_ptr + tl.program_id(0) * (2 + 4 * PARTS)
+    first_token = tl.load(tile)
+    count = tl.load(tile + 1)
+    m = tl.arange(0, BLOCK_M)
+    n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    r = tl.arange(0, BLOCK_R)
+    k = tl.arange(0, BLOCK_K)
+    in_tile = m < count
+    in_row = n < d_out
+    token = (first_token + m).to(tl.int64)[:, None]
+    sums = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+    for part in tl.static_range(PARTS):
+        bt_row = tl.load(tile + 2 + 4 * part).to(tl.int64)
+        rank = tl.load(tile + 3 + 4 * part)
+        a_row = tl.load(tile + 4 + 4 * part).to(tl.int64)
+        sign = tl.load(tile + 5 + 4 * part).to(tl.float32)
+        for first in tl.static_range(0, MAX_RANK, BLOCK_R):
+            if first < rank:
+                in_rank = (first + r) < rank
+                x_at = x_ptr + token * x_stride + k[None, :]
+                a_at = a_ptr + (a_row + first + r)[None, :] * a_stride + k[:, None]
+                hidden = tl.zeros((BLOCK_M, BLOCK_R), dtype=tl.float32)
+                for start in range(0, d_in, BLOCK_K):
+                    if EVEN_K:
+                        x = tl.load(x_at, mask=in_tile[:, None], other=0.0)
+                        a = tl.load(a_at, mask=in_rank[None, :], other=0.0)
+                    else:
+                        in_sum = (start + k) < d_in
+                        x = tl.load(x_at, mask=in_tile[:, None] & in_sum[None, :], other=0.0)
+                        a = tl.load(a_at, mask=in_rank[None, :] & in_sum[:, None], other=0.0)
+                    hidden = tl.dot(x, a, hidden, input_precision=PRECISION)
+                    x_at += BLOCK_K
+                    a_at += BLOCK_K
+                mask = in_rank[:, None] if EVEN_N else in_rank[:, None] & in_row[None, :]
+                bt = tl.load(bt_ptr + (bt_row + first + r)[:, None] * bt_stride + n[None, :], mask=mask, other=0.0)
+                sums = tl.dot((hidden * sign).to(bt_ptr.dtype.element_ty), bt, sums, input_precision=PRECISION)
+    y_at = y_ptr + token * y_stride + n[None, :]
+    mask = in_tile[:, None] if EVEN_N else in_tile[:, None] & in_row[None, :]
+    y = tl.load(y_at, mask=mask, other=0.0).to(tl.float32)
+    tl.store(y_at, (y + sums).to(y_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
 def merge(
     out_ptr, base_ptr, a_ptr, bt_ptr, scale, rank, d_out, d_in,
     out_stride, out_row, base_stride, base_row, a_stride, a_row, bt_stride, bt_row,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -16,42 +18,38 @@ from atmm.tiled.tiling import Tiling, block_r, usual
 _PRECISION = "ieee"
 
 
+def prepare(survey: Survey, tiling: Tiling | None = None) -> Tiled | SingleLaunch:
+    """The strategy of a tiling; None takes the usual one for the shape."""
+    layout = survey.layout
+    highest = max((span.rank for site in layout.spans for span in site.values()), default=1)
+    rows = block_r(highest)
+    rank_blocks = -(-highest // rows)
+    if tiling is None:
+        longest = max((lane.stop - lane.start for lane in survey.lanes), default=1)
+        num_tiles = sum(-(-(lane.stop - lane.start) // 64) for lane in survey.lanes) * len(survey.live)
+        tiling = usual(layout.dtype.itemsize, layout.d_in, longest, num_tiles * rank_blocks)
+    return (Tiled if tiling.split_k else SingleLaunch)(survey, tiling, rows, rank_blocks * rows)
+
+
 class Tiled(GroupShares):
     """Share of a site: hidden values of all lanes of the group, float32 [planes, rows, width].
 
-    tiling: None takes the usual one for the shape.
+    block_r: rows of a factor multiplied at a time. max_rank: no rank is higher; a multiple of block_r.
     """
 
     adds_transposed = False
 
     __slots__ = ("_block_r", "_hidden", "_max_rank", "_parts", "_shrink_tiles", "_tiles", "_tiling")
 
-    def __init__(self, survey: Survey, tiling: Tiling | None = None) -> None:
+    def __init__(self, survey: Survey, tiling: Tiling, block_r: int, max_rank: int) -> None:
         super().__init__(survey)
         layout = survey.layout
-        highest = max((span.rank for site in layout.spans for span in site.values()), default=1)
-        self._block_r = block_r(highest)
-        self._max_rank = -(-highest // self._block_r) * self._block_r
-        if tiling is None:
-            longest = max((lane.stop - lane.start for lane in survey.lanes), default=1)
-            num_programs = sum(-(-(lane.stop - lane.start) // 64) for lane in survey.lanes) * len(survey.live)
-            num_programs *= self._max_rank // self._block_r
-            tiling = usual(layout.dtype.itemsize, layout.d_in, longest, num_programs)
-        self._tiling = tiling
+        self._tiling, self._block_r, self._max_rank = tiling, block_r, max_rank
         tiles = cut(survey, tiling.block_m)
         self._parts = tiles.parts
-        # One table, one copy: the sites' tiles behind those of the shrink.
-        flat = [value for tile in tiles.shrink for value in tile]
-        places = {}
-        for site, own in tiles.expand.items():
-            places[site] = (len(flat), len(own))
-            flat += [value for tile in own for value in tile]
-        table = torch.tensor(flat, dtype=torch.int32).to(layout.device, non_blocking=True)
-        self._shrink_tiles = table, len(tiles.shrink)
-        self._tiles = {site: (table[first:], count) for site, (first, count) in places.items()}
-        self._hidden = torch.empty(
-            tiling.split_k, tiles.num_rows, self._max_rank, dtype=torch.float32, device=layout.device
-        )
+        (self._shrink_tiles, *own) = _on_device([tiles.shrink, *tiles.expand.values()], layout.device)
+        self._tiles = dict(zip(tiles.expand, own, strict=True))
+        self._hidden = torch.empty(tiling.split_k, tiles.num_rows, max_rank, dtype=torch.float32, device=layout.device)
 
     def __call__(self, y: Tensor, x: Tensor, site: Site, packed: Packed | None) -> None:
         assert packed is not None
@@ -83,6 +81,53 @@ class Tiled(GroupShares):
             num_warps=tiling.num_warps, num_stages=tiling.num_stages,
         )  # fmt: skip
         return dict.fromkeys(self._tiles, hidden)
+
+
+class SingleLaunch:
+    """Shrink and expand in one launch per site, for a few adapters and tokens: there launches cost more than
+    arithmetic."""
+
+    adds_transposed = False
+
+    __slots__ = ("_block_r", "_max_rank", "_part", "_parts", "_tiles", "_tiling")
+
+    def __init__(self, survey: Survey, tiling: Tiling, block_r: int, max_rank: int) -> None:
+        self._part = survey.part
+        self._tiling, self._block_r, self._max_rank = tiling, block_r, max_rank
+        tiles = cut(survey, tiling.block_m)
+        self._parts = tiles.parts
+        own = _on_device(list(tiles.single.values()), survey.layout.device)
+        self._tiles = dict(zip(tiles.single, own, strict=True))
+
+    def __call__(self, y: Tensor, x: Tensor, site: Site, packed: Packed | None) -> None:
+        assert packed is not None
+        if site.index not in self._tiles:
+            return
+        if self._part is not None:
+            x, y = x[self._part], y[self._part]
+        if x.stride(1) != 1:
+            x = x.contiguous()
+        a, bt, tiling = packed.a, packed.bts[site.index], self._tiling
+        d_in, d_out = x.shape[1], y.shape[1]
+        table, count = self._tiles[site.index]
+        kernels.single[(count, -(-d_out // tiling.block_n))](
+            y, x, a, bt, table, d_in, d_out, y.stride(0), x.stride(0), a.stride(0), bt.stride(0),
+            BLOCK_M=tiling.block_m, BLOCK_N=tiling.block_n, BLOCK_K=tiling.block_k, BLOCK_R=self._block_r,
+            MAX_RANK=self._max_rank, PARTS=self._parts, EVEN_K=d_in % tiling.block_k == 0,
+            EVEN_N=d_out % tiling.block_n == 0, PRECISION=_PRECISION,
+            num_warps=tiling.num_warps, num_stages=tiling.num_stages,
+        )  # fmt: skip
+
+
+def _on_device(tables: Sequence[Sequence[tuple[int, ...]]], device: torch.device) -> list[tuple[Tensor, int]]:
+    """Tables of tiles in one copy to the device; each with its number of tiles."""
+    flat = torch.tensor([value for table in tables for tile in table for value in tile], dtype=torch.int32)
+    flat = flat.to(device, non_blocking=True)
+    found, first = [], 0
+    for table in tables:
+        found.append((flat[first:], len(table)))
+        first += sum(len(tile) for tile in table)
+    return found
 
 
 def merge(out: Tensor, base: Tensor, a: Tensor, bt: Tensor, scale: float) -> None:

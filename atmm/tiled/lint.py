@@ -46,6 +46,7 @@ class Facts(NamedTuple):
 _NUMBERS = {
     "shrink": ("d_in", "x_stride", "a_stride", "plane_stride", "hidden_stride"),
     "expand": ("d_out", "y_stride", "plane_stride", "hidden_stride", "bt_stride"),
+    "single": ("d_in", "d_out", "y_stride", "x_stride", "a_stride", "bt_stride"),
     "merge": (
         "rank", "d_out", "d_in", "out_stride", "out_row", "base_stride", "base_row", "a_stride", "a_row", "bt_stride",
         "bt_row",
@@ -107,30 +108,19 @@ def _run(tool: str, option: str, cubin: bytes) -> str:
         return subprocess.run([_TOOLS / tool, option, file.name], check=True, capture_output=True, text=True).stdout
 
 
-def kernels_of(tiling: Tiling, rank: int) -> tuple[Kernel, Kernel]:
-    """The shrink and the expand that a tiling launches for adapters of up to this rank, with two lanes at a token."""
+def kernels_of(tiling: Tiling, rank: int) -> list[Kernel]:
+    """What a tiling launches for adapters of up to this rank, with two lanes at a token."""
     rows = block_r(rank)
     common = {"BLOCK_M": tiling.block_m, "BLOCK_R": rows, "PRECISION": "ieee"}
-    return (
-        Kernel(
-            "shrink",
-            {**common, "BLOCK_K": tiling.block_k, "EVEN_K": True},
-            num_warps=tiling.num_warps,
-            num_stages=tiling.num_stages,
-        ),
-        Kernel(
-            "expand",
-            {
-                **common,
-                "BLOCK_N": tiling.block_n,
-                "MAX_RANK": -(-rank // rows) * rows,
-                "PARTS": 2,
-                "PLANES": tiling.split_k,
-                "EVEN_N": True,
-            },
-            num_warps=tiling.num_warps,
-        ),
-    )
+    shrinks = {"BLOCK_K": tiling.block_k, "EVEN_K": True}
+    expands = {"BLOCK_N": tiling.block_n, "MAX_RANK": -(-rank // rows) * rows, "PARTS": 2, "EVEN_N": True}
+    warps, stages = tiling.num_warps, tiling.num_stages
+    if not tiling.split_k:
+        return [Kernel("single", {**common, **shrinks, **expands}, warps, stages)]
+    return [
+        Kernel("shrink", {**common, **shrinks}, warps, stages),
+        Kernel("expand", {**common, **expands, "PLANES": tiling.split_k}, warps),
+    ]
 
 
 def merging(rank: int) -> Kernel:
@@ -149,6 +139,6 @@ def whole_space() -> list[Kernel]:
 
 
 def sample() -> list[Kernel]:
-    """What is launched for decoding, for prefill and to merge where nobody has measured."""
-    usual = (Tiling(16, 128, 128, 8, 3), 16), (Tiling(64, 128, 128, 1, 3), 64)
-    return [*(kernel for tiling, rank in usual for kernel in kernels_of(tiling, rank)), merging(16), merging(64)]
+    """What is launched for decoding, for prefill and to merge where nobody has measured, and a single launch."""
+    some = (Tiling(16, 128, 128, 8, 3), 16), (Tiling(64, 128, 128, 1, 3), 64), (Tiling(16, 128, 128, 0, 3), 16)
+    return [*(kernel for tiling, rank in some for kernel in kernels_of(tiling, rank)), merging(16), merging(64)]

@@ -15,7 +15,8 @@ class Tiling(NamedTuple):
     """Sizes of one tile. All are powers of two, blocks at least 16.
 
     block_m: tokens. block_n: outputs of an expand. block_k: inputs a shrink multiplies at a time. split_k: programs
-    that share one sum over the inputs. num_stages: blocks under way from memory.
+    that share one sum over the inputs; 0 makes shrink and expand one launch, in which every block of outputs shrinks
+    anew. num_stages: blocks under way from memory.
     """
 
     block_m: int
@@ -56,7 +57,7 @@ def fits(tiling: Tiling, itemsize: int) -> bool:
 
 def space(itemsize: int) -> Iterator[Tiling]:
     """Every tiling that fits, for values of this many bytes."""
-    for sizes in itertools.product((16, 32, 64, 128), (64, 128, 256), (64, 128, 256), (1, 2, 4, 8), (2, 3, 4)):
+    for sizes in itertools.product((16, 32, 64, 128), (64, 128, 256), (64, 128, 256), (0, 1, 2, 4, 8), (2, 3, 4)):
         tiling = Tiling(*sizes)
         if fits(tiling, itemsize):
             yield tiling
@@ -66,12 +67,13 @@ def sensible(itemsize: int, d_in: int, longest: int, num_tokens: int) -> Iterato
     """The tilings worth timing for a shape. longest: tokens of the longest lane.
 
     Left out: tiles mostly empty, sums cut into less than two blocks, and sums cut at all where the tokens alone give
-    every multiprocessor a tile.
+    every multiprocessor a tile; a single launch where shrinking anew would be more than the expand.
     """
     for tiling in space(itemsize):
         empty = tiling.block_m > 16 and tiling.block_m >= 2 * longest
         slivers = tiling.split_k > 1 and (tiling.split_k * tiling.block_k * 2 > d_in or num_tokens > 1024)
-        if not empty and not slivers:
+        anew = tiling.split_k == 0 and num_tokens > 64
+        if not empty and not slivers and not anew:
             yield tiling
 
 

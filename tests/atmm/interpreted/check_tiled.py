@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from atmm import Lane, SegmentPlan, reference
-from atmm.tiled.lanes import Tiled, merge
+from atmm.tiled.lanes import SingleLaunch, Tiled, merge
 from tests.atmm.cases import ROUNDINGS, check_against_reference, make_group, make_input, segments
 
 KINDS = {
@@ -20,6 +20,13 @@ KINDS = {
 }
 
 
+KERNELS = {
+    "tiled": Tiled,
+    "tiled m16 n64 k64 s2 p2": Tiled,
+    "tiled m32 n128 k64 s0 p2": SingleLaunch,
+}
+
+
 @pytest.fixture(autouse=True)
 def _interpreter_rounds_down(monkeypatch: pytest.MonkeyPatch) -> None:
     # The interpreter cuts float32 to bfloat16 instead of rounding, and hidden values are cut once more.
@@ -28,28 +35,31 @@ def _interpreter_rounds_down(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16, torch.float16), ids=str)
 @pytest.mark.parametrize("kind", KINDS)
-def test_every_kind_of_batch(kind: str, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("strategy", KERNELS)
+def test_every_kind_of_batch(strategy: str, kind: str, dtype: torch.dtype) -> None:
     num_tokens, lanes = KINDS[kind]
     group = make_group({"a": 4, "b": 17, "c": 64}, dtype=dtype)
     group.pack("abc")
-    plan = SegmentPlan(num_tokens, lanes, "tiled")
+    plan = SegmentPlan(num_tokens, lanes, strategy)
     assert check_against_reference(group, plan, *make_input(num_tokens, group, dtype)) > 1
-    assert all(isinstance(strategy, Tiled) for strategy in plan.prepared.values())
+    assert all(isinstance(prepared, KERNELS[strategy]) for prepared in plan.prepared.values())
 
 
 @pytest.mark.parametrize("d_in", (37, 300, 1024))
 @pytest.mark.parametrize("rank", (1, 8, 33, 128))
-def test_odd_shapes_and_split_sums(rank: int, d_in: int) -> None:
+@pytest.mark.parametrize("strategy", ("tiled", "tiled m16 n64 k64 s0 p2"))
+def test_odd_shapes_and_split_sums(strategy: str, rank: int, d_in: int) -> None:
     group = make_group({"a": rank, "b": rank + 3}, d_in=d_in, d_outs=(40, 130, 16))
     group.pack("ab")
-    plan = SegmentPlan(9, segments({"a": 4, "b": 5}), "tiled")
+    plan = SegmentPlan(9, segments({"a": 4, "b": 5}), strategy)
     assert check_against_reference(group, plan, *make_input(9, group, torch.float32)) > 1
 
 
-def test_a_site_that_an_adapter_does_not_target() -> None:
+@pytest.mark.parametrize("strategy", KERNELS)
+def test_a_site_that_an_adapter_does_not_target(strategy: str) -> None:
     group = make_group({"a": 4, "b": 8}, missing=[("a", 0), ("b", 1), ("b", 2)])
     group.pack("ab")
-    plan = SegmentPlan(5, segments({"a": 2, "b": 3}), "tiled")
+    plan = SegmentPlan(5, segments({"a": 2, "b": 3}), strategy)
     assert check_against_reference(group, plan, *make_input(5, group, torch.float32)) > 1
 
 
