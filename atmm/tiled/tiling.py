@@ -48,10 +48,15 @@ def block_r(rank: int) -> int:
 
 
 def fits(tiling: Tiling, itemsize: int) -> bool:
-    """Whether any rank can be computed so: enough shared memory and registers on every GPU served."""
+    """Whether any rank can be computed so: enough shared memory and registers on every GPU served.
+
+    Cut sums and single launches are for thin batches; with larger tiles they spill registers.
+    """
     rows = block_r(64)
     shared = tiling.num_stages * tiling.block_k * (tiling.block_m + rows) * itemsize
     threads = 32 * tiling.num_warps
+    if tiling.split_k != 1 and tiling.block_m > 32:
+        return False
     return shared <= _SHARED_BYTES and tiling.block_m * max(tiling.block_n, rows) <= _MOST_SUMS * threads
 
 

@@ -13,10 +13,11 @@ pytest.importorskip("triton")
 ROOT = Path(__file__).parents[2]
 
 
-def test_kernels_agree_with_the_reference_in_the_interpreter() -> None:
+@pytest.mark.parametrize("checks", ("check_tiled.py", "check_styles.py"))
+def test_kernels_agree_with_the_reference_in_the_interpreter(checks: str) -> None:
     # The interpreter is chosen when the kernels are imported, for a whole process.
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/atmm/interpreted/check_tiled.py"],
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"tests/atmm/interpreted/{checks}"],
         cwd=ROOT,
         env={**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"},
         capture_output=True,

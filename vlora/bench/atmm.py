@@ -50,7 +50,12 @@ class _Cell(NamedTuple):
 
 
 def run(quick: bool) -> Report:
-    """One thread. quick: the smaller shape, one rank, few batches."""
+    """On a GPU where there is one (`vlora.bench.atmm_gpu`), else one thread of a CPU. quick: the smaller shape, one
+    rank, few batches."""
+    if torch.cuda.is_available():
+        from vlora.bench import atmm_gpu  # needs Triton
+
+        return atmm_gpu.run(quick)
     torch.set_num_threads(1)
     torch.manual_seed(0)
     atmm.load_kernels()

@@ -13,8 +13,11 @@ from matplotlib import pyplot
 matplotlib.use("agg")
 
 Row = Mapping[str, Any]
-_OPERATORS = ("PEFT layer", "gather and bmm", "padded einsum", "plain loop")
-_COLORS = {"loop": "C0", "batched": "C1", "stacked": "C2", "gathered": "C3", "compiled": "C4"}
+_OTHERS = (
+    *("PEFT layer", "gather and bmm", "padded einsum", "plain loop"),  # on a CPU
+    *("bgmv", "sgmv", "mbgmm", "vllm", "sglang", "einsum"),  # on a GPU
+)
+_COLORS = {"loop": "C0", "batched": "C1", "stacked": "C2", "gathered": "C3", "compiled": "C4", "tiled": "C5"}
 
 
 def draw(rows: Sequence[Row], folder: Path) -> None:
@@ -44,9 +47,10 @@ def _latency(rows: Sequence[Row], path: Path) -> None:
         ]
         tokens = [row["tokens"] for row in shown]
         panel.plot(tokens, [row["us"] for row in shown], "k-o", linewidth=2, label="chosen")
-        for name in _OPERATORS:
-            known = [(row["tokens"], row["us"] * row[name]) for row in shown if row[name]]
-            panel.plot(*zip(*known, strict=True) if known else ([], []), "--", label=name)
+        for name in _OTHERS:
+            known = [(row["tokens"], row["us"] * row[name]) for row in shown if row.get(name)]
+            if known:
+                panel.plot(*zip(*known, strict=True), "--", label=name)
         panel.set(xscale="log", yscale="log", title=f"{layer}, {dtype}", xlabel="tokens", ylabel="µs")
         panel.set_xticks(tokens, [str(count) for count in tokens], minor=False)
         panel.minorticks_off()
@@ -81,7 +85,7 @@ def _chosen(rows: Sequence[Row], path: Path) -> None:
         for row in rows:
             if (row["layer"], row["dtype"], row["segments"]) == kind:
                 place = tokens.index(row["tokens"]), sizes.index((row["rank"], row["adapters"]))
-                panel.scatter(*place, marker="s", s=150, color=_COLORS.get(row["chosen"], "0.5"))
+                panel.scatter(*place, marker="s", s=150, color=_COLORS[row["chosen"].split()[0]])
         panel.set_title(", ".join(kind), fontsize=9)
         panel.set_xticks(range(len(tokens)), [str(count) for count in tokens], fontsize=8)
         panel.set_yticks(range(len(sizes)), [f"rank {rank}, {count}" for rank, count in sizes], fontsize=7)
