@@ -13,9 +13,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from atmm.compiled import library
+from atmm.compiled.lanes import Scattered, serves
 from atmm.head_rows import HeadRows
 from atmm.segments import SegmentPlan
-from atmm.selection import choose
+from atmm.selection import COMPILED_TOKENS, choose
 from atmm.sites import Packed, Site
 from atmm.strategies import STRATEGIES, Loop, Strategy, known, lies_transposed, prepare
 from atmm.survey import Survey
@@ -47,8 +48,8 @@ def add_delta(y: Tensor, x: Tensor, site: Site, plan: SegmentPlan) -> None:
     strategy = plan.prepared.get(layout)
     if strategy is None:
         strategy = plan.prepared[layout] = _prepare(plan, packed, x, y, site)
-    if not strategy.adds_transposed and lies_transposed(y):
-        # The other strategies multiply into rows, which is up to ten times slower where rows are strided.
+    if not strategy.adds_transposed and y.stride(1) != 1:
+        # The other strategies multiply into rows: some up to ten times slower where these are strided, some not at all.
         rows = y.contiguous()
         strategy(rows, x, site, packed)
         y.copy_(rows)
@@ -115,6 +116,8 @@ def _prepare(plan: SegmentPlan, packed: Packed | None, x: Tensor, y: Tensor, sit
             )
         missing = sorted(plan.keys - packed.layout.keys)
     if missing:
+        if plan.strategy in (None, "compiled") and plan.num_tokens <= COMPILED_TOKENS and serves(x.device, x.dtype):
+            return Scattered(plan.lanes)
         if plan.strategy not in (None, "loop"):
             raise ValueError(
                 f"{site.name}: strategy {plan.strategy!r} needs a packed copy of {', '.join(missing)}; "

@@ -16,7 +16,7 @@ from atmm.survey import Survey
 from atmm.tables import table_for
 
 # Tokens up to which the compiled kernels are taken wherever they are there.
-_COMPILED_TOKENS = 32
+COMPILED_TOKENS = 32
 # Where outputs lie transposed: packed rows of a site up to which one product over all of them beats products per
 # adapter, and values of an output up to which rows are gathered faster than multiplied (docs/decisions.md, 2026-11-21).
 _WIDEST_TRANSPOSED = 1024
@@ -35,7 +35,7 @@ def choose(survey: Survey, transposed: bool = False) -> str:
 def rule(survey: Survey, transposed: bool = False) -> str:
     """What is chosen where nobody has measured: the compiled kernels for thin batches, else the least estimate."""
     layout = survey.layout
-    if survey.num_tokens <= _COMPILED_TOKENS and serves(layout.device, layout.dtype):
+    if survey.num_tokens <= COMPILED_TOKENS and serves(layout.device, layout.dtype):
         return "compiled"
     if transposed and max(layout.widths) <= _WIDEST_TRANSPOSED:
         return "gathered" if survey.num_tokens * max(layout.d_outs) <= _FEW_VALUES else "stacked"

@@ -40,13 +40,15 @@ class Site:
     does not target this site. After changing the factors of a packed key, pack the group again.
     """
 
-    __slots__ = ("d_in", "d_out", "factors", "group", "index", "name")
+    __slots__ = ("addresses", "d_in", "d_out", "factors", "group", "index", "name")
 
     def __init__(self, name: str, d_in: int, d_out: int) -> None:
         self.name = name
         self.d_in = d_in
         self.d_out = d_out
         self.factors: dict[str, Factors] = {}
+        # What the compiled kernels remember, by key: factors, and where they lie.
+        self.addresses: dict[str, tuple[Factors, tuple[int, int, int, int, int]]] = {}
         self.group: SiteGroup | None = None
         self.index = 0  # place in the group
 
@@ -236,6 +238,11 @@ def _check_factors(site: Site, key: str, factors: Factors, first: Tensor) -> Non
                 f"adapter {key!r} at {site.name} is {tensor.dtype} on {tensor.device}, its neighbours {first.dtype} on "
                 f"{first.device}; a group packs one dtype on one device"
             )
+
+
+def row_strides(layout: Layout) -> tuple[int, tuple[int, ...]]:
+    """Elements between rows of the packed A, and of each site's packed Bt."""
+    return _row_elements(layout.d_in, layout.dtype), tuple(_row_elements(d, layout.dtype) for d in layout.d_outs)
 
 
 def _row_elements(d: int, dtype: torch.dtype) -> int:

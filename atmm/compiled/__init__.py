@@ -29,8 +29,8 @@ _INT, _POINTER, _FLOAT = ctypes.c_int64, ctypes.c_void_p, ctypes.c_float
 _MATRICES = (_POINTER, _INT, _INT)  # data, strides of matrix and row
 _ARGUMENTS = {
     "merge": (*_MATRICES * 4, _FLOAT, _INT, _INT, _INT, _INT),
-    "shrink": (_POINTER, _POINTER, _INT, _INT, _POINTER, _INT, _POINTER, _POINTER, _INT, _INT, _INT),
-    "expand": (_POINTER, _INT, _INT, _POINTER, _POINTER, _INT, _POINTER, _INT, _INT, _INT),
+    "shrink": (_POINTER, _POINTER, _INT, _INT, _POINTER, _POINTER, _POINTER, _INT, _INT, _INT),
+    "expand": (_POINTER, _INT, _INT, _POINTER, _POINTER, _POINTER, _INT, _INT, _INT),
 }
 _TYPES = {torch.bfloat16: "bfloat16", torch.float32: "float32"}
 

@@ -1,7 +1,8 @@
 // Deltas of a thin batch: each lane's tokens read their own adapter's rows and nothing else, once.
 //
-// A lane at one site is (first token, tokens, first row of the factors, rank, place of its hidden values). Hidden
-// values stay in float, [tokens, rank] per lane: nothing is rounded between the two products.
+// A lane at one site is (first token, tokens, where its rows start, how far they are apart, rank, place of its hidden
+// values), places counted in elements from a common base. Hidden values stay in float, [tokens, rank] per lane: nothing
+// is rounded between the two products.
 #include <algorithm>
 #include <memory>
 #include <type_traits>
@@ -12,7 +13,13 @@ namespace atmm {
 namespace {
 
 struct Lane {
-  int64_t first_token, tokens, first_row, rank, hidden;
+  int64_t first_token, tokens, start, stride, rank, hidden;
+
+  // The base may be zero: then `start` is an address.
+  template <typename T>
+  const T* rows(const T* base) const {
+    return reinterpret_cast<const T*>(reinterpret_cast<uintptr_t>(base) + start * sizeof(T));
+  }
 };
 
 constexpr int64_t kRows = 4;    // rows of A, and tokens, whose dot products are taken side by side
@@ -51,7 +58,7 @@ void dot_rows(float* hidden, int64_t tokens, int64_t rank, float sign, const T* 
 }
 
 template <typename T>
-void shrink(float* hidden, const T* x, int64_t x_token, int64_t x_feature, const T* a, int64_t a_stride,
+void shrink(float* hidden, const T* x, int64_t x_token, int64_t x_feature, const T* base,
             const Lane* lanes, const float* signs, int64_t num_lanes, int64_t num_tokens, int64_t d_in) {
   const std::unique_ptr<float[]> floats(new float[num_tokens * d_in]);
   if (x_feature == 1) {
@@ -65,13 +72,14 @@ void shrink(float* hidden, const T* x, int64_t x_token, int64_t x_feature, const
   for (int64_t index = 0; index < num_lanes; ++index) {
     const Lane& lane = lanes[index];
     const float* tokens = floats.get() + lane.first_token * d_in;
+    const T* a = lane.rows(base);
     int64_t r = 0;
     for (; r + kRows <= lane.rank; r += kRows)
-      dot_rows<kRows>(hidden + lane.hidden + r, lane.tokens, lane.rank, signs[index],
-                      a + (lane.first_row + r) * a_stride, a_stride, tokens, d_in);
+      dot_rows<kRows>(hidden + lane.hidden + r, lane.tokens, lane.rank, signs[index], a + r * lane.stride, lane.stride,
+                      tokens, d_in);
     for (; r < lane.rank; ++r)
-      dot_rows<1>(hidden + lane.hidden + r, lane.tokens, lane.rank, signs[index],
-                  a + (lane.first_row + r) * a_stride, a_stride, tokens, d_in);
+      dot_rows<1>(hidden + lane.hidden + r, lane.tokens, lane.rank, signs[index], a + r * lane.stride, lane.stride,
+                  tokens, d_in);
   }
 }
 
@@ -97,7 +105,7 @@ void add(T* y, const float* sums, int64_t count) {
 }
 
 template <typename T>
-void expand(T* y, int64_t y_token, int64_t y_feature, const float* hidden, const T* bt, int64_t bt_stride,
+void expand(T* y, int64_t y_token, int64_t y_feature, const float* hidden, const T* base,
             const Lane* lanes, int64_t num_lanes, int64_t num_tokens, int64_t d_out) {
 #pragma omp parallel
   {
@@ -108,13 +116,13 @@ void expand(T* y, int64_t y_token, int64_t y_feature, const float* hidden, const
       std::fill(sums.get(), sums.get() + num_tokens * kPitch, 0.0f);
       for (int64_t index = 0; index < num_lanes; ++index) {
         const Lane& lane = lanes[index];
+        const T* rows = lane.rows(base) + first;
         for (int64_t t = 0; t < lane.tokens; ++t) {
           float* to = sums.get() + (lane.first_token + t) * kPitch;
           const float* weights = hidden + lane.hidden + t * lane.rank;
-          const T* rows = bt + lane.first_row * bt_stride + first;
           int64_t k = 0;
-          for (; k + kDeep <= lane.rank; k += kDeep) weigh_rows<kDeep>(to, weights + k, rows + k * bt_stride, bt_stride, width);
-          for (; k < lane.rank; ++k) weigh_rows<1>(to, weights + k, rows + k * bt_stride, bt_stride, width);
+          for (; k + kDeep <= lane.rank; k += kDeep) weigh_rows<kDeep>(to, weights + k, rows + k * lane.stride, lane.stride, width);
+          for (; k < lane.rank; ++k) weigh_rows<1>(to, weights + k, rows + k * lane.stride, lane.stride, width);
         }
       }
       T* block = y + first * y_feature;
@@ -140,15 +148,14 @@ void expand(T* y, int64_t y_token, int64_t y_feature, const float* hidden, const
 }  // namespace atmm
 
 #define ATMM_LANES(TYPE, T)                                                                                            \
-  extern "C" void atmm_shrink_##TYPE(float* hidden, const T* x, int64_t x_token, int64_t x_feature, const T* a,        \
-                                     int64_t a_stride, const atmm::Lane* lanes, const float* signs, int64_t num_lanes, \
+  extern "C" void atmm_shrink_##TYPE(float* hidden, const T* x, int64_t x_token, int64_t x_feature, const T* base,     \
+                                     const atmm::Lane* lanes, const float* signs, int64_t num_lanes,                   \
                                      int64_t num_tokens, int64_t d_in) {                                               \
-    atmm::shrink(hidden, x, x_token, x_feature, a, a_stride, lanes, signs, num_lanes, num_tokens, d_in);               \
+    atmm::shrink(hidden, x, x_token, x_feature, base, lanes, signs, num_lanes, num_tokens, d_in);                      \
   }                                                                                                                    \
-  extern "C" void atmm_expand_##TYPE(T* y, int64_t y_token, int64_t y_feature, const float* hidden, const T* bt,       \
-                                     int64_t bt_stride, const atmm::Lane* lanes, int64_t num_lanes,                    \
-                                     int64_t num_tokens, int64_t d_out) {                                              \
-    atmm::expand(y, y_token, y_feature, hidden, bt, bt_stride, lanes, num_lanes, num_tokens, d_out);                   \
+  extern "C" void atmm_expand_##TYPE(T* y, int64_t y_token, int64_t y_feature, const float* hidden, const T* base,     \
+                                     const atmm::Lane* lanes, int64_t num_lanes, int64_t num_tokens, int64_t d_out) {  \
+    atmm::expand(y, y_token, y_feature, hidden, base, lanes, num_lanes, num_tokens, d_out);                            \
   }
 
 ATMM_LANES(bfloat16, atmm::BFloat16)

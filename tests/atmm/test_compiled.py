@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from atmm import Lane, SegmentPlan, compiled, merge, reference
-from atmm.compiled.lanes import Compiled
+from atmm import Factors, Lane, SegmentPlan, add_delta, compiled, merge, reference
+from atmm.compiled.lanes import Compiled, Scattered
 from tests.atmm.cases import check_against_reference, make_group, make_input, segments
 
 needs_compiler = pytest.mark.skipif(compiled.library() is None, reason="no C++ compiler here")
@@ -30,9 +30,10 @@ def fresh(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16), ids=str)
 @pytest.mark.parametrize("transposed", (False, True))
 @pytest.mark.parametrize("d_in", (16, 37, 200))
-def test_odd_shapes_and_strides(d_in: int, transposed: bool, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("packed", ("abc", "ab", ""))
+def test_odd_shapes_and_strides(packed: str, d_in: int, transposed: bool, dtype: torch.dtype) -> None:
     group = make_group({"a": 3, "b": 8, "c": 17}, d_in=d_in, dtype=dtype)
-    group.pack("abc")
+    group.pack(packed)
     for num_tokens, lanes in (
         (1, [Lane("c", 0, 1)]),
         (9, [Lane("a", 1, 6), Lane("b", 6, 8), Lane("c", 0, 8, -1.0)]),
@@ -43,7 +44,36 @@ def test_odd_shapes_and_strides(d_in: int, transposed: bool, dtype: torch.dtype)
         if transposed:
             x, outputs = x.t().contiguous().t(), [y.t().contiguous().t() for y in outputs]
         assert check_against_reference(group, plan, x, outputs) > 1
-        assert all(isinstance(strategy, Compiled) for strategy in plan.prepared.values())
+        expected = Compiled if plan.keys <= set(packed) else Scattered
+        assert all(isinstance(strategy, expected) for strategy in plan.prepared.values())
+
+
+@needs_compiler
+def test_adapters_are_read_where_they_lie_now() -> None:
+    group = make_group({"a": 4, "b": 8}, missing=[("b", 1)])
+    site = group.sites[0]
+    lanes = segments({"a": 2, "b": 3})
+    for change in (
+        lambda: None,
+        lambda: site.factors.update(a=Factors(torch.randn(6, site.d_in), torch.randn(6, site.d_out))),
+        lambda: site.factors.update(a=Factors(*(factor.t().contiguous().t() for factor in site.factors["a"]))),
+        lambda: site.factors["a"].a.mul_(2),  # in place, and not row by row in memory
+        lambda: site.factors.update(a=Factors(torch.empty(0, site.d_in), torch.empty(0, site.d_out))),
+        lambda: site.factors.pop("a"),
+        lambda: site.factors.update(c=Factors(torch.randn(2, site.d_in), torch.randn(2, site.d_out))),
+    ):
+        change()
+        plan = SegmentPlan(5, [*lanes, Lane("c", 1, 4, -1.0)], "compiled")
+        assert check_against_reference(group, plan, *make_input(5, group, torch.float32)) > 0
+    assert "a" not in site.addresses
+
+
+@needs_compiler
+def test_adapters_of_another_dtype_are_refused() -> None:
+    group = make_group({"a": 4}, dtype=torch.bfloat16)
+    x, outputs = make_input(2, group, torch.float32)
+    with pytest.raises(ValueError, match=r"x is torch.float32.*adapter 'a' torch.bfloat16"):
+        add_delta(outputs[0], x, group.sites[0], SegmentPlan(2, [Lane("a", 0, 2)]))
 
 
 @needs_compiler

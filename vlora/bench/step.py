@@ -17,6 +17,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 from transformers import DynamicCache
 
+import atmm
 from vlora.bench.dummy import half_billion_config, language_shapes, write_adapter
 from vlora.bench.form import Goal, Report
 from vlora.bench.timing import interleaved, median_ms, median_ratio
@@ -41,7 +42,7 @@ def run(quick: bool) -> Report:
     with tempfile.TemporaryDirectory() as folder:
         adapters = {
             f"r{rank}-{i}": write_adapter(Path(folder) / f"r{rank}-{i}", shapes, rank, seed=100 * rank + i)
-            for rank, count in ((16, 4), (8, 16))
+            for rank, count in ((16, 4), (8, 16), (64, 16))
             for i in range(count)
         }
         first, second = (_TimedEngine(adapters) for _ in range(2))
@@ -72,6 +73,19 @@ def run(quick: bool) -> Report:
             ratio = median_ratio(seconds["unmerged"], seconds["merged"])
             rows.append(_row("unmerged", "merged", batch, 256, seconds, ratio))
             goals.append(Goal(f"unmerged / merged, {batch} adapters of rank {rank}, batch {batch}", ratio, goal, True))
+        # Without adapters; then with as many bytes of adapters as there are of weights.
+        steps = {
+            "merged": first.decode_step([None] * 16, 256, Mode.MERGED),
+            "unmerged": second.decode_step([f"r64-{i}" for i in range(16)], 256, Mode.UNMERGED),
+        }
+        seconds = interleaved(steps, rounds)
+        ratio = median_ratio(seconds["unmerged"], seconds["merged"])
+        rows.append(_row("unmerged", "merged", 16, 256, seconds, ratio))
+        kernels = "compiled" if atmm.load_kernels() else "plain"
+        goal = 1.6 if kernels == "compiled" else 2.1
+        goals.append(Goal(f"16 adapters of rank 64 / none, batch 16, {kernels} kernels", ratio, goal, True))
+        floor = 1 + 16 * _adapter_bytes(shapes, 64) / _weight_bytes(plain)
+        goals.append(Goal("the same / its bytes over those without adapters", ratio / floor, 1.0, True))
         mixed = {
             "PEFT mixed batch": _peft_step(plain, 16, 8, 256),
             "unmerged": second.decode_step([f"r8-{i}" for i in range(16)], 256, Mode.UNMERGED),
@@ -81,6 +95,16 @@ def run(quick: bool) -> Report:
         rows.append(_row("unmerged", "PEFT mixed batch", 16, 256, seconds, 1 / ratio))
         goals.append(Goal("PEFT mixed batch / unmerged, 16 adapters of rank 8", ratio, 2.5, False))
     return Report("step", rows, goals)
+
+
+def _adapter_bytes(shapes: Mapping[str, tuple[int, int]], rank: int) -> int:
+    return sum(2 * rank * (d_out + d_in) for d_out, d_in in shapes.values())
+
+
+def _weight_bytes(model: Any) -> int:
+    """What a decode step reads of a model without adapters: layers, and the embedding as its output head."""
+    language = model.model.language_model
+    return sum(parameter.numel() * parameter.element_size() for parameter in language.parameters())
 
 
 def _row(
@@ -102,7 +126,7 @@ class _TimedEngine:
 
     def __init__(self, adapters: Mapping[str, str]) -> None:
         settings = EngineConfig(
-            model="dummy", max_batch_size=16, max_step_tokens=2048, arena_bytes=2 * 2**30, merge_fidelity_floor=0.0
+            model="dummy", max_batch_size=16, max_step_tokens=2048, arena_bytes=7 * 2**30, merge_fidelity_floor=0.0
         )
         self._engine = LocalEngine(
             settings, model=dummy_model(half_billion_config(), _DTYPE, torch.device("cpu"), 0)
@@ -111,7 +135,7 @@ class _TimedEngine:
             self._engine.load_adapter(name, path)
         self._ids: list[str] = []
 
-    def decode_step(self, adapters: Sequence[str], context: int, mode: Mode) -> Callable[[], None]:
+    def decode_step(self, adapters: Sequence[str | None], context: int, mode: Mode) -> Callable[[], None]:
         """Prefill one request per adapter to `context` tokens, ending those before; the call returned runs one decode
         step."""
         engine = self._engine
