@@ -8,6 +8,7 @@ from atmm.compiled import library as load_kernels
 from atmm.head_rows import HeadRows
 from atmm.operator import add_delta, head_logits, merge
 from atmm.segments import Lane, SegmentPlan
+from atmm.selection import reads_in_place
 from atmm.sites import Factors, Site, SiteGroup
 from atmm.strategies import STRATEGIES
 
@@ -23,4 +24,5 @@ __all__ = [
     "head_logits",
     "load_kernels",
     "merge",
+    "reads_in_place",
 ]

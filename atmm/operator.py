@@ -13,10 +13,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from atmm.compiled import library
-from atmm.compiled.lanes import Scattered, serves
+from atmm.compiled.lanes import Scattered
 from atmm.head_rows import HeadRows
 from atmm.segments import SegmentPlan
-from atmm.selection import COMPILED_TOKENS, choose
+from atmm.selection import choose, reads_in_place
 from atmm.sites import Packed, Site
 from atmm.strategies import STRATEGIES, Loop, Strategy, known, lies_transposed, prepare
 from atmm.survey import Survey
@@ -116,7 +116,7 @@ def _prepare(plan: SegmentPlan, packed: Packed | None, x: Tensor, y: Tensor, sit
             )
         missing = sorted(plan.keys - packed.layout.keys)
     if missing:
-        if plan.strategy in (None, "compiled") and plan.num_tokens <= COMPILED_TOKENS and serves(x.device, x.dtype):
+        if plan.strategy in (None, "compiled") and reads_in_place(plan.num_tokens, x.device, x.dtype):
             return Scattered(plan.lanes)
         if plan.strategy not in (None, "loop"):
             raise ValueError(

@@ -10,17 +10,24 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import torch
+
 from atmm.bucket import Bucket
 from atmm.compiled.lanes import serves
 from atmm.survey import Survey
 from atmm.tables import table_for
 
 # Tokens up to which the compiled kernels are taken wherever they are there.
-COMPILED_TOKENS = 32
+_COMPILED_TOKENS = 32
 # Where outputs lie transposed: packed rows of a site up to which one product over all of them beats products per
 # adapter, and values of an output up to which rows are gathered faster than multiplied (docs/decisions.md, 2026-11-21).
 _WIDEST_TRANSPOSED = 1024
 _FEW_VALUES = 40_000
+
+
+def reads_in_place(num_tokens: int, device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether a step of this many tokens is computed from adapters where they lie, so that nobody need pack them."""
+    return num_tokens <= _COMPILED_TOKENS and serves(device, dtype)
 
 
 def choose(survey: Survey, transposed: bool = False) -> str:
@@ -35,7 +42,7 @@ def choose(survey: Survey, transposed: bool = False) -> str:
 def rule(survey: Survey, transposed: bool = False) -> str:
     """What is chosen where nobody has measured: the compiled kernels for thin batches, else the least estimate."""
     layout = survey.layout
-    if survey.num_tokens <= COMPILED_TOKENS and serves(layout.device, layout.dtype):
+    if reads_in_place(survey.num_tokens, layout.device, layout.dtype):
         return "compiled"
     if transposed and max(layout.widths) <= _WIDEST_TRANSPOSED:
         return "gathered" if survey.num_tokens * max(layout.d_outs) <= _FEW_VALUES else "stacked"

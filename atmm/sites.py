@@ -40,15 +40,13 @@ class Site:
     does not target this site. After changing the factors of a packed key, pack the group again.
     """
 
-    __slots__ = ("addresses", "d_in", "d_out", "factors", "group", "index", "name")
+    __slots__ = ("d_in", "d_out", "factors", "group", "index", "name")
 
     def __init__(self, name: str, d_in: int, d_out: int) -> None:
         self.name = name
         self.d_in = d_in
         self.d_out = d_out
         self.factors: dict[str, Factors] = {}
-        # What the compiled kernels remember, by key: factors, and where they lie.
-        self.addresses: dict[str, tuple[Factors, tuple[int, int, int, int, int]]] = {}
         self.group: SiteGroup | None = None
         self.index = 0  # place in the group
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -10,7 +11,7 @@ from torch import Tensor
 from atmm.compiled import library
 from atmm.segments import Lane
 from atmm.shares import GroupShares
-from atmm.sites import Packed, Site, row_strides
+from atmm.sites import Factors, Packed, Site, row_strides
 from atmm.survey import Survey
 
 
@@ -86,68 +87,77 @@ class Scattered:
     def __init__(self, lanes: Sequence[Lane]) -> None:
         self._start = min((lane.start for lane in lanes), default=0)
         self._stop = max((lane.stop for lane in lanes), default=0)
-        self._lanes = [(lane.key, lane.start - self._start, lane.stop - lane.start, lane.sign) for lane in lanes]
+        self._lanes = lanes
+        self._tables: dict[Site, _Tables] = {}
 
     def __call__(self, y: Tensor, x: Tensor, site: Site, packed: Packed | None) -> None:
-        shrunk: list[int] = []
-        expanded: list[int] = []
-        signs: list[float] = []
-        kept: list[Tensor] = []
-        size = 0
-        for key, first, num_tokens, sign in self._lanes:
-            where = _address(site, key, x, kept)
-            if where is None:
-                continue
-            a, a_stride, bt, bt_stride, rank = where
-            shrunk += first, num_tokens, a, a_stride, rank, size
-            expanded += first, num_tokens, bt, bt_stride, rank, size
-            signs.append(sign)
-            size += num_tokens * rank
-        if not size:
+        tables = self._tables.get(site)
+        if tables is None or any(site.factors.get(key) is not factors for key, factors in tables.read):
+            tables = self._tables_of(site, x)
+        if not tables.num_lanes:
             return
         kernels = library()
         assert kernels is not None, "asked for compiled kernels where there are none"
-        tables = torch.tensor((shrunk, expanded), dtype=torch.int64)
-        weights, hidden = torch.tensor(signs, dtype=torch.float32), torch.empty(size, dtype=torch.float32)
-        count, num_tokens = len(signs), self._stop - self._start
-        x, y = x[self._start : self._stop], y[self._start : self._stop]
+        num_tokens = self._stop - self._start
+        x, y, hidden = x[self._start : self._stop], y[self._start : self._stop], tables.hidden.data_ptr()
         kernels.shrink[x.dtype](
-            hidden.data_ptr(), x.data_ptr(), x.stride(0), x.stride(1), None, tables.data_ptr(), weights.data_ptr(),
-            count, num_tokens, x.shape[1],
+            hidden, x.data_ptr(), x.stride(0), x.stride(1), None, tables.shrink.data_ptr(), tables.signs.data_ptr(),
+            tables.num_lanes, num_tokens, x.shape[1],
         )  # fmt: skip
         kernels.expand[x.dtype](
-            y.data_ptr(), y.stride(0), y.stride(1), hidden.data_ptr(), None, tables[1].data_ptr(), count, num_tokens,
-            y.shape[1],
+            y.data_ptr(), y.stride(0), y.stride(1), hidden, None, tables.expand.data_ptr(), tables.num_lanes,
+            num_tokens, y.shape[1],
         )  # fmt: skip
 
-
-def _address(site: Site, key: str, x: Tensor, kept: list[Tensor]) -> tuple[int, int, int, int, int] | None:
-    """Where an adapter's factors lie: A and its stride, Bt and its stride, in elements; rank. None for an adapter that
-    does not target the site. kept: takes what must live until the kernels have run.
-
-    Raises ValueError for factors of another dtype or device than x.
-    """
-    factors = site.factors.get(key)
-    if factors is None or not factors.a.shape[0]:
-        return None
-    known = site.addresses.get(key)
-    if known is not None and known[0] is factors:
-        return known[1]
-    a, bt = (factor if factor.stride(1) == 1 else factor.contiguous() for factor in factors)
-    if (a.dtype, a.device) != (x.dtype, x.device):
-        raise ValueError(
-            f"{site.name}: x is {x.dtype} on {x.device}, adapter {key!r} {a.dtype} on {a.device}; load adapters in the "
-            "model's dtype, on its device"
+    def _tables_of(self, site: Site, x: Tensor) -> _Tables:
+        shrink: list[tuple[int, ...]] = []
+        expand: list[tuple[int, ...]] = []
+        signs: list[float] = []
+        copies: list[Tensor] = []
+        size = 0
+        for key, start, stop, sign in self._lanes:
+            factors = site.factors.get(key)
+            if factors is None or not factors.a.shape[0]:
+                continue
+            a, bt = factors
+            if (a.dtype, a.device) != (x.dtype, x.device):
+                raise ValueError(
+                    f"{site.name}: x is {x.dtype} on {x.device}, adapter {key!r} {a.dtype} on {a.device}; load "
+                    "adapters in the model's dtype, on its device"
+                )
+            if a.stride(1) != 1 or bt.stride(1) != 1:
+                a, bt = a.contiguous(), bt.contiguous()
+                copies += a, bt
+            lane, rank = (start - self._start, stop - start), a.shape[0]
+            shrink.append((*lane, a.data_ptr() // a.element_size(), a.stride(0), rank, size))
+            expand.append((*lane, bt.data_ptr() // bt.element_size(), bt.stride(0), rank, size))
+            signs.append(sign)
+            size += (stop - start) * rank
+        made = _Tables(
+            tuple({lane.key: site.factors.get(lane.key) for lane in self._lanes}.items()),
+            torch.tensor(shrink, dtype=torch.int64),
+            torch.tensor(expand, dtype=torch.int64),
+            torch.tensor(signs, dtype=torch.float32),
+            torch.empty(size, dtype=torch.float32),
+            len(signs),
+            copies,
         )
-    size = a.element_size()
-    where = a.data_ptr() // size, a.stride(0), bt.data_ptr() // size, bt.stride(0), a.shape[0]
-    if a is factors.a and bt is factors.bt:
-        for gone in site.addresses.keys() - site.factors.keys():
-            del site.addresses[gone]
-        site.addresses[key] = factors, where
-    else:
-        kept += a, bt
-    return where
+        if not copies:  # which would not see what is written into the factors later
+            self._tables[site] = made
+        return made
+
+
+class _Tables(NamedTuple):
+    """What the kernels read for one site. read: the factors it was made from, None where there were none. shrink,
+    expand: lanes, as in `lanes.cpp`, with addresses. copies: factors that lie in no rows."""
+
+    read: tuple[tuple[str, Factors | None], ...]
+    shrink: Tensor
+    expand: Tensor
+    signs: Tensor
+    hidden: Tensor
+    num_lanes: int
+    copies: list[Tensor]
 
 
 def serves(device: torch.device, dtype: torch.dtype) -> bool:

@@ -24,20 +24,25 @@ class LaneScope:
     """
 
     def __init__(self) -> None:
-        self._plan: atmm.SegmentPlan | None = None
-        self._scaled: dict[int, atmm.SegmentPlan] = {}
+        self._plan: atmm.SegmentPlan | None = None  # None: no lanes are on
+        self._last = atmm.SegmentPlan(0, ())
+        self._scaled: dict[int, atmm.SegmentPlan] = {}  # of the last plan, by rows
 
     @contextmanager
     def lanes(self, num_units: int, lanes: Sequence[atmm.Lane]) -> Iterator[None]:
         """Add these lanes' deltas in every layer of the scope until the block ends."""
         assert self._plan is None, "lane scopes do not nest"
         if lanes:
-            self._plan = atmm.SegmentPlan(num_units, lanes)
+            plan = atmm.SegmentPlan(num_units, lanes)
+            if (plan.num_tokens, plan.lanes) != (self._last.num_tokens, self._last.lanes):
+                self._last = plan
+                self._scaled.clear()
+            # Decode steps of the same requests look alike: what was prepared for one serves the next.
+            self._plan = self._last
         try:
             yield
         finally:
             self._plan = None
-            self._scaled.clear()
 
     def plan_for(self, num_rows: int) -> atmm.SegmentPlan | None:
         plan = self._plan

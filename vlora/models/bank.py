@@ -115,8 +115,9 @@ class AdapterBank:
     def pack_for(self, keys: Iterable[str]) -> None:
         """Keep packed copies for the adapters that steps keep using together.
 
-        Called once per step with the keys of its lanes. Copying costs a good part of a step, so a set must come back a
-        few times before it is packed; a step whose set is covered by the packed one uses it as it is.
+        Called with the keys of a step's lanes, where that step gains from a packed copy. Copying costs a good part of
+        a step, so a set must come back a few times before it is packed; a step whose set is covered by the packed one
+        uses it as it is.
         """
         wanted = tuple(sorted(set(keys)))
         if len(wanted) < 2 or (self._packed is not None and self._packed.serves(wanted)):

@@ -139,7 +139,8 @@ class ModelRunner:
         embeddings = seam.embed(torch.from_numpy(packed.token_ids).to(device))
         visual_mask, deepstack = packed.place_visuals(embeddings)
         lanes = packed.lanes(batch.mode, merged)
-        self._bank.pack_for(lane.key for lane in lanes)
+        if not atmm.reads_in_place(len(packed.token_ids), device, seam.dtype):
+            self._bank.pack_for(lane.key for lane in lanes)
         step = StepAttention(
             cache=self._cache,
             write_rows=torch.from_numpy(packed.write_rows).to(device),
