@@ -9,6 +9,9 @@ from typing import NamedTuple
 
 _SHARED_BYTES = 166_912  # of one block on compute capability 8.0, the least of those served (CUDA programming guide)
 _MOST_SUMS = 128  # float32 sums in one thread's registers; more of them spill
+_MOST_SINGLE = 32 * 128  # sums of one single launch, which keeps hidden values beside them
+# (block_m, block_n, split_k) whose expand spills a pointer on compute capability 8.0, by `vlora tune --lint`.
+_SPILLING = ((32, 64, 1), (32, 128, 2))
 
 
 class Tiling(NamedTuple):
@@ -56,6 +59,10 @@ def fits(tiling: Tiling, itemsize: int) -> bool:
     shared = tiling.num_stages * tiling.block_k * (tiling.block_m + rows) * itemsize
     threads = 32 * tiling.num_warps
     if tiling.split_k != 1 and tiling.block_m > 32:
+        return False
+    if tiling.split_k == 0 and tiling.block_m * tiling.block_n > _MOST_SINGLE:
+        return False
+    if (tiling.block_m, tiling.block_n, tiling.split_k) in _SPILLING:
         return False
     return shared <= _SHARED_BYTES and tiling.block_m * max(tiling.block_n, rows) <= _MOST_SUMS * threads
 
