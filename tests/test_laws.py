@@ -32,7 +32,9 @@ MAY_IMPORT: dict[str, set[str]] = {
     "vlora.engine": LEVEL_3,
     "vlora.server": LEVEL_3 | {"vlora.engine", "vlora.client"},
     "vlora.bench": LEVEL_3 | {"vlora.engine"},
-    "vlora.cli": LEVEL_3 | {"vlora.engine", "vlora.server", "vlora.bench", "vlora.client", "fusion", "apps"},
+    "vlora.tune": LEVEL_2 | {"vlora.models"},
+    "vlora.cli": LEVEL_3
+    | {"vlora.engine", "vlora.server", "vlora.bench", "vlora.tune", "vlora.client", "fusion", "apps"},
     "fusion": BASE | {"heads", "vlora.config", "vlora.adapters", "vlora.models", "vlora.engine"},
     "apps": {"vlora.client", "vlora.errors", "vlora.types"},
 }

@@ -127,6 +127,11 @@ class Probes(nn.Module):
         return told / max(1, int(named.sum()))
 
 
+def _normed(states: torch.Tensor) -> torch.Tensor:
+    """States as the next layer sees them, but for its own weights."""
+    return functional.rms_norm(states.float(), states.shape[-1:])
+
+
 def _probe_loss(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     """Cross entropy in which background cells, the great majority, count a third."""
     weight = torch.ones(logits.shape[-1], device=logits.device)
@@ -273,31 +278,39 @@ class Trainer:
         features = self.model.model.multi_modal_projector(states)
         still_rows = self.conversations.batch(rng, stills, STILL_LENGTH).to(self.device)
         clip_rows = self.conversations.batch(rng, clips, CLIP_LENGTH).to(self.device)
-        still_answer, still_hidden = self._answer_loss(still_rows, features[:STILLS])
-        clip_answer, hidden = self._answer_loss(clip_rows, features[STILLS:])
-        images = hidden[:, 2 : 2 + world.CLIP_FRAMES * IMAGE_TOKENS]
+        still_answer, stills_named, _ = self._answer_loss(still_rows, features[:STILLS])
+        clip_answer, clips_named, clips_read = self._answer_loss(clip_rows, features[STILLS:])
+        images = clips_read[:, 2 : 2 + world.CLIP_FRAMES * IMAGE_TOKENS]
         return {
             "answer": 0.65 * still_answer + 0.35 * clip_answer,
             **({} if fixed else {"cells": self.probes.cell_loss(states, cells)}),
             "places": self.probes.place_loss(features),
-            "present": 0.65 * self.probes.presence_loss(still_hidden, still_rows.present)
-            + 0.35 * self.probes.presence_loss(hidden, clip_rows.present),
-            "meant": self.probes.meaning_loss(still_hidden, still_rows.meant),
+            "present": 0.65 * self.probes.presence_loss(stills_named, still_rows.present)
+            + 0.35 * self.probes.presence_loss(clips_named, clip_rows.present),
+            "meant": self.probes.meaning_loss(stills_named, still_rows.meant),
             "moves": self.probes.move_loss(images, clip_cells),
         }
 
-    def _answer_loss(self, rows: Rows, features: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def _answer_loss(self, rows: Rows, features: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """The loss, and states [n, length, text]: before the last layer, which is where the answer can still read what
+        a name has found, and after it."""
         embedded = self.model.get_input_embeddings()(rows.ids).to(features.dtype)
         embedded = embedded.masked_scatter((rows.ids == self.conversations.image)[..., None], features)
-        hidden = self.language(
+        outputs = self.language(
             inputs_embeds=embedded,
             attention_mask=rows.mask(embedded.dtype),
             position_ids=rows.positions,
             use_cache=False,
-        ).last_hidden_state
+            output_hidden_states=True,
+        )
+        hidden = outputs.last_hidden_state
         told = rows.labels[:, 1:] != IGNORED
         logits = self.model.lm_head(hidden[:, :-1][told])
-        return functional.cross_entropy(logits.float(), rows.labels[:, 1:][told]), hidden
+        return (
+            functional.cross_entropy(logits.float(), rows.labels[:, 1:][told]),
+            _normed(outputs.hidden_states[-2]),
+            hidden,
+        )
 
     def _tensors(self, scenes: Sequence[world.Scene]) -> tuple[torch.Tensor, torch.Tensor]:
         pixels = as_pixels(np.concatenate([scene.frames for scene in scenes])).to(self.device)
