@@ -144,7 +144,7 @@ def search(cases: Sequence[Case], device: str, journal: Path, seconds: float) ->
     with journal.open("w") as file, torch.inference_mode():
         file.writelines(_as_line(finding) for finding in found)  # without a line cut short
         for case in cases:
-            if time.monotonic() > stop:
+            if time.monotonic() >= stop:
                 return
             group = case.group(device)
             assert group.packed is not None

@@ -462,7 +462,7 @@ def tune(
                 None if model is None else _model_path(model),
                 device=device,
                 dtypes=dtypes,
-                minutes=minutes or (30.0 if device == "cuda" else 5.0),
+                minutes=minutes if minutes is not None else 30.0 if device == "cuda" else 5.0,
                 out=out,
             )
             sound = True
