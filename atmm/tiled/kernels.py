@@ -10,6 +10,26 @@ import triton.language as tl
 
 
 @triton.jit
+def _add_product(
+    sums, x_at, a_at, k, start, stop, in_tile, in_rank,
+    BLOCK_K: tl.constexpr, EVEN_K: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """sums + x A^T over inputs start to stop; x_at and a_at point at the first BLOCK_K of them."""
+    for first in range(start, stop, BLOCK_K):
+        if EVEN_K:
+            x = tl.load(x_at, mask=in_tile[:, None], other=0.0)
+            a = tl.load(a_at, mask=in_rank[None, :], other=0.0)
+        else:
+            in_sum = (first + k) < stop
+            x = tl.load(x_at, mask=in_tile[:, None] & in_sum[None, :], other=0.0)
+            a = tl.load(a_at, mask=in_rank[None, :] & in_sum[:, None], other=0.0)
+        sums = tl.dot(x, a, sums, input_precision=PRECISION)
+        x_at += BLOCK_K
+        a_at += BLOCK_K
+    return sums
+
+
+@triton.jit
 def shrink(
     x_ptr, a_ptr, hidden_ptr, tile_ptr, d_in, x_stride, a_stride, plane_stride, hidden_stride,
     BLOCK_M: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr, EVEN_K: tl.constexpr, PRECISION: tl.constexpr,
@@ -39,17 +59,7 @@ def shrink(
     x_at = x_ptr + (first_token + m).to(tl.int64)[:, None] * x_stride + (start + k)[None, :]
     a_at = a_ptr + (a_row + r)[None, :] * a_stride + (start + k)[:, None]
     sums = tl.zeros((BLOCK_M, BLOCK_R), dtype=tl.float32)
-    for first in range(start, stop, BLOCK_K):
-        if EVEN_K:
-            x = tl.load(x_at, mask=in_tile[:, None], other=0.0)
-            a = tl.load(a_at, mask=in_rank[None, :], other=0.0)
-        else:
-            in_share = (first + k) < stop
-            x = tl.load(x_at, mask=in_tile[:, None] & in_share[None, :], other=0.0)
-            a = tl.load(a_at, mask=in_rank[None, :] & in_share[:, None], other=0.0)
-        sums = tl.dot(x, a, sums, input_precision=PRECISION)
-        x_at += BLOCK_K
-        a_at += BLOCK_K
+    sums = _add_product(sums, x_at, a_at, k, start, stop, in_tile, in_rank, BLOCK_K, EVEN_K, PRECISION)
     plane = hidden_ptr + tl.program_id(2).to(tl.int64) * plane_stride
     tl.store(plane + (hidden_row + m)[:, None] * hidden_stride + r[None, :], sums, mask=in_tile[:, None])
 
@@ -63,10 +73,10 @@ def expand(
     """y[token] += sum over the tile's lanes of sign * hidden Bt[rows].
 
     Grid (tiles, blocks of d_out). A tile is int32 [first token, tokens, then per lane: first row of Bt, rank, first
-    hidden row, sign]; its lanes cover the same tokens, and no other tile has these, so that y is written by one program
-    alone.
+    hidden row, first row of A, sign]; its lanes cover the same tokens, and no other tile has these, so that y is
+    written by one program alone.
     """
-    tile = tile_ptr + tl.program_id(0) * (2 + 4 * PARTS)
+    tile = tile_ptr + tl.program_id(0) * (2 + 5 * PARTS)
     first_token = tl.load(tile)
     count = tl.load(tile + 1)
     m = tl.arange(0, BLOCK_M)
@@ -76,10 +86,10 @@ def expand(
     in_row = n < d_out
     sums = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
     for part in tl.static_range(PARTS):
-        bt_row = tl.load(tile + 2 + 4 * part).to(tl.int64)
-        rank = tl.load(tile + 3 + 4 * part)
-        hidden_row = tl.load(tile + 4 + 4 * part).to(tl.int64)
-        sign = tl.load(tile + 5 + 4 * part).to(tl.float32)
+        bt_row = tl.load(tile + 2 + 5 * part).to(tl.int64)
+        rank = tl.load(tile + 3 + 5 * part)
+        hidden_row = tl.load(tile + 4 + 5 * part).to(tl.int64)
+        sign = tl.load(tile + 6 + 5 * part).to(tl.float32)
         for first in tl.static_range(0, MAX_RANK, BLOCK_R):
             if first < rank:
                 in_rank = (first + r) < rank
@@ -104,9 +114,9 @@ def single(
 ):  # fmt: skip
     """Both products in one launch: every block of d_out shrinks its tokens again, from factors that wait in the cache.
 
-    Grid (tiles, blocks of d_out). A tile is one of `expand`, with the first row of A where that has hidden rows.
+    Grid (tiles, blocks of d_out), the tiles of `expand`.
     """
-    tile = tile_ptr + tl.program_id(0) * (2 + 4 * PARTS)
+    tile = tile_ptr + tl.program_id(0) * (2 + 5 * PARTS)
     first_token = tl.load(tile)
     count = tl.load(tile + 1)
     m = tl.arange(0, BLOCK_M)
@@ -118,27 +128,17 @@ def single(
     token = (first_token + m).to(tl.int64)[:, None]
     sums = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
     for part in tl.static_range(PARTS):
-        bt_row = tl.load(tile + 2 + 4 * part).to(tl.int64)
-        rank = tl.load(tile + 3 + 4 * part)
-        a_row = tl.load(tile + 4 + 4 * part).to(tl.int64)
-        sign = tl.load(tile + 5 + 4 * part).to(tl.float32)
+        bt_row = tl.load(tile + 2 + 5 * part).to(tl.int64)
+        rank = tl.load(tile + 3 + 5 * part)
+        a_row = tl.load(tile + 5 + 5 * part).to(tl.int64)
+        sign = tl.load(tile + 6 + 5 * part).to(tl.float32)
         for first in tl.static_range(0, MAX_RANK, BLOCK_R):
             if first < rank:
                 in_rank = (first + r) < rank
                 x_at = x_ptr + token * x_stride + k[None, :]
                 a_at = a_ptr + (a_row + first + r)[None, :] * a_stride + k[:, None]
                 hidden = tl.zeros((BLOCK_M, BLOCK_R), dtype=tl.float32)
-                for start in range(0, d_in, BLOCK_K):
-                    if EVEN_K:
-                        x = tl.load(x_at, mask=in_tile[:, None], other=0.0)
-                        a = tl.load(a_at, mask=in_rank[None, :], other=0.0)
-                    else:
-                        in_sum = (start + k) < d_in
-                        x = tl.load(x_at, mask=in_tile[:, None] & in_sum[None, :], other=0.0)
-                        a = tl.load(a_at, mask=in_rank[None, :] & in_sum[:, None], other=0.0)
-                    hidden = tl.dot(x, a, hidden, input_precision=PRECISION)
-                    x_at += BLOCK_K
-                    a_at += BLOCK_K
+                hidden = _add_product(hidden, x_at, a_at, k, 0, d_in, in_tile, in_rank, BLOCK_K, EVEN_K, PRECISION)
                 mask = in_rank[:, None] if EVEN_N else in_rank[:, None] & in_row[None, :]
                 bt = tl.load(bt_ptr + (bt_row + first + r)[:, None] * bt_stride + n[None, :], mask=mask, other=0.0)
                 sums = tl.dot((hidden * sign).to(bt_ptr.dtype.element_ty), bt, sums, input_precision=PRECISION)

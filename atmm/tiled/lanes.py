@@ -96,8 +96,8 @@ class SingleLaunch:
         self._tiling, self._block_r, self._max_rank = tiling, block_r, max_rank
         tiles = cut(survey, tiling.block_m)
         self._parts = tiles.parts
-        own = _on_device(list(tiles.single.values()), survey.layout.device)
-        self._tiles = dict(zip(tiles.single, own, strict=True))
+        own = _on_device(list(tiles.expand.values()), survey.layout.device)
+        self._tiles = dict(zip(tiles.expand, own, strict=True))
 
     def __call__(self, y: Tensor, x: Tensor, site: Site, packed: Packed | None) -> None:
         assert packed is not None

@@ -13,14 +13,12 @@ from atmm.survey import Survey
 class Tiles(NamedTuple):
     """shrink: [first token, tokens, first row of A, rank, first hidden row] per tile, over all sites of the group.
 
-    expand: per site, [first token, tokens, (first row of Bt, rank, first hidden row, sign) x parts] per tile; tiles of
-    a site cover different tokens. single: the same with the first row of A for the hidden row. parts: most lanes that
-    meet at a token. num_rows: hidden rows.
+    expand: per site, [first token, tokens, (first row of Bt, rank, first hidden row, first row of A, sign) x parts] per
+    tile; tiles of a site cover different tokens. parts: most lanes that meet at a token. num_rows: hidden rows.
     """
 
     shrink: list[tuple[int, ...]]
     expand: dict[int, list[tuple[int, ...]]]
-    single: dict[int, list[tuple[int, ...]]]
     parts: int
     num_rows: int
 
@@ -54,20 +52,15 @@ def cut(survey: Survey, block: int) -> Tiles:
             num_rows += last - first
     pieces = {site: _pieces(parts) for site, parts in parts_of.items()}
     most = max((len(parts) for own in pieces.values() for _, _, parts in own), default=1)
-    expand: dict[int, list[tuple[int, ...]]] = {}
-    single: dict[int, list[tuple[int, ...]]] = {}
-    for site, own in pieces.items():
-        cuts = [
-            (token, min(block, stop - token), parts)
+    expand = {
+        site: [
+            _expand_tile(token, min(block, stop - token), parts, most)
             for start, stop, parts in own
             for token in range(start, stop, block)
         ]
-        expand[site] = [
-            _tile(token, count, parts, [part.hidden_row + token - part.start for part in parts], most)
-            for token, count, parts in cuts
-        ]
-        single[site] = [_tile(*tile, [part.a_row for part in tile[2]], most) for tile in cuts]
-    return Tiles(shrink, expand, single, most, num_rows)
+        for site, own in pieces.items()
+    }
+    return Tiles(shrink, expand, most, num_rows)
 
 
 def _pieces(parts: Sequence[_Part]) -> list[tuple[int, int, list[_Part]]]:
@@ -81,9 +74,9 @@ def _pieces(parts: Sequence[_Part]) -> list[tuple[int, int, list[_Part]]]:
     return found
 
 
-def _tile(token: int, count: int, parts: Sequence[_Part], sources: Sequence[int], most: int) -> tuple[int, ...]:
+def _expand_tile(token: int, count: int, parts: Sequence[_Part], most: int) -> tuple[int, ...]:
     row = [token, count]
-    for part, source in zip(parts, sources, strict=True):
-        row += [part.bt_row, part.rank, source, part.sign]
-    row += [0] * (4 * (most - len(parts)))  # rank 0: nothing to add
+    for part in parts:
+        row += [part.bt_row, part.rank, part.hidden_row + token - part.start, part.a_row, part.sign]
+    row += [0] * (5 * (most - len(parts)))  # rank 0: nothing to add
     return tuple(row)
