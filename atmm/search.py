@@ -31,7 +31,7 @@ TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048)
 ADAPTERS = (1, 2, 4, 8, 16)
 RANKS = (8, 16, 32, 64)
 _MOST_ESTIMATED = 6.0  # times the least estimate; more is not timed
-_COMPILED_TOKENS = 512  # the compiled kernels go token by token
+_MOST_COMPILED = 512  # tokens; the compiled kernels go token by token
 _CACHE_ELEMENTS = 6 * 2**20  # float32 elements that are read to drive everything else out of the core's own caches
 _TURNS = 5
 _LONG_S = 0.02  # a bucket's candidates are timed this long together before fewer turns will do
@@ -186,7 +186,7 @@ def candidates(survey: Survey, transposed: bool) -> list[str]:
     estimates = estimate(survey)
     least = min(estimates.values())
     names = [name for name, seconds in estimates.items() if seconds <= _MOST_ESTIMATED * least]
-    if serves(layout.device, layout.dtype) and survey.num_tokens <= _COMPILED_TOKENS:
+    if serves(layout.device, layout.dtype) and survey.num_tokens <= _MOST_COMPILED:
         names.append("compiled")
     if layout.device.type == "cuda":
         from atmm.tiled.tiling import sensible

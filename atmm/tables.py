@@ -9,13 +9,16 @@ from __future__ import annotations
 import functools
 import json
 import logging
+import os
 import pathlib
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 
 from atmm.bucket import Bucket, Evenness
+from atmm.strategies import known
 
 logger = logging.getLogger(__name__)
 
@@ -34,34 +37,41 @@ def device_name(device_type: str) -> str:
 
 @functools.cache
 def table_for(device_type: str) -> dict[int, str]:
-    """Bucket key to strategy, for the device at hand; empty, which is logged once, where none was measured."""
-    device = device_name(device_type)
+    """Bucket key to strategy, for the device at hand; empty where none was measured or the file is no table, which is
+    logged once."""
     path = path_for(device_type)
-    if path.exists():
-        return parse(json.loads(path.read_text()), device_type)
-    logger.info("no measured table for %s; strategies are chosen by the rule in atmm.selection", device)
+    try:
+        return {bucket.key(): strategy for bucket, strategy in read(path, device_type)}
+    except FileNotFoundError:
+        logger.info(
+            "no measured table for %s; strategies are chosen by the rule in atmm.selection", device_name(device_type)
+        )
+    except (OSError, ValueError) as error:
+        logger.warning("strategies are chosen by the rule in atmm.selection: %s", error)
     return {}
 
 
-def parse(document: dict, device_type: str) -> dict[int, str]:
-    """A table document in its lookup form. Raises ValueError when its columns are not the ones read here."""
-    return {bucket.key(): strategy for bucket, strategy in parse_rows(document, device_type)}
+def read(path: pathlib.Path, device_type: str) -> list[tuple[Bucket, str]]:
+    """The buckets of a table's file, with their strategies. Raises OSError, and ValueError for what is no table of this
+    version."""
+    try:
+        document = json.loads(path.read_text())
+        columns, rows = tuple(document["columns"]), document["rows"]
+        if columns != COLUMNS:
+            raise ValueError(f"it has columns {columns}, not {COLUMNS}")
+        found = [(_bucket(row[:-1], device_type), row[-1]) for row in rows]
+        unknown = {strategy for _, strategy in found if not known(strategy)}
+        if unknown:
+            raise ValueError(f"it names strategies that are not known: {', '.join(sorted(unknown))}")
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"{path} is no table of this version; search again with `vlora tune`: {error}") from error
+    return found
 
 
-def parse_rows(document: dict, device_type: str) -> list[tuple[Bucket, str]]:
-    """The buckets of a table document, with their strategies. Raises ValueError as `parse`."""
-    if tuple(document["columns"]) != COLUMNS:
-        raise ValueError(
-            f"the table for {document['device']} has columns {document['columns']}, not {COLUMNS}; search again"
-        )
-    rows = []
-    for *sizes, evenness, dtype, strategy in document["rows"]:
-        tokens, adapters, rank, d_in, d_out, num_sites = sizes
-        bucket = Bucket(
-            tokens, adapters, rank, d_in, d_out, num_sites, Evenness[evenness], getattr(torch, dtype), device_type
-        )
-        rows.append((bucket, strategy))
-    return rows
+def _bucket(row: Sequence[Any], device_type: str) -> Bucket:
+    tokens, adapters, rank, d_in, d_out, num_sites, evenness, dtype = row
+    sizes = tokens, adapters, rank, d_in, d_out, num_sites
+    return Bucket(*sizes, Evenness[evenness], getattr(torch, dtype), device_type)
 
 
 def path_for(device_type: str) -> pathlib.Path:
@@ -84,4 +94,7 @@ def write(path: pathlib.Path, device_type: str, date: str, rows: Iterable[tuple[
     ]
     body = ",\n  ".join(lines)
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(f'{json.dumps(header, indent=1)[:-2]},\n "rows": [\n  {body}\n ]\n}}\n')
+    # Whole or not at all: an engine may read it while it is written, and a search may be stopped here.
+    fresh = path.with_suffix(".new")
+    fresh.write_text(f'{json.dumps(header, indent=1)[:-2]},\n "rows": [\n  {body}\n ]\n}}\n')
+    os.replace(fresh, path)

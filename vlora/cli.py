@@ -394,7 +394,9 @@ def model_eval(checkpoint: str | None, quick: bool) -> None:
 @cli.command()
 @click.argument("name")
 @click.option("--quick", is_flag=True, help="Fewer repetitions: a look, not a result.")
-@click.option("--out", type=click.Path(path_type=Path), help="Folder to keep the report in, with pictures.")
+@click.option(
+    "--out", type=click.Path(file_okay=False, path_type=Path), help="Folder to keep reports in, with pictures."
+)
 def bench(name: str, quick: bool, out: Path | None) -> None:
     """Run a bench by name, or all of them. The last line is JSON; exit code 1 when a goal does not hold.
 
@@ -419,8 +421,12 @@ def bench(name: str, quick: bool, out: Path | None) -> None:
     show_default=True,
     help="May be repeated.",
 )
-@click.option("--minutes", type=float, help="Stop after this long: 5 on a CPU, 30 on a GPU if not given.")
-@click.option("--threads", type=int, default=1, show_default=True, help="Threads to measure with on a CPU.")
+@click.option(
+    "--minutes", type=click.FloatRange(min=0), help="Stop after this long: 5 on a CPU, 30 on a GPU if not given."
+)
+@click.option(
+    "--threads", type=click.IntRange(min=1), default=1, show_default=True, help="Threads to measure with on a CPU."
+)
 @click.option("--out", type=click.Path(path_type=Path), help="The table's file; where the engine looks if not given.")
 @click.option("--check", is_flag=True, help="Only verify the numerics of every row of the table.")
 @click.option("--lint", is_flag=True, help="Only compile every kernel of the GPU's search space; needs no GPU.")
@@ -454,9 +460,11 @@ def tune(
     else:
         import torch
 
+        from atmm import tables
+
         torch.set_num_threads(threads)
         if check:
-            sound = tuning.check(out or tuning.path_for(device), device, click.echo)
+            sound = tuning.check(out or tables.path_for(device), device, click.echo)
         else:
             tuning.tune(
                 None if model is None else _model_path(model),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import datetime
-import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -11,8 +10,9 @@ import torch
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from transformers import AutoConfig
 
+from atmm import tables
+from atmm.bucket import Bucket
 from atmm.search import SHAPES, Case, Finding, Shape, cases, error, read, search
-from atmm.tables import parse_rows, path_for, write
 from vlora.errors import BadConfig
 from vlora.models.bank import site_groups
 from vlora.models.loading import dummy_model
@@ -36,29 +36,43 @@ def shapes_of(model: str) -> list[Shape]:
 
 
 def tune(model: str | None, *, device: str, dtypes: Sequence[str], minutes: float, out: Path | None) -> Path:
-    """Search, or go on with a search that was stopped, and write the table. Returns its path."""
-    out = out or path_for(device)
+    """Search, or go on with a search that was stopped, and write the table. Returns its path.
+
+    Rows of a table that is there already stay, where this search did not measure their bucket. Raises BadConfig where
+    the table cannot be written.
+    """
+    out = out or tables.path_for(device)
     journal = out.with_suffix(".partial")
-    out.parent.mkdir(parents=True, exist_ok=True)
     todo = cases(SHAPES if model is None else shapes_of(model), dtypes)
     done = 0
-    with Progress(*_COLUMNS) as progress:
-        task = progress.add_task("searching", total=len(todo))
-        for _ in search(todo, device, journal, 60 * minutes):
-            done += 1
-            progress.update(task, completed=done)
-    findings = read(journal)
-    rows = [(finding.bucket, finding.best) for finding in findings if _slow(finding)]
-    write(out, device, datetime.date.today().isoformat(), sorted(rows, key=lambda row: row[0].key()))
-    if done == len(todo):
-        journal.unlink()
-        print(f"{len(findings)} buckets measured; the rule errs in {len(rows)} of them: {out}")
-    else:
-        print(
-            f"{done} of {len(todo)} cases measured in {minutes:g} minutes, the rest is left to the rule: {out}; the "
-            "same command goes on"
-        )
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        with Progress(*_COLUMNS) as progress:
+            task = progress.add_task("searching", total=len(todo))
+            for _ in search(todo, device, journal, 60 * minutes):
+                done += 1
+                progress.update(task, completed=done)
+        findings = read(journal)
+        rows = [(finding.bucket, finding.best) for finding in findings if _slow(finding)]
+        measured = {finding.bucket for finding in findings}
+        kept = [row for row in _known(out, device) if row[0] not in measured]
+        ordered = sorted([*kept, *rows], key=lambda row: row[0].key())
+        tables.write(out, device, datetime.date.today().isoformat(), ordered)
+        if done == len(todo):
+            journal.unlink()
+    except OSError as problem:
+        raise BadConfig(f"cannot write the table {out}: {problem}; give --out") from problem
+    told = f"{len(findings)} buckets measured; the rule errs in {len(rows)} of them: {out}"
+    print(told if done == len(todo) else f"{told}; {done} of {len(todo)} cases are done, the same command goes on")
     return out
+
+
+def _known(table: Path, device: str) -> list[tuple[Bucket, str]]:
+    """The rows of a table that is there; none where it is not one of this version."""
+    try:
+        return tables.read(table, device)
+    except (FileNotFoundError, ValueError):
+        return []
 
 
 def _slow(finding: Finding) -> bool:
@@ -68,11 +82,10 @@ def _slow(finding: Finding) -> bool:
 def check(table: Path, device: str, say: Callable[[str], None]) -> bool:
     """Compute a case of every row and compare it with float64. Returns whether all agree; says which do not."""
     try:
-        document = json.loads(table.read_text())
-    except (OSError, json.JSONDecodeError) as problem:
+        rows = tables.read(table, device)
+    except (OSError, ValueError) as problem:
         raise BadConfig(f"cannot read the table {table}: {problem}") from problem
     wrong = 0
-    rows = parse_rows(document, device)
     torch.manual_seed(0)
     with torch.inference_mode():
         for bucket, strategy in rows:

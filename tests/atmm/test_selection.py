@@ -206,6 +206,29 @@ def test_a_device_without_a_table_is_named_once(
     assert len([record for record in caplog.records if tables.device_name("cpu") in record.message]) == 1
 
 
-def test_a_table_with_other_columns_is_refused() -> None:
-    with pytest.raises(ValueError, match="search again"):
-        tables.parse({"device": "cpu-x", "columns": ["tokens"], "rows": []}, "cpu")
+@pytest.mark.parametrize(
+    ("document", "words"),
+    (
+        ({"device": "cpu-x", "columns": ["tokens"], "rows": []}, "columns"),
+        ({"columns": tables.COLUMNS, "rows": [[1, 1, 8, 64, 64, 1, "EVEN", "float32", "fastest"]]}, "fastest"),
+        ({"columns": tables.COLUMNS, "rows": [[1, 1, 8]]}, "unpack"),
+        ({"columns": tables.COLUMNS, "rows": [[1, 1, 8, 64, 64, 1, "EVEN", "float31", "loop"]]}, "float31"),
+        ({"rows": []}, "columns"),
+        ([], "list"),
+    ),
+    ids=str,
+)
+def test_what_is_no_table_is_refused_and_breaks_no_step(
+    document: object, words: str, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tables, "FOLDER", tmp_path)
+    path = tables.path_for("cpu")
+    path.write_text(json.dumps(document))
+    with pytest.raises(ValueError, match="search again") as refused:
+        tables.read(path, "cpu")
+    assert words in str(refused.value)
+    tables.table_for.cache_clear()
+    try:
+        assert tables.table_for("cpu") == {}
+    finally:
+        tables.table_for.cache_clear()

@@ -58,6 +58,31 @@ def test_a_search_out_of_time_says_how_far_it_came_and_goes_on(tmp_path: Path) -
     assert "8 buckets measured" in tune(*asked)[1]
 
 
+def test_a_search_keeps_the_rows_of_other_shapes(tmp_path: Path) -> None:
+    out = tmp_path / "here.json"
+    row = [64, 4, 16, 4096, 4096, 1, "EVEN", "float32", "loop"]
+    tune("--model", "embedded", "--dtype", "float32", "--out", str(out))
+    document = json.loads(out.read_text())
+    out.write_text(json.dumps({**document, "rows": [*document["rows"], row]}))
+    for more in ((), ("--minutes", "0")):
+        assert tune("--model", "embedded", "--dtype", "float32", "--out", str(out), *more)[0] == 0
+        assert row in json.loads(out.read_text())["rows"]
+
+
+def test_a_table_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(BadConfig, match=r"cannot write the table .*here\.json.*give --out"):
+        CliRunner().invoke(
+            cli, ["tune", "--minutes", "0", "--out", str(tmp_path / "file" / "here.json")], catch_exceptions=False
+        )
+
+
+@pytest.mark.parametrize("wrong", (("--minutes", "-1"), ("--threads", "0"), ("--dtype", "int8"), ("--device", "tpu")))
+def test_what_cannot_be_is_refused_as_it_is_typed(wrong: tuple[str, str]) -> None:
+    code, told = tune(*wrong)
+    assert code == 2 and wrong[0] in told
+
+
 def test_a_row_that_computes_something_else_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     out = tmp_path / "here.json"
     tune("--model", "embedded", "--dtype", "float32", "--out", str(out))

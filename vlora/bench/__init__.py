@@ -32,9 +32,9 @@ def main(name: str, quick: bool = False, out: Path | None = None) -> bool:
     for each in BENCHES if name == "all" else (name,):
         bench = importlib.import_module(f"vlora.bench.{each}")
         report = bench.run(quick)
+        report.print()
         if out is not None:
             _keep(report, bench, out)
-        report.print()
         holds &= all(goal.holds for goal in report.goals)
         gc.collect()
     return holds
