@@ -1,8 +1,7 @@
 """The operator against the ways others add many adapters' deltas, layer by layer.
 
-Whole layers are timed, base product and deltas, except against the two plain baselines, whose deltas alone are
-compared. Every cell meets its factors as a model's layer does: the base weights have passed through the caches in
-between.
+Deltas alone are timed. Every case meets its factors as a model's layer does: the base weights have passed through the
+caches in between.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -22,31 +21,19 @@ from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 
 import atmm
+from atmm.search import Case, Shape
 from atmm.selection import choose
 from atmm.strategies import comes_transposed
 from atmm.survey import Survey
 from vlora.bench.form import Goal, Report
 
-_SHAPES = ((896, 4864), (2048, 8192))
+_SHAPES = (Shape(896, (4864,)), Shape(2048, (8192,)))
 _RANKS = (8, 16, 64)
 _TOKENS = (1, 4, 16, 64, 256, 2048)
 _ADAPTERS = (1, 4, 16)
-_DTYPES = (torch.bfloat16, torch.float32)
+_DTYPES = ("bfloat16", "float32")
 _CACHE_BYTES = 24 * 2**20  # read between two timings, to drive everything else out of a core's own caches
 _MOST_GATHERED_BYTES = 2**30  # what gathering factors per token may take; larger cells go without that baseline
-
-
-class _Cell(NamedTuple):
-    d_in: int
-    d_out: int
-    rank: int
-    lengths: tuple[int, ...]
-    even: bool
-    dtype: torch.dtype
-
-    @property
-    def num_tokens(self) -> int:
-        return sum(self.lengths)
 
 
 def run(quick: bool) -> Report:
@@ -62,8 +49,8 @@ def run(quick: bool) -> Report:
     rounds = 5 if quick else 9
     rows: list[dict[str, Any]] = []
     with torch.inference_mode():
-        for cell in _cells(quick):
-            rows.append(_measure(cell, rounds))
+        for case in _cases(quick):
+            rows.append(_measure(case, rounds))
     return Report("atmm", rows, _goals(rows))
 
 
@@ -74,78 +61,53 @@ def draw(rows: Sequence[Mapping[str, Any]], folder: Path) -> None:
     atmm_plots.draw(rows, folder)
 
 
-def _cells(quick: bool) -> list[_Cell]:
-    cells = []
-    for (d_in, d_out), rank, num_tokens, num_adapters, dtype in itertools.product(
+def _cases(quick: bool) -> list[Case]:
+    cases = []
+    for shape, rank, num_tokens, num_adapters, dtype in itertools.product(
         _SHAPES[:1] if quick else _SHAPES,
         _RANKS[1:2] if quick else _RANKS,
         (4, 64, 256) if quick else _TOKENS,
         (4,) if quick else _ADAPTERS,
         _DTYPES,
     ):
-        if num_adapters > num_tokens or (d_in > 1000 and num_tokens > 256):
+        if num_adapters > num_tokens or (shape.d_in > 1000 and num_tokens > 256):
             continue
-        cells.append(_Cell(d_in, d_out, rank, _even(num_tokens, num_adapters), True, dtype))
+        cases.append(Case(shape, rank, dtype, num_adapters, num_tokens, True))
         if 1 < num_adapters < num_tokens:
-            cells.append(_Cell(d_in, d_out, rank, _uneven(num_tokens, num_adapters), False, dtype))
-    return cells
+            cases.append(Case(shape, rank, dtype, num_adapters, num_tokens, False))
+    return cases
 
 
-def _even(num_tokens: int, num_adapters: int) -> tuple[int, ...]:
-    return tuple(
-        (place + 1) * num_tokens // num_adapters - place * num_tokens // num_adapters for place in range(num_adapters)
-    )
-
-
-def _uneven(num_tokens: int, num_adapters: int) -> tuple[int, ...]:
-    """Each about half of the one before, as [100, 50, ..., 1]."""
-    spare = num_tokens - num_adapters
-    lengths = []
-    for place in range(num_adapters):
-        extra = spare if place == num_adapters - 1 else (spare + 1) // 2
-        lengths.append(1 + extra)
-        spare -= extra
-    return tuple(lengths)
-
-
-def _measure(cell: _Cell, rounds: int) -> dict[str, Any]:
-    keys = [f"a{place}" for place in range(len(cell.lengths))]
-    site = atmm.Site("layer", cell.d_in, cell.d_out)
-    for key in keys:
-        a = (torch.randn(cell.rank, cell.d_in) * 0.05).to(cell.dtype)
-        bt = (torch.randn(cell.rank, cell.d_out) * 0.05).to(cell.dtype)
-        site.factors[key] = atmm.Factors(a, bt)
-    group = atmm.SiteGroup([site])
-    group.pack(keys)
-    starts = [0, *itertools.accumulate(cell.lengths)]
-    lanes = [atmm.Lane(key, *span) for key, span in zip(keys, itertools.pairwise(starts), strict=True)]
-    x = torch.randn(cell.num_tokens, cell.d_in).to(cell.dtype)
-    rows = torch.zeros(cell.num_tokens, cell.d_out, dtype=cell.dtype)
-    ours = torch.zeros(cell.d_out, cell.num_tokens, dtype=cell.dtype).t() if comes_transposed(x) else rows.clone()
-    names = [name for name in atmm.STRATEGIES if name != "tiled"]
-    plans = {name: atmm.SegmentPlan(cell.num_tokens, lanes, name) for name in names}
+def _measure(case: Case, rounds: int) -> dict[str, Any]:
+    group = case.group("cpu")
+    (site,) = group.sites
     assert group.packed is not None
-    chosen = choose(Survey(atmm.SegmentPlan(cell.num_tokens, lanes), group.packed.layout), comes_transposed(x))
+    x, (ours,) = case.input("cpu")
+    rows = x.new_zeros(case.num_tokens, site.d_out)
+    plan = case.plan()
+    names = [name for name in atmm.STRATEGIES if name != "tiled"]
+    plans = {name: case.plan(name) for name in names}
+    chosen = choose(Survey(plan, group.packed.layout), comes_transposed(x))
     calls: dict[str, Callable[[], object]] = {
         **{name: functools.partial(atmm.add_delta, ours, x, site, plan) for name, plan in plans.items()},
-        "padded einsum": _padded_einsum(site, keys, cell.lengths, x, rows),
-        "PEFT layer": _peft_layer(site, keys, cell, x),
-        "plain loop": lambda: _plain_loop(site, lanes, x, rows),
+        "padded einsum": padded_einsum(site, plan, x, rows),
+        "PEFT layer": _peft_layer(site, plan, case, x),
+        "plain loop": lambda: _plain_loop(site, plan, x, rows),
     }
-    if cell.num_tokens * cell.rank * (cell.d_in + cell.d_out) * x.element_size() <= _MOST_GATHERED_BYTES:
-        calls["gather and bmm"] = _gather_bmm(site, keys, cell.lengths, x, rows)
+    if case.num_tokens * case.rank * (site.d_in + site.d_out) * x.element_size() <= _MOST_GATHERED_BYTES:
+        calls["gather and bmm"] = _gather_bmm(site, plan, x, rows)
     seconds = _timed(calls, rounds)
     median = {name: statistics.median(taken) for name, taken in seconds.items()}
     # Strategies are told apart by their least times: what a neighbour on the machine took is no part of a choice.
     least = {name: min(seconds[name]) for name in names}
     best = min(names, key=least.__getitem__)
     table: dict[str, Any] = {
-        "layer": f"{cell.d_in}x{cell.d_out}",
-        "rank": cell.rank,
-        "tokens": cell.num_tokens,
-        "adapters": len(keys),
-        "segments": "even" if cell.even else "uneven",
-        "dtype": str(cell.dtype).removeprefix("torch."),
+        "layer": f"{site.d_in}x{site.d_out}",
+        "rank": case.rank,
+        "tokens": case.num_tokens,
+        "adapters": case.num_adapters,
+        "segments": "even" if case.even else "uneven",
+        "dtype": case.dtype,
         "us": median[chosen] * 1e6,
         "chosen": chosen,
         "best": best,
@@ -175,13 +137,10 @@ def _spread(seconds: Sequence[float]) -> float:
     return ordered[min(len(ordered) - 1, math.ceil(0.95 * len(ordered)) - 1)] / statistics.median(ordered)
 
 
-def _gather_bmm(
-    site: atmm.Site, keys: Sequence[str], lengths: Sequence[int], x: Tensor, y: Tensor
-) -> Callable[[], object]:
+def _gather_bmm(site: atmm.Site, plan: atmm.SegmentPlan, x: Tensor, y: Tensor) -> Callable[[], object]:
     """Punica's Gather-BMM baseline: every token's factors gathered, then two batched products."""
-    a = torch.stack([site.factors[key].a for key in keys])
-    bt = torch.stack([site.factors[key].bt for key in keys])
-    owner = torch.repeat_interleave(torch.arange(len(keys)), torch.tensor(lengths))
+    a, bt = _stacked(site, plan)
+    owner = torch.tensor([place for place, lane in enumerate(plan.lanes) for _ in range(lane.start, lane.stop)])
 
     def call() -> Tensor:
         hidden = torch.bmm(a[owner], x[:, :, None])
@@ -190,46 +149,51 @@ def _gather_bmm(
     return call
 
 
-def _padded_einsum(
-    site: atmm.Site, keys: Sequence[str], lengths: Sequence[int], x: Tensor, y: Tensor
-) -> Callable[[], object]:
+def padded_einsum(site: atmm.Site, plan: atmm.SegmentPlan, x: Tensor, y: Tensor) -> Callable[[], object]:
     """dLoRA's way: segments padded to the longest, one einsum per factor."""
-    a = torch.stack([site.factors[key].a for key in keys])
-    bt = torch.stack([site.factors[key].bt for key in keys])
-    longest = max(lengths)
-    rows = torch.cat([torch.arange(length) + place * longest for place, length in enumerate(lengths)])
+    a, bt = _stacked(site, plan)
+    longest = max(lane.stop - lane.start for lane in plan.lanes)
+    rows = torch.cat(
+        [torch.arange(lane.stop - lane.start) + place * longest for place, lane in enumerate(plan.lanes)]
+    ).to(x.device)
 
     def call() -> Tensor:
-        padded = x.new_zeros(len(keys) * longest, x.shape[1])
+        padded = x.new_zeros(len(plan.lanes) * longest, x.shape[1])
         padded[rows] = x
-        hidden = torch.einsum("stk,srk->str", padded.view(len(keys), longest, -1), a)
+        hidden = torch.einsum("stk,srk->str", padded.view(len(plan.lanes), longest, -1), a)
         return y.add_(torch.einsum("str,srn->stn", hidden, bt).flatten(0, 1)[rows])
 
     return call
 
 
-def _plain_loop(site: atmm.Site, lanes: Sequence[atmm.Lane], x: Tensor, y: Tensor) -> None:
+def _stacked(site: atmm.Site, plan: atmm.SegmentPlan) -> tuple[Tensor, Tensor]:
+    """The lanes' factors, [lanes, rank, d_in] and [lanes, rank, d_out]."""
+    factors = [site.factors[lane.key] for lane in plan.lanes]
+    return torch.stack([pair.a for pair in factors]), torch.stack([pair.bt for pair in factors])
+
+
+def _plain_loop(site: atmm.Site, plan: atmm.SegmentPlan, x: Tensor, y: Tensor) -> None:
     """Adapter by adapter, as one would write it first."""
-    for key, start, stop, _ in lanes:
+    for key, start, stop, _ in plan.lanes:
         a, bt = site.factors[key]
         y[start:stop] += F.linear(x[start:stop], a) @ bt
 
 
-def _peft_layer(site: atmm.Site, keys: Sequence[str], cell: _Cell, x: Tensor) -> Callable[[], object]:
-    """PEFT's mixed-batch layer, one name per row, without its base product: that is timed and taken off."""
-    model = nn.Sequential(nn.Linear(cell.d_in, cell.d_out, bias=False)).to(cell.dtype)
+def _peft_layer(site: atmm.Site, plan: atmm.SegmentPlan, case: Case, x: Tensor) -> Callable[[], object]:
+    """PEFT's mixed-batch layer, one name per row, without its base product."""
+    model = nn.Sequential(nn.Linear(site.d_in, site.d_out, bias=False)).to(x.dtype)
     peft: Any = None
-    for key in keys:
-        config = LoraConfig(r=cell.rank, lora_alpha=cell.rank, target_modules=["0"], init_lora_weights=False)
+    for lane in plan.lanes:
+        config = LoraConfig(r=case.rank, lora_alpha=case.rank, target_modules=["0"], init_lora_weights=False)
         if peft is None:
-            peft = get_peft_model(model, config, adapter_name=key)  # type: ignore[arg-type]
+            peft = get_peft_model(model, config, adapter_name=f"a{lane.key}")  # type: ignore[arg-type]
         else:
-            peft.add_adapter(key, config)
-    layer = peft.to(cell.dtype).eval().base_model.model[0]
+            peft.add_adapter(f"a{lane.key}", config)
+    layer = peft.to(x.dtype).eval().base_model.model[0]
     # Deltas alone: the base layer answers at once, with zeros.
-    zeros = torch.zeros(cell.num_tokens, cell.d_out, dtype=cell.dtype)
+    zeros = x.new_zeros(case.num_tokens, site.d_out)
     layer.base_layer.forward = lambda x, *_, **__: zeros
-    names = [key for key, length in zip(keys, cell.lengths, strict=True) for _ in range(length)]
+    names = [f"a{lane.key}" for lane in plan.lanes for _ in range(lane.start, lane.stop)]
     return lambda: layer(x, adapter_names=names)
 
 

@@ -21,6 +21,7 @@ import atmm
 from atmm.search import Case, Shape
 from atmm.selection import choose
 from atmm.survey import Survey
+from vlora.bench.atmm import padded_einsum
 from vlora.bench.form import Goal, Report
 from vlora.bench.styles import STYLES, prepared
 
@@ -87,12 +88,14 @@ def measure(case: Case, device: str, bytes_per_s: float) -> dict[str, Any]:
     chosen = choose(Survey(plan, packed.layout))
     ours = "tiled" if not chosen.startswith("tiled") and device == "cuda" else chosen
     mine = case.plan(ours)
-    calls: dict[str, Callable[[], object]] = {"ours": lambda: _add_all(groups, mine, x, outputs)}
+    calls: dict[str, Callable[[], object]] = {"ours": functools.partial(_add_all, groups, mine, x, outputs)}
     for name in STYLES:
-        each = [prepared(name, group, plan.lanes, x, outputs) for group in groups]
-        calls[name] = functools.partial(_call_all, each)
+        calls[name] = functools.partial(_call_all, [prepared(name, group, plan.lanes, x, outputs) for group in groups])
     if not case.even:
-        calls["einsum"] = functools.partial(_call_all, [_einsum(group, plan, x, outputs) for group in groups])
+        each = [
+            padded_einsum(site, plan, x, y) for group in groups for site, y in zip(group.sites, outputs, strict=True)
+        ]
+        calls["einsum"] = functools.partial(_call_all, each)
     timed = {name: _time(call, x.is_cuda, len(groups)) for name, call in calls.items()}
     elements = case.num_adapters * case.rank * sum(case.shape.d_in + d_out for d_out in case.shape.d_outs)
     elements += case.num_tokens * (case.shape.d_in + 2 * sum(case.shape.d_outs))
@@ -127,29 +130,6 @@ def _add_all(groups: Sequence[atmm.SiteGroup], plan: atmm.SegmentPlan, x: Tensor
 def _call_all(calls: Sequence[Callable[[], object]]) -> None:
     for call in calls:
         call()
-
-
-def _einsum(
-    group: atmm.SiteGroup, plan: atmm.SegmentPlan, x: Tensor, outputs: Sequence[Tensor]
-) -> Callable[[], object]:
-    """dLoRA's way: segments padded to the longest, one einsum per factor."""
-    keys = [lane.key for lane in plan.lanes]
-    longest = max(lane.stop - lane.start for lane in plan.lanes)
-    rows = torch.cat([torch.arange(lane.stop - lane.start) + i * longest for i, lane in enumerate(plan.lanes)])
-    rows = rows.to(x.device)
-    factors = [
-        (torch.stack([site.factors[key].a for key in keys]), torch.stack([site.factors[key].bt for key in keys]))
-        for site in group.sites
-    ]
-
-    def call() -> None:
-        padded = x.new_zeros(len(keys) * longest, x.shape[1])
-        padded[rows] = x
-        for (a, bt), y in zip(factors, outputs, strict=True):
-            hidden = torch.einsum("stk,srk->str", padded.view(len(keys), longest, -1), a)
-            y.add_(torch.einsum("str,srn->stn", hidden, bt).flatten(0, 1)[rows])
-
-    return call
 
 
 def _time(call: Callable[[], object], on_gpu: bool, parts: int) -> _Timed:

@@ -80,12 +80,11 @@ def run(quick: bool) -> Report:
         }
         seconds = interleaved(steps, rounds)
         ratio = median_ratio(seconds["unmerged"], seconds["merged"])
-        rows.append(_row("unmerged", "merged", 16, 256, seconds, ratio))
+        floor = 1 + 16 * _adapter_bytes(shapes, 64) / _weight_bytes(plain)
+        rows.append(_row("unmerged", "merged", 16, 256, seconds, ratio, floor))
         kernels = "compiled" if atmm.load_kernels() else "plain"
         goal = 1.6 if kernels == "compiled" else 2.1
         goals.append(Goal(f"16 adapters of rank 64 / none, batch 16, {kernels} kernels", ratio, goal, True))
-        floor = 1 + 16 * _adapter_bytes(shapes, 64) / _weight_bytes(plain)
-        goals.append(Goal("the same / its bytes over those without adapters", ratio / floor, 1.0, True))
         mixed = {
             "PEFT mixed batch": _peft_step(plain, 16, 8, 256),
             "unmerged": second.decode_step([f"r8-{i}" for i in range(16)], 256, Mode.UNMERGED),
@@ -108,8 +107,15 @@ def _weight_bytes(model: Any) -> int:
 
 
 def _row(
-    what: str, baseline: str, batch: int, context: int, seconds: dict[str, list[float]], ratio: float
+    what: str,
+    baseline: str,
+    batch: int,
+    context: int,
+    seconds: dict[str, list[float]],
+    ratio: float,
+    bytes_ratio: float | None = None,
 ) -> dict[str, Any]:
+    """bytes_ratio: bytes of weights and adapters over those of the baseline, the ratio of two steps bound by memory."""
     return {
         "what": what,
         "baseline": baseline,
@@ -118,6 +124,7 @@ def _row(
         "ms": median_ms(seconds[what]),
         "baseline ms": median_ms(seconds[baseline]),
         "ratio": ratio,
+        "bytes ratio": bytes_ratio,
     }
 
 
