@@ -22,6 +22,29 @@ struct Lane {
   }
 };
 
+// Rows that will be read next. They are fetched while others are multiplied: each is too short, and each adapter's too
+// far from the last one's, for the machine to guess where they lie.
+template <typename T>
+struct Rows {
+  const T* start;
+  int64_t stride;
+
+  // Elements i to i + kWidth of the first N; a line of the cache is asked for once.
+  template <int64_t N>
+  void fetch(int64_t i) const {
+    if (i * sizeof(T) % 64 != 0) return;
+    for (int64_t n = 0; n < N; ++n) __builtin_prefetch(start + n * stride + i);
+  }
+};
+
+// Rows from `row` on of a lane, or the first ones of the lane behind it.
+template <typename T>
+Rows<T> rows_after(const Lane* lanes, int64_t index, int64_t num_lanes, int64_t row, const T* base) {
+  const bool inside = row < lanes[index].rank || index + 1 == num_lanes;
+  const Lane& lane = lanes[inside ? index : index + 1];
+  return {lane.rows(base) + (inside ? row * lane.stride : 0), lane.stride};
+}
+
 constexpr int64_t kRows = 4;    // rows of A, and tokens, whose dot products are taken side by side
 constexpr int64_t kDeep = 8;
 constexpr int64_t kBlock = 1024;  // features of y computed at a time: their sums stay in the first cache
@@ -29,10 +52,12 @@ constexpr int64_t kPitch = kBlock + kWidth;  // apart from one another in the ca
 
 // hidden[c * rank + r] = sign * a[r] . x[c], for R rows and C tokens.
 template <int64_t R, int64_t C, typename T>
-void dots(float* hidden, int64_t rank, float sign, const T* a, int64_t a_stride, const float* x, int64_t d_in) {
+void dots(float* hidden, int64_t rank, float sign, const T* a, int64_t a_stride, const float* x, int64_t d_in,
+          Rows<T> next) {
   Floats sums[R][C] = {};
   int64_t i = 0;
   for (; i + kWidth <= d_in; i += kWidth) {
+    next.template fetch<R>(i);
     Floats values[C];
     for (int64_t c = 0; c < C; ++c) values[c] = load(x + c * d_in + i);
     for (int64_t r = 0; r < R; ++r) {
@@ -51,10 +76,11 @@ void dots(float* hidden, int64_t rank, float sign, const T* a, int64_t a_stride,
 
 template <int64_t R, typename T>
 void dot_rows(float* hidden, int64_t tokens, int64_t rank, float sign, const T* a, int64_t a_stride, const float* x,
-              int64_t d_in) {
+              int64_t d_in, Rows<T> next) {
   int64_t c = 0;
-  for (; c + kRows <= tokens; c += kRows) dots<R, kRows>(hidden + c * rank, rank, sign, a, a_stride, x + c * d_in, d_in);
-  for (; c < tokens; ++c) dots<R, 1>(hidden + c * rank, rank, sign, a, a_stride, x + c * d_in, d_in);
+  for (; c + kRows <= tokens; c += kRows)
+    dots<R, kRows>(hidden + c * rank, rank, sign, a, a_stride, x + c * d_in, d_in, next);
+  for (; c < tokens; ++c) dots<R, 1>(hidden + c * rank, rank, sign, a, a_stride, x + c * d_in, d_in, next);
 }
 
 template <typename T>
@@ -73,21 +99,23 @@ void shrink(float* hidden, const T* x, int64_t x_token, int64_t x_feature, const
     const Lane& lane = lanes[index];
     const float* tokens = floats.get() + lane.first_token * d_in;
     const T* a = lane.rows(base);
+    const auto next = [&](int64_t r) { return rows_after(lanes, index, num_lanes, r, base); };
     int64_t r = 0;
     for (; r + kRows <= lane.rank; r += kRows)
       dot_rows<kRows>(hidden + lane.hidden + r, lane.tokens, lane.rank, signs[index], a + r * lane.stride, lane.stride,
-                      tokens, d_in);
+                      tokens, d_in, next(r + kRows));
     for (; r < lane.rank; ++r)
       dot_rows<1>(hidden + lane.hidden + r, lane.tokens, lane.rank, signs[index], a + r * lane.stride, lane.stride,
-                  tokens, d_in);
+                  tokens, d_in, next(r + 1));
   }
 }
 
 // sums[o] += sum over K rows of hidden[k] * bt[k][o], for `width` features.
 template <int64_t K, typename T>
-void weigh_rows(float* sums, const float* hidden, const T* bt, int64_t bt_stride, int64_t width) {
+void weigh_rows(float* sums, const float* hidden, const T* bt, int64_t bt_stride, int64_t width, Rows<T> next) {
   int64_t o = 0;
   for (; o + kWidth <= width; o += kWidth) {
+    next.template fetch<K>(o);
     Floats sum = load(sums + o);
     for (int64_t k = 0; k < K; ++k) sum += load(bt + k * bt_stride + o) * hidden[k];
     store(sums + o, sum);
@@ -117,12 +145,15 @@ void expand(T* y, int64_t y_token, int64_t y_feature, const float* hidden, const
       for (int64_t index = 0; index < num_lanes; ++index) {
         const Lane& lane = lanes[index];
         const T* rows = lane.rows(base) + first;
+        const auto next = [&](int64_t k) { return rows_after(lanes, index, num_lanes, k, base + first); };
         for (int64_t t = 0; t < lane.tokens; ++t) {
           float* to = sums.get() + (lane.first_token + t) * kPitch;
           const float* weights = hidden + lane.hidden + t * lane.rank;
           int64_t k = 0;
-          for (; k + kDeep <= lane.rank; k += kDeep) weigh_rows<kDeep>(to, weights + k, rows + k * lane.stride, lane.stride, width);
-          for (; k < lane.rank; ++k) weigh_rows<1>(to, weights + k, rows + k * lane.stride, lane.stride, width);
+          for (; k + kDeep <= lane.rank; k += kDeep)
+            weigh_rows<kDeep>(to, weights + k, rows + k * lane.stride, lane.stride, width, next(k + kDeep));
+          for (; k < lane.rank; ++k)
+            weigh_rows<1>(to, weights + k, rows + k * lane.stride, lane.stride, width, next(k + 1));
         }
       }
       T* block = y + first * y_feature;
