@@ -60,8 +60,9 @@ class FrozenBase:
     def __init__(self, model: Any, processor: InputProcessor) -> None:
         self.processor = processor
         self.seam = Seam(model)
-        # Features through the seam, exactly as serving makes them; training through the model's own attention.
-        model.set_attn_implementation({"text_config": "sdpa"})
+        # Features through the seam, exactly as serving makes them; training through the model's own attention. On a CPU
+        # the fused one spends 1.7 times as long per step, all of it backwards (docs/decisions.md, 2026-11-21).
+        model.set_attn_implementation({"text_config": "eager" if self.seam.device.type == "cpu" else "sdpa"})
         self.model = model
         self._vision = VisionEncoder(self.seam, cache_bytes=0)
 
