@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 import torch
+from hypothesis import strategies as st
 from torch import Tensor
 
 from atmm import Factors, Lane, SegmentPlan, Site, SiteGroup, add_delta, reference
@@ -76,3 +78,72 @@ def segments(lengths: Mapping[str, int], *, start: int = 0) -> list[Lane]:
         lanes.append(Lane(key, start, start + length))
         start += length
     return lanes
+
+
+def lay_in_arena(group: SiteGroup, gap: int) -> None:
+    """Move every factor to a place of its own in one arena per dtype, `gap` elements of NaN around each row."""
+    for site in group.sites:
+        for key, factors in site.factors.items():
+            site.factors[key] = Factors(*(_poisoned_around(rows, gap) for rows in factors))
+
+
+def _poisoned_around(rows: Tensor, gap: int) -> Tensor:
+    count, width = rows.shape
+    arena = torch.full((count * (width + gap) + gap,), float("nan"), dtype=rows.dtype, device=rows.device)
+    own = arena[gap:].view(count, width + gap)[:, :width]
+    return own.copy_(rows)
+
+
+class Batch(NamedTuple):
+    """A drawn case: each adapter's rank, its lanes and tokens, the sizes of a layer, and the gap between rows."""
+
+    ranks: dict[str, int]
+    lanes: list[Lane]
+    num_tokens: int
+    d_in: int
+    d_outs: tuple[int, ...]
+    gap: int
+
+
+@st.composite
+def batches(draw: st.DrawFn) -> Batch:
+    """1 to 64 adapters of ranks 1 to 256 in ragged segments, some of them empty, base tokens between them; perhaps one
+    adapter is taken off a stretch of all of them, and perhaps off its own tokens again."""
+    count = draw(st.one_of(st.integers(1, 4), st.integers(5, 64)))
+    rank = st.one_of(st.sampled_from((1, 8, 16, 64, 256)), st.integers(1, 256))
+    ranks = {str(key): draw(rank) for key in range(count)}
+    lanes: list[Lane] = []
+    at = 0
+    for key in ranks:
+        at += draw(st.sampled_from((0, 0, 0, 2)))
+        length = draw(st.sampled_from((0, 1, 1, 2, 5, 19)))
+        lanes.append(Lane(key, at, at + length))
+        at += length
+    num_tokens = at + draw(st.integers(0, 2))
+    if draw(st.booleans()):
+        edges = sorted((draw(st.integers(0, num_tokens)), draw(st.integers(0, num_tokens))))
+        lanes.append(Lane(draw(st.sampled_from(sorted(ranks))), *edges, -1.0))
+    width = st.sampled_from((1, 7, 16, 33, 64))
+    return Batch(ranks, lanes, num_tokens, draw(width), (draw(width), draw(width)), draw(st.sampled_from((0, 3, 8))))
+
+
+RELATIVE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
+"""Largest error that is allowed, as a share of the largest value."""
+
+
+def relative_error(batch: Batch, strategy: str | None, dtype: torch.dtype) -> float:
+    """Add a drawn batch's deltas and compare: the largest error of any site over its largest right value."""
+    group = make_group(batch.ranks, d_in=batch.d_in, d_outs=batch.d_outs, dtype=dtype)
+    lay_in_arena(group, batch.gap)
+    group.pack(batch.ranks)
+    x, outputs = make_input(batch.num_tokens, group, dtype)
+    plan = SegmentPlan(batch.num_tokens, batch.lanes, strategy)
+    worst = 0.0
+    for site, y in zip(group.sites, outputs, strict=True):
+        right = reference.add_delta(y, x, site, plan)
+        add_delta(y, x, site, plan)
+        error = (y.double() - right).abs()
+        assert error.isfinite().all(), f"{site.name}: memory that belongs to nobody was read"
+        if y.numel():
+            worst = max(worst, (error.max() / right.abs().max()).item())
+    return worst

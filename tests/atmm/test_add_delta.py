@@ -10,7 +10,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from atmm import STRATEGIES, Lane, SegmentPlan, add_delta, reference
-from tests.atmm.cases import bound, check_against_reference, make_group, make_input, segments
+from tests.atmm.cases import (
+    RELATIVE,
+    Batch,
+    batches,
+    bound,
+    check_against_reference,
+    make_group,
+    make_input,
+    relative_error,
+    segments,
+)
 
 FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
@@ -203,6 +213,12 @@ def test_any_plan_agrees_with_the_reference(case: tuple, strategy: str | None, i
         group.pack(packed)
         plan = SegmentPlan(num_tokens, lanes, strategy)
         check_against_reference(group, plan, *make_input(num_tokens, group, torch.float64))
+
+
+@settings(max_examples=150, deadline=None)
+@given(batches(), st.sampled_from([*STRATEGIES, None]), st.sampled_from(list(RELATIVE)))
+def test_any_batch_is_within_its_error(batch: Batch, strategy: str | None, dtype: torch.dtype) -> None:
+    assert relative_error(batch, strategy, dtype) <= RELATIVE[dtype]
 
 
 @pytest.mark.parametrize(("x_tokens", "y_tokens"), ((3, 4), (4, 3), (5, 5)))

@@ -4,10 +4,22 @@ from __future__ import annotations
 
 import pytest
 import torch
+from hypothesis import Phase, given, settings
+from hypothesis import strategies as st
 
 from atmm import Lane, SegmentPlan, reference
 from atmm.tiled.lanes import SingleLaunch, Tiled, merge
-from tests.atmm.cases import ROUNDINGS, check_against_reference, make_group, make_input, segments
+from tests.atmm.cases import (
+    RELATIVE,
+    ROUNDINGS,
+    Batch,
+    batches,
+    check_against_reference,
+    make_group,
+    make_input,
+    relative_error,
+    segments,
+)
 
 KINDS = {
     "decode": (3, segments({"a": 1, "b": 1, "c": 1})),
@@ -75,6 +87,12 @@ def test_what_was_in_memory_before_is_never_read(monkeypatch: pytest.MonkeyPatch
     plan = SegmentPlan(7, segments({"a": 3, "b": 4}), "tiled")
     x, outputs = make_input(7, group, torch.float32)
     assert check_against_reference(group, plan, x, outputs) > 1
+
+
+@settings(max_examples=12, deadline=None, derandomize=True, phases=(Phase.explicit, Phase.generate))
+@given(batches(), st.sampled_from(list(KERNELS)), st.sampled_from(list(RELATIVE)))
+def test_any_batch_is_within_its_error(batch: Batch, strategy: str, dtype: torch.dtype) -> None:
+    assert relative_error(batch, strategy, dtype) <= RELATIVE[dtype]
 
 
 @pytest.mark.parametrize("o, i", ((70, 40), (128, 256), (64, 130)))
