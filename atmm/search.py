@@ -6,8 +6,10 @@ base weights have passed through in between. Whoever is plainly slower by its by
 
 from __future__ import annotations
 
+import functools
 import itertools
 import json
+import math
 import random
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -19,6 +21,7 @@ from torch import Tensor
 
 from atmm import reference
 from atmm.bucket import Bucket, Evenness
+from atmm.cold import Caches, factors_of
 from atmm.compiled.lanes import serves
 from atmm.operator import add_delta
 from atmm.segments import Lane, SegmentPlan
@@ -32,9 +35,9 @@ ADAPTERS = (1, 2, 4, 8, 16)
 RANKS = (8, 16, 32, 64)
 _MOST_ESTIMATED = 6.0  # times the least estimate; more is not timed
 _MOST_COMPILED = 512  # tokens; the compiled kernels go token by token
-_CACHE_ELEMENTS = 6 * 2**20  # float32 elements that are read to drive everything else out of the core's own caches
-_TURNS = 5
-_LONG_S = 0.02  # a bucket's candidates are timed this long together before fewer turns will do
+_TURNS = 8
+_IN_THE_RACE = 1.4  # times the least seconds so far; slower candidates are not timed again
+_LONG_S = 0.03  # a bucket's candidates are timed this long together before fewer turns will do
 
 
 class Shape(NamedTuple):
@@ -164,20 +167,26 @@ def measure(case: Case, group: SiteGroup, device: str) -> Finding:
     assert group.packed is not None
     survey = Survey(case.plan(), group.packed.layout)
     x, outputs = case.input(device)
-    others = torch.ones(_CACHE_ELEMENTS, device=device)
+    caches, factors = _caches(device, x.dtype), factors_of(group)
     transposed = comes_transposed(x)
     plans = {name: case.plan(name) for name in candidates(survey, transposed)}
-    times: dict[str, list[float]] = {name: [] for name in plans}
+    for plan in plans.values():
+        _time(group, plan, x, outputs)  # prepares, and compiles
+    least = dict.fromkeys(plans, math.inf)
+    running = list(plans)
     started = time.monotonic()
-    for turn in range(_TURNS + 1):
-        for name, plan in plans.items():
-            others.sum()
-            times[name].append(_time(group, plan, x, outputs))
-        if turn >= 2 and time.monotonic() - started > _LONG_S * len(plans):
+    for turn in range(_TURNS):
+        for name in running:
+            caches.forget(factors)
+            least[name] = min(least[name], _time(group, plans[name], x, outputs))
+        if turn >= 1 and time.monotonic() - started > _LONG_S * len(running):
             break
-    # The first turn prepares, and compiles.
-    least = {name: min(taken[1:]) for name, taken in times.items()}
+        best = min(least.values())
+        running = [name for name in running if least[name] <= _IN_THE_RACE * best]
     return Finding(Bucket.of(survey), least, rule(survey, transposed))
+
+
+_caches = functools.cache(Caches)
 
 
 def candidates(survey: Survey, transposed: bool) -> list[str]:

@@ -22,7 +22,7 @@ from pathlib import Path
 
 import torch
 
-_SOURCES = ("merge.cpp", "lanes.cpp")
+_SOURCES = ("merge.cpp", "lanes.cpp", "evict.cpp")
 _HEADERS = ("vectors.h",)
 _FLAGS = ("-std=c++17", "-O3", "-march=native", "-ffp-contract=fast", "-fno-math-errno", "-fopenmp", "-fPIC")
 _INT, _POINTER, _FLOAT = ctypes.c_int64, ctypes.c_void_p, ctypes.c_float
@@ -46,6 +46,8 @@ class Library:
             {dtype: _function(loaded, f"atmm_{name}_{suffix}", _ARGUMENTS[name]) for dtype, suffix in _TYPES.items()}
             for name in ("merge", "shrink", "expand")
         )
+        self.evict: Callable[[int | None, int], int] = loaded.atmm_evict
+        self.evict.argtypes, self.evict.restype = (_POINTER, _INT), ctypes.c_int32  # type: ignore[attr-defined]
 
 
 def _function(loaded: ctypes.CDLL, name: str, arguments: tuple[type, ...]) -> Callable[..., None]:

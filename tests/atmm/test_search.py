@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -10,8 +11,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from atmm import STRATEGIES
+from atmm import STRATEGIES, SegmentPlan, SiteGroup
 from atmm.bucket import Bucket, Evenness
+from atmm.cold import Caches, factors_of
 from atmm.search import ADAPTERS, RANKS, TOKENS, Case, Shape, candidates, cases, error, measure, read, search
 from atmm.selection import rule
 from atmm.survey import Survey
@@ -66,6 +68,32 @@ def test_what_is_plainly_slower_is_not_timed() -> None:
     # 16 times the arithmetic of the others, and token by token.
     assert "stacked" not in names and "compiled" not in names
     assert "batched" in names and rule(survey_of(case)) in names
+
+
+def test_who_falls_behind_is_not_timed_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    case = Case(SMALL[0], 8, "float32", 2, 8, True)
+    calls: Counter[str] = Counter()
+
+    def seconds(group: SiteGroup, plan: SegmentPlan, x: torch.Tensor, outputs: list[torch.Tensor]) -> float:
+        calls[plan.strategy or ""] += 1
+        if calls[plan.strategy or ""] == 1:
+            return 9.0  # the first call prepares, and does not count
+        return {"loop": 1.0, "batched": 1.3}.get(plan.strategy or "", 2.0)
+
+    monkeypatch.setattr("atmm.search._time", seconds)
+    finding = measure(case, case.group("cpu"), "cpu")
+    assert finding.best == "loop" and finding.seconds["loop"] == 1.0 and max(finding.seconds.values()) == 2.0
+    assert calls["loop"] == calls["batched"] > 4
+    assert {count for name, count in calls.items() if name not in ("loop", "batched")} == {2}
+
+
+def test_what_leaves_the_caches_is_as_it_was() -> None:
+    group = Case(SMALL[0], 8, "float32", 2, 8, True).group("cpu")
+    factors = factors_of(group)
+    before = [tensor.clone() for tensor in factors]
+    Caches("cpu", torch.float32).forget(factors)
+    assert len(factors) == 2 * 2 * 3 + 1 + 3 + len(group.packed.bs if group.packed else ())
+    assert all(torch.equal(now, then) for now, then in zip(factors, before, strict=True))
 
 
 def test_a_stopped_search_goes_on(tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ import atmm
 from atmm.search import Case, Shape
 from atmm.selection import choose
 from atmm.survey import Survey
-from vlora.bench.atmm import padded_einsum
+from vlora.bench.atmm import padded_einsum, stacked
 from vlora.bench.form import Goal, Report
 from vlora.bench.styles import STYLES, prepared
 
@@ -93,7 +93,9 @@ def measure(case: Case, device: str, bytes_per_s: float) -> dict[str, Any]:
         calls[name] = functools.partial(_call_all, [prepared(name, group, plan.lanes, x, outputs) for group in groups])
     if not case.even:
         each = [
-            padded_einsum(site, plan, x, y) for group in groups for site, y in zip(group.sites, outputs, strict=True)
+            padded_einsum(*stacked(site, plan), plan, x, y)
+            for group in groups
+            for site, y in zip(group.sites, outputs, strict=True)
         ]
         calls["einsum"] = functools.partial(_call_all, each)
     timed = {name: _time(call, x.is_cuda, len(groups)) for name, call in calls.items()}
