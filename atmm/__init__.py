@@ -6,7 +6,7 @@ requests, no models.
 
 from atmm.compiled import library as load_kernels
 from atmm.head_rows import HeadRows
-from atmm.operator import add_delta, head_logits, merge
+from atmm.operator import add_delta, add_deltas, head_logits, merge
 from atmm.segments import Lane, SegmentPlan
 from atmm.selection import reads_in_place
 from atmm.sites import Factors, Site, SiteGroup
@@ -21,6 +21,7 @@ __all__ = [
     "Site",
     "SiteGroup",
     "add_delta",
+    "add_deltas",
     "head_logits",
     "load_kernels",
     "merge",

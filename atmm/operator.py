@@ -1,4 +1,4 @@
-"""The three operations of ATMM: add deltas, merge deltas, and logits of task heads.
+"""The operations of ATMM: add deltas, site by site or a group at once, merge deltas, and logits of task heads.
 
 Each looks up how its shape is computed here, once per plan where it can, and hands over. `atmm.reference` says what
 is right.
@@ -17,8 +17,8 @@ from atmm.compiled.lanes import Scattered
 from atmm.head_rows import HeadRows
 from atmm.segments import SegmentPlan
 from atmm.selection import choose, reads_in_place
-from atmm.sites import Packed, Site
-from atmm.strategies import STRATEGIES, Loop, Strategy, known, lies_transposed, prepare
+from atmm.sites import Packed, Site, SiteGroup
+from atmm.strategies import STRATEGIES, Loop, Stacking, Strategy, known, lies_transposed, prepare
 from atmm.survey import Survey
 
 # Ranks up to which one compiled pass over the weights beats torch's two, whose arithmetic is faster (docs/decisions.md,
@@ -37,17 +37,10 @@ def add_delta(y: Tensor, x: Tensor, site: Site, plan: SegmentPlan) -> None:
     """
     if not plan.lanes:
         return
-    if x.shape[0] != plan.num_tokens or y.shape[0] != plan.num_tokens:
-        raise ValueError(
-            f"{site.name}: x has {x.shape[0]} tokens and y {y.shape[0]}, the plan {plan.num_tokens}; "
-            "build the plan for this batch"
-        )
+    _check_tokens(y, x, site, plan)
     group = site.group
     packed = None if group is None else group.packed
-    layout = None if packed is None else packed.layout
-    strategy = plan.prepared.get(layout)
-    if strategy is None:
-        strategy = plan.prepared[layout] = _prepare(plan, packed, x, y, site)
+    strategy = _strategy(plan, packed, x, y, site)
     if not strategy.adds_transposed and y.stride(1) != 1:
         # The other strategies multiply into rows: some up to ten times slower where these are strided, some not at all.
         rows = y.contiguous()
@@ -55,6 +48,34 @@ def add_delta(y: Tensor, x: Tensor, site: Site, plan: SegmentPlan) -> None:
         y.copy_(rows)
     else:
         strategy(y, x, site, packed)
+
+
+def add_deltas(y: Tensor, x: Tensor, group: SiteGroup, plan: SegmentPlan) -> None:
+    """`add_delta` for all sites of a group at once; in one or two launches where the strategy can.
+
+    y: [T, sum of d_out], the sites' outputs side by side in the group's order; each row's values adjacent.
+
+    Raises ValueError as `add_delta` does.
+    """
+    width = sum(site.d_out for site in group.sites)
+    if y.dim() != 2 or y.shape[1] != width or y.stride(1) != 1:
+        raise ValueError(
+            f"y is {tuple(y.shape)} with strides {y.stride()}; the outputs of {', '.join(s.name for s in group.sites)} "
+            f"side by side are [T, {width}], a row's values adjacent"
+        )
+    if not plan.lanes:
+        return
+    first = group.sites[0]
+    _check_tokens(y, x, first, plan)
+    packed = group.packed
+    strategy = _strategy(plan, packed, x, y, first)
+    if packed is not None and isinstance(strategy, Stacking):
+        strategy.add_all(y, x, packed)
+        return
+    column = 0
+    for site in group.sites:
+        add_delta(y[:, column : column + site.d_out], x, site, plan)
+        column += site.d_out
 
 
 def merge(out: Tensor, base: Tensor, a: Tensor, bt: Tensor, scale: float = 1.0) -> None:
@@ -101,6 +122,23 @@ def head_logits(h: Tensor, rows: Sequence[HeadRows]) -> list[Tensor]:
     for head in rows:
         logits.append(F.linear(h.index_select(0, head.index).to(head.weight.dtype), head.weight, head.bias))
     return logits
+
+
+def _check_tokens(y: Tensor, x: Tensor, site: Site, plan: SegmentPlan) -> None:
+    if x.shape[0] != plan.num_tokens or y.shape[0] != plan.num_tokens:
+        raise ValueError(
+            f"{site.name}: x has {x.shape[0]} tokens and y {y.shape[0]}, the plan {plan.num_tokens}; "
+            "build the plan for this batch"
+        )
+
+
+def _strategy(plan: SegmentPlan, packed: Packed | None, x: Tensor, y: Tensor, site: Site) -> Strategy:
+    """What was prepared for the plan and sites packed like this one, or is now."""
+    layout = None if packed is None else packed.layout
+    strategy = plan.prepared.get(layout)
+    if strategy is None:
+        strategy = plan.prepared[layout] = _prepare(plan, packed, x, y, site)
+    return strategy
 
 
 def _prepare(plan: SegmentPlan, packed: Packed | None, x: Tensor, y: Tensor, site: Site) -> Strategy:

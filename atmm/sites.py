@@ -243,6 +243,12 @@ def row_strides(layout: Layout) -> tuple[int, tuple[int, ...]]:
     return _row_elements(layout.d_in, layout.dtype), tuple(_row_elements(d, layout.dtype) for d in layout.d_outs)
 
 
+def bt_starts(layout: Layout) -> tuple[int, ...]:
+    """Bytes from the start of the packed A to each site's packed Bt; multiples of 256."""
+    sizes = [_tensor_bytes(rows, d, layout.dtype) for rows, d in _tensors(layout)]
+    return tuple(sum(sizes[: 1 + index]) for index in range(len(layout.d_outs)))
+
+
 def _row_elements(d: int, dtype: torch.dtype) -> int:
     return -(-d * dtype.itemsize // ROW_ALIGNMENT) * ROW_ALIGNMENT // dtype.itemsize
 

@@ -21,7 +21,7 @@ from __future__ import annotations
 import functools
 import os
 from collections.abc import Callable
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 import torch.nn.functional as F
@@ -38,6 +38,13 @@ class Strategy(Protocol):
     adds_transposed: bool  # as fast into an output that lies transposed as into rows
 
     def __call__(self, y: Tensor, x: Tensor, site: Site, packed: Packed | None) -> None: ...
+
+
+@runtime_checkable
+class Stacking(Strategy, Protocol):
+    """A strategy that serves all sites of a packed group at once, their outputs side by side in y [T, sum of d_out]."""
+
+    def add_all(self, y: Tensor, x: Tensor, packed: Packed) -> None: ...
 
 
 class Loop:

@@ -30,6 +30,14 @@ def _add_product(
 
 
 @triton.jit
+def _bt_of(pool_ptr, tile, LINE: tl.constexpr):
+    """A tile's Bt and the length of its rows, in elements. LINE: elements in 16 bytes. Written as products, so that the
+    compiler knows what they are multiples of, and loads wide words."""
+    start = tl.load(tile + 4).to(tl.int64) * (16 * LINE)
+    return pool_ptr + start, tl.load(tile + 5).to(tl.int64) * LINE
+
+
+@triton.jit
 def shrink(
     x_ptr, a_ptr, hidden_ptr, tile_ptr, d_in, x_stride, a_stride, plane_stride, hidden_stride,
     BLOCK_M: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr, EVEN_K: tl.constexpr, PRECISION: tl.constexpr,
@@ -66,19 +74,26 @@ def shrink(
 
 @triton.jit
 def expand(
-    y_ptr, hidden_ptr, bt_ptr, tile_ptr, d_out, y_stride, plane_stride, hidden_stride, bt_stride,
+    y_ptr, hidden_ptr, pool_ptr, tile_ptr, column, y_stride, plane_stride, hidden_stride,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr, MAX_RANK: tl.constexpr,
-    PARTS: tl.constexpr, PLANES: tl.constexpr, EVEN_N: tl.constexpr, PRECISION: tl.constexpr,
+    PARTS: tl.constexpr, PLANES: tl.constexpr, EVEN_N: tl.constexpr, LINE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """y[token] += sum over the tile's lanes of sign * hidden Bt[rows].
 
-    Grid (tiles, blocks of d_out). A tile is int32 [first token, tokens, then per lane: first row of Bt, rank, first
-    hidden row, first row of A, sign]; its lanes cover the same tokens, and no other tile has these, so that y is
-    written by one program alone.
+    Grid (tiles of one site or of all, blocks of the widest d_out). A tile is int32, as `atmm.tiled.plan` says; its
+    lanes cover the same tokens, and no other tile of its site has these, so that y is written by one program alone.
+    column: which of the group's outputs is y's first.
     """
-    tile = tile_ptr + tl.program_id(0) * (2 + 5 * PARTS)
+    tile = tile_ptr + tl.program_id(0) * (6 + 5 * PARTS)
     first_token = tl.load(tile)
     count = tl.load(tile + 1)
+    own_column = tl.load(tile + 2) - column
+    d_out = tl.load(tile + 3)
+    if tl.program_id(1) * BLOCK_N >= d_out:
+        return
+    bt_ptr, bt_stride = _bt_of(pool_ptr, tile, LINE)
+    if EVEN_N:
+        own_column = tl.multiple_of(own_column, 16)
     m = tl.arange(0, BLOCK_M)
     n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     r = tl.arange(0, BLOCK_R)
@@ -86,10 +101,10 @@ def expand(
     in_row = n < d_out
     sums = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
     for part in tl.static_range(PARTS):
-        bt_row = tl.load(tile + 2 + 5 * part).to(tl.int64)
-        rank = tl.load(tile + 3 + 5 * part)
-        hidden_row = tl.load(tile + 4 + 5 * part).to(tl.int64)
-        sign = tl.load(tile + 6 + 5 * part).to(tl.float32)
+        bt_row = tl.load(tile + 6 + 5 * part).to(tl.int64)
+        rank = tl.load(tile + 7 + 5 * part)
+        hidden_row = tl.load(tile + 8 + 5 * part).to(tl.int64)
+        sign = tl.load(tile + 10 + 5 * part).to(tl.float32)
         for first in tl.static_range(0, MAX_RANK, BLOCK_R):
             if first < rank:
                 in_rank = (first + r) < rank
@@ -100,7 +115,7 @@ def expand(
                 for plane in tl.static_range(1, PLANES):
                     hidden += tl.load(at + plane * plane_stride, mask=in_tile[:, None], other=0.0)
                 sums = tl.dot((hidden * sign).to(bt_ptr.dtype.element_ty), bt, sums, input_precision=PRECISION)
-    y_at = y_ptr + (first_token + m).to(tl.int64)[:, None] * y_stride + n[None, :]
+    y_at = y_ptr + (first_token + m).to(tl.int64)[:, None] * y_stride + own_column + n[None, :]
     mask = in_tile[:, None] if EVEN_N else in_tile[:, None] & in_row[None, :]
     y = tl.load(y_at, mask=mask, other=0.0).to(tl.float32)
     tl.store(y_at, (y + sums).to(y_ptr.dtype.element_ty), mask=mask)
@@ -108,17 +123,24 @@ def expand(
 
 @triton.jit
 def single(
-    y_ptr, x_ptr, a_ptr, bt_ptr, tile_ptr, d_in, d_out, y_stride, x_stride, a_stride, bt_stride,
+    y_ptr, x_ptr, a_ptr, tile_ptr, column, d_in, y_stride, x_stride, a_stride,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr, MAX_RANK: tl.constexpr,
-    PARTS: tl.constexpr, EVEN_K: tl.constexpr, EVEN_N: tl.constexpr, PRECISION: tl.constexpr,
+    PARTS: tl.constexpr, EVEN_K: tl.constexpr, EVEN_N: tl.constexpr, LINE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Both products in one launch: every block of d_out shrinks its tokens again, from factors that wait in the cache.
 
-    Grid (tiles, blocks of d_out), the tiles of `expand`.
+    Grid and tiles as in `expand`; a_ptr is the start of the pool.
     """
-    tile = tile_ptr + tl.program_id(0) * (2 + 5 * PARTS)
+    tile = tile_ptr + tl.program_id(0) * (6 + 5 * PARTS)
     first_token = tl.load(tile)
     count = tl.load(tile + 1)
+    own_column = tl.load(tile + 2) - column
+    d_out = tl.load(tile + 3)
+    if tl.program_id(1) * BLOCK_N >= d_out:
+        return
+    bt_ptr, bt_stride = _bt_of(a_ptr, tile, LINE)
+    if EVEN_N:
+        own_column = tl.multiple_of(own_column, 16)
     m = tl.arange(0, BLOCK_M)
     n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     r = tl.arange(0, BLOCK_R)
@@ -128,10 +150,10 @@ def single(
     token = (first_token + m).to(tl.int64)[:, None]
     sums = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
     for part in tl.static_range(PARTS):
-        bt_row = tl.load(tile + 2 + 5 * part).to(tl.int64)
-        rank = tl.load(tile + 3 + 5 * part)
-        a_row = tl.load(tile + 5 + 5 * part).to(tl.int64)
-        sign = tl.load(tile + 6 + 5 * part).to(tl.float32)
+        bt_row = tl.load(tile + 6 + 5 * part).to(tl.int64)
+        rank = tl.load(tile + 7 + 5 * part)
+        a_row = tl.load(tile + 9 + 5 * part).to(tl.int64)
+        sign = tl.load(tile + 10 + 5 * part).to(tl.float32)
         for first in tl.static_range(0, MAX_RANK, BLOCK_R):
             if first < rank:
                 in_rank = (first + r) < rank
@@ -142,7 +164,7 @@ def single(
                 mask = in_rank[:, None] if EVEN_N else in_rank[:, None] & in_row[None, :]
                 bt = tl.load(bt_ptr + (bt_row + first + r)[:, None] * bt_stride + n[None, :], mask=mask, other=0.0)
                 sums = tl.dot((hidden * sign).to(bt_ptr.dtype.element_ty), bt, sums, input_precision=PRECISION)
-    y_at = y_ptr + token * y_stride + n[None, :]
+    y_at = y_ptr + token * y_stride + own_column + n[None, :]
     mask = in_tile[:, None] if EVEN_N else in_tile[:, None] & in_row[None, :]
     y = tl.load(y_at, mask=mask, other=0.0).to(tl.float32)
     tl.store(y_at, (y + sums).to(y_ptr.dtype.element_ty), mask=mask)

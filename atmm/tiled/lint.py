@@ -45,15 +45,16 @@ class Facts(NamedTuple):
 
 _NUMBERS = {
     "shrink": ("d_in", "x_stride", "a_stride", "plane_stride", "hidden_stride"),
-    "expand": ("d_out", "y_stride", "plane_stride", "hidden_stride", "bt_stride"),
-    "single": ("d_in", "d_out", "y_stride", "x_stride", "a_stride", "bt_stride"),
+    "expand": ("column", "y_stride", "plane_stride", "hidden_stride"),
+    "single": ("column", "d_in", "y_stride", "x_stride", "a_stride"),
     "merge": (
         "rank", "d_out", "d_in", "out_stride", "out_row", "base_stride", "base_row", "a_stride", "a_row", "bt_stride",
         "bt_row",
     ),
 }  # fmt: skip
 _POINTERS = {
-    "x_ptr": "*bf16", "a_ptr": "*bf16", "bt_ptr": "*bf16", "y_ptr": "*bf16", "out_ptr": "*bf16", "base_ptr": "*bf16",
+    "x_ptr": "*bf16", "a_ptr": "*bf16", "bt_ptr": "*bf16", "pool_ptr": "*bf16",
+    "y_ptr": "*bf16", "out_ptr": "*bf16", "base_ptr": "*bf16",
     "hidden_ptr": "*fp32", "tile_ptr": "*i32",
 }  # fmt: skip
 
@@ -113,7 +114,7 @@ def kernels_of(tiling: Tiling, rank: int) -> list[Kernel]:
     rows = block_r(rank)
     common = {"BLOCK_M": tiling.block_m, "BLOCK_R": rows, "PRECISION": "ieee"}
     shrinks = {"BLOCK_K": tiling.block_k, "EVEN_K": True}
-    expands = {"BLOCK_N": tiling.block_n, "MAX_RANK": -(-rank // rows) * rows, "PARTS": 2, "EVEN_N": True}
+    expands = {"BLOCK_N": tiling.block_n, "MAX_RANK": -(-rank // rows) * rows, "PARTS": 2, "EVEN_N": True, "LINE": 8}
     warps, stages = tiling.num_warps, tiling.num_stages
     if not tiling.split_k:
         return [Kernel("single", {**common, **shrinks, **expands}, warps, stages)]

@@ -7,14 +7,17 @@ import itertools
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from atmm.sites import ROW_ALIGNMENT, TENSOR_ALIGNMENT, bt_starts, row_strides
 from atmm.survey import Survey
 
 
 class Tiles(NamedTuple):
     """shrink: [first token, tokens, first row of A, rank, first hidden row] per tile, over all sites of the group.
 
-    expand: per site, [first token, tokens, (first row of Bt, rank, first hidden row, first row of A, sign) x parts] per
-    tile; tiles of a site cover different tokens. parts: most lanes that meet at a token. num_rows: hidden rows.
+    expand: per site, [first token, tokens, first column, d_out, where Bt starts, its row's length, (first row of Bt,
+    rank, first hidden row, first row of A, sign) x parts] per tile; tiles of a site cover different tokens. A column is
+    one of the group's outputs side by side; Bt starts so many 256 bytes behind A, and its rows are so many 16 bytes
+    long. parts: most lanes that meet at a token. num_rows: hidden rows.
     """
 
     shrink: list[tuple[int, ...]]
@@ -52,9 +55,19 @@ def cut(survey: Survey, block: int) -> Tiles:
             num_rows += last - first
     pieces = {site: _pieces(parts) for site, parts in parts_of.items()}
     most = max((len(parts) for own in pieces.values() for _, _, parts in own), default=1)
+    layout = survey.layout
+    starts, (_, lengths) = bt_starts(layout), row_strides(layout)
     expand = {
         site: [
-            _expand_tile(token, min(block, stop - token), parts, most)
+            (
+                token,
+                min(block, stop - token),
+                sum(layout.d_outs[:site]),
+                layout.d_outs[site],
+                starts[site] // TENSOR_ALIGNMENT,
+                lengths[site] * layout.dtype.itemsize // ROW_ALIGNMENT,
+                *_parts_at(token, parts, most),
+            )
             for start, stop, parts in own
             for token in range(start, stop, block)
         ]
@@ -74,8 +87,8 @@ def _pieces(parts: Sequence[_Part]) -> list[tuple[int, int, list[_Part]]]:
     return found
 
 
-def _expand_tile(token: int, count: int, parts: Sequence[_Part], most: int) -> tuple[int, ...]:
-    row = [token, count]
+def _parts_at(token: int, parts: Sequence[_Part], most: int) -> tuple[int, ...]:
+    row: list[int] = []
     for part in parts:
         row += [part.bt_row, part.rank, part.hidden_row + token - part.start, part.a_row, part.sign]
     row += [0] * (5 * (most - len(parts)))  # rank 0: nothing to add

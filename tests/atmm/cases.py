@@ -9,7 +9,7 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from atmm import Factors, Lane, SegmentPlan, Site, SiteGroup, add_delta, reference
+from atmm import Factors, Lane, SegmentPlan, Site, SiteGroup, add_delta, add_deltas, reference
 
 # Calls per result are few, sums are kept in float32 at least: a few roundings of the absolute sum bound the error.
 ROUNDINGS = {torch.float64: 64, torch.float32: 16, torch.bfloat16: 1, torch.float16: 2}
@@ -69,6 +69,20 @@ def check_against_reference(group: SiteGroup, plan: SegmentPlan, x: Tensor, outp
         if y.numel():
             moved = max(moved, ((expected - before).abs() / allowed).max().item())
     return moved
+
+
+def check_group_against_reference(group: SiteGroup, plan: SegmentPlan, x: Tensor, outputs: Sequence[Tensor]) -> None:
+    """The same for all sites at once, in one y inside a larger tensor."""
+    widths = [site.d_out for site in group.sites]
+    room = torch.full((len(x), sum(widths) + 9), float("nan"), dtype=x.dtype, device=x.device)
+    y = room[:, 4 : 4 + sum(widths)]
+    y.copy_(torch.cat(list(outputs), 1))
+    add_deltas(y, x, group, plan)
+    for site, before, after in zip(group.sites, outputs, y.split(widths, 1), strict=True):
+        error = (after.double() - reference.add_delta(before, x, site, plan)).abs()
+        allowed = bound(before, x, site, plan)
+        assert (error <= allowed).all(), f"{site.name}: error {(error / allowed).max():.1f} times the bound"
+    assert room[:, :4].isnan().all() and room[:, 4 + sum(widths) :].isnan().all()
 
 
 def segments(lengths: Mapping[str, int], *, start: int = 0) -> list[Lane]:

@@ -9,13 +9,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from atmm import STRATEGIES, Lane, SegmentPlan, add_delta, reference
+from atmm import STRATEGIES, Lane, SegmentPlan, add_delta, add_deltas, reference
 from tests.atmm.cases import (
     RELATIVE,
     Batch,
     batches,
     bound,
     check_against_reference,
+    check_group_against_reference,
     make_group,
     make_input,
     relative_error,
@@ -184,6 +185,25 @@ def test_an_adapter_that_overflows_spoils_its_own_tokens_only(strategy: str, dty
     add_delta(y, x.abs(), site, SegmentPlan(4, [Lane("a", 0, 2), Lane("b", 3, 4)], strategy))
     assert y[:3].isfinite().all()
     assert not y[3].isfinite().any()
+
+
+@pytest.mark.parametrize("packed", ("abc", "a", ""))
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_whole_group_at_once(kind: str, packed: str) -> None:
+    num_tokens, lanes = KINDS[kind]
+    group = make_group({"a": 4, "b": 3, "c": 8}, missing=[("b", 1)])
+    group.pack(packed)
+    check_group_against_reference(group, SegmentPlan(num_tokens, lanes), *make_input(num_tokens, group, torch.float32))
+
+
+def test_outputs_that_do_not_lie_side_by_side_are_refused() -> None:
+    group = make_group({"a": 4})
+    plan = SegmentPlan(3, [Lane("a", 0, 3)])
+    for y in (torch.zeros(3, 71), torch.zeros(72, 3).t(), torch.zeros(216)):
+        with pytest.raises(ValueError, match=r"side by side are \[T, 72\]"):
+            add_deltas(y, torch.zeros(3, 48), group, plan)
+    with pytest.raises(ValueError, match="the plan 3"):
+        add_deltas(torch.zeros(4, 72), torch.zeros(4, 48), group, plan)
 
 
 KEYS = "abcdef"

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from typing import Any, NamedTuple
+
 import pytest
 import torch
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from atmm import Lane, SegmentPlan, reference
+from atmm.tiled import kernels
 from atmm.tiled.lanes import SingleLaunch, Tiled, merge
 from tests.atmm.cases import (
     RELATIVE,
@@ -15,6 +19,7 @@ from tests.atmm.cases import (
     Batch,
     batches,
     check_against_reference,
+    check_group_against_reference,
     make_group,
     make_input,
     relative_error,
@@ -55,6 +60,36 @@ def test_every_kind_of_batch(strategy: str, kind: str, dtype: torch.dtype) -> No
     plan = SegmentPlan(num_tokens, lanes, strategy)
     assert check_against_reference(group, plan, *make_input(num_tokens, group, dtype)) > 1
     assert all(isinstance(prepared, KERNELS[strategy]) for prepared in plan.prepared.values())
+
+
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16), ids=str)
+@pytest.mark.parametrize("d_outs", ((256, 128, 128), (40, 130, 16), (128,)), ids=str)
+@pytest.mark.parametrize("kind", ("ragged", "base tokens around", "three at once"))
+@pytest.mark.parametrize("strategy", KERNELS)
+def test_a_whole_group_at_once(
+    strategy: str, kind: str, d_outs: tuple[int, ...], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    num_tokens, lanes = KINDS[kind]
+    group = make_group({"a": 4, "b": 17, "c": 64}, d_outs=d_outs, missing=[("a", 0)], dtype=dtype)
+    group.pack("abc")
+    launches: Counter[str] = Counter()
+    for name in ("shrink", "expand", "single"):
+        monkeypatch.setattr(kernels, name, Counted(name, getattr(kernels, name), launches))
+    plan = SegmentPlan(num_tokens, lanes, strategy)
+    check_group_against_reference(group, plan, *make_input(num_tokens, group, dtype))
+    assert launches == ({"single": 1} if KERNELS[strategy] is SingleLaunch else {"shrink": 1, "expand": 1})
+
+
+class Counted(NamedTuple):
+    """A kernel that counts its launches."""
+
+    name: str
+    kernel: Any
+    launches: Counter[str]
+
+    def __getitem__(self, grid: Any) -> Any:
+        self.launches[self.name] += 1
+        return self.kernel[grid]
 
 
 @pytest.mark.parametrize("d_in", (37, 300, 1024))
