@@ -34,7 +34,7 @@ def _bt_of(pool_ptr, tile, LINE: tl.constexpr):
     """A tile's Bt and the length of its rows, in elements. LINE: elements in 16 bytes. Written as products, so that the
     compiler knows what they are multiples of, and loads wide words."""
     start = tl.load(tile + 4).to(tl.int64) * (16 * LINE)
-    return pool_ptr + start, tl.load(tile + 5).to(tl.int64) * LINE
+    return pool_ptr + start, tl.load(tile + 5) * LINE
 
 
 @triton.jit

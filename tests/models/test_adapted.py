@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch import nn
 
-from atmm import Factors, Lane
-from vlora.models.adapted import LaneScope, adapt
+from atmm import Factors, Lane, SiteGroup
+from vlora.models.adapted import AdaptedLinear, LaneScope, Siblings, adapt
 
 
 def test_a_plan_serves_the_steps_that_look_alike_and_reads_what_is_loaded_now() -> None:
@@ -47,3 +48,56 @@ def test_lanes_in_proportion_follow_their_plan() -> None:
         with scope.lanes(8, [Lane("a", 0, stop)]):
             (lane,) = scope.plan_for(2).lanes  # type: ignore[union-attr]
             assert (lane.start, lane.stop) == (0, stop // 4)
+
+
+def siblings(scope: LaneScope, *, bias: bool) -> list[AdaptedLinear]:
+    """Three layers over six features, and adapter a of rank 2 at the first and last."""
+    generator = torch.Generator().manual_seed(0)
+    layers = [adapt(nn.Linear(6, d_out, bias=bias), str(d_out), scope) for d_out in (4, 2, 5)]
+    for layer in (layers[0], layers[2]):
+        layer.site.factors["a"] = Factors(
+            torch.randn(2, 6, generator=generator), torch.randn(2, layer.out_features, generator=generator)
+        )
+    SiteGroup([layer.site for layer in layers])
+    return layers
+
+
+@pytest.mark.parametrize("bias", (False, True))
+def test_siblings_answer_as_each_would_alone(bias: bool) -> None:
+    scope = LaneScope()
+    layers = siblings(scope, bias=bias)
+    inputs = [torch.randn(2, 3, 6), torch.randn(2, 3, 6)]
+    orders = ([0, 1, 2], [2, 0, 1], [0], [1, 1, 2], [0, 1, 2])
+    with torch.inference_mode():
+        for lanes in ([Lane("a", 1, 4)], []):
+            expected = []
+            for x in inputs:
+                with scope.lanes(6, lanes):
+                    expected.append([layer(x) for layer in layers])
+            Siblings(layers)
+            for turn, order in enumerate(orders):
+                with scope.lanes(6, lanes):
+                    for index in order:
+                        # A new view every time, as a model's code may make.
+                        found = layers[index](inputs[turn % 2].view(2, 3, 6))
+                        torch.testing.assert_close(found, expected[turn % 2][index])
+            for layer in layers:
+                layer.siblings = None
+
+
+def test_siblings_compute_once_for_all_and_hold_nothing_after(monkeypatch: pytest.MonkeyPatch) -> None:
+    scope = LaneScope()
+    layers = siblings(scope, bias=True)
+    together = Siblings(layers)
+    calls = []
+    plain = Siblings._compute
+    monkeypatch.setattr(Siblings, "_compute", lambda *given: (calls.append(1), plain(*given)))
+    x = torch.randn(3, 6)
+    with torch.inference_mode(), scope.lanes(3, [Lane("a", 0, 3)]):
+        for layer in layers:
+            layer(x)
+        assert len(calls) == 1 and together._input is None and not together._outputs
+        layers[0](x)
+        other = x + 1  # what waits for the old input must not be taken for the new one's
+        torch.testing.assert_close(layers[1](other), nn.functional.linear(other, layers[1].weight, layers[1].bias))
+    assert len(calls) == 3

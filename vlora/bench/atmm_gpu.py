@@ -88,7 +88,8 @@ def measure(case: Case, device: str, bytes_per_s: float) -> dict[str, Any]:
     chosen = choose(Survey(plan, packed.layout))
     ours = "tiled" if not chosen.startswith("tiled") and device == "cuda" else chosen
     mine = case.plan(ours)
-    calls: dict[str, Callable[[], object]] = {"ours": functools.partial(_add_all, groups, mine, x, outputs)}
+    together = torch.cat(outputs, 1)
+    calls: dict[str, Callable[[], object]] = {"ours": functools.partial(_add_all, groups, mine, x, together)}
     for name in STYLES:
         calls[name] = functools.partial(_call_all, [prepared(name, group, plan.lanes, x, outputs) for group in groups])
     if not case.even:
@@ -123,10 +124,10 @@ def _num_copies(case: Case) -> int:
     return max(1, min(_MOST_COPIES, _CACHE_BYTES // factors))
 
 
-def _add_all(groups: Sequence[atmm.SiteGroup], plan: atmm.SegmentPlan, x: Tensor, outputs: Sequence[Tensor]) -> None:
+def _add_all(groups: Sequence[atmm.SiteGroup], plan: atmm.SegmentPlan, x: Tensor, y: Tensor) -> None:
+    """As the engine does: all of a group's sites at once."""
     for group in groups:
-        for site, y in zip(group.sites, outputs, strict=True):
-            atmm.add_delta(y, x, site, plan)
+        atmm.add_deltas(y, x, group, plan)
 
 
 def _call_all(calls: Sequence[Callable[[], object]]) -> None:
@@ -191,11 +192,11 @@ def _decode_launches(device: str) -> int:
         case = Case(shape, 16, "bfloat16", 8, 16, True)
         group = case.group(device)
         x, outputs = case.input(device)
-        plan = case.plan()
-        _add_all([group], plan, x, outputs)
+        plan, y = case.plan(), torch.cat(outputs, 1)
+        _add_all([group], plan, x, y)
         torch.cuda.synchronize()
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-            _add_all([group], plan, x, outputs)
+            _add_all([group], plan, x, y)
             torch.cuda.synchronize()
         count += sum(1 for event in profile.events() if event.device_type == torch.autograd.DeviceType.CUDA)
     return count

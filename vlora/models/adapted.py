@@ -67,16 +67,63 @@ class AdaptedLinear(nn.Linear):
 
     site: atmm.Site
     scope: LaneScope
+    siblings: Siblings | None
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        y = linear(input, self.weight, self.bias)
-        num_rows = y.numel() // self.out_features
+        num_rows = input.numel() // self.in_features
         plan = self.scope.plan_for(num_rows)
+        if plan is not None and self.siblings is not None:
+            return self.siblings.output(self, input, plan)
+        y = linear(input, self.weight, self.bias)
         if plan is not None:
             atmm.add_delta(
                 y.view(num_rows, self.out_features), input.reshape(num_rows, self.in_features), self.site, plan
             )
         return y
+
+
+class Siblings:
+    """Layers that read one input, computed together when the first of them is called: all their deltas then take the
+    launches of one layer. For GPUs, where a launch costs more than a small layer's arithmetic.
+
+    What is computed waits until each layer has asked for it, once. The input is held meanwhile, so that its memory
+    cannot become another tensor's; a view of the same memory, as it was, counts as the same.
+    """
+
+    def __init__(self, layers: Sequence[AdaptedLinear]) -> None:
+        group = layers[0].site.group
+        assert group is not None and [layer.site for layer in layers] == list(group.sites), "siblings form a site group"
+        self._layers = layers
+        self._group = group
+        self._input: torch.Tensor | None = None
+        self._plan: atmm.SegmentPlan | None = None
+        self._outputs: dict[AdaptedLinear, torch.Tensor] = {}
+        for layer in layers:
+            layer.siblings = self
+
+    def output(self, layer: AdaptedLinear, input: torch.Tensor, plan: atmm.SegmentPlan) -> torch.Tensor:
+        """What the layer gives for this input with the plan's lanes, [..., d_out]; a row's values are adjacent."""
+        held = self._input
+        if held is None or plan is not self._plan or layer not in self._outputs or not input.is_set_to(held):
+            self._compute(input, plan)
+        y = self._outputs.pop(layer)
+        if not self._outputs:
+            self._input = self._plan = None
+        return y.view(*input.shape[:-1], layer.out_features)
+
+    def _compute(self, input: torch.Tensor, plan: atmm.SegmentPlan) -> None:
+        x = input.reshape(-1, self._layers[0].in_features)
+        widths = [layer.out_features for layer in self._layers]
+        y = x.new_empty(len(x), sum(widths))
+        parts = y.split(widths, 1)
+        for layer, part in zip(self._layers, parts, strict=True):
+            if layer.bias is None:
+                torch.mm(x, layer.weight.t(), out=part)
+            else:
+                torch.addmm(layer.bias, x, layer.weight.t(), out=part)
+        atmm.add_deltas(y, x, self._group, plan)
+        self._outputs = dict(zip(self._layers, parts, strict=True))
+        self._input, self._plan = input, plan
 
 
 def adapt(linear: nn.Linear, name: str, scope: LaneScope) -> AdaptedLinear:
@@ -86,4 +133,5 @@ def adapt(linear: nn.Linear, name: str, scope: LaneScope) -> AdaptedLinear:
     adapted: AdaptedLinear = linear  # type: ignore[assignment]
     adapted.site = atmm.Site(name, linear.in_features, linear.out_features)
     adapted.scope = scope
+    adapted.siblings = None
     return adapted

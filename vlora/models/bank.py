@@ -14,7 +14,7 @@ from vlora.adapters import HostAdapter
 from vlora.memory.arena import Arena, aligned, pages_for
 from vlora.memory.books import Run
 from vlora.memory.residency import Residency
-from vlora.models.adapted import AdaptedLinear
+from vlora.models.adapted import AdaptedLinear, Siblings
 
 
 @dataclasses.dataclass(frozen=True)
@@ -186,7 +186,10 @@ def site_groups(linears: Mapping[str, AdaptedLinear]) -> list[atmm.SiteGroup]:
                 members = [f"{parent}.{other}" for other in leaves if f"{parent}.{other}" in linears]
         if name not in taken:
             taken.update(members)
-            groups.append(atmm.SiteGroup(tuple(linears[member].site for member in members)))
+            layers = [linears[member] for member in members]
+            groups.append(atmm.SiteGroup([layer.site for layer in layers]))
+            if len(layers) > 1 and layers[0].weight.is_cuda:
+                Siblings(layers)
     return groups
 
 
