@@ -85,15 +85,11 @@ def expand(
     column: which of the group's outputs is y's first.
     """
     tile = tile_ptr + tl.program_id(0) * (6 + 5 * PARTS)
-    first_token = tl.load(tile)
     count = tl.load(tile + 1)
-    own_column = tl.load(tile + 2) - column
     d_out = tl.load(tile + 3)
     if tl.program_id(1) * BLOCK_N >= d_out:
         return
     bt_ptr, bt_stride = _bt_of(pool_ptr, tile, LINE)
-    if EVEN_N:
-        own_column = tl.multiple_of(own_column, 16)
     m = tl.arange(0, BLOCK_M)
     n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     r = tl.arange(0, BLOCK_R)
@@ -115,7 +111,12 @@ def expand(
                 for plane in tl.static_range(1, PLANES):
                     hidden += tl.load(at + plane * plane_stride, mask=in_tile[:, None], other=0.0)
                 sums = tl.dot((hidden * sign).to(bt_ptr.dtype.element_ty), bt, sums, input_precision=PRECISION)
-    y_at = y_ptr + (first_token + m).to(tl.int64)[:, None] * y_stride + own_column + n[None, :]
+    # Read here, not above: registers are scarce in between.
+    token = (tl.load(tile) + m).to(tl.int64)[:, None]
+    own_column = tl.load(tile + 2) - column
+    if EVEN_N:
+        own_column = tl.multiple_of(own_column, 16)
+    y_at = y_ptr + token * y_stride + own_column + n[None, :]
     mask = in_tile[:, None] if EVEN_N else in_tile[:, None] & in_row[None, :]
     y = tl.load(y_at, mask=mask, other=0.0).to(tl.float32)
     tl.store(y_at, (y + sums).to(y_ptr.dtype.element_ty), mask=mask)
@@ -134,13 +135,10 @@ def single(
     tile = tile_ptr + tl.program_id(0) * (6 + 5 * PARTS)
     first_token = tl.load(tile)
     count = tl.load(tile + 1)
-    own_column = tl.load(tile + 2) - column
     d_out = tl.load(tile + 3)
     if tl.program_id(1) * BLOCK_N >= d_out:
         return
     bt_ptr, bt_stride = _bt_of(a_ptr, tile, LINE)
-    if EVEN_N:
-        own_column = tl.multiple_of(own_column, 16)
     m = tl.arange(0, BLOCK_M)
     n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     r = tl.arange(0, BLOCK_R)
@@ -164,6 +162,9 @@ def single(
                 mask = in_rank[:, None] if EVEN_N else in_rank[:, None] & in_row[None, :]
                 bt = tl.load(bt_ptr + (bt_row + first + r)[:, None] * bt_stride + n[None, :], mask=mask, other=0.0)
                 sums = tl.dot((hidden * sign).to(bt_ptr.dtype.element_ty), bt, sums, input_precision=PRECISION)
+    own_column = tl.load(tile + 2) - column
+    if EVEN_N:
+        own_column = tl.multiple_of(own_column, 16)
     y_at = y_ptr + token * y_stride + own_column + n[None, :]
     mask = in_tile[:, None] if EVEN_N else in_tile[:, None] & in_row[None, :]
     y = tl.load(y_at, mask=mask, other=0.0).to(tl.float32)

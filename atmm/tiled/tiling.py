@@ -10,8 +10,7 @@ from typing import NamedTuple
 _SHARED_BYTES = 166_912  # of one block on compute capability 8.0, the least of those served (CUDA programming guide)
 _MOST_SUMS = 128  # float32 sums in one thread's registers; more of them spill
 _MOST_SINGLE = 32 * 128  # sums of one single launch, which keeps hidden values beside them
-# (block_m, block_n, split_k) whose expand spills a pointer on compute capability 8.0, by `vlora tune --lint`.
-_SPILLING = ((32, 64, 1), (32, 128, 2))
+_MOST_SINGLE_INPUTS = 32 * (64 + 256)  # its sums and inputs; more spill on compute capability 9.0
 
 
 class Tiling(NamedTuple):
@@ -60,9 +59,8 @@ def fits(tiling: Tiling, itemsize: int) -> bool:
     threads = 32 * tiling.num_warps
     if tiling.split_k != 1 and tiling.block_m > 32:
         return False
-    if tiling.split_k == 0 and tiling.block_m * tiling.block_n > _MOST_SINGLE:
-        return False
-    if (tiling.block_m, tiling.block_n, tiling.split_k) in _SPILLING:
+    sums, inputs = tiling.block_m * tiling.block_n, tiling.block_m * tiling.block_k
+    if tiling.split_k == 0 and (sums > _MOST_SINGLE or sums + inputs > _MOST_SINGLE_INPUTS):
         return False
     return shared <= _SHARED_BYTES and tiling.block_m * max(tiling.block_n, rows) <= _MOST_SUMS * threads
 

@@ -51,10 +51,12 @@ STILLS, CLIPS = 24, 3
 """Pictures and clips per step of the second stage; the first stage takes 64 pictures."""
 VISION_BATCH = 64
 LEARNING_RATE = 1e-3
-MUON_RATE = 1e-2
+MUON_RATE = 5e-3
 PROBE_WEIGHT = 0.4
 SAVE_EVERY_S = 60.0
 _STATE = "training.pt"
+# The vision tower and the probes that read it: what trains from the first step, and no more once the tower is fixed.
+_VISION_PART = ("model.vision_tower.", "kind.", "color.", "center.")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,6 +83,7 @@ class Probes(nn.Module):
         self.color = nn.Linear(vision_size, len(world.CELL_COLORS))
         self.center = nn.Linear(vision_size, 2)
         self.move = nn.Linear(text_size, len(world.CELL_MOVES))
+        self.kept = nn.Linear(text_size, vision_size)
         self.row = nn.Linear(text_size, world.GRID)
         self.column = nn.Linear(text_size, world.GRID)
         self.present = nn.Linear(text_size, 2)
@@ -103,6 +106,11 @@ class Probes(nn.Module):
         return functional.cross_entropy(of_row, rows.repeat(len(features))) + functional.cross_entropy(
             of_column, columns.repeat(len(features))
         )
+
+    def kept_loss(self, features: torch.Tensor, states: torch.Tensor) -> torch.Tensor:
+        """features [n, 36, text], states [n, 36, vision]: what the language model is given must give back what the
+        vision tower saw, also where no question of this world asks for it."""
+        return functional.mse_loss(self.kept(_normed(features)).float(), _normed(states).detach())
 
     def move_loss(self, states: torch.Tensor, cells: torch.Tensor) -> torch.Tensor:
         """states [clips, frames * 36, text], cells [clips, frames, 4, 6, 6]; the first frame cannot know."""
@@ -251,14 +259,15 @@ class Trainer:
         return told.item()
 
     def _set_rates(self) -> None:
-        """A short warm-up, then half a cosine down to zero; the language model warms up again when it joins."""
-        done = self.done
-        rate = min(1.0, (self.step + 1) / 50) * 0.5 * (1 + math.cos(math.pi * done))
-        joined = (done - VISION_SHARE) / 0.02
+        """For each part a short warm-up, then half a cosine down to zero at the end of its own training."""
+        rates = {
+            "vision": min(1.0, (self.step + 1) / 50) * _falling(self.done / FIXED_AFTER),
+            "rest": min(1.0, max(0.0, self.done - VISION_SHARE) / 0.02)
+            * _falling((self.done - VISION_SHARE) / (1 - VISION_SHARE)),
+        }
         for optimizer in self.optimizers:
             for group in optimizer.param_groups:
-                ramp = 1.0 if group["part"] == "vision" else min(1.0, max(0.02, joined))
-                group["lr"] = group["base"] * rate * ramp
+                group["lr"] = group["base"] * rates[group["part"]]
 
     def _vision_losses(self, rng: np.random.Generator) -> dict[str, torch.Tensor]:
         scenes = [world.still_scene(rng) for _ in range(VISION_BATCH)]
@@ -285,6 +294,7 @@ class Trainer:
             "answer": 0.65 * still_answer + 0.35 * clip_answer,
             **({} if fixed else {"cells": self.probes.cell_loss(states, cells)}),
             "places": self.probes.place_loss(features),
+            "kept": self.probes.kept_loss(features, states),
             "present": 0.65 * self.probes.presence_loss(stills_named, still_rows.present)
             + 0.35 * self.probes.presence_loss(clips_named, clip_rows.present),
             "meant": self.probes.meaning_loss(stills_named, still_rows.meant),
@@ -317,11 +327,16 @@ class Trainer:
         return pixels, torch.from_numpy(np.stack([scene.cells for scene in scenes])).to(self.device)
 
 
+def _falling(share: float) -> float:
+    """Half a cosine from 1 at share 0 to 0 at share 1."""
+    return 0.5 * (1 + math.cos(math.pi * min(1.0, max(0.0, share))))
+
+
 def _optimizers(model: nn.Module, probes: nn.Module) -> tuple[torch.optim.Optimizer, ...]:
     """Muon for the matrices inside the layers, AdamW for everything else."""
     groups: dict[tuple[str, str], list[nn.Parameter]] = {}
     for name, parameter in [*model.named_parameters(), *probes.named_parameters()]:
-        part = "vision" if name.startswith("model.vision_tower") or "." not in name.removesuffix(".weight") else "rest"
+        part = "vision" if name.startswith(_VISION_PART) else "rest"
         inner = parameter.ndim == 2 and ".layers." in name
         groups.setdefault(("muon" if inner else "adam", part), []).append(parameter)
 

@@ -51,3 +51,38 @@ def test_the_checkpoint_loads_like_any_other(whole: Path) -> None:
     assert model.config.model_type == "llava" and processor.tokenizer.chat_template
     found = accuracy_by_skill(whole, num_scenes=8, seed=1)
     assert found["overall"].num_questions > 30 and found["overall"].share < 0.5  # three steps teach nothing
+
+
+def test_each_part_learns_until_its_own_end(tmp_path: Path) -> None:
+    trainer = Trainer(tmp_path, Budget(1000, None), torch.device("cpu"), 0)
+    rates: dict[str, list[float]] = {"vision": [], "rest": []}
+    for step in (0, 100, 149, 150, 200, 599, 600, 999):
+        trainer.step = step
+        trainer._set_rates()
+        for part, found in rates.items():
+            groups = [group for o in trainer.optimizers for group in o.param_groups if group["part"] == part]
+            shares = {round(group["lr"] / group["base"], 9) for group in groups}
+            assert len(shares) == 1
+            found += shares
+    warm, early, _, joined, _, last, fixed, end = rates["vision"]
+    assert warm < 0.03 and early > 0.9 and joined > 0.8 and last < 1e-4 and fixed == end == 0
+    assert rates["rest"][:4] == [0, 0, 0, 0] and rates["rest"][4] > 0.9 and rates["rest"][-1] < 1e-4
+    counted = {id(p) for o in trainer.optimizers for group in o.param_groups for p in group["params"]}
+    assert counted == {id(p) for p in (*trainer.model.parameters(), *trainer.probes.parameters())}
+    vision = {id(p) for o in trainer.optimizers for g in o.param_groups if g["part"] == "vision" for p in g["params"]}
+    assert vision >= {id(p) for p in trainer.vision.parameters()} and id(trainer.probes.kind.bias) in vision
+
+
+def test_what_the_projector_drops_is_missed() -> None:
+    torch.manual_seed(0)
+    probes = training.Probes(4, 6)
+    with torch.no_grad():
+        probes.kept.weight.copy_(torch.eye(4, 6))
+        probes.kept.bias.zero_()
+    states = torch.randn(2, 36, 4)
+    # Lengths of vectors do not count: the language model's first layer norms what it is given.
+    given = torch.cat([states * 7, torch.zeros(2, 36, 2)], -1)
+    scale = (4 / 6) ** 0.5  # norms are taken over six values here, over four there
+    with torch.no_grad():
+        assert probes.kept_loss(given, states).item() == pytest.approx((1 - 1 / scale) ** 2, abs=1e-4)
+        assert probes.kept_loss(given * torch.tensor([1, 1, 1, 0, 0, 0]), states).item() > 0.2
