@@ -8,15 +8,38 @@ from atmm.sites import Packed
 from atmm.survey import Survey
 
 
+class HeldInput:
+    """An input that something was computed from, held so that its memory cannot become another tensor's.
+
+    Callers hand over a new view of it every time, which is recognised by memory, shape and strides and, where torch
+    counts writes, by version.
+    """
+
+    __slots__ = ("_version", "_x")
+
+    def __init__(self) -> None:
+        self._x: Tensor | None = None
+        self._version: int | None = None
+
+    def take(self, x: Tensor) -> None:
+        self._x = x
+        self._version = None if x.is_inference() else x._version
+
+    def drop(self) -> None:
+        self._x = None
+
+    def is_same(self, x: Tensor) -> bool:
+        held = self._x
+        return held is not None and x.is_set_to(held) and (self._version is None or self._version == x._version)
+
+
 class GroupShares:
     """What strategies with a group-wide shrink have in common: the first site called computes every site's share.
 
-    The shares answer for exactly one packed copy and one input, each once. The input is held meanwhile, so that its
-    memory cannot become another tensor's; callers hand over a new view of it at every site, which is recognised by
-    memory, shape and strides and, where torch counts writes, by version.
+    The shares answer for exactly one packed copy and one input, each once.
     """
 
-    __slots__ = ("_live", "_lone", "_packed", "_part", "_shares", "_version", "_x")
+    __slots__ = ("_held", "_live", "_lone", "_packed", "_part", "_shares")
 
     def __init__(self, survey: Survey) -> None:
         self._part = survey.part
@@ -24,8 +47,7 @@ class GroupShares:
         self._lone = len(survey.layout.widths) == 1
         self._shares: dict[int, Tensor] = {}  # by site, of those that have not called yet
         self._packed: Packed | None = None
-        self._x: Tensor | None = None
-        self._version: int | None = None
+        self._held = HeldInput()
 
     def _share(self, x: Tensor, index: int, packed: Packed) -> Tensor | None:
         """What the site needs to add its deltas; None when no lane's adapter targets it."""
@@ -34,18 +56,15 @@ class GroupShares:
         if index not in self._live:
             return None
         share = self._shares.pop(index, None)
-        if share is None or packed is not self._packed or not self._is_held(x):
+        if share is None or packed is not self._packed or not self._held.is_same(x):
             self._shares = self._compute(x, packed)
-            self._packed, self._x = packed, x
-            self._version = None if x.is_inference() else x._version
+            self._packed = packed
+            self._held.take(x)
             share = self._shares.pop(index)
         if not self._shares:
-            self._packed = self._x = None
+            self._packed = None
+            self._held.drop()
         return share
-
-    def _is_held(self, x: Tensor) -> bool:
-        held = self._x
-        return held is not None and x.is_set_to(held) and (self._version is None or self._version == x._version)
 
     def _compute(self, x: Tensor, packed: Packed) -> dict[int, Tensor]:
         """Every site's share, by site."""

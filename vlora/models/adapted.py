@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 import atmm
+from atmm.shares import HeldInput
 from vlora.models.product import linear
 
 
@@ -86,8 +87,7 @@ class Siblings:
     """Layers that read one input, computed together when the first of them is called: all their deltas then take the
     launches of one layer. For GPUs, where a launch costs more than a small layer's arithmetic.
 
-    What is computed waits until each layer has asked for it, once. The input is held meanwhile, so that its memory
-    cannot become another tensor's; a view of the same memory, as it was, counts as the same.
+    What is computed for one input and plan waits until each layer has asked for it, once.
     """
 
     def __init__(self, layers: Sequence[AdaptedLinear]) -> None:
@@ -95,7 +95,7 @@ class Siblings:
         assert group is not None and [layer.site for layer in layers] == list(group.sites), "siblings form a site group"
         self._layers = layers
         self._group = group
-        self._input: torch.Tensor | None = None
+        self._held = HeldInput()
         self._plan: atmm.SegmentPlan | None = None
         self._outputs: dict[AdaptedLinear, torch.Tensor] = {}
         for layer in layers:
@@ -103,12 +103,12 @@ class Siblings:
 
     def output(self, layer: AdaptedLinear, input: torch.Tensor, plan: atmm.SegmentPlan) -> torch.Tensor:
         """What the layer gives for this input with the plan's lanes, [..., d_out]; a row's values are adjacent."""
-        held = self._input
-        if held is None or plan is not self._plan or layer not in self._outputs or not input.is_set_to(held):
+        if plan is not self._plan or layer not in self._outputs or not self._held.is_same(input):
             self._compute(input, plan)
         y = self._outputs.pop(layer)
         if not self._outputs:
-            self._input = self._plan = None
+            self._plan = None
+            self._held.drop()
         return y.view(*input.shape[:-1], layer.out_features)
 
     def _compute(self, input: torch.Tensor, plan: atmm.SegmentPlan) -> None:
@@ -123,7 +123,8 @@ class Siblings:
                 torch.addmm(layer.bias, x, layer.weight.t(), out=part)
         atmm.add_deltas(y, x, self._group, plan)
         self._outputs = dict(zip(self._layers, parts, strict=True))
-        self._input, self._plan = input, plan
+        self._plan = plan
+        self._held.take(input)
 
 
 def adapt(linear: nn.Linear, name: str, scope: LaneScope) -> AdaptedLinear:
