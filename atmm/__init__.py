@@ -4,6 +4,7 @@ Build a `SegmentPlan` once per step, call `add_delta` after every adapted linear
 requests, no models.
 """
 
+from atmm.ahead import compile_ahead
 from atmm.compiled import library as load_kernels
 from atmm.head_rows import HeadRows
 from atmm.operator import add_delta, add_deltas, head_logits, merge
@@ -22,6 +23,7 @@ __all__ = [
     "SiteGroup",
     "add_delta",
     "add_deltas",
+    "compile_ahead",
     "head_logits",
     "load_kernels",
     "merge",

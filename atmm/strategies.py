@@ -11,8 +11,8 @@ stacked   one shrink of all tokens with all packed adapters of all sites of the 
 gathered  the same shrink; each token's own columns of it are gathered and weigh its own rows of Bt in an embedding
           bag. No wasted arithmetic in the expand, and rows are read as they lie in memory: for decoding.
 tiled     Triton kernels on a GPU: tiles of tokens against their own adapter's rows, overlapping lanes summed in
-registers. compiled  on a CPU with a compiler: each token reads its own rows and no others, in both products, and a call
-costs
+          registers.
+compiled  on a CPU with a compiler: each token reads its own rows and no others, in both products, and a call costs
           little. For decoding, where it is bound by the adapters' bytes.
 """
 

@@ -37,9 +37,9 @@ def _bt_of(pool_ptr, tile, LINE: tl.constexpr):
     return pool_ptr + start, tl.load(tile + 5) * LINE
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["tile_ptr"])
 def shrink(
-    x_ptr, a_ptr, hidden_ptr, tile_ptr, d_in, x_stride, a_stride, plane_stride, hidden_stride,
+    x_ptr, a_ptr, hidden_ptr, d_in, x_stride, a_stride, plane_stride, hidden_stride, tile_ptr,
     BLOCK_M: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr, EVEN_K: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """hidden[plane, row] = x[token] A[rows]^T over one share of d_in.
@@ -72,9 +72,9 @@ def shrink(
     tl.store(plane + (hidden_row + m)[:, None] * hidden_stride + r[None, :], sums, mask=in_tile[:, None])
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["tile_ptr"])
 def expand(
-    y_ptr, hidden_ptr, pool_ptr, tile_ptr, column, y_stride, plane_stride, hidden_stride,
+    y_ptr, hidden_ptr, pool_ptr, column, y_stride, plane_stride, hidden_stride, tile_ptr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr, MAX_RANK: tl.constexpr,
     PARTS: tl.constexpr, PLANES: tl.constexpr, EVEN_N: tl.constexpr, LINE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -122,9 +122,9 @@ def expand(
     tl.store(y_at, (y + sums).to(y_ptr.dtype.element_ty), mask=mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["tile_ptr"])
 def single(
-    y_ptr, x_ptr, a_ptr, tile_ptr, column, d_in, y_stride, x_stride, a_stride,
+    y_ptr, x_ptr, a_ptr, column, d_in, y_stride, x_stride, a_stride, tile_ptr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr, MAX_RANK: tl.constexpr,
     PARTS: tl.constexpr, EVEN_K: tl.constexpr, EVEN_N: tl.constexpr, LINE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -173,8 +173,8 @@ def single(
 
 @triton.jit
 def merge(
-    out_ptr, base_ptr, a_ptr, bt_ptr, scale, rank, d_out, d_in,
-    out_stride, out_row, base_stride, base_row, a_stride, a_row, bt_stride, bt_row,
+    out_ptr, base_ptr, a_ptr, bt_ptr, rank, d_out, d_in,
+    out_stride, out_row, base_stride, base_row, a_stride, a_row, bt_stride, bt_row, scale,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr, MAX_RANK: tl.constexpr, EVEN: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -12,7 +12,7 @@ from torch import Tensor
 from atmm.shares import GroupShares
 from atmm.sites import ROW_ALIGNMENT, Layout, Packed, Site
 from atmm.survey import Survey
-from atmm.tiled import kernels
+from atmm.tiled.handles import Handle, handle
 from atmm.tiled.plan import Tiles, cut
 from atmm.tiled.tiling import Tiling, block_r, usual
 
@@ -41,17 +41,43 @@ class Tiled(GroupShares):
 
     adds_transposed = False
 
-    __slots__ = ("_block_r", "_expand_tiles", "_hidden", "_max_rank", "_parts", "_shrink_tiles", "_tiling")
+    __slots__ = ("_expand_tiles", "_hidden", "_kernel", "_shrink_programs", "_shrink_table")
 
     def __init__(self, survey: Survey, tiling: Tiling, block_r: int, max_rank: int) -> None:
         super().__init__(survey)
         layout = survey.layout
-        self._tiling, self._block_r, self._max_rank = tiling, block_r, max_rank
         tiles = cut(survey, tiling.block_m)
-        self._parts = tiles.parts
         flat, counts = _on_device([tiles.shrink, *tiles.expand.values()], layout.device)
-        self._shrink_tiles = flat, counts[0]
-        self._expand_tiles = _ExpandTiles(flat[5 * counts[0] :], tiles, counts[1:], layout)
+        self._shrink_table = flat
+        self._shrink_programs = counts[0], max_rank // block_r, tiling.split_k
+        block_k = tiling.block_k
+        self._kernel = handle(
+            "shrink",
+            layout.dtype,
+            layout.device,
+            (
+                ("BLOCK_M", tiling.block_m), ("BLOCK_R", block_r), ("BLOCK_K", block_k),
+                ("EVEN_K", layout.d_in % (block_k * tiling.split_k) == 0), ("PRECISION", _PRECISION),
+            ),
+            num_warps=tiling.num_warps,
+            num_stages=tiling.num_stages,
+        )  # fmt: skip
+
+        def expand(divisor: int) -> Handle:
+            return handle(
+                "expand",
+                layout.dtype,
+                layout.device,
+                (
+                    ("BLOCK_M", tiling.block_m), ("BLOCK_N", tiling.block_n), ("BLOCK_R", block_r),
+                    ("MAX_RANK", max_rank), ("PARTS", tiles.parts), ("PLANES", tiling.split_k),
+                    ("EVEN_N", divisor % tiling.block_n == 0), ("LINE", ROW_ALIGNMENT // layout.dtype.itemsize),
+                    ("PRECISION", _PRECISION),
+                ),
+                num_warps=tiling.num_warps,
+            )  # fmt: skip
+
+        self._expand_tiles = _ExpandTiles(flat[5 * counts[0] :], tiles, counts[1:], layout, tiling.block_n, expand)
         self._hidden = torch.empty(tiling.split_k, tiles.num_rows, max_rank, dtype=torch.float32, device=layout.device)
 
     def __call__(self, y: Tensor, x: Tensor, site: Site, packed: Packed | None) -> None:
@@ -67,13 +93,8 @@ class Tiled(GroupShares):
     def _expand(self, y: Tensor, hidden: Tensor, packed: Packed, tiles: _Launch) -> None:
         if self._part is not None:
             y = y[self._part]
-        tiling = self._tiling
-        kernels.expand[(tiles.num_tiles, -(-tiles.widest // tiling.block_n))](
-            y, hidden, packed.a, tiles.table, tiles.column, y.stride(0), hidden.stride(0), hidden.stride(1),
-            BLOCK_M=tiling.block_m, BLOCK_N=tiling.block_n, BLOCK_R=self._block_r, MAX_RANK=self._max_rank,
-            PARTS=self._parts, PLANES=tiling.split_k, EVEN_N=tiles.divisor % tiling.block_n == 0,
-            LINE=ROW_ALIGNMENT // y.element_size(), PRECISION=_PRECISION, num_warps=tiling.num_warps,
-        )  # fmt: skip
+        strides = y.stride(0), hidden.stride(0), hidden.stride(1)
+        tiles.kernel(tiles.programs, (y, hidden, packed.a), (tiles.column, *strides), tiles.table)
 
     def _compute(self, x: Tensor, packed: Packed) -> dict[int, Tensor]:
         return dict.fromkeys(self._live, self._shrink(x, packed))
@@ -83,14 +104,9 @@ class Tiled(GroupShares):
             x = x[self._part]
         if x.stride(1) != 1:
             x = x.contiguous()
-        table, count = self._shrink_tiles
-        hidden, a, d_in, tiling = self._hidden, packed.a, x.shape[1], self._tiling
-        kernels.shrink[(count, self._max_rank // self._block_r, tiling.split_k)](
-            x, a, hidden, table, d_in, x.stride(0), a.stride(0), hidden.stride(0), hidden.stride(1),
-            BLOCK_M=tiling.block_m, BLOCK_R=self._block_r, BLOCK_K=tiling.block_k,
-            EVEN_K=d_in % (tiling.block_k * tiling.split_k) == 0, PRECISION=_PRECISION,
-            num_warps=tiling.num_warps, num_stages=tiling.num_stages,
-        )  # fmt: skip
+        hidden, a = self._hidden, packed.a
+        strides = x.stride(0), a.stride(0), hidden.stride(0), hidden.stride(1)
+        self._kernel(self._shrink_programs, (x, a, hidden), (x.shape[1], *strides), self._shrink_table)
         return hidden
 
 
@@ -100,15 +116,30 @@ class SingleLaunch:
 
     adds_transposed = False
 
-    __slots__ = ("_block_r", "_expand_tiles", "_live", "_max_rank", "_part", "_parts", "_tiling")
+    __slots__ = ("_expand_tiles", "_live", "_part")
 
     def __init__(self, survey: Survey, tiling: Tiling, block_r: int, max_rank: int) -> None:
         self._part, self._live = survey.part, survey.live
-        self._tiling, self._block_r, self._max_rank = tiling, block_r, max_rank
+        layout = survey.layout
         tiles = cut(survey, tiling.block_m)
-        self._parts = tiles.parts
-        flat, counts = _on_device(list(tiles.expand.values()), survey.layout.device)
-        self._expand_tiles = _ExpandTiles(flat, tiles, counts, survey.layout)
+        flat, counts = _on_device(list(tiles.expand.values()), layout.device)
+
+        def single(divisor: int) -> Handle:
+            return handle(
+                "single",
+                layout.dtype,
+                layout.device,
+                (
+                    ("BLOCK_M", tiling.block_m), ("BLOCK_N", tiling.block_n), ("BLOCK_K", tiling.block_k),
+                    ("BLOCK_R", block_r), ("MAX_RANK", max_rank), ("PARTS", tiles.parts),
+                    ("EVEN_K", layout.d_in % tiling.block_k == 0), ("EVEN_N", divisor % tiling.block_n == 0),
+                    ("LINE", ROW_ALIGNMENT // layout.dtype.itemsize), ("PRECISION", _PRECISION),
+                ),
+                num_warps=tiling.num_warps,
+                num_stages=tiling.num_stages,
+            )  # fmt: skip
+
+        self._expand_tiles = _ExpandTiles(flat, tiles, counts, layout, tiling.block_n, single)
 
     def __call__(self, y: Tensor, x: Tensor, site: Site, packed: Packed | None) -> None:
         assert packed is not None
@@ -124,41 +155,49 @@ class SingleLaunch:
             x, y = x[self._part], y[self._part]
         if x.stride(1) != 1:
             x = x.contiguous()
-        a, d_in, tiling = packed.a, x.shape[1], self._tiling
-        kernels.single[(tiles.num_tiles, -(-tiles.widest // tiling.block_n))](
-            y, x, a, tiles.table, tiles.column, d_in, y.stride(0), x.stride(0), a.stride(0),
-            BLOCK_M=tiling.block_m, BLOCK_N=tiling.block_n, BLOCK_K=tiling.block_k, BLOCK_R=self._block_r,
-            MAX_RANK=self._max_rank, PARTS=self._parts, EVEN_K=d_in % tiling.block_k == 0,
-            EVEN_N=tiles.divisor % tiling.block_n == 0, LINE=ROW_ALIGNMENT // y.element_size(), PRECISION=_PRECISION,
-            num_warps=tiling.num_warps, num_stages=tiling.num_stages,
-        )  # fmt: skip
+        a = packed.a
+        strides = y.stride(0), x.stride(0), a.stride(0)
+        tiles.kernel(tiles.programs, (y, x, a), (tiles.column, x.shape[1], *strides), tiles.table)
 
 
 class _Launch(NamedTuple):
-    """What one launch of `expand` or `single` works on. column: of the group's outputs, the first in its y. widest: the
-    largest d_out. divisor: every d_out is a multiple of it."""
+    """One launch of `expand` or `single`. table: its tiles. column: of the group's outputs, the first in its y.
+    programs: tiles, then blocks of outputs of the widest site."""
 
+    kernel: Handle
     table: Tensor
-    num_tiles: int
+    programs: tuple[int, int, int]
     column: int
-    widest: int
-    divisor: int
 
 
 class _ExpandTiles:
-    """A group's tiles on the device: a site's own, and all of them. counts: tiles of each site in `tiles.expand`."""
+    """A group's launches: a site's own, and one for all of them.
+
+    counts: tiles of each site in `tiles.expand`. kernel_for: the kernel for sites whose d_out are multiples of a
+    number.
+    """
 
     __slots__ = ("_by_site", "all")
 
-    def __init__(self, flat: Tensor, tiles: Tiles, counts: Sequence[int], layout: Layout) -> None:
+    def __init__(
+        self,
+        flat: Tensor,
+        tiles: Tiles,
+        counts: Sequence[int],
+        layout: Layout,
+        block_n: int,
+        kernel_for: Callable[[int], Handle],
+    ) -> None:
         self._by_site: dict[int, _Launch] = {}
         size, first = 6 + 5 * tiles.parts, 0
         for site, count in zip(tiles.expand, counts, strict=True):
             d_out = layout.d_outs[site]
-            self._by_site[site] = _Launch(flat[size * first :], count, sum(layout.d_outs[:site]), d_out, d_out)
+            programs = count, -(-d_out // block_n), 1
+            column = sum(layout.d_outs[:site])
+            self._by_site[site] = _Launch(kernel_for(d_out), flat[size * first :], programs, column)
             first += count
-        d_outs = [layout.d_outs[site] for site in tiles.expand]
-        self.all = _Launch(flat, first, 0, max(d_outs, default=0), math.gcd(*layout.d_outs))
+        widest = max((layout.d_outs[site] for site in tiles.expand), default=0)
+        self.all = _Launch(kernel_for(math.gcd(*layout.d_outs)), flat, (first, -(-widest // block_n), 1), 0)
 
     def of(self, site: int) -> _Launch:
         return self._by_site[site]
@@ -176,10 +215,16 @@ def merge(out: Tensor, base: Tensor, a: Tensor, bt: Tensor, scale: float) -> Non
     rank = a.shape[1]
     rows = block_r(rank)
     block_n, block_k = 64, 128
-    kernels.merge[(n, -(-d_out // block_n), -(-d_in // block_k))](
-        out, base, a, bt, scale, rank, d_out, d_in,
-        out.stride(0), out.stride(1), base.stride(0), base.stride(1),
-        a.stride(0), a.stride(1), bt.stride(0), bt.stride(1),
-        BLOCK_N=block_n, BLOCK_K=block_k, BLOCK_R=rows, MAX_RANK=-(-rank // rows) * rows,
-        EVEN=d_out % block_n == 0 and d_in % block_k == 0, PRECISION=_PRECISION,
+    kernel = handle(
+        "merge",
+        out.dtype,
+        out.device,
+        (
+            ("BLOCK_N", block_n), ("BLOCK_K", block_k), ("BLOCK_R", rows), ("MAX_RANK", -(-rank // rows) * rows),
+            ("EVEN", d_out % block_n == 0 and d_in % block_k == 0), ("PRECISION", _PRECISION),
+        ),
     )  # fmt: skip
+    strides = [stride for tensor in (out, base, a, bt) for stride in tensor.stride()[:2]]
+    kernel(
+        (n, -(-d_out // block_n), -(-d_in // block_k)), (out, base, a, bt), (rank, d_out, d_in, *strides), float(scale)
+    )

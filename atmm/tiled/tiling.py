@@ -91,11 +91,23 @@ def usual(itemsize: int, d_in: int, longest: int, num_programs: int) -> Tiling:
     """The tiling taken where nobody has measured. num_programs: (tiles x rank blocks) of the shrink at split_k 1, for
     tiles of 64 tokens."""
     block_m = 16 if longest <= 16 else 32 if longest <= 32 else 64
-    block_k = 64 if itemsize == 4 else 128
+    block_k = _usual_block_k(itemsize)
     split_k = 1
-    while num_programs * split_k < _PROGRAMS and split_k < 8 and d_in >= 4 * split_k * block_k:
+    while num_programs * split_k < _PROGRAMS and split_k < _MOST_SPLIT and d_in >= 4 * split_k * block_k:
         split_k *= 2
     return Tiling(block_m, 128, block_k, split_k, 3)
 
 
+def all_usual(itemsize: int) -> Iterator[Tiling]:
+    """Every tiling that `usual` may answer."""
+    splits = [2**power for power in range(_MOST_SPLIT.bit_length())]
+    for block_m, split_k in itertools.product((16, 32, 64), splits):
+        yield Tiling(block_m, 128, _usual_block_k(itemsize), split_k, 3)
+
+
+def _usual_block_k(itemsize: int) -> int:
+    return 64 if itemsize == 4 else 128
+
+
 _PROGRAMS = 128  # about one per multiprocessor of a large GPU
+_MOST_SPLIT = 8

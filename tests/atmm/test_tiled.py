@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -16,10 +17,19 @@ ROOT = Path(__file__).parents[2]
 @pytest.mark.parametrize("checks", ("check_tiled.py", "check_styles.py"))
 def test_kernels_agree_with_the_reference_in_the_interpreter(checks: str) -> None:
     # The interpreter is chosen when the kernels are imported, for a whole process.
+    _passes(f"interpreted/{checks}", {"TRITON_INTERPRET": "1"})
+
+
+def test_compiled_kernels_are_launched_as_they_are() -> None:
+    # A process has one driver, and this one has no GPU behind it.
+    _passes("check_handles.py", {})
+
+
+def _passes(checks: str, environment: Mapping[str, str]) -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"tests/atmm/interpreted/{checks}"],
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"tests/atmm/{checks}"],
         cwd=ROOT,
-        env={**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"},
+        env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
         capture_output=True,
         text=True,
         timeout=600,

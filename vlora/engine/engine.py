@@ -57,7 +57,8 @@ class Engine:
         policy = make_policy(config.policy)  # before the model: a wrong name should not cost a load
         if config.threads is not None:
             torch.set_num_threads(config.threads)
-        atmm.load_kernels()  # built where that is still to do: here, not in the middle of a request
+        # Kernels are built here where that is still to do, and further down for a GPU: not in the middle of a request.
+        atmm.load_kernels()
         self.config = config
         self._seam = seam = Seam(load_model(config) if model is None else model)
         self._slabs = WeightSlabs(seam.language_linears)
@@ -67,6 +68,7 @@ class Engine:
         self._tables = BlockTables(self._books, config.block_size)
         self._residency = Residency(self._books, self.limits.max_adapter_pages)
         self._bank = AdapterBank(arena, self._residency, seam.language_linears, seam.vision_linears, self._slabs.order)
+        self._bank.compile_ahead()
         self._switcher = ModeSwitcher(self._slabs, self._bank)
         self._vision = VisionEncoder(seam, config.vision_cache_bytes)
         self._runner = ModelRunner(

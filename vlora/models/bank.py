@@ -51,6 +51,12 @@ class AdapterBank:
     def resident(self) -> frozenset[str]:
         return frozenset(self._residents)
 
+    def compile_ahead(self) -> None:
+        """On a GPU: have the kernels of any step ready. On a CPU nothing is compiled per shape."""
+        weight = next(iter(self._linears.values())).weight
+        if weight.device.type == "cuda":
+            atmm.compile_ahead(self._groups, weight.dtype, weight.device)
+
     @staticmethod
     def num_bytes(adapter: HostAdapter) -> int:
         """Bytes the adapter takes in the arena."""

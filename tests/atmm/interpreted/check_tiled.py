@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from atmm import Lane, SegmentPlan, reference
 from atmm.tiled import kernels
+from atmm.tiled.handles import handle
 from atmm.tiled.lanes import SingleLaunch, Tiled, merge
 from tests.atmm.cases import (
     RELATIVE,
@@ -73,11 +74,13 @@ def test_a_whole_group_at_once(
     group = make_group({"a": 4, "b": 17, "c": 64}, d_outs=d_outs, missing=[("a", 0)], dtype=dtype)
     group.pack("abc")
     launches: Counter[str] = Counter()
+    handle.cache_clear()
     for name in ("shrink", "expand", "single"):
         monkeypatch.setattr(kernels, name, Counted(name, getattr(kernels, name), launches))
     plan = SegmentPlan(num_tokens, lanes, strategy)
     check_group_against_reference(group, plan, *make_input(num_tokens, group, dtype))
     assert launches == ({"single": 1} if KERNELS[strategy] is SingleLaunch else {"shrink": 1, "expand": 1})
+    handle.cache_clear()
 
 
 class Counted(NamedTuple):

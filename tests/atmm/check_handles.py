@@ -1,0 +1,190 @@
+"""Compiled kernels launched through their handles, on a driver that only writes down what it is told to launch.
+
+Run in a process of its own by `test_tiled.py`: Triton has one driver per process.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+from triton.runtime.jit import JITFunction
+
+import atmm.ahead
+import atmm.operator
+import atmm.strategies
+from atmm import Lane, SegmentPlan, add_deltas, compile_ahead
+from atmm.sites import SiteGroup
+from atmm.survey import Survey
+from atmm.tiled import kernels
+from atmm.tiled.handles import handle
+from atmm.tiled.lanes import merge, prepare
+from atmm.tiled.tiling import Tiling, all_usual
+from tests.atmm.cases import make_group, segments
+
+launched: list[tuple] = []
+
+
+class _Utilities:
+    def load_binary(self, name: str, kernel: bytes, shared: int, device: int) -> tuple[int, ...]:
+        return 1, 2, 64, 0, 1024
+
+    def get_device_properties(self, device: int) -> dict[str, int]:
+        return {"max_shared_mem": 232_448, "multiprocessor_count": 132, "warpSize": 32, "max_num_regs": 65_536}
+
+
+class _Launcher:
+    def __init__(self, source: Any, metadata: Any) -> None:
+        self.name = metadata.name
+
+    def __call__(self, *arguments: Any) -> None:
+        # grid and the kernel's own arguments; between them: stream, function, metadata and hooks
+        launched.append((self.name, arguments[:3], arguments[9:]))
+
+
+class _Driver:
+    utils = _Utilities()
+    launcher_cls = _Launcher
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int = 0) -> int:
+        return 0
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", 90, 32)
+
+    def get_active_torch_device(self) -> torch.device:
+        return torch.device("cpu")
+
+
+@pytest.fixture
+def _clean() -> None:
+    driver.set_active(_Driver())
+    handle.cache_clear()
+    launched.clear()
+
+
+def count_launches(patch: pytest.MonkeyPatch) -> list[str]:
+    """Kernels that go through Triton's own launch from now on."""
+    names: list[str] = []
+    run = JITFunction.run
+
+    def counting(self: JITFunction, *arguments: Any, **options: Any) -> Any:
+        names.append(self.__name__)
+        return run(self, *arguments, **options)
+
+    patch.setattr(JITFunction, "run", counting)
+    return names
+
+
+@pytest.fixture
+def asked(_clean: None, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    return count_launches(monkeypatch)
+
+
+def serve(group: SiteGroup, y: torch.Tensor, x: torch.Tensor, tiling: str) -> None:
+    """A step's call for a whole group, as on a GPU."""
+    assert group.packed is not None
+    plan = SegmentPlan(len(x), segments({"a": 3, "b": 5}))
+    strategy = prepare(Survey(plan, group.packed.layout), Tiling.named(tiling))
+    strategy.add_all(y, x, group.packed)
+
+
+def make(d_in: int = 256, num_tokens: int = 8) -> tuple[SiteGroup, torch.Tensor, torch.Tensor]:
+    group = make_group({"a": 8, "b": 16}, d_in=d_in, d_outs=(128, 64), dtype=torch.bfloat16)
+    group.pack("ab")
+    return group, torch.zeros(num_tokens, 192, dtype=torch.bfloat16), torch.ones(num_tokens, d_in, dtype=torch.bfloat16)
+
+
+@pytest.mark.parametrize(
+    "tiling, names",
+    (("tiled m16 n64 k64 s2 p2", ["shrink", "expand"]), ("tiled m16 n64 k64 s0 p2", ["single"])),
+)
+def test_a_step_asks_once_and_every_later_one_launches_the_same(
+    tiling: str, names: list[str], asked: list[str]
+) -> None:
+    group, y, x = make()
+    serve(group, y, x, tiling)
+    assert asked == names
+    first = launched.copy()
+    serve(group, y, x, tiling)
+    assert asked == names, "the second step asked again"
+    again = launched[len(first) :]
+    assert len(again) == len(first) == len(names)
+    for (name, grid, arguments), (other, other_grid, others) in zip(first, again, strict=True):
+        assert (name, grid, len(arguments)) == (other, other_grid, len(others))
+        for one, another in zip(arguments, others, strict=True):
+            # Tables of tiles and hidden values are a step's own.
+            assert one is another or (torch.is_tensor(one) and one.shape == another.shape) or one == another
+
+
+def test_another_alignment_is_another_kernel(asked: list[str]) -> None:
+    group, y, _ = make()
+    flat = torch.ones(8 * 256 + 8, dtype=torch.bfloat16)
+    for offset in (0, 1, 0, 1, 8):
+        serve(group, y, flat[offset : offset + 8 * 256].view(8, 256), "tiled m16 n64 k64 s1 p2")
+    assert asked.count("shrink") == 2 and asked.count("expand") == 1
+
+
+def test_merging_asks_once(asked: list[str]) -> None:
+    base, a, bt = torch.zeros(2, 64, 128), torch.ones(2, 8, 128), torch.ones(2, 8, 64)
+    for scale in (1.0, -0.5):
+        merge(base, base, a, bt, scale)
+    assert asked == ["merge"] and [arguments[15] for _, _, arguments in launched] == [1.0, -0.5]
+
+
+def test_kernels_declare_their_sizes_in_the_order_the_handles_give_them(asked: list[str]) -> None:
+    group, y, x = make()
+    serve(group, y, x, "tiled m16 n64 k64 s2 p2")
+    serve(group, y, x, "tiled m16 n64 k64 s0 p2")
+    serve(group, y, x, "tiled m16 n64 k64 s2 p2")
+    serve(group, y, x, "tiled m16 n64 k64 s0 p2")
+    by_name: dict[str, list[tuple]] = {}
+    for name, _, arguments in launched:
+        by_name.setdefault(name, []).append(arguments)
+    for name, (own, through_handle) in by_name.items():
+        sizes = [value for value in own if not torch.is_tensor(value)]
+        assert sizes == [value for value in through_handle if not torch.is_tensor(value)], name
+        assert len(own) == len(getattr(kernels, name).arg_names)
+
+
+@settings(max_examples=60, deadline=None)
+@given(data=st.data())
+def test_no_step_asks_what_was_compiled_ahead(data: st.DataObject, ahead: list[str]) -> None:
+    ranks = data.draw(st.lists(st.integers(1, 16), min_size=1, max_size=16))
+    adapters = {f"adapter {index}": rank for index, rank in enumerate(ranks)}
+    group = make_group(adapters, d_in=256, d_outs=(128, 64), dtype=torch.bfloat16)
+    group.pack(adapters)
+    tokens = data.draw(st.lists(st.integers(0, 16), min_size=len(ranks), max_size=len(ranks)))
+    num_tokens = max(1, sum(tokens))
+    lanes = segments(dict(zip(adapters, tokens, strict=True)))
+    if num_tokens <= 16 and data.draw(st.booleans()):
+        lanes.append(Lane("adapter 0", 0, num_tokens, -1.0))
+    x = torch.zeros(num_tokens, 256, dtype=torch.bfloat16)
+    add_deltas(x.new_zeros(num_tokens, 192), x, group, SegmentPlan(num_tokens, lanes))
+    assert not ahead
+
+
+@pytest.fixture(scope="module")
+def ahead() -> Iterator[list[str]]:
+    """Kernels that went through Triton's own launch after all were compiled ahead."""
+    driver.set_active(_Driver())
+    handle.cache_clear()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(atmm.operator, "choose", lambda survey, transposed: "tiled")
+        patch.setattr(atmm.operator, "reads_in_place", lambda *shape: False)
+        patch.setattr(atmm.strategies, "triton_interprets", lambda: True)
+        group = make_group({}, d_in=256, d_outs=(128, 64), dtype=torch.bfloat16)
+        # A third of the space is compiled here, and as much of it drawn: all takes a minute.
+        patch.setattr(atmm.ahead, "_HIGHEST_RANK", 16)
+        patch.setattr(atmm.ahead, "all_usual", lambda itemsize: [t for t in all_usual(itemsize) if t.block_m == 16])
+        compile_ahead([group], torch.bfloat16, torch.device("cpu"))
+        yield count_launches(patch)
