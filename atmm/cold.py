@@ -11,7 +11,7 @@ from torch import Tensor
 from atmm.compiled import library
 from atmm.sites import SiteGroup
 
-_OWN_CACHES_BYTES = 8 * 2**20  # more than a core has to itself
+_OWN_CACHES_BYTES = 4 * 2**20  # more than a core has to itself
 _ALL_CACHES_BYTES = 256 * 2**20  # more than most machines have; only where lines cannot be evicted one by one
 _NUM_ROWS, _WIDTH = 16, 1024
 

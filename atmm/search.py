@@ -36,6 +36,7 @@ RANKS = (8, 16, 32, 64)
 _MOST_ESTIMATED = 6.0  # times the least estimate; more is not timed
 _MOST_COMPILED = 512  # tokens; the compiled kernels go token by token
 _TURNS = 8
+_NUM_RANDOM = 1_000_003  # prime, so that factors cut from the values one after the other differ
 _IN_THE_RACE = 1.4  # times the least seconds so far; slower candidates are not timed again
 _LONG_S = 0.03  # a bucket's candidates are timed this long together before fewer turns will do
 
@@ -97,9 +98,14 @@ class Case(NamedTuple):
         dtype = getattr(torch, self.dtype)
         group = SiteGroup([Site(str(index), self.shape.d_in, d_out) for index, d_out in enumerate(self.shape.d_outs)])
         keys = [str(key) for key in range(self.num_adapters)]
+        values, used = _random_values(dtype, device), 0
         for site, key in itertools.product(group.sites, keys):
-            a, bt = (torch.randn(self.rank, d, device=device) * 0.05 for d in (site.d_in, site.d_out))
-            site.factors[key] = Factors(a.to(dtype), bt.to(dtype))
+            factors = []
+            for d in (site.d_in, site.d_out):
+                start = used % (len(values) - self.rank * d)
+                factors.append(values[start : start + self.rank * d].view(self.rank, d).clone())
+                used += self.rank * d + 1
+            site.factors[key] = Factors(*factors)
         group.pack(keys)
         return group
 
@@ -110,6 +116,12 @@ class Case(NamedTuple):
         if comes_transposed(x):
             return x, [x.new_zeros(d_out, self.num_tokens).t() for d_out in self.shape.d_outs]
         return x, [x.new_zeros(self.num_tokens, d_out) for d_out in self.shape.d_outs]
+
+
+@functools.cache
+def _random_values(dtype: torch.dtype, device: str) -> Tensor:
+    """Drawn once: drawing every case's factors anew would take a tenth of the search."""
+    return (torch.randn(_NUM_RANDOM, device=device) * 0.05).to(dtype)
 
 
 class Finding(NamedTuple):
