@@ -22,6 +22,8 @@ from pathlib import Path
 
 import torch
 
+from atmm import cache
+
 _SOURCES = ("merge.cpp", "lanes.cpp", "evict.cpp")
 _HEADERS = ("vectors.h",)
 _FLAGS = ("-std=c++17", "-O3", "-march=native", "-ffp-contract=fast", "-fno-math-errno", "-fopenmp", "-fPIC")
@@ -86,11 +88,10 @@ def _built(compiler: str) -> Path:
     digest = hashlib.sha256(repr((_FLAGS, _version(compiler), _processor())).encode())
     for name in (*_HEADERS, *_SOURCES):
         digest.update((here / name).read_bytes())
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "vlora"
-    file = cache / f"atmm-{digest.hexdigest()[:16]}.so"
+    file = cache.folder() / f"atmm-{digest.hexdigest()[:16]}.so"
     if not file.exists():
-        cache.mkdir(mode=0o700, parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=cache) as folder:
+        file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=file.parent) as folder:
             objects = [str(Path(folder) / f"{Path(name).stem}.o") for name in _SOURCES]
             for name, made in zip(_SOURCES, objects, strict=True):
                 _run(compiler, *_FLAGS, "-c", str(here / name), "-o", made)
