@@ -23,6 +23,8 @@ from atmm import reference
 from atmm.bucket import Bucket, Evenness
 from atmm.cold import Caches, factors_of
 from atmm.compiled.lanes import serves
+from atmm.grouped.lanes import serves as built
+from atmm.grouped.tiling import sensible as grouped_tiles
 from atmm.operator import add_delta, add_deltas
 from atmm.segments import Lane, SegmentPlan
 from atmm.selection import estimate, rule
@@ -35,6 +37,7 @@ ADAPTERS = (1, 2, 4, 8, 16)
 RANKS = (8, 16, 32, 64)
 _MOST_ESTIMATED = 6.0  # times the least estimate; more is not timed
 _MOST_COMPILED = 512  # tokens; the compiled kernels go token by token
+_FEWEST_GROUPED = 256  # tokens; the grouped products are for prefill
 _TURNS = 8
 _NUM_RANDOM = 1_000_003  # prime, so that factors cut from the values one after the other differ
 _IN_THE_RACE = 1.4  # times the least seconds so far; slower candidates are not timed again
@@ -217,6 +220,8 @@ def candidates(survey: Survey, transposed: bool) -> list[str]:
         longest = max(lane.stop - lane.start for lane in survey.lanes)
         tilings = sensible(layout.dtype.itemsize, layout.d_in, longest, survey.num_tokens)
         names += ["tiled", *(tiling.name for tiling in tilings)]
+        if survey.num_tokens >= _FEWEST_GROUPED:
+            names += [tile.name for tile in grouped_tiles(longest) if built(survey, tile.name)]
     ruled = rule(survey, transposed)
     return names if ruled in names else [*names, ruled]
 

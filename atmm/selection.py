@@ -14,6 +14,7 @@ import torch
 
 from atmm.bucket import Bucket
 from atmm.compiled.lanes import serves
+from atmm.strategies import served
 from atmm.survey import Survey
 from atmm.tables import table_for
 
@@ -31,11 +32,11 @@ def reads_in_place(num_tokens: int, device: torch.device, dtype: torch.dtype) ->
 
 
 def choose(survey: Survey, transposed: bool = False) -> str:
-    """A name of `atmm.STRATEGIES` for a survey whose adapters are all packed. transposed: how the output lies."""
+    """The name of a strategy for a survey whose adapters are all packed. transposed: how the output lies."""
     if survey.keys == survey.layout.targeting:  # tables are measured with nothing packed that is not used
         known = table_for(survey.layout.device.type).get(Bucket.of(survey).key())
         if known is not None:
-            return known
+            return served(known, survey)
     return rule(survey, transposed)
 
 

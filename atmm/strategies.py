@@ -11,9 +11,11 @@ stacked   one shrink of all tokens with all packed adapters of all sites of the 
 gathered  the same shrink; each token's own columns of it are gathered and weigh its own rows of Bt in an embedding
           bag. No wasted arithmetic in the expand, and rows are read as they lie in memory: for decoding.
 tiled     Triton kernels on a GPU: tiles of tokens against their own adapter's rows, overlapping lanes summed in
-          registers.
+          registers. With the sizes of its tiles behind the name where a search has chosen them.
 compiled  on a CPU with a compiler: each token reads its own rows and no others, in both products, and a call costs
           little. For decoding, where it is bound by the adapters' bytes.
+grouped   CUTLASS's grouped products on a GPU, where they are built: a product per lane. Always with the sizes of its
+          tiles behind the name. For prefill.
 """
 
 from __future__ import annotations
@@ -28,6 +30,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from atmm.compiled.lanes import Compiled, serves
+from atmm.grouped import lanes as grouped
 from atmm.segments import Lane
 from atmm.shares import GroupShares
 from atmm.sites import Packed, Site
@@ -281,14 +284,18 @@ STRATEGIES: dict[str, Callable[[Survey], Strategy]] = {
 
 
 def known(name: str) -> bool:
-    """Whether a strategy has this name: one of `STRATEGIES`, or "tiled" with the sizes of its tiles."""
-    return name in STRATEGIES or _sized(name)
+    """Whether a strategy has this name: one of `STRATEGIES`, or "tiled" or "grouped" with the sizes of their tiles."""
+    return name in STRATEGIES or name.startswith(("tiled ", "grouped "))
+
+
+def served(name: str, survey: Survey) -> str:
+    """The name itself, or "tiled" where it is of grouped products that are not built here or cannot compute this."""
+    return "tiled" if name.startswith("grouped ") and not grouped.serves(survey, name) else name
 
 
 def prepare(name: str, survey: Survey) -> Strategy:
     """The strategy of a known name, prepared for a survey."""
-    return _tiled(survey, name) if _sized(name) else STRATEGIES[name](survey)
-
-
-def _sized(name: str) -> bool:
-    return name.startswith("tiled ")
+    name = served(name, survey)
+    if name.startswith("grouped "):
+        return grouped.Grouped(survey, name)
+    return _tiled(survey, name) if name.startswith("tiled ") else STRATEGIES[name](survey)

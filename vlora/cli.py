@@ -430,6 +430,18 @@ def bench(name: str, quick: bool, out: Path | None) -> None:
 @click.option("--out", type=click.Path(path_type=Path), help="The table's file; where the engine looks if not given.")
 @click.option("--check", is_flag=True, help="Only verify the numerics of every row of the table.")
 @click.option("--lint", is_flag=True, help="Only compile every kernel of the GPU's search space; needs no GPU.")
+@click.option(
+    "--build-cutlass",
+    is_flag=True,
+    help="Only build the grouped products that a search on a GPU may then time; needs nvcc, and no GPU.",
+)
+@click.option(
+    "--capability",
+    "capabilities",
+    multiple=True,
+    type=click.IntRange(min=80),
+    help="Compute capability to build for, 80 for 8.0; may be repeated. The GPU's own, or 80 and 90, if not given.",
+)
 def tune(
     model: str | None,
     device: str,
@@ -439,6 +451,8 @@ def tune(
     out: Path | None,
     check: bool,
     lint: bool,
+    build_cutlass: bool,
+    capabilities: tuple[int, ...],
 ) -> None:
     """Find the fastest way to add adapters' deltas on this machine, shape by shape, and keep it in a table.
 
@@ -448,14 +462,19 @@ def tune(
         vlora tune
         vlora tune --model Qwen/Qwen2-VL-7B-Instruct --device cuda --dtype bfloat16
     """
-    if device == "cuda" and not lint:
+    if capabilities and not build_cutlass:
+        raise BadConfig("--capability says what --build-cutlass builds for; give both or neither")
+    if device == "cuda" and not (lint or build_cutlass):
         import torch
 
         if not torch.cuda.is_available():
             raise BadConfig("device 'cuda' was asked for, but torch sees no CUDA device here")
     from vlora import tune as tuning
 
-    if lint:
+    if build_cutlass:
+        tuning.build_cutlass(capabilities or tuning.capabilities_here(), click.echo)
+        sound = True
+    elif lint:
         sound = tuning.lint(click.echo)
     else:
         import torch

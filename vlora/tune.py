@@ -1,8 +1,11 @@
-"""`vlora tune`: measure ATMM on this machine, check a table's numerics, and look at every kernel of the space."""
+"""`vlora tune`: measure ATMM on this machine, check a table's numerics, look at every kernel of the space, and build
+those that are built ahead."""
 
 from __future__ import annotations
 
 import datetime
+import subprocess
+import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -12,6 +15,8 @@ from transformers import AutoConfig
 
 from atmm import tables
 from atmm.bucket import Bucket
+from atmm.grouped import build
+from atmm.grouped.tiling import SPACE
 from atmm.search import SHAPES, Case, Finding, Shape, cases, error, read, search
 from vlora.errors import BadConfig
 from vlora.models.bank import site_groups
@@ -118,3 +123,43 @@ def lint(say: Callable[[str], None]) -> bool:
                     progress.console.print(f"{kernel} on sm_{capability}: {'; '.join(facts.faults)}")
     say(f"{2 * len(kernels) - faults} of {2 * len(kernels)} kernels are sound")
     return not faults
+
+
+def build_cutlass(capabilities: Sequence[int], say: Callable[[str], None]) -> None:
+    """Compile the grouped products for compute capabilities, 80 being 8.0, and keep the tiles that do not spill.
+
+    Says what became of each. Raises BadConfig without nvcc or CUTLASS's headers, and where nothing compiles with them.
+    """
+    library = build.place()
+    sound: list[build.Made] = []
+    faulty: list[build.Made] = []
+    try:
+        tools = build.tools()
+        library.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=library.parent) as name, Progress(*_COLUMNS) as progress:
+            task = progress.add_task("compiling", total=len(SPACE))
+            folder = Path(name)
+            problems = build.compile_problems(tools, capabilities, folder)
+            for made in build.compile_tiles(tools, capabilities, folder):
+                progress.advance(task)
+                (faulty if made.fault else sound).append(made)
+            if not sound:
+                raise BadConfig(f"no tile of the grouped products can be used; {faulty[0].tile.name} {faulty[0].fault}")
+            build.link(tools, [problems, *(made.object for made in sound)], library)
+    except (OSError, subprocess.SubprocessError) as problem:
+        raise BadConfig(f"cannot build the grouped products: {build.reason(problem)}") from problem
+    for made in sorted(sound):
+        shared = build.shared_bytes(made.tile, library)
+        say(f"{made.tile.name}: {made.registers} registers, nothing spilled, {shared} bytes of shared memory")
+    for made in sorted(faulty):
+        say(f"{made.tile.name} is left out: {made.fault}")
+    targets = ", ".join(f"sm_{number}" for number in capabilities)
+    say(f"{len(sound)} of {len(SPACE)} tiles are built for {targets}: {library}")
+
+
+def capabilities_here() -> list[int]:
+    """Of the GPU at hand, or where there is none of those that V-LoRA is made for: A100 and H100."""
+    if torch.cuda.is_available():
+        major, minor = torch.cuda.get_device_capability()
+        return [10 * major + minor]
+    return [80, 90]

@@ -1,4 +1,4 @@
-"""`vlora tune`: a table from a search, its check, and a search that goes on."""
+"""`vlora tune`: a table from a search, its check, a search that goes on, and what is built ahead."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ import torch
 from click.testing import CliRunner
 
 import atmm.search
+from atmm.grouped import build
+from atmm.grouped.tiling import SPACE
 from vlora.cli import cli
 from vlora.errors import BadConfig
 from vlora.tune import shapes_of
@@ -121,3 +123,63 @@ def test_shapes_of_a_model_are_its_groups() -> None:
 def test_a_model_that_is_not_there_is_refused(tmp_path: Path) -> None:
     with pytest.raises(BadConfig, match="cannot load model"):
         shapes_of(str(tmp_path / "nothing"))
+
+
+_NVCC = """#!/bin/sh
+# Compiles nothing: one tile spills, one is refused.
+for word in "$@"; do
+  case "$word" in -DTILE=*) tile=${word#-DTILE=};; *.o|*.so) made="$word";; esac
+done
+case "$tile" in
+  %(spills)s) echo "    8 bytes stack frame, 12 bytes spill stores, 12 bytes spill loads" >&2;;
+  %(breaks)s) echo "tile.cu(9): error: no such shape" >&2; exit 1;;
+esac
+echo "ptxas info    : Used 96 registers, used 1 barriers" >&2
+echo "$@" > "$made"
+"""
+
+
+@pytest.fixture
+def nvcc(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A compiler that is none, and a cache folder of its own."""
+    file = tmp_path / "nvcc"
+    file.write_text(_NVCC % {"spills": SPACE[1].symbol, "breaks": SPACE[2].symbol})
+    file.chmod(0o755)
+    monkeypatch.setattr(build, "tools", lambda: build.Tools(file, tmp_path))
+    monkeypatch.setattr(build, "shared_bytes", lambda tile, library: 98_304)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    return file
+
+
+def test_tiles_that_spill_or_do_not_compile_are_left_out(nvcc: Path) -> None:
+    code, told = tune("--build-cutlass", "--capability", "80", "--capability", "90")
+    assert code == 0 and f"{len(SPACE) - 2} of {len(SPACE)} tiles are built for sm_80, sm_90" in told
+    assert f"{SPACE[0].name}: 96 registers, nothing spilled, 98304 bytes of shared memory" in told
+    assert f"{SPACE[1].name} is left out: 24 bytes spilled" in told
+    assert f"{SPACE[2].name} is left out: does not compile: tile.cu(9): error: no such shape" in told
+    linked = build.place().read_text()
+    assert all((f"{tile.symbol}.o" in linked) == (tile not in SPACE[1:3]) for tile in SPACE)
+    assert "problems.o" in linked
+    assert [file.name for file in build.place().parent.iterdir()] == [build.place().name]
+
+
+def test_a_build_without_tools_says_what_is_missing(nvcc: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing() -> build.Tools:
+        raise FileNotFoundError("there is no nvcc")
+
+    monkeypatch.setattr(build, "tools", missing)
+    with pytest.raises(BadConfig, match="cannot build the grouped products: there is no nvcc"):
+        CliRunner().invoke(cli, ["tune", "--build-cutlass"], catch_exceptions=False)
+    assert not build.place().parent.exists()
+
+
+def test_a_compiler_that_cannot_work_is_told(nvcc: Path) -> None:
+    nvcc.write_text("#!/bin/sh\necho 'no host compiler' >&2\nexit 1\n")
+    with pytest.raises(BadConfig, match="nvcc failed: no host compiler"):
+        CliRunner().invoke(cli, ["tune", "--build-cutlass"], catch_exceptions=False)
+    assert not build.place().exists()
+
+
+def test_capabilities_belong_to_a_build() -> None:
+    with pytest.raises(BadConfig, match="--capability says what --build-cutlass builds for"):
+        CliRunner().invoke(cli, ["tune", "--capability", "80"], catch_exceptions=False)

@@ -86,7 +86,7 @@ def measure(case: Case, device: str, bytes_per_s: float) -> dict[str, Any]:
     assert packed is not None
     # Where nobody has searched, the kernels with their usual tiles.
     chosen = choose(Survey(plan, packed.layout))
-    ours = "tiled" if not chosen.startswith("tiled") and device == "cuda" else chosen
+    ours = "tiled" if not chosen.startswith(("tiled", "grouped")) and device == "cuda" else chosen
     mine = case.plan(ours)
     together = torch.cat(outputs, 1)
     calls: dict[str, Callable[[], object]] = {"ours": functools.partial(_add_all, groups, mine, x, together)}

@@ -17,7 +17,8 @@ _OTHERS = (
     *("PEFT layer", "gather and bmm", "padded einsum", "plain loop"),  # on a CPU
     *("bgmv", "sgmv", "mbgmm", "vllm", "sglang", "einsum"),  # on a GPU
 )
-_COLORS = {"loop": "C0", "batched": "C1", "stacked": "C2", "gathered": "C3", "compiled": "C4", "tiled": "C5"}
+_STRATEGIES = "loop", "batched", "stacked", "gathered", "compiled", "tiled", "grouped"
+_COLORS = {name: f"C{index}" for index, name in enumerate(_STRATEGIES)}
 
 
 def draw(rows: Sequence[Row], folder: Path) -> None:

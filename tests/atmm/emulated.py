@@ -1,0 +1,127 @@
+"""The library of grouped products on the CPU: the same functions, given the same addresses, that read and write memory
+as the GPU would."""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+import struct
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from atmm.grouped import Launches
+from atmm.grouped.tiling import SPACE, Tile
+
+_PROBLEM = struct.Struct("9q")
+_ADDRESSES, _SIZES = struct.Struct("6q"), struct.Struct("3i")
+
+
+def point(
+    problems: int, count: int, buffer: int, x: int, x_stride: int, d_in: int, pool: int, a_stride: int, hidden: int,
+    y: int, y_stride: int, column: int, stream: int,
+) -> int:  # fmt: skip
+    """The twin of `problems.h`."""
+    for index in range(count):
+        token, num_tokens, rank, a, bt, bt_stride, d_out, y_column, start = _PROBLEM.unpack(
+            ctypes.string_at(problems + _PROBLEM.size * index, _PROBLEM.size)
+        )
+        values = hidden + 2 * start
+        inputs, outputs = x + 2 * token * x_stride, y + 2 * (token * y_stride + y_column - column)
+        shrink = (inputs, pool + 2 * a, values, x_stride, a_stride, rank), (num_tokens, rank, d_in)
+        expand = (values, pool + 2 * bt, outputs, rank, bt_stride, y_stride), (num_tokens, d_out, rank)
+        for half, (addresses, sizes) in enumerate((shrink, expand)):
+            begin = buffer + 64 * count * half
+            for field, value in enumerate(addresses):
+                ctypes.c_int64.from_address(begin + 8 * (field * count + index)).value = value
+            for field, value in enumerate(sizes):
+                ctypes.c_int32.from_address(begin + 48 * count + 4 * (3 * index + field)).value = value
+    return 0
+
+
+class Product(NamedTuple):
+    """Addresses, elements between rows, and the sizes of left [m, k], right and out [m, n]."""
+
+    left: int
+    right: int
+    out: int
+    left_stride: int
+    right_stride: int
+    out_stride: int
+    m: int
+    n: int
+    k: int
+
+
+def products(buffer: int, count: int, half: int) -> Iterator[Product]:
+    """What a launch finds in its arguments; half 0 is the shrink, 1 the expand."""
+    begin = buffer + 64 * count * half
+    for index in range(count):
+        fields = [ctypes.c_int64.from_address(begin + 8 * (field * count + index)).value for field in range(6)]
+        sizes = [ctypes.c_int32.from_address(begin + 48 * count + 4 * (3 * index + field)).value for field in range(3)]
+        yield Product(*fields, *sizes)
+
+
+class Emulated:
+    """Stands for `atmm.grouped.Library`. calls: the launches so far, by name."""
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+        self.launches = {
+            (dtype, tile.name): Launches(tile, *self._launches_of(tile, dtype))
+            for dtype in (torch.bfloat16, torch.float16)
+            for tile in SPACE
+        }
+
+    def point(self, *arguments: int) -> int:
+        self.calls.append("point")
+        return point(*arguments)
+
+    def _launches_of(self, tile: Tile, dtype: torch.dtype) -> tuple[Callable[..., int], Callable[..., int]]:
+        def shrink(buffer: int, count: int, num_tiles: int, stream: int) -> int:
+            self.calls.append("shrink")
+            asked = list(products(buffer, count, 0))
+            _check(asked, tile, num_tiles)
+            for p in asked:
+                left = matrix(p.left, p.m, p.k, p.left_stride, dtype)
+                right = matrix(p.right, p.n, p.k, p.right_stride, dtype)
+                matrix(p.out, p.m, p.n, p.out_stride, dtype).copy_(left.float() @ right.float().t())
+            return 0
+
+        def expand(buffer: int, count: int, first: int, num: int, num_tiles: int, sign: float, stream: int) -> int:
+            self.calls.append("expand")
+            asked = list(products(buffer, count, 1))[first : first + num]
+            assert len(asked) == num
+            _check(asked, tile, num_tiles)
+            for p in asked:
+                left = matrix(p.left, p.m, p.k, p.left_stride, dtype)
+                right = matrix(p.right, p.k, p.n, p.right_stride, dtype)
+                out = matrix(p.out, p.m, p.n, p.out_stride, dtype)
+                out.copy_(sign * (left.float() @ right.float()) + out.float())
+            return 0
+
+        return shrink, expand
+
+
+def matrix(address: int, rows: int, columns: int, stride: int, dtype: torch.dtype) -> Tensor:
+    """[rows, columns] of 16 bits each at an address, `stride` elements between rows."""
+    count = (rows - 1) * stride + columns
+    memory = (ctypes.c_char * (2 * count)).from_address(address)
+    return torch.frombuffer(memory, dtype=dtype).as_strided((rows, columns), (stride, 1))
+
+
+def _check(asked: list[Product], tile: Tile, num_tiles: int) -> None:
+    """What CUTLASS takes for granted: 128-bit accesses, and no value written twice in one launch."""
+    assert num_tiles == sum(tile.num_tiles(p.m, p.n) for p in asked)
+    for p in asked:
+        assert min(p.m, p.n, p.k) > 0
+        assert not any(address % 16 for address in p[:3])
+        assert not any(size % 8 for size in (*p[3:6], p.n, p.k))
+    written = sorted(
+        (start, start + 2 * p.n)
+        for p in asked
+        for start in range(p.out, p.out + 2 * p.m * p.out_stride, 2 * p.out_stride)
+    )
+    assert all(stop <= start for (_, stop), (start, _) in itertools.pairwise(written))
