@@ -24,7 +24,7 @@ from atmm.grouped.tiling import SPACE, Tile
 
 ARGUMENT_BYTES = 128  # per problem: what both products are called with, as `problems.h` lays it
 _INT, _POINTER, _FLOAT = ctypes.c_int64, ctypes.c_void_p, ctypes.c_float
-_POINT = (_POINTER, _INT, _POINTER, _POINTER, _INT, _INT, _POINTER, _INT, _POINTER, _POINTER, _INT, _INT, _POINTER)
+_POINT = (_POINTER, _INT, _POINTER, _POINTER, _INT, _INT, _POINTER, _POINTER, _POINTER, _INT, _INT, _POINTER)
 _SHRINK = (_POINTER, _INT, _INT, _POINTER)
 _EXPAND = (_POINTER, _INT, _INT, _INT, _INT, _FLOAT, _POINTER)
 

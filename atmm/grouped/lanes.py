@@ -11,7 +11,7 @@ from torch import Tensor
 from atmm.grouped import ARGUMENT_BYTES, library
 from atmm.grouped.plan import ALIGNMENT, legal, problems_of
 from atmm.shares import GroupShares
-from atmm.sites import Packed, Site, row_strides
+from atmm.sites import Packed, Site
 from atmm.survey import Survey
 
 
@@ -44,7 +44,7 @@ class Grouped(GroupShares):
     adds_transposed = False
 
     __slots__ = (
-        "_a_stride", "_all", "_arguments", "_by_site", "_columns", "_count", "_expand", "_hidden", "_point",
+        "_all", "_arguments", "_by_site", "_columns", "_count", "_expand", "_hidden", "_point",
         "_problems", "_shrink", "_shrink_tiles",
     )  # fmt: skip
 
@@ -55,7 +55,6 @@ class Grouped(GroupShares):
         self._point = kernels.point
         tile, self._shrink, self._expand = kernels.launches[layout.dtype, name]
         found = problems_of(survey)
-        self._a_stride, _ = row_strides(layout)
         self._columns = tuple(sum(layout.d_outs[:site]) for site in range(len(layout.d_outs)))
         self._by_site: dict[int, list[_Launch]] = {site: [] for site in survey.live}
         self._all: list[_Launch] = []
@@ -89,7 +88,7 @@ class Grouped(GroupShares):
         stream = _stream(y.device)
         _check(self._point(
             self._problems.data_ptr(), self._count, self._arguments.data_ptr(), inputs.data_ptr(),
-            inputs.stride(0), inputs.shape[1], packed.a.data_ptr(), self._a_stride, self._hidden.data_ptr(),
+            inputs.stride(0), inputs.shape[1], packed.a.data_ptr(), self._hidden.data_ptr(),
             rows.data_ptr(), rows.stride(0), 0 if site is None else self._columns[site], stream,
         ))  # fmt: skip
         if site is None:

@@ -6,7 +6,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from atmm.segments import Lane
-from atmm.sites import bt_starts, row_strides
+from atmm.sites import bt_starts
 from atmm.survey import Survey
 
 ALIGNMENT = 8  # elements of a 128-bit access: sizes, strides and starts are multiples of it
@@ -15,18 +15,16 @@ ALIGNMENT = 8  # elements of a 128-bit access: sizes, strides and starts are mul
 class Problem(NamedTuple):
     """One lane at one site, in elements; the fields are those of `Problem` in `problems.h`, in its order.
 
-    token: first one, counted from the survey's start. a, bt: where its rows start behind the packed A's start;
-    bt_stride: between rows of Bt. column: first of the group's outputs side by side. hidden: where its hidden values
-    [num_tokens, rank] start.
+    token: first one, counted from the survey's start. a, bt: where its rows start behind the packed A's start. column:
+    first of the group's outputs side by side. hidden: where its hidden values [num_tokens, rank] start.
     """
 
     token: int
     num_tokens: int
     rank: int
+    d_out: int
     a: int
     bt: int
-    bt_stride: int
-    d_out: int
     column: int
     hidden: int
 
@@ -59,7 +57,7 @@ def legal(survey: Survey) -> bool:
 def problems_of(survey: Survey) -> Problems:
     """The problems of a legal survey."""
     layout = survey.layout
-    starts, (a_stride, bt_strides) = bt_starts(layout), row_strides(layout)
+    starts = bt_starts(layout)
     problems: list[Problem] = []
     rounds = []
     num_hidden = 0
@@ -76,10 +74,9 @@ def problems_of(survey: Survey) -> Problems:
                         token=start - survey.start,
                         num_tokens=stop - start,
                         rank=span.rank,
-                        a=(layout.first_rows[site] + span.start) * a_stride,
-                        bt=starts[site] // layout.dtype.itemsize + span.start * bt_strides[site],
-                        bt_stride=bt_strides[site],
                         d_out=layout.d_outs[site],
+                        a=(layout.first_rows[site] + span.start) * layout.d_in,
+                        bt=starts[site] // layout.dtype.itemsize + span.start * layout.d_outs[site],
                         column=sum(layout.d_outs[:site]),
                         hidden=num_hidden,
                     )

@@ -17,9 +17,9 @@ __global__ void point_all(const atmm::Problem* problems, int64_t count, atmm::La
 
 // Returns 0, or CUDA's error.
 extern "C" int atmm_grouped_point(const atmm::Problem* problems, int64_t count, char* buffer, char* x, int64_t x_stride,
-                                  int64_t d_in, char* pool, int64_t a_stride, char* hidden, char* y, int64_t y_stride,
-                                  int64_t column, cudaStream_t stream) {
-  const atmm::Layer layer{x, pool, hidden, y, d_in, x_stride, a_stride, y_stride, column};
+                                  int64_t d_in, char* pool, char* hidden, char* y, int64_t y_stride, int64_t column,
+                                  cudaStream_t stream) {
+  const atmm::Layer layer{x, pool, hidden, y, d_in, x_stride, y_stride, column};
   point_all<<<static_cast<unsigned>((count + kThreads - 1) / kThreads), kThreads, 0, stream>>>(problems, count, layer,
                                                                                                buffer);
   return cudaGetLastError();

@@ -14,20 +14,21 @@ namespace atmm {
 constexpr int64_t kItemBytes = 2;          // bfloat16 and float16
 constexpr int64_t kArgumentBytes = 2 * 64; // per problem, of both products
 
-// One lane at one site, in the order of `Problem` in plan.py; all but counts are elements.
+// One lane at one site, in the order of `Problem` in plan.py. Factors lie in rows without padding, as their sizes are
+// multiples of 128 bits.
 struct Problem {
   int64_t token, num_tokens;  // of the survey
-  int64_t rank;
-  int64_t a, bt;              // where its rows start, from the packed A on
-  int64_t bt_stride, d_out;
-  int64_t column;             // of the group's outputs side by side
-  int64_t hidden;             // [num_tokens, rank]
+  int64_t rank, d_out;
+  int64_t a, bt;   // where its rows start: elements behind the packed A's start
+  int64_t column;  // of the group's outputs side by side
+  int64_t hidden;  // where its hidden values [num_tokens, rank] start, in elements
 };
 
-// One layer's tensors: addresses, and elements between rows. column: of the group's outputs, the first in y.
+// One layer's tensors: addresses, and elements between rows. pool: the packed A, the Bts behind it. column: of the
+// group's outputs, the first in y.
 struct Layer {
   char *x, *pool, *hidden, *y;
-  int64_t d_in, x_stride, a_stride, y_stride, column;
+  int64_t d_in, x_stride, y_stride, column;
 };
 
 // The arguments of one product of every problem: out [m, n] from left [m, k] and right, with elements between rows.
@@ -66,9 +67,9 @@ ATMM_HOST_DEVICE inline void point(const Problem* problems, int64_t count, int64
   char* x = layer.x + p.token * layer.x_stride * kItemBytes;
   char* y = layer.y + (p.token * layer.y_stride + p.column - layer.column) * kItemBytes;
   set(arguments(buffer, count, kShrink), index, p.num_tokens, p.rank, layer.d_in, x, layer.x_stride,
-      layer.pool + p.a * kItemBytes, layer.a_stride, hidden, p.rank);
+      layer.pool + p.a * kItemBytes, layer.d_in, hidden, p.rank);
   set(arguments(buffer, count, kExpand), index, p.num_tokens, p.d_out, p.rank, hidden, p.rank,
-      layer.pool + p.bt * kItemBytes, p.bt_stride, y, layer.y_stride);
+      layer.pool + p.bt * kItemBytes, p.d_out, y, layer.y_stride);
 }
 
 }  // namespace atmm

@@ -15,23 +15,22 @@ from torch import Tensor
 from atmm.grouped import Launches
 from atmm.grouped.tiling import SPACE, Tile
 
-_PROBLEM = struct.Struct("9q")
-_ADDRESSES, _SIZES = struct.Struct("6q"), struct.Struct("3i")
+_PROBLEM = struct.Struct("8q")
 
 
 def point(
-    problems: int, count: int, buffer: int, x: int, x_stride: int, d_in: int, pool: int, a_stride: int, hidden: int,
+    problems: int, count: int, buffer: int, x: int, x_stride: int, d_in: int, pool: int, hidden: int,
     y: int, y_stride: int, column: int, stream: int,
 ) -> int:  # fmt: skip
     """The twin of `problems.h`."""
     for index in range(count):
-        token, num_tokens, rank, a, bt, bt_stride, d_out, y_column, start = _PROBLEM.unpack(
+        token, num_tokens, rank, d_out, a, bt, y_column, start = _PROBLEM.unpack(
             ctypes.string_at(problems + _PROBLEM.size * index, _PROBLEM.size)
         )
         values = hidden + 2 * start
         inputs, outputs = x + 2 * token * x_stride, y + 2 * (token * y_stride + y_column - column)
-        shrink = (inputs, pool + 2 * a, values, x_stride, a_stride, rank), (num_tokens, rank, d_in)
-        expand = (values, pool + 2 * bt, outputs, rank, bt_stride, y_stride), (num_tokens, d_out, rank)
+        shrink = (inputs, pool + 2 * a, values, x_stride, d_in, rank), (num_tokens, rank, d_in)
+        expand = (values, pool + 2 * bt, outputs, rank, d_out, y_stride), (num_tokens, d_out, rank)
         for half, (addresses, sizes) in enumerate((shrink, expand)):
             begin = buffer + 64 * count * half
             for field, value in enumerate(addresses):

@@ -44,9 +44,8 @@ HEADER = Path(grouped.__file__).parent / "problems.h"
 WRAPPER = """
 #include "problems.h"
 extern "C" int point(const atmm::Problem* problems, int64_t count, char* buffer, char* x, int64_t x_stride,
-                     int64_t d_in, char* pool, int64_t a_stride, char* hidden, char* y, int64_t y_stride,
-                     int64_t column, void*) {
-  const atmm::Layer layer{x, pool, hidden, y, d_in, x_stride, a_stride, y_stride, column};
+                     int64_t d_in, char* pool, char* hidden, char* y, int64_t y_stride, int64_t column, void*) {
+  const atmm::Layer layer{x, pool, hidden, y, d_in, x_stride, y_stride, column};
   for (int64_t index = 0; index < count; ++index) atmm::point(problems, count, index, layer, buffer);
   return 0;
 }
@@ -65,7 +64,7 @@ def header(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., int]:
     flags = ("-std=c++17", "-Wall", "-Werror", "-shared", "-fPIC", f"-I{HEADER.parent}")
     subprocess.run([compiler, *flags, folder / "wrapper.cpp", "-o", made], check=True)
     function = ctypes.CDLL(str(made)).point
-    function.argtypes = (ctypes.c_int64,) * 13
+    function.argtypes = (ctypes.c_int64,) * 12
     return function
 
 
@@ -207,10 +206,10 @@ def test_the_header_points_where_its_twin_does(
     assert group.packed is not None
     survey = Survey(SegmentPlan(batch.num_tokens, batch.lanes), group.packed.layout)
     found = problems_of(survey).problems
-    problems = torch.tensor(found, dtype=torch.int64).view(-1, 9)
+    problems = torch.tensor(found, dtype=torch.int64)
     buffers = [torch.zeros(grouped.ARGUMENT_BYTES * len(found), dtype=torch.uint8) for _ in range(2)]
     for buffer, function in zip(buffers, (header, emulated.point), strict=True):
-        layer = start, 3 * batch.d_in, batch.d_in, 2 * start, batch.d_in, 3 * start, 5 * start, 1000, column
+        layer = start, 3 * batch.d_in, batch.d_in, 2 * start, 3 * start, 5 * start, 1000, column
         assert function(problems.data_ptr(), len(found), buffer.data_ptr(), *layer, 0) == 0
     assert torch.equal(*buffers)
     assert not found or buffers[0].any()
