@@ -331,3 +331,23 @@ def test_a_library_that_cannot_be_loaded_is_said(
     build.place().write_bytes(content)
     assert grouped.library() is None
     assert "no grouped products" in caplog.text
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16), ids=str)
+@pytest.mark.parametrize("name", [tile.name for tile in SPACE])
+def test_what_was_built_agrees_with_the_reference(
+    name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = grouped.library()
+    if found is None or (dtype, name) not in found.launches:
+        pytest.skip("not built here")
+    monkeypatch.setitem(ROUNDINGS, torch.bfloat16, 2)
+    for num_tokens, kinds in (*KINDS.values(), (900, segments({"a": 300, "b": 1, "c": 599}))):
+        group = make_group({"a": 8, "b": 24, "c": 64}, d_in=456, missing=[("b", 1)], dtype=dtype, device="cuda")
+        group.pack("abc")
+        plan = SegmentPlan(num_tokens, kinds, name)
+        check_against_reference(group, plan, *make_input(num_tokens, group, dtype, "cuda"))
+        check_group_against_reference(group, plan, *make_input(num_tokens, group, dtype, "cuda"))
+        assert all(isinstance(strategy, lanes.Grouped) for strategy in plan.prepared.values())
