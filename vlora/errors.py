@@ -13,6 +13,8 @@
     |   |-- PromptTooLong        prompt and answer do not fit the model's context
     |   |-- UnknownAdapter       no adapter of that name is registered
     |   `-- UnknownHead          the adapter has no head of that name
+    |-- Unauthorized         no token, a wrong one, or one that has expired
+    |-- Forbidden            the token is good, but not for this call
     |-- OverCapacity         the server is full; try again later
     |-- DeadlineMissed       the answer could not be given within the request's latency bound
     |-- Aborted              the request was cancelled, by its client or by an operator
@@ -78,6 +80,16 @@ class UnknownAdapter(BadRequest):
 class UnknownHead(BadRequest):
     code = "unknown_head"
     http_status = 404
+
+
+class Unauthorized(VLoraError):
+    code = "unauthorized"
+    http_status = 401
+
+
+class Forbidden(VLoraError):
+    code = "forbidden"
+    http_status = 403
 
 
 class OverCapacity(VLoraError):

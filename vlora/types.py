@@ -29,11 +29,15 @@ class RequestStatus(enum.StrEnum):
     FAILED = "failed"
 
 
+MAX_LOGPROBS = 20
+
+
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     """What a user may set about token choice.
 
     temperature 0 is greedy. top_k 0 and top_p 1 switch those filters off. Draws depend on `seed` and the token's place
     in the answer only, never on the batch; `seed=None` takes one from the request id.
+    logprobs: for every token its log probability and those of this many likeliest ones; None computes none.
 
     Raises BadRequest when a value is out of range.
     """
@@ -45,6 +49,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     seed: int | None = None
     stop: tuple[str, ...] = ()
     ignore_eos: bool = False
+    logprobs: int | None = None
 
     def __post_init__(self) -> None:
         if self.max_tokens < 1:
@@ -55,6 +60,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
             raise BadRequest(f"top_p is {self.top_p}; it must be above 0 and at most 1")
         if self.top_k < 0:
             raise BadRequest(f"top_k is {self.top_k}; it must be 0 (off) or more")
+        if self.logprobs is not None and not 0 <= self.logprobs <= MAX_LOGPROBS:
+            raise BadRequest(f"logprobs is {self.logprobs}; it must lie between 0 and {MAX_LOGPROBS}")
         if any(not text for text in self.stop):
             raise BadRequest("stop holds an empty string; every stop string needs at least one character")
 
@@ -128,6 +135,16 @@ class HeadAnswer(msgspec.Struct, frozen=True, kw_only=True):
     scores: tuple[float, ...]
 
 
+class TokenScore(msgspec.Struct, frozen=True):
+    """How likely the model held a sampled token, before temperature and filters: natural logarithms.
+
+    top: (token id, log probability) of the likeliest tokens, best first; as many as the request asked for.
+    """
+
+    logprob: float
+    top: tuple[tuple[int, float], ...]
+
+
 class Timings(msgspec.Struct, frozen=True, kw_only=True):
     """Where one request's time went, in seconds from its arrival at the engine, and how it was run.
 
@@ -149,12 +166,13 @@ FinishReason = Literal["stop", "length", "head", "cancelled", "error"]
 class RequestOutput(msgspec.Struct, frozen=True, kw_only=True):
     """One message of a request's answer. The last one has a finish_reason; exactly one such message ends every request.
 
-    token_ids: the tokens since the previous message. error is set when, and only when, finish_reason is "error" or
-    "cancelled".
+    token_ids: the tokens since the previous message; scores: one per token where the request asked for logprobs. error
+    is set when, and only when, finish_reason is "error" or "cancelled".
     """
 
     request_id: str
     token_ids: tuple[int, ...] = ()
+    scores: tuple[TokenScore, ...] = ()
     head: HeadAnswer | None = None
     finish_reason: FinishReason | None = None
     error: ErrorValue | None = None
@@ -199,6 +217,7 @@ class StepResult(msgspec.Struct, frozen=True, kw_only=True):
     """What one step brought: a token or a head's answer per answering request, errors for those that failed alone."""
 
     tokens: dict[str, int] = {}
+    scores: dict[str, TokenScore] = {}
     heads: dict[str, HeadAnswer] = {}
     errors: dict[str, ErrorValue] = {}
     step_s: float = 0.0

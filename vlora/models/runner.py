@@ -17,11 +17,11 @@ from vlora.models.bank import AdapterBank
 from vlora.models.forward import ForwardBatch, Row
 from vlora.models.product import linear
 from vlora.models.request_state import RequestState, Visual
-from vlora.models.sampling import sample
+from vlora.models.sampling import sample, token_scores
 from vlora.models.seam import Seam
 from vlora.models.switcher import ModeSwitcher
 from vlora.models.vision import VisionEncoder, VisionTask
-from vlora.types import Batch, BatchItem, ErrorValue, HeadAnswer, Request, StepResult
+from vlora.types import Batch, BatchItem, ErrorValue, HeadAnswer, Request, StepResult, TokenScore
 
 log = logging.getLogger(__name__)
 
@@ -73,11 +73,12 @@ class ModelRunner:
             errors = self._prepare(batch.items)
             items = [item for item in batch.items if item.request_id not in errors]
             tokens: dict[str, int] = {}
+            scores: dict[str, TokenScore] = {}
             heads: dict[str, HeadAnswer] = {}
             if items:
                 try:
                     hidden, answering = self._forward(batch, items)
-                    tokens = self._sample(hidden, [row for row in answering if row.state.request.head is None])
+                    tokens, scores = self._sample(hidden, [row for row in answering if row.state.request.head is None])
                     heads = self._read_heads(hidden, [row for row in answering if row.state.request.head is not None])
                 except Exception as error:
                     # Whatever went wrong, only this batch may pay for it: the engine serves on.
@@ -85,6 +86,7 @@ class ModelRunner:
                     raise StepFailed(f"the batch failed inside the model: {type(error).__name__}: {error}") from error
         return StepResult(
             tokens=tokens,
+            scores=scores,
             heads=heads,
             errors=errors,
             step_s=time.perf_counter() - started - switch_s,
@@ -171,21 +173,25 @@ class ModelRunner:
 
     # -- answers ----------------------------------------------------------------------------------------------------
 
-    def _sample(self, hidden: torch.Tensor, rows: Sequence[Row]) -> dict[str, int]:
+    def _sample(self, hidden: torch.Tensor, rows: Sequence[Row]) -> tuple[dict[str, int], dict[str, TokenScore]]:
+        """By request id: the token, and how likely it was where that was asked for."""
         if not rows:
-            return {}
+            return {}, {}
         picked = hidden.index_select(0, torch.tensor([row.stop - 1 for row in rows]).to(hidden.device))
         logits = linear(picked, self._seam.lm_head.weight, self._seam.lm_head.bias).float().contiguous()
         states = [row.state for row in rows]
+        params = [state.request.sampling for state in states]
         chosen = sample(
             logits,
-            [state.request.sampling for state in states],
+            params,
             [state.seed for state in states],
             [state.num_answered for state in states],
         )
         for state, token in zip(states, chosen, strict=True):
             state.tokens.append(token)
-        return {state.request.request_id: token for state, token in zip(states, chosen, strict=True)}
+        ids = [state.request.request_id for state in states]
+        scores = {ids[row]: score for row, score in token_scores(logits, params, chosen).items()}
+        return dict(zip(ids, chosen, strict=True)), scores
 
     def _read_heads(self, hidden: torch.Tensor, rows: Sequence[Row]) -> dict[str, HeadAnswer]:
         if not rows:

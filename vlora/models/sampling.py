@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from vlora.types import SamplingParams
+from vlora.types import SamplingParams, TokenScore
 
 
 def seed_of(request_id: str, params: SamplingParams) -> int:
@@ -33,6 +33,26 @@ def sample(
         if chosen.temperature > 0:
             tokens[row] = _draw(logits[row], chosen, seeds[row], places[row])
     return tokens
+
+
+def token_scores(
+    logits: torch.Tensor, params: Sequence[SamplingParams], chosen: Sequence[int]
+) -> dict[int, TokenScore]:
+    """By row, for the rows that ask for logprobs: how likely the model held the chosen token, and the likeliest ones.
+
+    Taken from the logits as they are, before temperature and filters.
+    """
+    rows = [row for row, asked in enumerate(params) if asked.logprobs is not None]
+    if not rows:
+        return {}
+    scores = torch.log_softmax(logits[rows].double(), -1)
+    own = scores.gather(1, torch.tensor([[chosen[row]] for row in rows], device=scores.device)).squeeze(1).tolist()
+    counts = [min(params[row].logprobs or 0, scores.shape[1]) for row in rows]
+    values, ids = (part.tolist() for part in torch.topk(scores, max(counts)))
+    return {
+        row: TokenScore(own[i], tuple(zip(ids[i][: counts[i]], values[i][: counts[i]], strict=True)))
+        for i, row in enumerate(rows)
+    }
 
 
 def _draw(logits: torch.Tensor, params: SamplingParams, seed: int, place: int) -> int:

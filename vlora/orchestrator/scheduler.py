@@ -25,6 +25,7 @@ from vlora.types import (
     RequestOutput,
     RequestStatus,
     StepResult,
+    TokenScore,
 )
 
 
@@ -264,13 +265,14 @@ class Scheduler:
         if tracked.request.head is not None:
             return self._end(tracked, "head", now, head=result.heads[tracked.request_id])
         token = result.tokens[tracked.request_id]
+        scores = (result.scores[tracked.request_id],) if tracked.request_id in result.scores else ()
         tracked.num_sampled += 1
         sampling = tracked.request.sampling
         if token in self._eos_ids and not sampling.ignore_eos:
-            return self._end(tracked, "stop", now, tokens=(token,))
+            return self._end(tracked, "stop", now, tokens=(token,), scores=scores)
         if tracked.num_sampled >= sampling.max_tokens:
-            return self._end(tracked, "length", now, tokens=(token,))
-        return RequestOutput(request_id=tracked.request_id, token_ids=(token,))
+            return self._end(tracked, "length", now, tokens=(token,), scores=scores)
+        return RequestOutput(request_id=tracked.request_id, token_ids=(token,), scores=scores)
 
     def _count(self, batch: Batch, result: StepResult) -> None:
         merged = self._merged_adapter = batch.merged_adapter
@@ -292,6 +294,7 @@ class Scheduler:
         now: float,
         *,
         tokens: tuple[int, ...] = (),
+        scores: tuple[TokenScore, ...] = (),
         head: HeadAnswer | None = None,
         error: ErrorValue | None = None,
     ) -> RequestOutput:
@@ -305,6 +308,7 @@ class Scheduler:
         return RequestOutput(
             request_id=tracked.request_id,
             token_ids=tokens,
+            scores=scores,
             head=head,
             finish_reason=reason,
             error=error,
