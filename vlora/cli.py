@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import os
 import sys
 import types
@@ -36,7 +37,7 @@ _SETTING_HELP = {
     "merge_fidelity_floor": "Adapters that lose more than this when merged are never merged.",
     "vision_cache_bytes": "Image embeddings kept for reuse.",
     "threads": "Threads of the engine; torch's choice if not given.",
-    "host": "Address to listen on; without authentication loopback only.",
+    "host": "Address to listen on; without tokens loopback only.",
     "rpyc_port": "Port to listen on; 0 takes any free one.",
     "http_port": "Port of the HTTP API; none if not given, 0 takes any free one.",
     "max_image_bytes": "Largest encoded image.",
@@ -48,6 +49,11 @@ _SETTING_HELP = {
     "max_requests": "Most requests under way at once.",
     "request_timeout_s": "Longest time a request may take.",
     "drain_s": "How long requests may still run after the server was told to stop.",
+    "tls_cert": "Certificate chain (PEM): both surfaces then speak TLS only.",
+    "tls_key": "The certificate's private key (PEM).",
+    "tls_client_ca": "Callers must show a certificate of this authority (PEM), too.",
+    "image_hosts": "Host that HTTP requests may name images on, * for every public one; may be repeated.",
+    "image_folder": "Folder that file URLs of HTTP requests may point into.",
 }
 
 
@@ -109,8 +115,9 @@ def _settings(config: type, *, skip: tuple[str, ...] = ()) -> Callable[[Any], An
             command = click.option(
                 f"--{field.name.replace('_', '-')}",
                 type=_flag_type(hints[field.name]),
+                multiple=typing.get_origin(hints[field.name]) is tuple,
                 default=field.default,
-                show_default=field.default is not None,
+                show_default=field.default not in (None, ()),
                 help=_SETTING_HELP.get(field.name),
             )(command)
         return command
@@ -121,6 +128,8 @@ def _settings(config: type, *, skip: tuple[str, ...] = ()) -> Callable[[Any], An
 def _flag_type(hint: Any) -> Any:
     if typing.get_origin(hint) is typing.Literal:
         return click.Choice(typing.get_args(hint))
+    if typing.get_origin(hint) is tuple:
+        return typing.get_args(hint)[0]
     if isinstance(hint, types.UnionType):
         return next(kind for kind in typing.get_args(hint) if kind is not type(None))
     return hint
@@ -130,18 +139,25 @@ def _flag_type(hint: Any) -> Any:
 @click.option("--model", default=EMBEDDED, show_default=True, help="A folder, a hub name, or the model in the package.")
 @click.option("--adapter", "adapters", multiple=True, metavar="NAME=PATH", help="Serve this adapter; may be repeated.")
 @click.option("--adapters", "folder", type=click.Path(path_type=Path), help="Serve every adapter folder in here.")
+@click.option(
+    "--token-file",
+    type=click.Path(path_type=Path),
+    help="Who may call (YAML, see docs/api.md), beside VLORA_TOKEN and VLORA_ADMIN_TOKEN.",
+)
 @_settings(EngineConfig, skip=("model",))
-@_settings(ServerConfig)
-def serve(model: str, adapters: tuple[str, ...], folder: Path | None, **settings: Any) -> None:
+@_settings(ServerConfig, skip=("tokens",))
+def serve(model: str, adapters: tuple[str, ...], folder: Path | None, token_file: Path | None, **settings: Any) -> None:
     """Serve a model and its adapters until interrupted.
 
     \b
         vlora serve --adapters out/adapters
         vlora serve --model Qwen/Qwen2-VL-2B-Instruct --adapter signs=adapters/signs
     """
+    from vlora.server.tokens import read_tokens
+
     named = _named_adapters(adapters, folder)
     engine_config = _config(EngineConfig, settings, model=_model_path(model))
-    server_config = _config(ServerConfig, settings)
+    server_config = _config(ServerConfig, settings, tokens=read_tokens(token_file, os.environ))
     import asyncio
 
     from vlora.server.supervise import serve as serve_until_stopped
@@ -190,6 +206,22 @@ def _named_adapters(pairs: tuple[str, ...], folder: Path | None) -> dict[str, st
 
 
 def _server_option(command: Any) -> Any:
+    """Passes the command a `client` of the server that the flags name. The token comes from VLORA_TOKEN only: what is
+    on a command line can be read by everybody on the machine."""
+
+    @functools.wraps(command)
+    def with_client(*, server: str, tls_ca: str | None, tls_cert: str | None, tls_key: str | None, **args: Any) -> Any:
+        return command(client=_client(server, tls_ca, tls_cert, tls_key), **args)
+
+    for name, text in (
+        ("key", "The key of --tls-cert"),
+        ("cert", "Certificate to show to the server"),
+        ("ca", "Authority of the server's certificate; the connection is then TLS"),
+    ):
+        variable = f"VLORA_TLS_{name.upper()}"
+        with_client = click.option(f"--tls-{name}", envvar=variable, metavar="FILE", help=f"{text} (or {variable}).")(
+            with_client
+        )
     return click.option(
         "--server",
         envvar="VLORA_SERVER",
@@ -197,20 +229,30 @@ def _server_option(command: Any) -> Any:
         show_default=True,
         metavar="HOST:PORT",
         help="Where `vlora serve` listens (or VLORA_SERVER).",
-    )(command)
+    )(with_client)
 
 
 def _json_option(command: Any) -> Any:
     return click.option("--json", "as_json", is_flag=True, help="Print JSON, one object per line.")(command)
 
 
-def _client(server: str) -> Client:
+def _client(server: str, tls_ca: str | None, tls_cert: str | None, tls_key: str | None) -> Client:
+    import ssl
+
     from vlora.client import Client
 
     host, colon, port = server.rpartition(":")
     if not colon or not port.isdecimal():
         raise BadConfig(f"--server is {server!r}; write HOST:PORT")
-    return Client(host.strip("[]"), int(port))
+    tls: ssl.SSLContext | None = None
+    try:
+        if tls_ca is not None:
+            tls = ssl.create_default_context(cafile=tls_ca)
+            if tls_cert is not None:
+                tls.load_cert_chain(tls_cert, tls_key, password=lambda: "")
+    except (OSError, ValueError) as error:
+        raise BadConfig(f"the files of --tls-ca, --tls-cert and --tls-key cannot be used: {error}") from error
+    return Client(host.strip("[]"), int(port), token=os.environ.get("VLORA_TOKEN") or None, tls=tls)
 
 
 def _print_json(value: Any) -> None:
@@ -235,7 +277,7 @@ def query(
     max_tokens: int,
     temperature: float,
     stop: tuple[str, ...],
-    server: str,
+    client: Client,
     as_json: bool,
 ) -> None:
     """Ask a question about an image.
@@ -243,7 +285,7 @@ def query(
     \b
         vlora query photo.png "What is this?" --adapter signs
     """
-    with _client(server) as client:
+    with client:
         sampling: dict[str, Any] = {"max_tokens": max_tokens, "temperature": temperature, "stop": stop}
         if as_json:
             _print_json(client.generate(question, [image], adapter, **sampling))
@@ -259,7 +301,7 @@ def query(
 @click.option("--head", required=True, help="Task head that answers.")
 @_server_option
 @_json_option
-def stream(video: str, adapter: str, head: str, server: str, as_json: bool) -> None:
+def stream(video: str, adapter: str, head: str, client: Client, as_json: bool) -> None:
     """Ask a task head about every second of a video.
 
     \b
@@ -267,7 +309,7 @@ def stream(video: str, adapter: str, head: str, server: str, as_json: bool) -> N
     """
     from apps.video_analytics import analyse
 
-    with _client(server) as client:
+    with client:
         for result in analyse(client, video, adapter, head):
             if as_json:
                 _print_json(result)
@@ -279,13 +321,13 @@ def stream(video: str, adapter: str, head: str, server: str, as_json: bool) -> N
 @cli.command()
 @_server_option
 @_json_option
-def adapters(server: str, as_json: bool) -> None:
+def adapters(client: Client, as_json: bool) -> None:
     """List the adapters of a server, with their heads.
 
     \b
         vlora adapters --json
     """
-    with _client(server) as client:
+    with client:
         found = client.adapters()
     if as_json:
         for adapter in found:

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import datetime
+import os
 from typing import Literal
 
 from vlora.errors import BadConfig
 
+LOOPBACK_HOSTS = ("127.0.0.1", "localhost", "::1")
+MIN_SECRET = 16
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 
 
@@ -66,13 +70,40 @@ class EngineConfig:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class Token:
+    """Who may call. admin: also load, unload and pin adapters. expires: from this moment on it is refused.
+
+    Raises BadConfig when a value cannot work; no message carries the secret.
+    """
+
+    name: str
+    secret: str = dataclasses.field(repr=False)
+    admin: bool = False
+    expires: datetime.datetime | None = None
+
+    def __post_init__(self) -> None:
+        if len(self.secret) < MIN_SECRET or not all("!" <= letter <= "~" for letter in self.secret):
+            raise BadConfig(
+                f"token {self.name!r} cannot be used: a token has at least {MIN_SECRET} characters, ASCII and no "
+                "spaces; openssl rand -hex 32 makes a good one"
+            )
+        if self.expires is not None and self.expires.tzinfo is None:
+            raise BadConfig(f"token {self.name!r} expires at a time without a time zone; write 2027-01-31T00:00:00Z")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class ServerConfig:
-    """Settings of the front end. Without a token it binds to loopback only. http_port None serves no HTTP.
+    """Settings of the front end. Without tokens it binds to loopback only. http_port None serves no HTTP.
+
+    tls_cert and tls_key: PEM files; both surfaces then speak TLS only. tls_client_ca: callers must show a certificate
+    of this authority as well.
 
     max_image_bytes and max_image_pixels bound one encoded image and one decoded image, max_request_pixels all images of
     one request together. max_message_bytes bounds one message on the wire, max_prompt_chars the text of one request.
     max_requests: how many may be under way at once. request_timeout_s bounds one request, from arrival to last word;
     drain_s is how long requests under way may still run after the server was told to stop.
+    image_hosts: hosts that HTTP requests may name images on, "*" for every public one; image_folder: where file URLs
+    may point into. tokens: who may call; secrets, so they are read from a file or the environment and are never a flag.
 
     Raises BadConfig when a value cannot work.
     """
@@ -89,13 +120,35 @@ class ServerConfig:
     max_requests: int = 256
     request_timeout_s: float = 120.0
     drain_s: float = 5.0
+    tls_cert: str | None = None
+    tls_key: str | None = None
+    tls_client_ca: str | None = None
+    image_hosts: tuple[str, ...] = ()
+    image_folder: str | None = None
+    tokens: tuple[Token, ...] = ()
+
+    @property
+    def on_loopback(self) -> bool:
+        return self.host in LOOPBACK_HOSTS
 
     def __post_init__(self) -> None:
-        if self.host not in ("127.0.0.1", "localhost", "::1"):
+        if not self.on_loopback and not self.tokens:
             raise BadConfig(
                 f"host is {self.host!r}; without authentication the server binds to loopback only "
-                "(127.0.0.1, localhost or ::1)"
+                f"({', '.join(LOOPBACK_HOSTS)}). Give it tokens with --token-file, VLORA_TOKEN or VLORA_ADMIN_TOKEN"
             )
+        secrets = [token.secret for token in self.tokens]
+        for token in self.tokens:
+            if secrets.count(token.secret) > 1:
+                raise BadConfig(f"token {token.name!r} is the same as another one; everyone gets a token of their own")
+        if (self.tls_cert is None) != (self.tls_key is None):
+            raise BadConfig("tls_cert and tls_key belong together; give both, or neither")
+        if self.tls_client_ca is not None and self.tls_cert is None:
+            raise BadConfig(
+                "tls_client_ca asks callers for certificates, which takes TLS; give tls_cert and tls_key too"
+            )
+        if self.image_folder is not None and not os.path.isdir(self.image_folder):
+            raise BadConfig(f"image_folder is {self.image_folder!r}; there is no such folder")
         for field in ("rpyc_port", "http_port"):
             port = getattr(self, field)
             if port is not None and not 0 <= port <= 65535:

@@ -244,7 +244,10 @@ class HeadSummary(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class AdapterStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """One registered adapter as operators see it. version is the content hash; merge_fidelity 1.0 loses nothing."""
+    """One registered adapter as operators see it. version is the content hash; merge_fidelity 1.0 loses nothing.
+
+    pinned: an operator keeps it on the device.
+    """
 
     name: str
     version: str
@@ -255,10 +258,14 @@ class AdapterStatus(msgspec.Struct, frozen=True, kw_only=True):
     merge_fidelity: float
     touches_vision: bool
     heads: tuple[HeadSummary, ...]
+    pinned: bool = False
 
 
 class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
-    """Counters since the engine started. requests_by_mode counts a request under each mode it took a step in."""
+    """Counters since the engine started. requests_by_mode counts a request under each mode it took a step in.
+
+    From arena_bytes on: memory and caches, which the engine adds to what its scheduler counts.
+    """
 
     model: str
     num_steps: int
@@ -273,3 +280,11 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     num_preemptions: int
     free_blocks: int
     total_blocks: int
+    arena_bytes: int = 0
+    kv_bytes: int = 0
+    adapter_bytes: int = 0
+    num_adapters: int = 0
+    num_resident_adapters: int = 0
+    num_vision_hits: int = 0
+    num_vision_encoded: int = 0
+    vision_cache_bytes: int = 0

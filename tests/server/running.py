@@ -14,9 +14,11 @@ from PIL import Image
 
 from tests.server.scripted import ByteProcessor, ScriptedInterface
 from vlora.config import ServerConfig
+from vlora.server.access import Access
 from vlora.server.frontend import FrontEnd
 from vlora.server.rpyc_service import VLoraService
 from vlora.server.rpyc_wire import RpycServer
+from vlora.server.tls import server_context
 
 
 class Running(NamedTuple):
@@ -40,12 +42,13 @@ def running_server(**settings: Any) -> Iterator[Running]:
         loop = asyncio.get_running_loop()
         engine = ScriptedInterface()
         front_end = FrontEnd(engine, ByteProcessor(), config)  # type: ignore[arg-type]
-        server = RpycServer(config.host, config.rpyc_port, config.max_message_bytes)
-        server.start_in_thread(lambda: VLoraService(front_end, loop, "scripted"))
+        server = RpycServer(config.host, config.rpyc_port, config.max_message_bytes, server_context(config))
+        access = Access(config.tokens)
+        server.start_in_thread(lambda peer: VLoraService(front_end, loop, "scripted", access, peer))
         started.set_result(Running(server.port, engine, front_end, loop))
         await stopping.wait()
         await asyncio.to_thread(server.close)
-        front_end.close()
+        await front_end.close()
 
     thread = threading.Thread(target=lambda: asyncio.run(main()), daemon=True)
     thread.start()

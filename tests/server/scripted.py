@@ -19,6 +19,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
+import msgspec
 from PIL import Image
 
 from vlora.config import EngineConfig
@@ -79,6 +80,9 @@ class ByteProcessor:
 
     def decode(self, token_ids: Sequence[int]) -> str:
         return bytes(token for token in token_ids if token < 256).decode(errors="replace")
+
+    def token_text(self, token_id: int) -> str:
+        return {EOS: "<eos>", IMAGE: "<image>"}.get(token_id) or bytes([token_id]).decode(errors="replace")
 
     def _vision(self, image: Image.Image) -> VisionInput:
         assert image.mode == "RGB"
@@ -195,6 +199,12 @@ class ScriptedEngine:
         mine = [request_id for request_id, (request, _) in self.running.items() if request.adapter == name]
         return tuple(self._end(each, "error", error=Aborted(f"adapter {name!r} was unloaded")) for each in mine)
 
+    def pin_adapter(self, name: str, pinned: bool) -> AdapterStatus:
+        if name not in self._adapters:
+            raise UnknownAdapter(f"no adapter named {name!r}")
+        self._adapters[name] = msgspec.structs.replace(self._adapters[name], pinned=pinned, resident=pinned)
+        return self._adapters[name]
+
     def adapters(self) -> tuple[AdapterStatus, ...]:
         return tuple(self._adapters[name] for name in sorted(self._adapters))
 
@@ -287,6 +297,9 @@ class ScriptedInterface:
     async def unload_adapter(self, name: str) -> None:
         for output in self.engine.unload_adapter(name):
             self._deliver(output)
+
+    async def pin_adapter(self, name: str, pinned: bool) -> AdapterStatus:
+        return self.engine.pin_adapter(name, pinned)
 
     async def adapters(self) -> tuple[AdapterStatus, ...]:
         return self.engine.adapters()

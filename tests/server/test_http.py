@@ -2,84 +2,30 @@
 
 from __future__ import annotations
 
-import asyncio
-import base64
 import http.client
 import json
-import threading
 import time
 from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any, NamedTuple
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import pytest
 
+from tests.server.api import Api, events, image_part, running_api
 from tests.server.running import png
-from tests.server.scripted import ByteProcessor, ScriptedInterface, write_adapter
-from vlora.config import ServerConfig
-from vlora.server.frontend import FrontEnd
-from vlora.server.http import HttpServer, make_app
-
-
-class Api(NamedTuple):
-    port: int
-    engine: ScriptedInterface
-
-    def call(self, method: str, path: str, body: Any = None, *, raw: bytes | None = None) -> tuple[int, Any]:
-        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=10)
-        data = raw if raw is not None else None if body is None else json.dumps(body).encode()
-        connection.request(method, path, data, {"Content-Type": "application/json"})
-        response = connection.getresponse()
-        text = response.read()
-        connection.close()
-        return response.status, json.loads(text) if text[:1] in (b"{", b"[") else text.decode()
-
-    def chat(self, content: Any, **fields: Any) -> tuple[int, Any]:
-        body = {"model": "base", "messages": [{"role": "user", "content": content}], **fields}
-        return self.call("POST", "/v1/chat/completions", body)
-
-    def idle(self) -> bool:
-        deadline = time.monotonic() + 5
-        while self.engine.engine.running and time.monotonic() < deadline:
-            time.sleep(0.01)
-        return not self.engine.engine.running
+from tests.server.scripted import write_adapter
 
 
 @pytest.fixture(scope="module")
 def api(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Api]:
-    adapter = write_adapter(tmp_path_factory.mktemp("http") / "cam")
-    started: Future[tuple[Api, asyncio.AbstractEventLoop]] = Future()
-    stopping = asyncio.Event()
-
-    async def main() -> None:
-        config = ServerConfig(http_port=0, max_message_bytes=200_000, max_image_bytes=50_000)
-        engine = ScriptedInterface()
-        front_end = FrontEnd(engine, ByteProcessor(), config)  # type: ignore[arg-type]
-        await front_end.load_adapter("cam", adapter)
-        server = HttpServer(config)
-        server.start(make_app(front_end, "base"))
-        started.set_result((Api(int(server.address.split(":")[1]), engine), asyncio.get_running_loop()))
-        await stopping.wait()
-        await server.close()
-
-    thread = threading.Thread(target=lambda: asyncio.run(main()), daemon=True)
-    thread.start()
-    made, loop = started.result(10)
-    yield made
-    loop.call_soon_threadsafe(stopping.set)
-    thread.join(10)
-    assert not thread.is_alive()
+    folder = tmp_path_factory.mktemp("http")
+    with running_api(max_message_bytes=200_000, max_image_bytes=50_000) as made:
+        made.on_loop(made.front_end.load_adapter("cam", write_adapter(folder / "cam", {"night": 1, "motion": 4})))
+        yield made
 
 
-def image_part(data: bytes) -> dict[str, Any]:
-    url = "data:image/png;base64," + base64.b64encode(data).decode()
-    return {"type": "image_url", "image_url": {"url": url}}
-
-
-def events(text: str) -> list[Any]:
-    lines = [line.removeprefix("data: ") for line in text.split("\n\n") if line]
-    assert lines[-1] == "[DONE]"
-    return [json.loads(line) for line in lines[:-1]]
+def asked_with(url: str) -> list[dict[str, Any]]:
+    return [{"type": "text", "text": "say:x"}, {"type": "image_url", "image_url": {"url": url}}]
 
 
 def test_health_and_models(api: Api) -> None:
@@ -120,8 +66,8 @@ def test_a_streamed_answer(api: Api) -> None:
         ("say:x", {"max_tokens": 0}, 400, "bad_request", "max_tokens is 0"),
         ("say:x", {"max_tokens": 10**6}, 400, "prompt_too_long", "tokens and may be answered with 1000000"),
         ("say:x", {"temperature": -1}, 400, "bad_request", "temperature is -1"),
-        ("say:x", {"n": 2}, 400, "bad_request", "n: "),
-        ("say:x", {"logit_bias": {}}, 400, "bad_request", "logit_bias: this field is not served"),
+        ("say:x", {"n": 17}, 400, "bad_request", "n: "),
+        ("say:x", {"logit_bias": {"5": 1}}, 400, "bad_request", "logit_bias: this field is not served"),
         ("say:x", {"messages": []}, 400, "bad_request", "messages: "),
         ("say:x", {"messages": [{"role": "robot", "content": "x"}]}, 400, "bad_request", "messages.0.role: "),
         (7, {}, 400, "bad_request", "messages.0.content"),
@@ -141,10 +87,22 @@ def test_a_streamed_answer(api: Api) -> None:
             "too_large",
             "image 1 has 60000 bytes",
         ),
-        ([{"type": "image_url", "image_url": {"url": "http://x/y.png"}}], {}, 400, "bad_request", "only data URLs are"),
-        ([{"type": "image_url", "image_url": {"url": "file:///etc/passwd"}}], {}, 400, "bad_request", "only data URLs"),
         (
-            [{"type": "image_url", "image_url": {"url": "data:;base64,*"}}],
+            asked_with("http://x/y.png"),
+            {},
+            400,
+            "bad_request",
+            "fetches no images from 'x'",
+        ),
+        (
+            asked_with("file:///etc/passwd"),
+            {},
+            400,
+            "bad_request",
+            "this server reads no files",
+        ),
+        (
+            asked_with("data:;base64,*"),
             {},
             400,
             "bad_image",

@@ -8,10 +8,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vlora.server.text import AnswerText, Detokenizer, StopFilter
+from vlora.types import TokenScore
 
 
 def decode(token_ids: list[int]) -> str:
     return bytes(token_ids).decode(errors="replace")
+
+
+def name(token_id: int) -> str:
+    return chr(token_id)
 
 
 def cut(data: bytes, cuts: list[int]) -> list[list[int]]:
@@ -77,7 +82,31 @@ def test_text_is_held_back_only_while_it_may_become_a_stop_string() -> None:
 
 
 def test_stop_string_across_token_borders_and_inside_a_character() -> None:
-    text = AnswerText(decode, ["stöp"])
-    pieces = [text.feed([byte]) for byte in "go stöp on".encode()]
-    assert "".join(pieces) + text.finish() == text.text == "go "
-    assert text.stopped
+    text = AnswerText(decode, name, ["stöp"])
+    pieces = [text.feed([byte]).text for byte in "go stöp on".encode()]
+    assert "".join(pieces) + text.finish().text == text.text == "go "
+    assert text.stopped and text.logprobs == ()
+
+
+def test_scores_come_with_the_text_they_made_and_not_with_what_ended_it() -> None:
+    text = AnswerText(decode, name, ["END"])
+    fed = "aüE bENDx".encode()
+    pieces = [text.feed([byte], [TokenScore(-byte / 100, ((byte, -0.5),))]) for byte in fed]
+    pieces.append(text.finish())
+    assert [(piece.text, "".join(token.token for token in piece.logprobs)) for piece in pieces if piece.text] == [
+        ("a", "a"),
+        ("ü", "\u00c3\u00bc"),
+        ("E ", "E "),
+        ("b", "b"),
+    ]
+    assert [token.logprob for token in text.logprobs] == [-byte / 100 for byte in "aüE b".encode()]
+    assert text.logprobs[0].top == (("a", -0.5),)
+
+
+@given(st.text("abE", max_size=12), st.lists(st.integers(0, 20)))
+def test_scores_are_the_texts_whatever_the_cuts(said: str, cuts: list[int]) -> None:
+    text = AnswerText(decode, name, ["Ea"])
+    for tokens in cut(said.encode(), cuts):
+        text.feed(tokens, [TokenScore(0.0, ())] * len(tokens))
+    text.finish()
+    assert "".join(token.token for token in text.logprobs) == text.text

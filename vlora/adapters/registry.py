@@ -11,6 +11,8 @@ from vlora.adapters.host import HostAdapter, load_adapter
 from vlora.adapters.peft_format import AdapterHeader, SiteShape, read_header
 from vlora.errors import BadAdapter, UnknownAdapter
 
+MAX_NAME = 128
+
 
 class AdapterRegistry:
     """Names to adapters. Registering reads headers only; tensors are read when an adapter is first needed."""
@@ -52,10 +54,19 @@ class AdapterRegistry:
         return self._loaded[name]
 
     def _read(self, name: str, path: str) -> AdapterHeader:
-        if not name or name != name.strip() or any(c in name for c in "@/\\\n\0"):
+        if (
+            not 0 < len(name) <= MAX_NAME
+            or name != name.strip()
+            or name.startswith(".")
+            or not name.isprintable()
+            or any(letter in name for letter in "@/\\")
+        ):
             raise BadAdapter(
-                f"adapter name {name!r} is not usable: it must be non-empty, without @, slashes or line ends"
+                f"adapter name {name[:MAX_NAME]!r} is not usable: it has 1 to {MAX_NAME} printable characters, no @, "
+                "no slashes, and does not begin with a dot"
             )
+        if "\0" in path:
+            raise BadAdapter(f"adapter {name!r}: a path cannot hold a zero byte")
         return read_header(Path(path), self._sites)
 
     def remove(self, name: str) -> None:

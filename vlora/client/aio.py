@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import ssl
 from collections.abc import AsyncIterator, Sequence
 from concurrent.futures import Future
 from typing import Any, Self, TypeVar
@@ -23,8 +24,16 @@ T = TypeVar("T")
 class AsyncClient:
     """As `Client`. Cancelling a task that waits for an answer cancels the request on the server."""
 
-    def __init__(self, host: str = DEFAULT_HOST, port: int = DEFAULT_PORT, *, timeout_s: float = TIMEOUT_S) -> None:
-        self._client = Client(host, port, timeout_s=timeout_s)
+    def __init__(
+        self,
+        host: str = DEFAULT_HOST,
+        port: int = DEFAULT_PORT,
+        *,
+        timeout_s: float = TIMEOUT_S,
+        token: str | None = None,
+        tls: ssl.SSLContext | None = None,
+    ) -> None:
+        self._client = Client(host, port, timeout_s=timeout_s, token=token, tls=tls)
         self._timeout_s = timeout_s
 
     async def generate(
@@ -87,6 +96,10 @@ class AsyncClient:
     async def unload_adapter(self, name: str) -> None:
         """See Client."""
         await self._wait(await self._connection(), calls.unload_adapter(name))
+
+    async def pin_adapter(self, name: str, pinned: bool = True) -> AdapterStatus:
+        """See Client."""
+        return await self._wait(await self._connection(), calls.pin_adapter(name, pinned))
 
     async def stats(self) -> EngineStats:
         """See Client."""

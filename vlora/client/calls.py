@@ -77,6 +77,10 @@ def unload_adapter(name: str) -> Call[None]:
     return Call("unload_adapter", (name,), type(None))
 
 
+def pin_adapter(name: str, pinned: bool) -> Call[AdapterStatus]:
+    return Call("pin_adapter", (name, pinned), AdapterStatus)
+
+
 def stats() -> Call[EngineStats]:
     return Call("stats", (), EngineStats)
 

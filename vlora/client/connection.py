@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import socket
+import ssl
 import threading
 from concurrent.futures import Future
 from typing import Any, TypeVar
@@ -15,8 +16,9 @@ from rpyc.core.channel import Channel
 from rpyc.core.stream import SocketStream
 
 from vlora.client.calls import Call
+from vlora.client.tls import TlsStream
 from vlora.client.values import PROTOCOL_VERSION, Hello, open_reply
-from vlora.errors import BadRequest, DeadlineMissed, Disconnected, TooLarge
+from vlora.errors import BadRequest, DeadlineMissed, Disconnected, TooLarge, VLoraError
 
 T = TypeVar("T")
 
@@ -25,9 +27,10 @@ _SEND_S = 60.0  # a server that takes nothing for this long is as good as gone
 
 
 class ServerConnection:
-    """Raises Disconnected when the server cannot be reached, BadRequest when it speaks another protocol version."""
+    """Raises Disconnected when the server cannot be reached, BadRequest when it speaks another protocol version,
+    Unauthorized when it does not take the token."""
 
-    def __init__(self, host: str, port: int) -> None:
+    def __init__(self, host: str, port: int, token: str | None, tls: ssl.SSLContext | None) -> None:
         self._address = f"{host}:{port}"
         self._pending: set[Future[Any]] = set()
         self._lock = threading.Lock()
@@ -36,7 +39,11 @@ class ServerConnection:
             self._stream = SocketStream.connect(
                 host, port, ipv6=":" in host, timeout=_CONNECT_S, attempts=1, nodelay=True
             )
-            self._stream.sock.settimeout(_SEND_S)
+            if tls is not None:
+                self._stream.sock.settimeout(_CONNECT_S)
+                self._stream = TlsStream(tls.wrap_socket(self._stream.sock, server_hostname=host), _SEND_S)
+            else:
+                self._stream.sock.settimeout(_SEND_S)
             # Images are compressed already: the channel leaves the bytes alone.
             channel = Channel(self._stream, compress=False)
             self._rpyc = _CallingConnection(rpyc.VoidService(), channel, {"sync_request_timeout": _CONNECT_S})
@@ -48,7 +55,11 @@ class ServerConnection:
             ) from error
         self._reader = threading.Thread(target=self._read, name="vlora-client-reader", daemon=True)
         self._reader.start()
-        self.hello = self.wait(self.start(Call("hello", (), Hello)), _CONNECT_S)
+        try:
+            self.hello = self.wait(self.start(Call("hello", (token,), Hello)), _CONNECT_S)
+        except VLoraError:
+            self.close()
+            raise
         if self.hello.protocol != PROTOCOL_VERSION:
             self.close()
             raise BadRequest(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import ssl
 import threading
 from collections.abc import Iterator, Sequence
 from typing import Any, Self, TypeVar
@@ -31,12 +32,26 @@ class Client:
             print(client.ask_head(["frame.png"], adapter="traffic", head="jam").label)
 
     Errors are the classes of `vlora.errors`: BadRequest's kinds for what is wrong with the request, Disconnected when
-    there is no server, DeadlineMissed after `timeout_s`, EngineDead when the server lost its engine.
+    there is no server, DeadlineMissed after `timeout_s`, EngineDead when the server lost its engine, Unauthorized and
+    Forbidden when it does not take the token.
+
+    tls: how to check the server's certificate, and perhaps which one to show; `ssl.create_default_context(cafile=...)`
+    makes one. Without it the connection is plain.
     """
 
-    def __init__(self, host: str = DEFAULT_HOST, port: int = DEFAULT_PORT, *, timeout_s: float = TIMEOUT_S) -> None:
+    def __init__(
+        self,
+        host: str = DEFAULT_HOST,
+        port: int = DEFAULT_PORT,
+        *,
+        timeout_s: float = TIMEOUT_S,
+        token: str | None = None,
+        tls: ssl.SSLContext | None = None,
+    ) -> None:
         self._host = host
         self._port = port
+        self._token = token
+        self._tls = tls
         self._timeout_s = timeout_s
         self._lock = threading.Lock()
         self._live: ServerConnection | None = None
@@ -93,6 +108,10 @@ class Client:
         """Cancel the adapter's requests and forget it. Raises UnknownAdapter."""
         self._wait(self.connection(), calls.unload_adapter(name))
 
+    def pin_adapter(self, name: str, pinned: bool = True) -> AdapterStatus:
+        """Keep an adapter on the server's device, or let it go. Raises UnknownAdapter, OverCapacity."""
+        return self._wait(self.connection(), calls.pin_adapter(name, pinned))
+
     def stats(self) -> EngineStats:
         """Counters of the engine since it started."""
         return self._wait(self.connection(), calls.stats())
@@ -114,7 +133,7 @@ class Client:
         """The live connection; a new one when there is none. Raises Disconnected."""
         with self._lock:
             if self._live is None or self._live.closed:
-                self._live = ServerConnection(self._host, self._port)
+                self._live = ServerConnection(self._host, self._port, self._token, self._tls)
             return self._live
 
     def _wait(self, connection: ServerConnection, call: Call[T], call_id: int | None = None) -> T:

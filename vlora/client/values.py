@@ -10,18 +10,30 @@ import msgspec
 from vlora.errors import BadRequest, VLoraError, error_from_code
 from vlora.types import AdapterStatus, EngineStats, SamplingParams, Timings
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 DEFAULT_HOST = "127.0.0.1"
 DEFAULT_PORT = 18861
 
 T = TypeVar("T")
 
 
+class TokenLogprob(msgspec.Struct, frozen=True, kw_only=True):
+    """One token of an answer's text and its log probability. top: the likeliest (token, log probability), best first.
+
+    Natural logarithms of the model's own distribution, before temperature and filters.
+    """
+
+    token: str
+    logprob: float
+    top: tuple[tuple[str, float], ...]
+
+
 class Answer(msgspec.Struct, frozen=True, kw_only=True):
     """A whole text answer.
 
     finish_reason "stop": the model ended it or a stop string was met (which is not part of text); "length": max_tokens.
-    timings are the engine's; total_s is the server's time from the request's arrival to its last word.
+    logprobs: the tokens of the text, if the request asked for them. timings are the engine's; total_s is the server's
+    time from the request's arrival to its last word.
     """
 
     text: str
@@ -31,6 +43,7 @@ class Answer(msgspec.Struct, frozen=True, kw_only=True):
     num_completion_tokens: int
     timings: Timings
     total_s: float
+    logprobs: tuple[TokenLogprob, ...] = ()
 
 
 class HeadResult(msgspec.Struct, frozen=True, kw_only=True):

@@ -120,6 +120,10 @@ class EngineClient:
         """See EngineInterface."""
         await self._call(wire.UnloadAdapter(next(self._call_ids), name))
 
+    async def pin_adapter(self, name: str, pinned: bool) -> AdapterStatus:
+        """See EngineInterface."""
+        return (await self._call(wire.PinAdapter(next(self._call_ids), name, pinned))).adapters[0]
+
     async def adapters(self) -> tuple[AdapterStatus, ...]:
         """See EngineInterface."""
         return (await self._call(wire.ListAdapters(next(self._call_ids)))).adapters
@@ -154,9 +158,7 @@ class EngineClient:
             raise BadRequest(f"a number in the request is too large: {error}") from error
         self._socket.send(data)
 
-    async def _call(
-        self, call: wire.LoadAdapter | wire.UnloadAdapter | wire.ListAdapters | wire.GetStats
-    ) -> wire.Reply:
+    async def _call(self, call: wire.Call) -> wire.Reply:
         self._check_alive()
         future = self._calls[call.call_id] = asyncio.get_running_loop().create_future()
         self._post(call)

@@ -20,8 +20,8 @@ from vlora.errors import (
     StepFailed,
     UnknownHead,
 )
-from vlora.memory.arena import Arena, pages_for
-from vlora.memory.books import ArenaBooks, BlockTables
+from vlora.memory.arena import PAGE_BYTES, Arena, pages_for
+from vlora.memory.books import ArenaBooks, BlockTables, Run
 from vlora.memory.residency import Residency
 from vlora.models.bank import AdapterBank
 from vlora.models.loading import load_model
@@ -101,6 +101,7 @@ class Engine:
         self._versions: dict[str, HostAdapter] = {}
         self._fidelity: dict[str, float] = {}
         self._users: dict[str, set[str]] = {}
+        self._pinned: dict[str, Run] = {}  # by an operator, by name
         self._key_of: dict[str, str | None] = {}
 
     # -- requests -----------------------------------------------------------------------------------------------------
@@ -149,15 +150,20 @@ class Engine:
     # -- adapters -----------------------------------------------------------------------------------------------------
 
     def load_adapter(self, name: str, path: str) -> AdapterStatus:
-        """Register an adapter folder, reading and checking all of it. Raises BadAdapter; the old content then stays."""
+        """Register an adapter folder, reading and checking all of it.
+
+        Raises BadAdapter, and the old content then stays; BadRequest for a pinned one; OverCapacity.
+        """
+        if name in self._pinned:
+            raise BadRequest(f"adapter {name!r} is pinned; unpin it before other content is loaded under its name")
         before = self._registry.get(name).key if name in self._registry else None
         adapter = self._registry.load(name, path)
-        needed, allowed = pages_for(self._bank.num_bytes(adapter)), self._residency.max_pages
+        needed, allowed = pages_for(self._bank.num_bytes(adapter)), self._residency.room_beside(self._pinned.values())
         if needed > allowed:
             self._registry.remove(name)
             raise OverCapacity(
-                f"adapter {name!r} needs {needed} pages of the arena, but adapters may take {allowed}; "
-                "start with a larger arena_bytes"
+                f"adapter {name!r} needs {needed} pages of the arena in a row, but adapters find at most {allowed} "
+                f"beside {len(self._pinned)} pinned ones; unpin some, or start with a larger arena_bytes"
             )
         self._versions[adapter.key] = adapter
         with torch.no_grad():
@@ -169,6 +175,7 @@ class Engine:
     def unload_adapter(self, name: str) -> tuple[RequestOutput, ...]:
         """Cancel the adapter's requests, free its memory and forget it. Raises UnknownAdapter."""
         adapter = self._registry.get(name)
+        self.pin_adapter(name, False)
         self._registry.remove(name)
         reason = ErrorValue.of(Aborted(f"adapter {name!r} was unloaded"))
         outputs = [self._scheduler.fail(request_id, reason) for request_id in tuple(self._users.get(adapter.key, ()))]
@@ -178,11 +185,52 @@ class Engine:
         self._retire(adapter.key)
         return tuple(output for output in outputs if output is not None)
 
+    def pin_adapter(self, name: str, pinned: bool) -> AdapterStatus:
+        """Bring an adapter to the device and keep it there, or let it be evicted again.
+
+        Raises UnknownAdapter; OverCapacity when there is no room for it, or it would leave none for another adapter.
+        """
+        adapter = self._registry.get(name)
+        if pinned and name not in self._pinned:
+            in_use = self._pin_in_use()
+            here = self._bank.bring(adapter)
+            for key in in_use:
+                self._residency.unpin(key)
+            if not here:
+                raise OverCapacity(
+                    f"there is no room to bring adapter {name!r} now: others are in use; try again later"
+                )
+            run = self._residency.run(adapter.key)
+            room = self._residency.room_beside((*self._pinned.values(), run))
+            for other in self._registry.names:
+                needed = pages_for(self._bank.num_bytes(self._registry.get(other)))
+                if other != name and other not in self._pinned and needed > room:
+                    raise OverCapacity(
+                        f"pinning adapter {name!r} would leave {room} pages of the arena in a row, and adapter "
+                        f"{other!r} needs {needed}; unpin another, or start with a larger arena_bytes"
+                    )
+            self._residency.pin(adapter.key)
+            self._pinned[name] = run
+        elif not pinned and name in self._pinned:
+            self._residency.unpin(adapter.key)
+            del self._pinned[name]
+        return self._status(adapter)
+
     def adapters(self) -> tuple[AdapterStatus, ...]:
         return tuple(self._status(self._registry.get(name)) for name in self._registry.names)
 
     def stats(self) -> EngineStats:
-        return self._scheduler.stats(self.config.model)
+        return msgspec.structs.replace(
+            self._scheduler.stats(self.config.model),
+            arena_bytes=self._books.num_pages * PAGE_BYTES,
+            kv_bytes=len(self._books.taken_blocks) * self.limits.block_pages * PAGE_BYTES,
+            adapter_bytes=self._residency.num_pages * PAGE_BYTES,
+            num_adapters=len(self._registry.names),
+            num_resident_adapters=len(self._bank.resident),
+            num_vision_hits=self._vision.num_hits,
+            num_vision_encoded=self._vision.num_encoded,
+            vision_cache_bytes=self._vision.num_bytes,
+        )
 
     def check_integrity(self) -> None:
         """Prove that every page is owned once. Raises AssertionError with the sum that does not add up."""
@@ -227,10 +275,7 @@ class Engine:
 
     def _bring_adapters(self) -> None:
         """Make the adapters that requests wait for resident, most wanted first, as far as memory goes."""
-        resident = self._bank.resident
-        pinned = [key for key in self._scheduler.adapters_in_use() if key in resident]
-        for key in pinned:
-            self._residency.pin(key)
+        pinned = self._pin_in_use()
         for key in self._scheduler.waiting_adapters():
             if self._bank.bring(self._versions[key]):
                 # A less wanted adapter may not evict it again before its requests have had their step.
@@ -241,6 +286,14 @@ class Engine:
         gone = self._switcher.merged_key
         if gone is not None and gone not in self._bank.resident:
             self._switcher.forget(gone)
+
+    def _pin_in_use(self) -> list[str]:
+        """Keep what requests under way need from being evicted; the caller unpins."""
+        resident = self._bank.resident
+        pinned = [key for key in self._scheduler.adapters_in_use() if key in resident]
+        for key in pinned:
+            self._residency.pin(key)
+        return pinned
 
     def _memory_view(self) -> MemoryView:
         resident = self._bank.resident
@@ -291,4 +344,5 @@ class Engine:
                 )
                 for head in adapter.heads.values()
             ),
+            pinned=adapter.name in self._pinned,
         )

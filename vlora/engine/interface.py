@@ -31,6 +31,13 @@ class EngineInterface(Protocol):
         """Cancel the adapter's requests, free its memory and forget it. Raises UnknownAdapter."""
         ...
 
+    async def pin_adapter(self, name: str, pinned: bool) -> AdapterStatus:
+        """Bring an adapter to the device and keep it there, or let it be evicted again.
+
+        Raises UnknownAdapter, OverCapacity when there is no room for it or it would leave none for another.
+        """
+        ...
+
     async def adapters(self) -> tuple[AdapterStatus, ...]:
         """Every registered adapter, by name."""
         ...

@@ -94,6 +94,10 @@ class LocalEngine:
 
         await self._call(unload)
 
+    async def pin_adapter(self, name: str, pinned: bool) -> AdapterStatus:
+        """See EngineInterface."""
+        return await self._call(lambda: self.engine.pin_adapter(name, pinned))
+
     async def adapters(self) -> tuple[AdapterStatus, ...]:
         """See EngineInterface."""
         return await self._call(self.engine.adapters)

@@ -108,10 +108,10 @@ class EngineWorker:
                 self._send_outputs(() if output is None else (output,))
             case wire.Stop():
                 self._stopping = True
-            case wire.LoadAdapter() | wire.UnloadAdapter() | wire.ListAdapters() | wire.GetStats():
-                self._send(self._reply(message))
             case wire.Start():
                 raise AssertionError("the engine is already started")
+            case call:
+                self._send(self._reply(call))
 
     def _add(self, message: wire.Add) -> None:
         request_id = message.request.request_id
@@ -139,6 +139,10 @@ class EngineWorker:
                 case wire.UnloadAdapter():
                     self._send_outputs(self._engine.unload_adapter(call.name))
                     return wire.Reply(call_id=call.call_id)
+                case wire.PinAdapter():
+                    return wire.Reply(
+                        call_id=call.call_id, adapters=(self._engine.pin_adapter(call.name, call.pinned),)
+                    )
                 case wire.ListAdapters():
                     return wire.Reply(call_id=call.call_id, adapters=self._engine.adapters())
                 case wire.GetStats():

@@ -35,6 +35,12 @@ class UnloadAdapter(msgspec.Struct, frozen=True, tag=True):
     name: str
 
 
+class PinAdapter(msgspec.Struct, frozen=True, tag=True):
+    call_id: int
+    name: str
+    pinned: bool
+
+
 class ListAdapters(msgspec.Struct, frozen=True, tag=True):
     call_id: int
 
@@ -47,7 +53,7 @@ class Stop(msgspec.Struct, frozen=True, tag=True):
     """Cancel what still runs and end the process."""
 
 
-Call = LoadAdapter | UnloadAdapter | ListAdapters | GetStats
+Call = LoadAdapter | UnloadAdapter | PinAdapter | ListAdapters | GetStats
 """What is answered by a Reply of the same call_id."""
 
 ToEngine = Start | Add | Cancel | Call | Stop

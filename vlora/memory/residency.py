@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter, OrderedDict
+from collections.abc import Iterable
 
 from vlora.memory.books import ArenaBooks, Run
 
@@ -74,6 +76,11 @@ class Residency:
         """Give reserved pages back."""
         self._reserved.remove(run)
         self.books.free_run(run)
+
+    def room_beside(self, kept: Iterable[Run]) -> int:
+        """Most pages in a row that an adapter finds once everything but these runs has left."""
+        edges = [(0, 0), *sorted((run.first_page, run.end) for run in kept), (self.max_pages, self.max_pages)]
+        return max(start - end for (_, end), (start, _) in itertools.pairwise(edges))
 
     def touch(self, name: str) -> None:
         """Mark as just used."""

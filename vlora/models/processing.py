@@ -97,6 +97,13 @@ class InputProcessor:
     def decode(self, token_ids: Sequence[int]) -> str:
         return str(self.tokenizer.decode(list(token_ids), skip_special_tokens=True))
 
+    def token_text(self, token_id: int) -> str:
+        """One token on its own, special tokens by name; a part of a character shows as the replacement character."""
+        (raw,) = self.tokenizer.convert_ids_to_tokens([token_id])
+        text = str(self.tokenizer.decode([token_id], skip_special_tokens=False))
+        # Decoders of this kind take the space of a text's first word away.
+        return " " + text if raw is not None and raw.startswith("\u2581") and not text.startswith(" ") else text
+
     def _process(self, images: Sequence[Image.Image]) -> tuple[VisionInput, ...]:
         try:
             if self.family.model_type == "llava_onevision" and len(images) > 1:

@@ -33,7 +33,7 @@ class VisionEncoder:
         self._seam = seam
         self._cache_bytes = cache_bytes
         self._cache: OrderedDict[tuple[str, str | None], VisionFeatures] = OrderedDict()
-        self._held = 0
+        self.num_bytes = 0  # what the cache holds
         self.num_hits = 0
         self.num_encoded = 0
 
@@ -63,7 +63,7 @@ class VisionEncoder:
     def forget(self, adapter_key: str) -> None:
         """Drop what was encoded with an adapter that is gone."""
         for key in [key for key in self._cache if key[1] == adapter_key]:
-            self._held -= self._cache.pop(key).num_bytes
+            self.num_bytes -= self._cache.pop(key).num_bytes
 
     def _run(self, members: list[tuple[VisionTask, dict[str, torch.Tensor]]]) -> list[VisionFeatures]:
         kind = members[0][0].item.kind
@@ -85,7 +85,7 @@ class VisionEncoder:
         if features.num_bytes > self._cache_bytes:
             return
         self._cache[key] = features
-        self._held += features.num_bytes
-        while self._held > self._cache_bytes:
+        self.num_bytes += features.num_bytes
+        while self.num_bytes > self._cache_bytes:
             _, oldest = self._cache.popitem(last=False)
-            self._held -= oldest.num_bytes
+            self.num_bytes -= oldest.num_bytes

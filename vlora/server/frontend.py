@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import hashlib
 import os
 import time
 import uuid
@@ -11,12 +12,26 @@ from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping, Se
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, cast
 
+import msgspec
+
 from vlora.client.values import Answer, HeadResult
 from vlora.config import ServerConfig
 from vlora.engine.interface import EngineInterface
-from vlora.errors import BadRequest, DeadlineMissed, OverCapacity, TooLarge, UnknownAdapter, UnknownHead
+from vlora.errors import (
+    BadRequest,
+    DeadlineMissed,
+    EngineDead,
+    OverCapacity,
+    TooLarge,
+    UnknownAdapter,
+    UnknownHead,
+    VLoraError,
+)
+from vlora.server.image_sources import ImageSources
 from vlora.server.images import decode_images
-from vlora.server.text import AnswerText
+from vlora.server.interleave import interleave
+from vlora.server.metrics import Metrics
+from vlora.server.text import AnswerText, Piece
 from vlora.types import AdapterStatus, EngineStats, HeadSummary, Request, RequestOutput, SamplingParams
 
 if TYPE_CHECKING:
@@ -27,6 +42,9 @@ MAX_STOP_STRINGS = 16
 Messages = Sequence[Mapping[str, Any]]
 """A conversation as chat templates take it; content entries are {"type": "image"} or {"type": "text", "text": ...}."""
 
+Image = bytes | str
+"""An encoded image, or the URL of one."""
+
 
 class FrontEnd:
     """One per server; belongs to one event loop. Decoding and image processing run in threads beside it."""
@@ -36,6 +54,8 @@ class FrontEnd:
         self._engine = engine
         self._processor = processor
         self._adapters: dict[str, AdapterStatus] | None = None
+        self._sources = ImageSources(config)
+        self.metrics = Metrics()
         self._num_active = 0
         self._idle = asyncio.Event()
         self._idle.set()
@@ -47,7 +67,7 @@ class FrontEnd:
     async def generate(
         self,
         prompt: str | Messages,
-        images: Sequence[bytes] = (),
+        images: Sequence[Image] = (),
         *,
         adapter: str | None = None,
         sampling: SamplingParams | None = None,
@@ -55,50 +75,56 @@ class FrontEnd:
     ) -> AsyncIterator[str | Answer]:
         """Pieces of text as they become certain, then the whole Answer. Closing the iterator early cancels the request.
 
-        prompt: a question (the images go before it) or whole messages. images: encoded bytes, in order.
+        prompt: a question (the images go before it) or whole messages. images: encoded bytes or URLs, in order.
         Raises BadRequest's kinds for a request that is wrong, OverCapacity, DeadlineMissed, StepFailed, EngineDead.
         """
+        choices = self.choices(prompt, images, adapter=adapter, sampling=sampling, max_latency_s=max_latency_s)
+        async with contextlib.aclosing(choices):
+            async for _, part in choices:
+                if isinstance(part, Answer):
+                    yield part
+                elif part.text:
+                    yield part.text
+
+    async def choices(
+        self,
+        prompt: str | Messages,
+        images: Sequence[Image] = (),
+        *,
+        num_choices: int = 1,
+        adapter: str | None = None,
+        sampling: SamplingParams | None = None,
+        max_latency_s: float | None = None,
+    ) -> AsyncGenerator[tuple[int, Piece | Answer], None]:
+        """As `generate`, several answers to one prompt side by side: each part with its choice's number.
+
+        The first choice is the answer `generate` gives; the others draw with seeds made from the first one's. Each
+        counts as a request under way.
+        """
         sampling = sampling or SamplingParams()
-        with self._admitted() as clock:
+        with self._admitted(num_choices) as clock:
             _check_text(prompt, sampling, self.config)
             if adapter is not None:
                 await self._status(adapter)
             encoded = await self._prepare(prompt, images, clock)
-            request = Request(
-                request_id=uuid.uuid4().hex,
-                prompt_ids=encoded.prompt_ids,
-                vision=encoded.vision,
-                adapter=adapter,
-                sampling=sampling,
-                max_latency_s=max_latency_s,
-            )
-            text = AnswerText(self._processor.decode, sampling.stop)
-            num_tokens = 0
-            async with self._outputs(request, clock) as outputs:
-                async for output in outputs:
-                    num_tokens += len(output.token_ids)
-                    if not text.stopped:
-                        if piece := text.feed(output.token_ids):
-                            yield piece
-                        if text.stopped and not output.finished:
-                            await self._engine.cancel(request.request_id)
-            if output.error is not None and (output.timings is None or not text.stopped):
-                raise output.error.to_exception()
-            if piece := text.finish():
-                yield piece
-            assert output.timings is not None, "a request that was answered has timings"
-            yield Answer(
-                text=text.text,
-                finish_reason="length" if output.finish_reason == "length" and not text.stopped else "stop",
-                adapter=adapter,
-                num_prompt_tokens=len(request.prompt_ids),
-                num_completion_tokens=num_tokens,
-                timings=output.timings,
-                total_s=clock.elapsed_s,
-            )
+            requests = [
+                Request(
+                    request_id=uuid.uuid4().hex,
+                    prompt_ids=encoded.prompt_ids,
+                    vision=encoded.vision,
+                    adapter=adapter,
+                    sampling=msgspec.structs.replace(sampling, seed=_seed_of_choice(sampling.seed, choice)),
+                    max_latency_s=max_latency_s,
+                )
+                for choice in range(num_choices)
+            ]
+            parts = interleave([self._answer(request, clock) for request in requests])
+            async with contextlib.aclosing(parts):
+                async for choice, part in parts:
+                    yield choice, part
 
     async def ask_head(
-        self, images: Sequence[bytes], adapter: str, head: str, *, max_latency_s: float | None = None
+        self, images: Sequence[Image], adapter: str, head: str, *, max_latency_s: float | None = None
     ) -> HeadResult:
         """One pass through a task head, with the question it was trained on.
 
@@ -125,7 +151,7 @@ class FrontEnd:
             if output.error is not None:
                 raise output.error.to_exception()
             assert output.head is not None and output.timings is not None, "a head request ends with its head's answer"
-            return HeadResult(
+            result = HeadResult(
                 label=output.head.label,
                 label_id=output.head.label_id,
                 labels=summary.labels,
@@ -135,6 +161,49 @@ class FrontEnd:
                 timings=output.timings,
                 total_s=clock.elapsed_s,
             )
+            total_s, num_prompt = result.total_s, len(request.prompt_ids)
+            self.metrics.answered(total_s=total_s, first_s=total_s, num_prompt=num_prompt, num_completion=0)
+            return result
+
+    async def _answer(self, request: Request, clock: _Clock) -> AsyncGenerator[Piece | Answer, None]:
+        """One request's pieces, then its Answer. Raises the error it ended with."""
+        text = AnswerText(self._processor.decode, self._processor.token_text, request.sampling.stop)
+        num_tokens = 0
+        first_s = 0.0
+        async with self._outputs(request, clock) as outputs:
+            async for output in outputs:
+                if output.token_ids and not num_tokens:
+                    first_s = clock.elapsed_s
+                num_tokens += len(output.token_ids)
+                if not text.stopped:
+                    piece = text.feed(output.token_ids, output.scores)
+                    if piece.text:
+                        yield piece
+                    if text.stopped and not output.finished:
+                        await self._engine.cancel(request.request_id)
+        if output.error is not None and (output.timings is None or not text.stopped):
+            raise output.error.to_exception()
+        piece = text.finish()
+        if piece.text:
+            yield piece
+        assert output.timings is not None, "a request that was answered has timings"
+        answer = Answer(
+            text=text.text,
+            finish_reason="length" if output.finish_reason == "length" and not text.stopped else "stop",
+            adapter=request.adapter,
+            num_prompt_tokens=len(request.prompt_ids),
+            num_completion_tokens=num_tokens,
+            timings=output.timings,
+            total_s=clock.elapsed_s,
+            logprobs=text.logprobs,
+        )
+        self.metrics.answered(
+            total_s=answer.total_s,
+            first_s=first_s,
+            num_prompt=answer.num_prompt_tokens,
+            num_completion=answer.num_completion_tokens,
+        )
+        yield answer
 
     # -- adapters and counters ----------------------------------------------------------------------------------------
 
@@ -154,10 +223,26 @@ class FrontEnd:
         await self._engine.unload_adapter(name)
         self._adapters = None
 
+    async def pin_adapter(self, name: str, pinned: bool) -> AdapterStatus:
+        """Keep an adapter on the device, or let it go. Raises UnknownAdapter, OverCapacity when there is no room."""
+        return await self._engine.pin_adapter(name, pinned)
+
     async def stats(self) -> EngineStats:
         return await self._engine.stats()
 
+    async def read_metrics(self) -> bytes:
+        """Prometheus' text form of everything that is counted, a dead engine included."""
+        try:
+            stats = await self.stats()
+        except EngineDead:
+            return self.metrics.render(None)
+        return self.metrics.render(stats)
+
     # -- life ---------------------------------------------------------------------------------------------------------
+
+    @property
+    def draining(self) -> bool:
+        return self._draining
 
     async def drain(self) -> None:
         """Take no more requests and give those under way `drain_s` seconds to end."""
@@ -166,26 +251,48 @@ class FrontEnd:
             async with asyncio.timeout(self.config.drain_s):
                 await self._idle.wait()
 
-    def close(self) -> None:
+    async def close(self) -> None:
         self._threads.shutdown(wait=False, cancel_futures=True)
+        await self._sources.close()
 
     # -- inside -------------------------------------------------------------------------------------------------------
 
     @contextlib.contextmanager
-    def _admitted(self) -> Iterator[_Clock]:
-        """Count a request in and out. Raises OverCapacity when there is no room for it."""
+    def _admitted(self, num_choices: int = 1) -> Iterator[_Clock]:
+        """Count a request in and out, and what became of it. Raises OverCapacity when there is no room for it."""
+        outcome = "cancelled"
+        try:
+            with self._counted_in(num_choices):
+                yield _Clock(self.config.request_timeout_s)
+            outcome = "ok"
+        except VLoraError as error:
+            outcome = error.code
+            raise
+        except Exception:
+            outcome = VLoraError.code
+            raise
+        finally:
+            self.metrics.count(outcome)
+
+    @contextlib.contextmanager
+    def _counted_in(self, num_choices: int) -> Iterator[None]:
         if self._draining:
             raise OverCapacity("the server is shutting down; it takes no new requests")
-        if self._num_active >= self.config.max_requests:
+        if num_choices > self.config.max_requests:
+            raise BadRequest(f"{num_choices} choices were asked for; this server answers {self.config.max_requests}")
+        if self._num_active + num_choices > self.config.max_requests:
             raise OverCapacity(
-                f"{self._num_active} requests are under way, which is this server's limit; try again later"
+                f"{self._num_active} requests are under way; this server's limit is {self.config.max_requests}; "
+                "try again later"
             )
-        self._num_active += 1
+        self._num_active += num_choices
+        self.metrics.active(num_choices)
         self._idle.clear()
         try:
-            yield _Clock(self.config.request_timeout_s)
+            yield
         finally:
-            self._num_active -= 1
+            self._num_active -= num_choices
+            self.metrics.active(-num_choices)
             if self._num_active == 0:
                 self._idle.set()
 
@@ -199,18 +306,19 @@ class FrontEnd:
             raise UnknownAdapter(f"no adapter named {name!r}; registered: {known}")
         return self._adapters[name]
 
-    async def _prepare(self, prompt: str | Messages, images: Sequence[bytes], clock: _Clock) -> EncodedPrompt:
-        """Decode, template, tokenize and process images, off the event loop."""
+    async def _prepare(self, prompt: str | Messages, images: Sequence[Image], clock: _Clock) -> EncodedPrompt:
+        """Fetch; then decode, template, tokenize and process images off the event loop."""
 
-        def work() -> EncodedPrompt:
-            pixels = decode_images(images, self.config)
+        def work(encoded: Sequence[bytes]) -> EncodedPrompt:
+            pixels = decode_images(encoded, self.config)
             if isinstance(prompt, str):
                 return self._processor.encode(self._processor.chat(prompt, len(pixels)), pixels)
             return self._processor.encode(self._processor.template(prompt), pixels)
 
         with clock.bound():
             async with asyncio.timeout_at(clock.deadline):
-                return await asyncio.get_running_loop().run_in_executor(self._threads, work)
+                encoded = await self._sources.read(images)
+                return await asyncio.get_running_loop().run_in_executor(self._threads, work, encoded)
 
     @contextlib.asynccontextmanager
     async def _outputs(self, request: Request, clock: _Clock) -> AsyncIterator[AsyncIterator[RequestOutput]]:
@@ -251,6 +359,13 @@ class _Clock:
             raise DeadlineMissed(
                 f"the request was not answered within {self._timeout_s:g} s, which is this server's limit"
             ) from error
+
+
+def _seed_of_choice(seed: int | None, choice: int) -> int | None:
+    """Without a seed every request draws by its own id."""
+    if seed is None or choice == 0:
+        return seed
+    return int.from_bytes(hashlib.blake2b(f"{seed} {choice}".encode(), digest_size=7).digest())
 
 
 def _check_text(prompt: str | Messages, sampling: SamplingParams, config: ServerConfig) -> None:

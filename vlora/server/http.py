@@ -1,257 +1,194 @@
-"""The HTTP API: OpenAI's chat completions over the front end, where the adapter is the model's name."""
+"""The HTTP API over the front end: OpenAI's chat completions with the adapter as the model's name; heads; adapters."""
 
 from __future__ import annotations
 
 import asyncio
-import base64
-import binascii
 import contextlib
-import json
-import socket
 import time
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Iterator
-from typing import Annotated, Any, Literal, TypeVar
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable
+from typing import Any, TypeVar
 
-import uvicorn
-from fastapi import FastAPI, Request
-from fastapi.exceptions import RequestValidationError
+import msgspec
+from fastapi import Depends, FastAPI, Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
+from fastapi.security import HTTPBearer
+from prometheus_client import CONTENT_TYPE_LATEST
 from pydantic import BaseModel, ConfigDict, Field
-from starlette.exceptions import HTTPException
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.types import ASGIApp
 
 from vlora.client.values import Answer
-from vlora.config import ServerConfig
-from vlora.errors import Aborted, BadConfig, BadImage, BadRequest, TooLarge, VLoraError
+from vlora.errors import Aborted, UnknownAdapter, VLoraError
+from vlora.server.access import Access
+from vlora.server.chat_form import ChatRequest, Completion, event
 from vlora.server.frontend import FrontEnd
-from vlora.types import SamplingParams
+from vlora.server.http_errors import ErrorBody, error_body, handle_errors
+from vlora.server.http_guard import ADMIN_PATHS, guarded
+from vlora.server.text import Piece
+from vlora.types import AdapterStatus
 
 T = TypeVar("T")
 
+Parts = AsyncGenerator[tuple[int, Piece | Answer], None]
 
-class _Strict(BaseModel):
-    # A field that is not served must not be ignored: it would change the answer.
+
+class HeadRequest(BaseModel):
+    """images: URLs, as many as the head reads. max_latency_s: an answer after that many seconds is no answer."""
+
     model_config = ConfigDict(extra="forbid")
 
-
-class ImageUrl(_Strict):
-    url: str
-    detail: str | None = None
+    images: list[str] = Field(min_length=1)
+    max_latency_s: float | None = Field(None, gt=0)
 
 
-class TextPart(_Strict):
-    type: Literal["text"]
-    text: str
+class AdapterSource(BaseModel):
+    """path: an adapter folder in the server's file system."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    name: str
+    path: str
 
 
-class ImagePart(_Strict):
-    type: Literal["image_url"]
-    image_url: ImageUrl
-
-
-class ChatMessage(_Strict):
-    role: Literal["system", "user", "assistant"]
-    content: str | list[Annotated[TextPart | ImagePart, Field(discriminator="type")]]
-
-
-class StreamOptions(_Strict):
-    include_usage: bool = False
-
-
-class ChatRequest(_Strict):
-    """What is served of OpenAI's request; images are data URLs."""
-
-    model: str
-    messages: list[ChatMessage] = Field(min_length=1)
-    max_tokens: int | None = None
-    max_completion_tokens: int | None = None
-    temperature: float = 0.0
-    top_p: float = 1.0
-    seed: int | None = None
-    stop: str | list[str] | None = None
-    n: Literal[1] = 1
-    stream: bool = False
-    stream_options: StreamOptions = StreamOptions()
-    user: str | None = None
-
-
-def make_app(front_end: FrontEnd, model: str) -> ASGIApp:
+def make_app(front_end: FrontEnd, model: str, access: Access) -> ASGIApp:
     """The ASGI application. model: the base model's name in requests; every other name is an adapter's."""
-    app = FastAPI(title="V-LoRA", docs_url=None, redoc_url=None)
+    app = FastAPI(
+        title="V-LoRA",
+        docs_url=None,
+        redoc_url=None,
+        responses={"4XX": {"model": ErrorBody}, "5XX": {"model": ErrorBody}},
+        # Declared for readers of the OpenAPI document; the check itself stands before the routes.
+        dependencies=[Depends(HTTPBearer(auto_error=False))] if access.required else [],
+    )
+    handle_errors(app)
+    _watching(app, front_end, model)
+    _asking(app, front_end, model)
+    _administering(app, front_end)
+    return guarded(app, access, front_end.metrics, front_end.config.max_message_bytes)
 
-    @app.exception_handler(VLoraError)
-    async def refuse(_: Request, error: VLoraError) -> Response:
-        return JSONResponse(_error(error), error.http_status)
 
-    @app.exception_handler(RequestValidationError)
-    async def refuse_fields(_: Request, error: RequestValidationError) -> Response:
-        return JSONResponse(_error(BadRequest(_first_mistake(error))), BadRequest.http_status)
+# -- routes -----------------------------------------------------------------------------------------------------------
 
-    @app.exception_handler(HTTPException)
-    async def refuse_call(_: Request, error: HTTPException) -> Response:
-        cause = error.__cause__ if isinstance(error.__cause__, VLoraError) else BadRequest(str(error.detail))
-        status = cause.http_status if cause is error.__cause__ else error.status_code
-        return JSONResponse(_error(cause), status)
 
-    @app.exception_handler(Exception)
-    async def confess(_: Request, error: Exception) -> Response:
-        mistake = VLoraError(f"the server made a mistake: {type(error).__name__}: {error}")
-        return JSONResponse(_error(mistake), mistake.http_status)
-
+def _watching(app: FastAPI, front_end: FrontEnd, model: str) -> None:
     @app.get("/health")
     async def health() -> dict[str, str]:
         """Whether the engine lives."""
         await front_end.stats()
         return {"status": "ok", "model": model}
 
+    @app.get("/ready")
+    async def ready() -> Response:
+        """Whether requests are taken: 503 once the server was told to stop, or when the engine is dead."""
+        if front_end.draining:
+            return JSONResponse({"status": "draining"}, 503)
+        await front_end.stats()
+        return JSONResponse({"status": "ready"})
+
+    @app.get("/metrics")
+    async def metrics() -> Response:
+        """Counters in Prometheus' text form."""
+        return Response(await front_end.read_metrics(), media_type=CONTENT_TYPE_LATEST)
+
+
+def _asking(app: FastAPI, front_end: FrontEnd, model: str) -> None:
+    async def all_models() -> dict[str, dict[str, Any]]:
+        parents = {model: None} | {status.name: model for status in await front_end.adapters()}
+        shared = {"object": "model", "created": 0, "owned_by": "vlora"}
+        return {name: {"id": name, "parent": parent, **shared} for name, parent in parents.items()}
+
     @app.get("/v1/models")
     async def models() -> dict[str, Any]:
         """The base model and every adapter."""
-        parents = {model: None} | {status.name: model for status in await front_end.adapters()}
-        shared = {"object": "model", "created": 0, "owned_by": "vlora"}
-        return {
-            "object": "list",
-            "data": [{"id": name, "parent": parent, **shared} for name, parent in parents.items()],
-        }
+        return {"object": "list", "data": list((await all_models()).values())}
+
+    @app.get("/v1/models/{name}")
+    async def one_model(name: str) -> dict[str, Any]:
+        """One of them."""
+        found = await all_models()
+        if name not in found:
+            raise UnknownAdapter(f"no model named {name!r}; there are: {', '.join(found)}")
+        return found[name]
 
     @app.post("/v1/chat/completions")
     async def chat(body: ChatRequest, request: Request) -> Response:
         """Answer a conversation, whole or as server-sent events."""
-        parts = _generate(front_end, model, body)
+        messages, images = body.conversation()
+        parts = front_end.choices(
+            messages,
+            images,
+            num_choices=body.n,
+            adapter=None if body.model == model else body.model,
+            sampling=body.sampling(),
+        )
         head = {"id": f"chatcmpl-{uuid.uuid4().hex}", "created": int(time.time()), "model": body.model}
+        form = Completion(head, logprobs=body.logprobs)
         if body.stream:
             # The first part is awaited here, so that a request that is wrong gets its status.
             first = await _unless_disconnected(request, anext(parts))
-            return StreamingResponse(_events(head, first, parts, body.stream_options), media_type="text/event-stream")
+            events = _events(form, body.n, first, parts, include_usage=body.stream_options.include_usage)
+            return StreamingResponse(events, media_type="text/event-stream")
         async with contextlib.aclosing(parts):
-            answer = await _unless_disconnected(request, _last(parts))
-        message = {"role": "assistant", "content": answer.text}
-        choice = {"index": 0, "message": message, "finish_reason": answer.finish_reason, "logprobs": None}
-        return JSONResponse({**head, "object": "chat.completion", "choices": [choice], "usage": _usage(answer)})
+            answers = await _unless_disconnected(request, _whole(parts, body.n))
+        return JSONResponse(form.whole(answers))
 
-    return _BoundedBody(app, front_end.config.max_message_bytes)
-
-
-class HttpServer:
-    """uvicorn in this event loop. Raises BadConfig when it cannot listen."""
-
-    def __init__(self, config: ServerConfig) -> None:
-        assert config.http_port is not None
-        family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
-        self._socket = socket.socket(family, socket.SOCK_STREAM)
-        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            self._socket.bind((config.host, config.http_port))
-        except OSError as error:
-            self._socket.close()
-            where = f"{config.host}:{config.http_port}"
-            raise BadConfig(f"cannot listen on {where}: {error.strerror}; choose another --http-port") from error
-        self.address = "{}:{}".format(*self._socket.getsockname()[:2])
-        self._server: uvicorn.Server | None = None
-        self._running: asyncio.Task[None] | None = None
-
-    def start(self, app: ASGIApp) -> None:
-        self._socket.listen()  # from here on callers wait instead of being refused
-        settings = uvicorn.Config(app, log_level="error", timeout_graceful_shutdown=1)
-        self._server = _Uvicorn(settings)
-        self._running = asyncio.create_task(self._server.serve([self._socket]))
-
-    async def close(self) -> None:
-        if self._server is not None and self._running is not None:
-            self._server.should_exit = True
-            await asyncio.wait({self._running})
-        self._socket.close()
+    @app.post("/v1/heads/{adapter}/{head}")
+    async def ask_head(adapter: str, head: str, body: HeadRequest, request: Request) -> dict[str, Any]:
+        """Ask a task head, which answers in one pass and brings its own question."""
+        asked = front_end.ask_head(body.images, adapter, head, max_latency_s=body.max_latency_s)
+        result = await _unless_disconnected(request, asked)
+        return {
+            "adapter": adapter,
+            "head": head,
+            "label": result.label,
+            "label_id": result.label_id,
+            "confidence": result.confidence,
+            "scores": dict(zip(result.labels, result.scores, strict=True)),
+            "total_s": result.total_s,
+        }
 
 
-class _Uvicorn(uvicorn.Server):
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        """The supervisor has the signals."""
-        yield
+def _administering(app: FastAPI, front_end: FrontEnd) -> None:
+    @app.get(ADMIN_PATHS)
+    async def adapters() -> dict[str, Any]:
+        """Every adapter: rank, size, heads, whether it is on the device, pinned, mergeable."""
+        return {"object": "list", "data": [_adapter(status) for status in await front_end.adapters()]}
 
+    @app.post(ADMIN_PATHS, status_code=201)
+    async def load_adapter(body: AdapterSource) -> dict[str, Any]:
+        """Register an adapter folder of the server's file system; a name already taken gets the new content."""
+        return _adapter(await front_end.load_adapter(body.name, body.path))
 
-class _BoundedBody:
-    """Refuses bodies over a size before they are held in memory."""
+    @app.delete(ADMIN_PATHS + "/{name}", status_code=204)
+    async def unload_adapter(name: str) -> None:
+        """Cancel an adapter's requests and forget it."""
+        await front_end.unload_adapter(name)
 
-    def __init__(self, app: ASGIApp, max_bytes: int) -> None:
-        self._app = app
-        self._max_bytes = max_bytes
+    @app.put(ADMIN_PATHS + "/{name}/pin")
+    async def pin_adapter(name: str) -> dict[str, Any]:
+        """Bring an adapter to the device and keep it there."""
+        return _adapter(await front_end.pin_adapter(name, True))
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
-        error = TooLarge(f"the body is over this server's limit of {self._max_bytes} bytes")
-        declared = dict(scope["headers"]).get(b"content-length", b"0")
-        if declared.isdigit() and int(declared) > self._max_bytes:
-            await JSONResponse(_error(error), error.http_status)(scope, receive, send)
-            return
-        received = 0
-
-        async def bounded() -> Message:
-            nonlocal received
-            message = await receive()
-            received += len(message.get("body", b""))
-            if received > self._max_bytes:
-                raise error
-            return message
-
-        await self._app(scope, bounded, send)
+    @app.delete(ADMIN_PATHS + "/{name}/pin")
+    async def unpin_adapter(name: str) -> dict[str, Any]:
+        """Let an adapter be evicted again."""
+        return _adapter(await front_end.pin_adapter(name, False))
 
 
 # -- a request's way --------------------------------------------------------------------------------------------------
 
 
-def _generate(front_end: FrontEnd, model: str, body: ChatRequest) -> Any:
-    limits = (body.max_completion_tokens, body.max_tokens, SamplingParams().max_tokens)
-    stop = (body.stop,) if isinstance(body.stop, str) else tuple(body.stop or ())
-    messages, images = _conversation(body.messages)
-    return front_end.generate(
-        messages,
-        images,
-        adapter=None if body.model == model else body.model,
-        sampling=SamplingParams(
-            max_tokens=next(given for given in limits if given is not None),
-            temperature=body.temperature,
-            top_p=body.top_p,
-            seed=body.seed,
-            stop=stop,
-        ),
-    )
+def _adapter(status: AdapterStatus) -> dict[str, Any]:
+    fields: dict[str, Any] = msgspec.to_builtins(status)
+    return fields
 
 
-def _conversation(messages: list[ChatMessage]) -> tuple[list[dict[str, Any]], list[bytes]]:
-    """Messages as chat templates take them, and the images in order."""
-    images: list[bytes] = []
-    plain: list[dict[str, Any]] = []
-    for message in messages:
-        parts = [TextPart(type="text", text=message.content)] if isinstance(message.content, str) else message.content
-        content: list[dict[str, str]] = []
-        for part in parts:
-            if isinstance(part, TextPart):
-                content.append({"type": "text", "text": part.text})
-            else:
-                images.append(_data_url(part.image_url.url, len(images) + 1))
-                content.append({"type": "image"})
-        plain.append({"role": message.role, "content": content})
-    return plain, images
-
-
-def _data_url(url: str, number: int) -> bytes:
-    head, comma, data = url.partition(",")
-    if not (comma and head.startswith("data:") and head.endswith(";base64")):
-        raise BadRequest(f"image {number}: only data URLs are taken (data:image/png;base64,...)")
-    try:
-        return base64.b64decode(data, validate=True)
-    except binascii.Error as error:
-        raise BadImage(f"image {number} is not base64: {error}") from error
-
-
-async def _last(parts: AsyncIterator[str | Answer]) -> Answer:
-    *_, answer = [part async for part in parts]
-    assert isinstance(answer, Answer)
-    return answer
+async def _whole(parts: Parts, num_choices: int) -> list[Answer]:
+    answers: list[Answer | None] = [None] * num_choices
+    async for choice, part in parts:
+        if isinstance(part, Answer):
+            answers[choice] = part
+    return [answer for answer in answers if answer is not None]
 
 
 async def _unless_disconnected(request: Request, work: Awaitable[T]) -> T:
@@ -275,52 +212,26 @@ async def _unless_disconnected(request: Request, work: Awaitable[T]) -> T:
 
 
 async def _events(
-    head: dict[str, Any], first: str | Answer, parts: AsyncIterator[str | Answer], options: StreamOptions
+    form: Completion, num_choices: int, first: tuple[int, Piece | Answer], parts: Parts, *, include_usage: bool
 ) -> AsyncIterator[str]:
-    def event(delta: dict[str, str], finish_reason: str | None = None) -> str:
-        choice = {"index": 0, "delta": delta, "finish_reason": finish_reason, "logprobs": None}
-        return _event({**head, "object": "chat.completion.chunk", "choices": [choice]})
-
-    async def all_parts() -> AsyncIterator[str | Answer]:
+    async def all_parts() -> AsyncIterator[tuple[int, Piece | Answer]]:
         yield first
         async for part in parts:
             yield part
 
-    yield event({"role": "assistant", "content": ""})
-    async with contextlib.aclosing(parts):  # type: ignore[type-var]
+    for choice in range(num_choices):
+        yield form.piece(choice, {"role": "assistant", "content": ""})
+    answers: list[Answer] = []
+    async with contextlib.aclosing(parts):
         try:
-            async for part in all_parts():
-                if isinstance(part, str):
-                    yield event({"content": part})
-                    continue
-                yield event({}, part.finish_reason)
-                if options.include_usage:
-                    chunk = {"object": "chat.completion.chunk", "choices": [], "usage": _usage(part)}
-                    yield _event({**head, **chunk})
+            async for choice, part in all_parts():
+                if isinstance(part, Piece):
+                    yield form.piece(choice, {"content": part.text}, tokens=part.logprobs)
+                else:
+                    answers.append(part)
+                    yield form.piece(choice, {}, finish_reason=part.finish_reason)
+            if include_usage:
+                yield form.usage(answers)
         except VLoraError as error:
-            yield _event(_error(error))
+            yield event(error_body(error))
     yield "data: [DONE]\n\n"
-
-
-def _event(value: dict[str, Any]) -> str:
-    return f"data: {json.dumps(value)}\n\n"
-
-
-def _usage(answer: Answer) -> dict[str, int]:
-    return {
-        "prompt_tokens": answer.num_prompt_tokens,
-        "completion_tokens": answer.num_completion_tokens,
-        "total_tokens": answer.num_prompt_tokens + answer.num_completion_tokens,
-    }
-
-
-def _error(error: VLoraError) -> dict[str, Any]:
-    return {"error": {"message": str(error), "type": error.code, "code": error.code, "param": None}}
-
-
-def _first_mistake(error: RequestValidationError) -> str:
-    mistake = error.errors()[0]
-    place = ".".join(str(step) for step in mistake["loc"] if step != "body") or "body"
-    if mistake["type"] == "extra_forbidden":
-        return f"{place}: this field is not served"
-    return f"{place}: {mistake['msg']}"

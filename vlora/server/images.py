@@ -22,8 +22,7 @@ def decode_images(encoded: Sequence[bytes], config: ServerConfig) -> list[Image.
 
     Raises TooLarge when a limit of the server is passed, BadImage for bytes that are no image. Messages count from 1.
     """
-    if len(encoded) > config.max_images:
-        raise TooLarge(f"the request has {len(encoded)} images; this server takes at most {config.max_images}")
+    check_number(encoded, config)
     opened = [_open(image, number, config) for number, image in enumerate(encoded, 1)]
     pixels = sum(image.width * image.height for image in opened)
     if pixels > config.max_request_pixels:
@@ -32,6 +31,12 @@ def decode_images(encoded: Sequence[bytes], config: ServerConfig) -> list[Image.
             f"{config.max_request_pixels}"
         )
     return [_load(image, number) for number, image in enumerate(opened, 1)]
+
+
+def check_number(images: Sequence[object], config: ServerConfig) -> None:
+    """Raises TooLarge when a request has more images than the server takes."""
+    if len(images) > config.max_images:
+        raise TooLarge(f"the request has {len(images)} images; this server takes at most {config.max_images}")
 
 
 def _open(encoded: bytes, number: int, config: ServerConfig) -> Image.Image:

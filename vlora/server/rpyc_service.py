@@ -27,21 +27,33 @@ from vlora.client.values import (
     success,
 )
 from vlora.errors import Aborted, BadRequest, DeadlineMissed, OverCapacity, VLoraError
+from vlora.server.access import Access
 from vlora.server.frontend import FrontEnd
+from vlora.server.rpyc_wire import Peer
 
 log = logging.getLogger(__name__)
 
 _MAX_STREAMS = 256  # of one connection, finished ones that were not read to the end included
 _MAX_PULL_S = 30.0
+_STRANGER_S = 10.0  # how long a connection may last without showing a token
 
 
 class VLoraService(rpyc.Service):
     """One per connection. Its methods run in the connection's thread and only schedule; the work is on the loop."""
 
-    def __init__(self, front_end: FrontEnd, loop: asyncio.AbstractEventLoop, model: str) -> None:
+    def __init__(
+        self, front_end: FrontEnd, loop: asyncio.AbstractEventLoop, model: str, access: Access, peer: Peer
+    ) -> None:
         self._front_end = front_end
         self._loop = loop
         self._model = model
+        self._access = access
+        self._peer = peer
+        self._token: str | None = None
+        self._known = not access.required
+        if not self._known:
+            peer.distrust()
+            loop.call_soon_threadsafe(loop.call_later, _STRANGER_S, self._send_away)
         self._tasks: dict[int, asyncio.Task[Any]] = {}
         self._streams: dict[int, _Stream] = {}
 
@@ -51,15 +63,19 @@ class VLoraService(rpyc.Service):
 
     # -- what clients call --------------------------------------------------------------------------------------------
 
-    def exposed_hello(self) -> Future[Reply]:
-        """Who is there."""
+    def exposed_hello(self, *args: Any) -> Future[Reply]:
+        """(token or nothing) -> who is there. With a token that is good, the other calls are open to the connection."""
 
         async def work() -> Hello:
+            token = _checked("token", args[0] if args else None, str | None)
+            self._access.check(token)
+            self._token, self._known = token, True
+            self._peer.trust()
             limit = self._front_end.config.max_message_bytes
             # A message is its images and a little around them.
             return Hello(protocol=PROTOCOL_VERSION, model=self._model, max_message_bytes=limit - limit // 16)
 
-        return self._run(work)
+        return self._run(work, greeting=True)
 
     def exposed_generate(self, *args: Any) -> Future[Reply]:
         """(call_id, question, images, adapter, sampling pairs, max_latency_s) -> Answer"""
@@ -133,11 +149,20 @@ class VLoraService(rpyc.Service):
 
     def exposed_load_adapter(self, name: Any, path: Any) -> Future[Reply]:
         """Register an adapter folder -> AdapterStatus"""
-        return self._run(lambda: self._front_end.load_adapter(_checked("name", name, str), _checked("path", path, str)))
+        return self._run(
+            lambda: self._front_end.load_adapter(_checked("name", name, str), _checked("path", path, str)), admin=True
+        )
 
     def exposed_unload_adapter(self, name: Any) -> Future[Reply]:
         """Cancel an adapter's requests and forget it."""
-        return self._run(lambda: self._front_end.unload_adapter(_checked("name", name, str)))
+        return self._run(lambda: self._front_end.unload_adapter(_checked("name", name, str)), admin=True)
+
+    def exposed_pin_adapter(self, name: Any, pinned: Any) -> Future[Reply]:
+        """Keep an adapter on the device, or let it go -> AdapterStatus"""
+        return self._run(
+            lambda: self._front_end.pin_adapter(_checked("name", name, str), _checked("pinned", pinned, bool)),
+            admin=True,
+        )
 
     def exposed_stats(self) -> Future[Reply]:
         """Counters -> EngineStats"""
@@ -145,8 +170,28 @@ class VLoraService(rpyc.Service):
 
     # -- on the loop --------------------------------------------------------------------------------------------------
 
-    def _run(self, work: Callable[[], Awaitable[Any]], *, call_id: tuple[Any, ...] | None = None) -> Future[Reply]:
-        return asyncio.run_coroutine_threadsafe(self._reply(work, call_id), self._loop)
+    def _run(
+        self,
+        work: Callable[[], Awaitable[Any]],
+        *,
+        call_id: tuple[Any, ...] | None = None,
+        admin: bool = False,
+        greeting: bool = False,
+    ) -> Future[Reply]:
+        async def checked() -> Reply:
+            try:
+                if not greeting:
+                    # With every call anew: a token may expire while its connection lasts.
+                    self._access.check(self._token, admin=admin)
+            except VLoraError as error:
+                return failure(error)
+            return await self._reply(work, call_id)
+
+        return asyncio.run_coroutine_threadsafe(checked(), self._loop)
+
+    def _send_away(self) -> None:
+        if not self._known:
+            self._peer.leave()
 
     async def _reply(self, work: Callable[[], Awaitable[Any]], call_id: tuple[Any, ...] | None) -> Reply:
         """The outcome of a call as a value. call_id: under which it can be cancelled, still unchecked."""

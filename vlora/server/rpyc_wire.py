@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import queue
 import socket
+import ssl
 import threading
 import time
 import zlib
@@ -22,6 +23,7 @@ from rpyc.core.channel import Channel
 from rpyc.core.stream import SocketStream
 from rpyc.utils.server import ThreadedServer
 
+from vlora.client.tls import TlsStream
 from vlora.errors import BadConfig
 
 log = logging.getLogger(__name__)
@@ -29,6 +31,8 @@ log = logging.getLogger(__name__)
 _MAX_CALLS = 1024  # unanswered calls of one connection; its next ones wait in the socket
 _SEND_S = 30.0  # a peer that takes nothing for this long is disconnected
 _LAST_REPLIES_S = 1.0
+_HANDSHAKE_S = 10.0
+_MAX_STRANGERS_BYTES = 64 * 1024  # a token fits, an image does not
 
 _PROTOCOL = {
     "allow_public_attrs": False,
@@ -50,23 +54,23 @@ class BoundedChannel(Channel):
 
     def __init__(self, stream: SocketStream, max_bytes: int) -> None:
         super().__init__(stream, compress=False)
-        self._max_bytes = max_bytes
+        self.max_bytes = max_bytes
 
     def recv(self) -> bytes:
         length, compressed = self.FRAME_HEADER.unpack(self.stream.read(self.FRAME_HEADER.size))
-        if length > self._max_bytes:
+        if length > self.max_bytes:
             self._refuse(f"a message of {length} bytes")
         data = self.stream.read(length + len(self.FLUSHER))[: -len(self.FLUSHER)]
         if compressed:
             inflater = zlib.decompressobj()
-            data = inflater.decompress(data, self._max_bytes)
+            data = inflater.decompress(data, self.max_bytes)
             if inflater.unconsumed_tail:
                 self._refuse("a message that inflates")
         return data
 
     def _refuse(self, what: str) -> None:
         self.close()
-        raise EOFError(f"{what} over this server's limit of {self._max_bytes} bytes")
+        raise EOFError(f"{what} over this server's limit of {self.max_bytes} bytes")
 
 
 class ValueConnection(rpyc.Connection):
@@ -163,10 +167,14 @@ class ValueConnection(rpyc.Connection):
 
 
 class RpycServer(ThreadedServer):
-    """Accepts connections in a thread; each is read by a thread of its own. Raises BadConfig when it cannot listen."""
+    """Accepts connections in a thread; each is read by a thread of its own. Raises BadConfig when it cannot listen.
 
-    def __init__(self, host: str, port: int, max_message_bytes: int) -> None:
+    tls: None for plain connections.
+    """
+
+    def __init__(self, host: str, port: int, max_message_bytes: int, tls: ssl.SSLContext | None = None) -> None:
         self._max_message_bytes = max_message_bytes
+        self._tls = tls
         self._connections: set[ValueConnection] = set()
         self._lock = threading.Lock()
         try:
@@ -181,8 +189,8 @@ class RpycServer(ThreadedServer):
         except OSError as error:
             raise BadConfig(f"cannot listen on {host}:{port}: {error.strerror}; choose another --rpyc-port") from error
 
-    def start_in_thread(self, make_service: Callable[[], rpyc.Service]) -> None:
-        """Listen; every connection gets a service of its own."""
+    def start_in_thread(self, make_service: Callable[[Peer], rpyc.Service]) -> None:
+        """Listen; every connection gets a service of its own, which is told who it is for."""
         self._make_service = make_service
         self._listen()
         threading.Thread(target=self.start, name="vlora-rpyc-accept", daemon=True).start()
@@ -202,9 +210,16 @@ class RpycServer(ThreadedServer):
     def _serve(self, sock: socket.socket) -> None:
         try:
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            if self._tls is not None:
+                self.clients.discard(sock)
+                sock.settimeout(_HANDSHAKE_S)
+                sock = self._tls.wrap_socket(sock, server_side=True)
+                self.clients.add(sock)
             sock.settimeout(_SEND_S)
-            channel = BoundedChannel(SocketStream(sock), self._max_message_bytes)
-            connection = ValueConnection(self._make_service(), channel, self.protocol_config)
+            stream = TlsStream(sock, _SEND_S) if isinstance(sock, ssl.SSLSocket) else SocketStream(sock)
+            channel = BoundedChannel(stream, self._max_message_bytes)
+            service = self._make_service(Peer(channel, self._max_message_bytes))
+            connection = ValueConnection(service, channel, self.protocol_config)
             with self._lock:
                 self._connections.add(connection)
             try:
@@ -217,3 +232,21 @@ class RpycServer(ThreadedServer):
         finally:
             self.clients.discard(sock)
             sock.close()
+
+
+class Peer:
+    """A connection as its service sees it: one that nobody knows yet may send little."""
+
+    def __init__(self, channel: BoundedChannel, max_message_bytes: int) -> None:
+        self._channel = channel
+        self._max_message_bytes = max_message_bytes
+
+    def distrust(self) -> None:
+        self._channel.max_bytes = min(_MAX_STRANGERS_BYTES, self._max_message_bytes)
+
+    def trust(self) -> None:
+        self._channel.max_bytes = self._max_message_bytes
+
+    def leave(self) -> None:
+        """End the connection."""
+        self._channel.close()

@@ -11,13 +11,15 @@ from typing import TYPE_CHECKING
 from vlora.config import EngineConfig, ServerConfig
 from vlora.engine.client import ENGINE_COMMAND, EngineClient
 from vlora.errors import EngineDead
+from vlora.server.access import Access
 from vlora.server.frontend import FrontEnd
 from vlora.server.rpyc_service import VLoraService
 from vlora.server.rpyc_wire import RpycServer
+from vlora.server.tls import server_context
 
 if TYPE_CHECKING:
     from vlora.models.processing import InputProcessor
-    from vlora.server.http import HttpServer
+    from vlora.server.http_server import HttpServer
 
 
 async def serve(
@@ -38,13 +40,23 @@ async def serve(
     stop = asyncio.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
+    tls = server_context(server_config)
+    access = Access(server_config.tokens)
+    if tls is None and not server_config.on_loopback:
+        print(
+            f"warning: without TLS, tokens and pictures can be read on their way to {server_config.host}; "
+            "give --tls-cert and --tls-key",
+            file=sys.stderr,
+            flush=True,
+        )
     # Taking the address first: a port in use is known before the model is loaded.
-    rpyc_server = RpycServer(server_config.host, server_config.rpyc_port, server_config.max_message_bytes)
+    rpyc_server = RpycServer(server_config.host, server_config.rpyc_port, server_config.max_message_bytes, tls)
     http_server: HttpServer | None = None
     model = model_name or engine_config.model
     try:
         if server_config.http_port is not None:
-            from vlora.server.http import HttpServer, make_app
+            from vlora.server.http import make_app
+            from vlora.server.http_server import HttpServer
 
             http_server = HttpServer(server_config)
         starting = asyncio.create_task(
@@ -54,12 +66,13 @@ async def serve(
             return
         engine, front_end = starting.result()
         loop = asyncio.get_running_loop()
-        rpyc_server.start_in_thread(lambda: VLoraService(front_end, loop, model))
+        rpyc_server.start_in_thread(lambda peer: VLoraService(front_end, loop, model, access, peer))
         if http_server is not None:
-            http_server.start(make_app(front_end, model))
-        web = f" | http {http_server.address}" if http_server else ""
+            http_server.start(make_app(front_end, model, access))
+        web = f" | {'http' if tls is None else 'https'} {http_server.address}" if http_server else ""
         names = ", ".join(sorted(adapters)) or "none"
-        announce(f"ready: rpyc {rpyc_server.host}:{rpyc_server.port}{web} | model {model} | adapters: {names}")
+        rpyc = f"{'rpyc' if tls is None else 'rpyc+tls'} {rpyc_server.host}:{rpyc_server.port}"
+        announce(f"ready: {rpyc}{web} | model {model} | adapters: {names}")
         watch = asyncio.create_task(_tell_death(engine))
         await stop.wait()
         stop.clear()
@@ -67,7 +80,7 @@ async def serve(
         cause = engine.cause
         watch.cancel()
         await engine.close()
-        front_end.close()
+        await front_end.close()
         if cause is not None:
             raise EngineDead(cause)
     finally:

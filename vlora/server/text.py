@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from vlora.client.values import TokenLogprob
+from vlora.types import TokenScore
 
 _BROKEN = "\N{REPLACEMENT CHARACTER}"  # what decoding half a character gives
 
@@ -77,13 +82,26 @@ class StopFilter:
         return text
 
 
-class AnswerText:
-    """The text of one answer as its tokens arrive."""
+class Piece(NamedTuple):
+    """Text that became certain, and the tokens that made it where the request asked for their scores."""
 
-    def __init__(self, decode: Callable[[Sequence[int]], str], stop: Sequence[str]) -> None:
+    text: str
+    logprobs: tuple[TokenLogprob, ...] = ()
+
+
+class AnswerText:
+    """The text of one answer as its tokens arrive. token_text: a token on its own, as logprobs show it."""
+
+    def __init__(
+        self, decode: Callable[[Sequence[int]], str], token_text: Callable[[int], str], stop: Sequence[str]
+    ) -> None:
         self._detokenizer = Detokenizer(decode)
         self._filter = StopFilter(stop)
-        self._pieces: list[str] = []
+        self._token_text = token_text
+        self._pieces: list[Piece] = []
+        self._decoded = 0  # characters that came out of the detokenizer
+        self._released = 0  # characters that were handed out
+        self._waiting: deque[tuple[int, TokenLogprob]] = deque()  # where each token's text starts
 
     @property
     def stopped(self) -> bool:
@@ -93,15 +111,38 @@ class AnswerText:
     @property
     def text(self) -> str:
         """Everything handed out so far."""
-        return "".join(self._pieces)
+        return "".join(piece.text for piece in self._pieces)
 
-    def feed(self, token_ids: Sequence[int]) -> str:
-        return self._keep(self._filter.feed(self._detokenizer.feed(token_ids)))
+    @property
+    def logprobs(self) -> tuple[TokenLogprob, ...]:
+        """The tokens of `text`, each that has a character in it: not the one that ended the answer."""
+        return tuple(token for piece in self._pieces for token in piece.logprobs)
 
-    def finish(self) -> str:
-        return self._keep(self._filter.feed(self._detokenizer.finish()) + self._filter.finish())
+    def feed(self, token_ids: Sequence[int], scores: Sequence[TokenScore] = ()) -> Piece:
+        """The text that became certain, perhaps empty. scores: none, or one per token."""
+        text = ""
+        for place, token_id in enumerate(token_ids):
+            if scores:
+                self._waiting.append((self._decoded, self._named(token_id, scores[place])))
+            decoded = self._detokenizer.feed((token_id,))
+            self._decoded += len(decoded)
+            text += self._filter.feed(decoded)
+        return self._release(text)
 
-    def _keep(self, piece: str) -> str:
-        if piece:
+    def finish(self) -> Piece:
+        """What was held back, now that nothing follows."""
+        return self._release(self._filter.feed(self._detokenizer.finish()) + self._filter.finish())
+
+    def _release(self, text: str) -> Piece:
+        self._released += len(text)
+        tokens = []
+        while self._waiting and self._waiting[0][0] < self._released:
+            tokens.append(self._waiting.popleft()[1])
+        piece = Piece(text, tuple(tokens))
+        if text:
             self._pieces.append(piece)
         return piece
+
+    def _named(self, token_id: int, score: TokenScore) -> TokenLogprob:
+        top = tuple((self._token_text(other), logprob) for other, logprob in score.top)
+        return TokenLogprob(token=self._token_text(token_id), logprob=score.logprob, top=top)

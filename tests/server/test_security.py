@@ -1,0 +1,325 @@
+"""Who gets in: tokens and TLS on both surfaces, and what is said to who does not."""
+
+from __future__ import annotations
+
+import datetime
+import logging
+import socket
+import ssl
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import rpyc
+import trustme
+from rpyc.core import consts
+
+from tests.server.api import Api, running_api
+from tests.server.running import png, running_server
+from tests.server.scripted import write_adapter
+from vlora.client import Client
+from vlora.config import ServerConfig, Token
+from vlora.errors import BadConfig, Disconnected, Forbidden, Unauthorized
+from vlora.server import rpyc_service
+from vlora.server.access import Access
+from vlora.server.tls import server_context
+from vlora.server.tokens import read_tokens
+
+USER, ADMIN, EXPIRED = "user-token-0123456789", "admin-token-0123456789", "expired-token-0123456789"
+YESTERDAY = datetime.datetime.now(datetime.UTC) - datetime.timedelta(days=1)
+TOKENS = (
+    Token(name="cameras", secret=USER),
+    Token(name="ops", secret=ADMIN, admin=True),
+    Token(name="guest", secret=EXPIRED, expires=YESTERDAY),
+)
+
+
+# -- tokens and settings ----------------------------------------------------------------------------------------------
+
+
+def test_tokens_come_from_a_file_and_from_the_environment(tmp_path: Path) -> None:
+    file = tmp_path / "tokens.yaml"
+    file.write_text(
+        f"cameras: {{token: {USER}, expires: 2027-01-31}}\n"
+        f"ops:\n  token: {ADMIN}\n  admin: true\n  expires: 2027-01-31T12:00:00+01:00\n"
+    )
+    cameras, ops, own = read_tokens(file, {"VLORA_TOKEN": "from-the-environment", "VLORA_ADMIN_TOKEN": ""})
+    assert (cameras.name, cameras.secret, cameras.admin) == ("cameras", USER, False)
+    assert cameras.expires == datetime.datetime(2027, 1, 31, tzinfo=datetime.UTC)
+    assert ops.admin and ops.expires == datetime.datetime(2027, 1, 31, 11, tzinfo=datetime.UTC)
+    assert (own.name, own.secret, own.admin) == ("VLORA_TOKEN", "from-the-environment", False)
+    assert USER not in repr(cameras) and USER not in repr(ServerConfig(tokens=(cameras,)))
+    assert read_tokens(None, {}) == ()
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "holds no tokens"),
+        ("just text", "holds no tokens"),
+        ("a: {token: [s3cret-s3cret-s3cret", "is not YAML, line 1"),
+        ("a: s3cret-s3cret-s3cret", "entry 'a': Expected `object`"),
+        ("a: {token: 7}", "entry 'a': Expected `str`"),
+        ("a: {token: s3cret}", "token 'a' cannot be used: a token has at least 16 characters"),
+        ("a: {token: s3cret s3cret s3cret}", "token 'a' cannot be used"),
+        ("a: {token: s3cret-s3cret-s3cret, until: 2027-01-01}", "unknown field `until`"),
+        ("a: {token: s3cret-s3cret-s3cret, expires: soon}", "entry 'a': expires is no day or time"),
+    ],
+)
+def test_what_is_wrong_with_a_token_file_is_said_without_its_secrets(tmp_path: Path, text: str, message: str) -> None:
+    (tmp_path / "tokens.yaml").write_text(text)
+    with pytest.raises(BadConfig) as caught:
+        read_tokens(tmp_path / "tokens.yaml", {})
+    assert message in str(caught.value) and "s3cret" not in str(caught.value)
+    assert caught.value.__cause__ is None
+    with pytest.raises(BadConfig, match="cannot read the token file"):
+        read_tokens(tmp_path / "nowhere.yaml", {})
+
+
+def test_only_a_server_with_tokens_leaves_loopback() -> None:
+    for host in ("0.0.0.0", "192.168.1.7", "::", "example.org", ""):
+        with pytest.raises(BadConfig, match="without authentication the server binds to loopback only"):
+            ServerConfig(host=host)
+        assert ServerConfig(host=host, tokens=TOKENS).host == host
+    with pytest.raises(BadConfig, match="token 'a' is the same as another one"):
+        ServerConfig(tokens=(Token(name="a", secret=USER), Token(name="b", secret=USER)))
+
+
+def test_a_token_is_judged_at_every_call() -> None:
+    now = datetime.datetime(2026, 11, 21, tzinfo=datetime.UTC)
+    expires = now + datetime.timedelta(hours=1)
+    access = Access((Token(name="a", secret=USER, expires=expires),), now=lambda: now)
+    access.check(USER)
+    now = expires
+    with pytest.raises(Unauthorized, match="expired at 2026-11-21 01:00 UTC"):
+        access.check(USER)
+    for shown in (None, "", USER[:-1], USER + "x", "\ud800", "ü" * 20):
+        with pytest.raises(Unauthorized) as caught:
+            access.check(shown)
+        assert not shown or shown not in str(caught.value)
+    Access(()).check(None, admin=True)  # on loopback, without tokens, whoever reaches it may do all
+
+
+# -- HTTP -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def api(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Api]:
+    with running_api(tokens=TOKENS) as made:
+        adapter = write_adapter(tmp_path_factory.mktemp("adapters") / "cam", {"night": 1})
+        made.on_loop(made.front_end.load_adapter("cam", adapter))
+        yield made
+
+
+CALLS = [
+    ("GET", "/v1/models", None),
+    ("GET", "/metrics", None),
+    ("GET", "/openapi.json", None),
+    ("GET", "/nowhere", None),
+    ("POST", "/v1/chat/completions", {"model": "base", "messages": [{"role": "user", "content": "say:x"}]}),
+    ("POST", "/v1/heads/cam/night", {"images": ["data:image/png;base64,x"]}),
+]
+ADMIN_CALLS = [
+    ("GET", "/v1/adapters", None),
+    ("POST", "/v1/adapters", {"name": "x", "path": "/nowhere"}),
+    ("DELETE", "/v1/adapters/nobody", None),
+    ("PUT", "/v1/adapters/nobody/pin", None),
+    ("DELETE", "/v1/adapters/nobody/pin", None),
+]
+
+
+@pytest.mark.parametrize(
+    ("header", "message"),
+    [
+        ({}, "answers only who shows a token"),
+        ({"Authorization": "Bearer "}, "answers only who shows a token"),
+        ({"Authorization": f"Basic {USER}"}, "answers only who shows a token"),
+        ({"Authorization": "Bearer wrong-token-0123456789"}, "not one of this server's"),
+        ({"Authorization": f"Bearer {EXPIRED}"}, "the token expired at"),
+    ],
+)
+def test_http_answers_nobody_without_a_good_token(api: Api, header: dict[str, str], message: str) -> None:
+    for method, path, body in CALLS + ADMIN_CALLS:
+        status, answer = api.call(method, path, body, headers=header)
+        assert status == 401 and answer["error"]["code"] == "unauthorized" and message in answer["error"]["message"]
+        assert answer["error"]["type"] == "authentication_error" and EXPIRED not in str(answer)
+    assert api.call("GET", "/health")[0] == api.call("GET", "/ready")[0] == 200  # for load balancers
+
+
+def test_a_users_token_asks_and_an_admins_administers(api: Api) -> None:
+    user, admin = api._replace(token=USER), api._replace(token=ADMIN)
+    for method, path, body in CALLS:
+        assert user.call(method, path, body)[0] == admin.call(method, path, body)[0] != 401
+    assert user.chat("say:x")[0] == 200
+    for method, path, body in ADMIN_CALLS:
+        status, answer = user.call(method, path, body)
+        assert status == 403 and answer["error"]["code"] == "forbidden"
+        assert admin.call(method, path, body)[0] in (200, 400, 404)
+
+
+def test_a_body_is_not_read_before_its_sender_is_known(api: Api) -> None:
+    with socket.create_connection(("127.0.0.1", api.port), timeout=5) as sock:
+        head = "POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 100000000\r\n\r\n"
+        sock.sendall(head.encode())
+        assert sock.recv(100).startswith(b"HTTP/1.1 401")
+
+
+def test_tokens_are_in_no_log_and_no_metric(api: Api, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.DEBUG)
+    for token in (USER, ADMIN, EXPIRED, "wrong-token-0123456789"):
+        api._replace(token=token).chat("say:x", model="nobody")
+    _, text = api._replace(token=USER).call("GET", "/metrics")
+    assert 'vlora_requests_total{outcome="unauthorized"}' in text
+    for secret in (USER, ADMIN, EXPIRED, "wrong-token"):
+        assert secret not in text and secret not in caplog.text
+
+
+def test_without_tokens_no_other_name_of_the_machine_is_answered() -> None:
+    # A web page that made its own name point to 127.0.0.1 would reach the server through its reader's browser.
+    with running_api() as api:
+        for host, status in (("localhost", 200), ("127.0.0.1:99", 200), ("evil.example", 400)):
+            assert api.call("GET", "/v1/models", headers={"Host": host})[0] == status
+
+
+# -- RPyC -------------------------------------------------------------------------------------------------------------
+
+
+def test_rpyc_answers_nobody_without_a_good_token(tmp_path: Path) -> None:
+    with running_server(tokens=TOKENS) as server:
+        for token, message in (
+            (None, "answers only who shows a token"),
+            ("wrong-token-0123456789", "not one of this server's"),
+            (EXPIRED, "the token expired at"),
+        ):
+            with Client(port=server.port, token=token) as client, pytest.raises(Unauthorized, match=message):
+                client.generate("say:x")
+        with Client(port=server.port, token=USER) as client:
+            assert client.generate("say:x", [png(size=(400, 400))]).text == "x"
+            folder = write_adapter(tmp_path / "cam")
+            for call in (
+                lambda: client.load_adapter("cam", folder),
+                lambda: client.unload_adapter("cam"),
+                lambda: client.pin_adapter("cam"),
+            ):
+                with pytest.raises(Forbidden, match="takes an admin's token"):
+                    call()
+            assert client.adapters() == ()
+        with Client(port=server.port, token=ADMIN) as admin:
+            assert not admin.load_adapter("cam", folder).pinned
+            assert admin.pin_adapter("cam").pinned and not admin.pin_adapter("cam", pinned=False).pinned
+            admin.unload_adapter("cam")
+
+
+def test_a_stranger_reaches_nothing_over_rpyc_and_may_not_send_much() -> None:
+    with running_server(tokens=TOKENS) as server:
+        peer: Any = rpyc.connect("127.0.0.1", server.port)
+        root = peer.root
+        for name in ("generate", "open_stream", "next_part", "ask_head", "cancel", "adapters", "load_adapter", "stats"):
+            args = {"next_part": (1, 1.0), "cancel": (1,), "load_adapter": ("a", "b")}.get(name, ())
+            reply = peer.sync_request(consts.HANDLE_CALLATTR, root, f"exposed_{name}", args, ())
+            assert reply[:2] == (False, "unauthorized"), (name, reply)
+        with pytest.raises(EOFError):
+            peer.sync_request(consts.HANDLE_CALLATTR, root, "exposed_hello", (b"x" * 100_000,), ())
+        with Client(port=server.port, token=USER) as client:
+            assert client.generate("say:x").text == "x"
+
+
+def test_a_stranger_is_sent_away_after_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rpyc_service, "_STRANGER_S", 0.2)
+    with running_server(tokens=TOKENS) as server, Client(port=server.port, token=USER) as client:
+        client.stats()
+        with socket.create_connection(("127.0.0.1", server.port), timeout=5) as sock:
+            assert sock.recv(10) == b""
+        assert client.generate("say:still here").text == "still here"
+
+
+# -- TLS --------------------------------------------------------------------------------------------------------------
+
+
+class Certificates:
+    """A server's certificate and a client's, each with the authority that made it."""
+
+    def __init__(self, folder: Path) -> None:
+        self.authority = trustme.CA()
+        self.ca = str(folder / "ca.pem")
+        self.authority.cert_pem.write_to_path(self.ca)
+        server = self.authority.issue_cert("localhost", "127.0.0.1")
+        self.key, self.cert = str(folder / "server.key"), str(folder / "server.pem")
+        server.private_key_pem.write_to_path(self.key)
+        server.cert_chain_pems[0].write_to_path(self.cert)
+        self.client = self.authority.issue_cert("camera-7.example")
+
+    def context(self, *, own: trustme.LeafCert | None = None) -> ssl.SSLContext:
+        context = ssl.create_default_context(cafile=self.ca)
+        if own is not None:
+            own.configure_cert(context)
+        return context
+
+
+@pytest.fixture(scope="module")
+def certificates(tmp_path_factory: pytest.TempPathFactory) -> Certificates:
+    return Certificates(tmp_path_factory.mktemp("tls"))
+
+
+def test_rpyc_over_tls_answers_many_threads_at_once(certificates: Certificates) -> None:
+    with running_server(tls_cert=certificates.cert, tls_key=certificates.key) as server:
+        with Client(port=server.port, tls=certificates.context()) as client:
+            texts: dict[int, str] = {}
+
+            def ask(number: int) -> None:
+                image = png(size=(300, 300), kind="BMP")  # messages of many TLS records, both ways at once
+                stream = client.stream(f"say:thread {number} " + "long " * 20, [image] * 4, max_tokens=400)
+                texts[number] = "".join(stream)
+
+            threads = [threading.Thread(target=ask, args=(number,)) for number in range(8)]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join(30)
+            assert texts == {number: f"thread {number} " + "long " * 20 for number in range(8)}
+        for context in (None, ssl.create_default_context()):
+            with Client(port=server.port, tls=context) as stranger, pytest.raises(Disconnected):
+                stranger.stats()
+
+
+def test_mutual_tls_lets_in_who_shows_the_authoritys_certificate(certificates: Certificates) -> None:
+    tls = {"tls_cert": certificates.cert, "tls_key": certificates.key, "tls_client_ca": certificates.ca}
+    known = certificates.context(own=certificates.client)
+    stranger = certificates.context(own=trustme.CA().issue_cert("camera-7.example"))
+    with running_server(**tls) as server:
+        with Client(port=server.port, tls=known) as client:
+            assert client.generate("say:x").text == "x"
+        for context in (certificates.context(), stranger):
+            with Client(port=server.port, tls=context) as other, pytest.raises(Disconnected):
+                other.stats()
+    with running_api(**tls) as api:
+        assert api._replace(tls=known).call("GET", "/health")[0] == 200
+        for context in (certificates.context(), stranger):
+            with pytest.raises((ssl.SSLError, ConnectionError)):
+                api._replace(tls=context).call("GET", "/health")
+
+
+def test_a_peer_that_stops_in_its_handshake_holds_up_nobody(certificates: Certificates) -> None:
+    with running_server(tls_cert=certificates.cert, tls_key=certificates.key) as server:
+        with socket.create_connection(("127.0.0.1", server.port)):
+            started = time.monotonic()
+            with Client(port=server.port, tls=certificates.context()) as client:
+                assert client.generate("say:x").text == "x"
+            assert time.monotonic() - started < 5
+
+
+def test_tls_files_that_do_not_serve_are_named(certificates: Certificates, tmp_path: Path) -> None:
+    (tmp_path / "no.pem").write_text("nothing")
+    bad = str(tmp_path / "no.pem")
+    with pytest.raises(BadConfig, match="belong together"):
+        ServerConfig(tls_cert=certificates.cert)
+    with pytest.raises(BadConfig, match="takes TLS"):
+        ServerConfig(tls_client_ca=certificates.ca)
+    for cert, key in ((bad, certificates.key), (certificates.cert, bad), ("nowhere.pem", certificates.key)):
+        with pytest.raises(BadConfig, match="cannot be used"):
+            server_context(ServerConfig(tls_cert=cert, tls_key=key))
+    with pytest.raises(BadConfig, match="tls_client_ca .* cannot be used"):
+        server_context(ServerConfig(tls_cert=certificates.cert, tls_key=certificates.key, tls_client_ca=bad))

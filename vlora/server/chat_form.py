@@ -1,0 +1,204 @@
+"""OpenAI's chat completions as they are served here: the request's fields, and the answer's form."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from vlora.client.values import Answer, TokenLogprob
+from vlora.errors import BadRequest
+from vlora.types import MAX_LOGPROBS, SamplingParams
+
+MAX_CHOICES = 16
+_LEAST_LOGPROB = -9999.0  # as in OpenAI's answers: JSON has no infinity
+
+_LABELS = frozenset(
+    {"user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention"}
+)
+"""Fields that name or file a request and never change its answer: taken, and not used."""
+
+_WITHOUT_EFFECT: dict[str, tuple[Any, ...]] = {
+    "frequency_penalty": (0,),
+    "presence_penalty": (0,),
+    "logit_bias": ({},),
+    "tools": ([],),
+    "tool_choice": ("none", "auto"),
+    "functions": ([],),
+    "function_call": ("none", "auto"),
+    "parallel_tool_calls": (True, False),
+    "modalities": (["text"],),
+}
+"""Fields that are not served, with the values that ask for nothing."""
+
+
+class _Strict(BaseModel):
+    # A field that is not served must not be ignored: it would change the answer.
+    model_config = ConfigDict(extra="forbid")
+
+
+class ImageUrl(_Strict):
+    """A data URL; an http, https or file URL where the operator allows it."""
+
+    url: str
+    detail: str | None = None
+
+
+class TextPart(_Strict):
+    type: Literal["text"]
+    text: str
+
+
+class ImagePart(_Strict):
+    type: Literal["image_url"]
+    image_url: ImageUrl
+
+
+class ChatMessage(_Strict):
+    role: Literal["system", "developer", "user", "assistant"]
+    content: str | list[Annotated[TextPart | ImagePart, Field(discriminator="type")]]
+
+
+class StreamOptions(_Strict):
+    include_usage: bool = False
+
+
+class ResponseFormat(_Strict):
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: dict[str, Any] | None = None
+
+
+class ChatRequest(_Strict):
+    """What is served of OpenAI's request. model: the base model's name, or an adapter's."""
+
+    model: str
+    messages: list[ChatMessage] = Field(min_length=1)
+    max_tokens: int | None = None
+    max_completion_tokens: int | None = None
+    temperature: float = 0.0
+    top_p: float = 1.0
+    seed: int | None = Field(None, ge=-(2**63), le=2**63 - 1)
+    stop: str | list[str] | None = None
+    n: int = Field(1, ge=1, le=MAX_CHOICES)
+    logprobs: bool = False
+    top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
+    response_format: ResponseFormat | None = None
+    stream: bool = False
+    stream_options: StreamOptions = StreamOptions()
+
+    @model_validator(mode="before")
+    @classmethod
+    def drop_what_asks_for_nothing(cls, fields: Any) -> Any:
+        """null is a field's default, and some fields do not matter; what is left and unknown is refused."""
+        if not isinstance(fields, dict):
+            return fields
+        return {
+            name: value
+            for name, value in fields.items()
+            if value is not None and name not in _LABELS and value not in _WITHOUT_EFFECT.get(name, ())
+        }
+
+    @model_validator(mode="after")
+    def check_logprobs(self) -> ChatRequest:
+        if self.top_logprobs is not None and not self.logprobs:
+            raise ValueError("top_logprobs asks for more of logprobs; set logprobs to true as well")
+        return self
+
+    def sampling(self) -> SamplingParams:
+        """Raises BadRequest when a value is out of range, or not served."""
+        if self.response_format is not None and self.response_format.type != "text":
+            raise BadRequest(
+                f"response_format {self.response_format.type!r} is not served: answers are not held to a grammar here; "
+                "ask for JSON in the prompt, and check what comes"
+            )
+        limits = (self.max_completion_tokens, self.max_tokens, SamplingParams().max_tokens)
+        return SamplingParams(
+            max_tokens=next(given for given in limits if given is not None),
+            temperature=self.temperature,
+            top_p=self.top_p,
+            seed=self.seed,
+            stop=(self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ()),
+            logprobs=(self.top_logprobs or 0) if self.logprobs else None,
+        )
+
+    def conversation(self) -> tuple[list[dict[str, Any]], list[str]]:
+        """Messages as chat templates take them, and the images' URLs in order."""
+        images: list[str] = []
+        plain: list[dict[str, Any]] = []
+        for message in self.messages:
+            text = message.content
+            content: list[dict[str, str]] = []
+            for part in [TextPart(type="text", text=text)] if isinstance(text, str) else text:
+                if isinstance(part, TextPart):
+                    content.append({"type": "text", "text": part.text})
+                else:
+                    images.append(part.image_url.url)
+                    content.append({"type": "image"})
+            # Templates know the older name.
+            plain.append({"role": "system" if message.role == "developer" else message.role, "content": content})
+        return plain, images
+
+
+class Completion:
+    """The forms one request's answer takes; its id, time and model's name are in each."""
+
+    def __init__(self, head: dict[str, Any], *, logprobs: bool) -> None:
+        self._head = head
+        self._logprobs = logprobs
+
+    def whole(self, answers: Sequence[Answer]) -> dict[str, Any]:
+        choices = [
+            {
+                "index": index,
+                "message": {"role": "assistant", "content": answer.text},
+                "finish_reason": answer.finish_reason,
+                "logprobs": self._scores(answer.logprobs),
+            }
+            for index, answer in enumerate(answers)
+        ]
+        return {**self._head, "object": "chat.completion", "choices": choices, "usage": usage(answers)}
+
+    def piece(
+        self,
+        index: int,
+        delta: dict[str, str],
+        *,
+        tokens: Sequence[TokenLogprob] | None = None,
+        finish_reason: str | None = None,
+    ) -> str:
+        """One server-sent event with a choice's next text, or its end."""
+        scores = None if tokens is None else self._scores(tokens)
+        choice = {"index": index, "delta": delta, "finish_reason": finish_reason, "logprobs": scores}
+        return event({**self._head, "object": "chat.completion.chunk", "choices": [choice]})
+
+    def usage(self, answers: Sequence[Answer]) -> str:
+        """The event that ends a stream whose usage was asked for."""
+        return event({**self._head, "object": "chat.completion.chunk", "choices": [], "usage": usage(answers)})
+
+    def _scores(self, tokens: Sequence[TokenLogprob]) -> dict[str, Any] | None:
+        if not self._logprobs:
+            return None
+        content = [
+            {**_score(token.token, token.logprob), "top_logprobs": [_score(*other) for other in token.top]}
+            for token in tokens
+        ]
+        return {"content": content, "refusal": None}
+
+
+def event(value: dict[str, Any]) -> str:
+    return f"data: {json.dumps(value)}\n\n"
+
+
+def usage(answers: Sequence[Answer]) -> dict[str, int]:
+    """The prompt counts once, whatever the number of choices."""
+    prompt = answers[0].num_prompt_tokens
+    completion = sum(answer.num_completion_tokens for answer in answers)
+    return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
+
+
+def _score(token: str, logprob: float) -> dict[str, Any]:
+    # A part of a character has no bytes that could be told from its text.
+    data = None if "\N{REPLACEMENT CHARACTER}" in token else list(token.encode())
+    return {"token": token, "logprob": max(logprob, _LEAST_LOGPROB), "bytes": data}

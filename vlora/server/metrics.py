@@ -1,0 +1,129 @@
+"""What the server counts, and how Prometheus reads it. Nothing here carries a prompt, an address or a token."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from vlora.types import EngineStats
+
+_FIRST_TOKEN_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
+_TOKEN_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5)
+_REQUEST_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
+
+
+class Metrics:
+    """The front end's own counters; the engine's come with each reading."""
+
+    def __init__(self) -> None:
+        self._registry = CollectorRegistry()
+        self._requests = Counter(
+            "vlora_requests",
+            "Requests that ended, by outcome: ok, cancelled, or the code of the error they ended with.",
+            ["outcome"],
+            registry=self._registry,
+        )
+        self._active = Gauge(
+            "vlora_requests_active", "Requests under way; each choice counts.", registry=self._registry
+        )
+        self._request_s = Histogram(
+            "vlora_request_seconds",
+            "Arrival to last word of a request that was answered.",
+            buckets=_REQUEST_S,
+            registry=self._registry,
+        )
+        self._first_token_s = Histogram(
+            "vlora_time_to_first_token_seconds",
+            "Arrival to the first token, or to the head's answer.",
+            buckets=_FIRST_TOKEN_S,
+            registry=self._registry,
+        )
+        self._token_s = Histogram(
+            "vlora_time_per_output_token_seconds",
+            "Time per token after the first, averaged over an answer.",
+            buckets=_TOKEN_S,
+            registry=self._registry,
+        )
+        self._tokens = Counter("vlora_tokens", "Tokens of answered requests.", ["kind"], registry=self._registry)
+
+    def count(self, outcome: str) -> None:
+        """One request has ended."""
+        self._requests.labels(outcome).inc()
+
+    def active(self, change: int) -> None:
+        self._active.inc(change)
+
+    def answered(self, *, total_s: float, first_s: float, num_prompt: int, num_completion: int) -> None:
+        """One answer, seen from the front end. num_completion is 0 for a head's."""
+        self._request_s.observe(total_s)
+        self._first_token_s.observe(first_s)
+        if num_completion > 1:
+            self._token_s.observe((total_s - first_s) / (num_completion - 1))
+        self._tokens.labels("prompt").inc(num_prompt)
+        self._tokens.labels("completion").inc(num_completion)
+
+    def render(self, stats: EngineStats | None) -> bytes:
+        """Prometheus' text form. stats: None when the engine is dead."""
+        engine = CollectorRegistry()
+        engine.register(_EngineCollector(stats))
+        return generate_latest(self._registry) + generate_latest(engine)
+
+
+class _EngineCollector(Collector):
+    def __init__(self, stats: EngineStats | None) -> None:
+        self._stats = stats
+
+    def collect(self) -> Iterator[Metric]:
+        stats = self._stats
+        yield GaugeMetricFamily("vlora_engine_up", "1 while the engine lives.", value=stats is not None)
+        if stats is None:
+            return
+        yield _gauge("vlora_queue_requests", "Requests in the engine.", "state", _queue(stats))
+        yield _counter("vlora_engine_steps", "Steps, by inference mode.", "mode", stats.steps_by_mode)
+        yield _counter(
+            "vlora_engine_mode_requests",
+            "Requests, counted under each mode they took a step in.",
+            "mode",
+            stats.requests_by_mode,
+        )
+        ended = {"finished": stats.num_finished, "failed": stats.num_failed}
+        yield _counter("vlora_engine_requests", "Requests that ended in the engine.", "outcome", ended)
+        yield CounterMetricFamily("vlora_switches", "Switches of the merged adapter.", value=stats.num_switches)
+        yield CounterMetricFamily("vlora_switch_seconds", "Time spent switching.", value=stats.switch_s)
+        yield CounterMetricFamily(
+            "vlora_preemptions",
+            "Requests that lost their KV blocks and were computed again.",
+            value=stats.num_preemptions,
+        )
+        arena = {
+            "kv": stats.kv_bytes,
+            "adapters": stats.adapter_bytes,
+            "free": stats.arena_bytes - stats.kv_bytes - stats.adapter_bytes,
+        }
+        yield _gauge("vlora_arena_bytes", "The arena, by use.", "use", arena)
+        adapters = {"registered": stats.num_adapters, "resident": stats.num_resident_adapters}
+        yield _gauge("vlora_adapters", "Adapters, registered and on the device.", "state", adapters)
+        looked_up = {"hit": stats.num_vision_hits, "miss": stats.num_vision_encoded}
+        yield _counter("vlora_vision_cache", "Images looked up among the embeddings kept.", "result", looked_up)
+        yield GaugeMetricFamily("vlora_vision_cache_bytes", "Image embeddings kept.", value=stats.vision_cache_bytes)
+
+
+def _queue(stats: EngineStats) -> dict[str, int]:
+    return {"waiting": stats.num_waiting, "running": stats.num_running}
+
+
+def _gauge(name: str, text: str, label: str, values: dict[str, int]) -> GaugeMetricFamily:
+    family = GaugeMetricFamily(name, text, labels=[label])
+    for key, value in values.items():
+        family.add_metric([key], value)
+    return family
+
+
+def _counter(name: str, text: str, label: str, values: dict[str, int]) -> CounterMetricFamily:
+    family = CounterMetricFamily(name, text, labels=[label])
+    for key, value in values.items():
+        family.add_metric([key], value)
+    return family

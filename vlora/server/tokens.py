@@ -1,0 +1,66 @@
+"""Who may call: tokens from a file and from the environment."""
+
+from __future__ import annotations
+
+import datetime
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import yaml
+
+from vlora.config import Token
+from vlora.errors import BadConfig
+
+VARIABLES = {"VLORA_TOKEN": False, "VLORA_ADMIN_TOKEN": True}  # name -> whether it is an admin's
+
+
+class _Entry(msgspec.Struct, forbid_unknown_fields=True):
+    token: str
+    admin: bool = False
+    expires: Any = None  # YAML gives a date or a datetime; msgspec cannot tell the two apart
+
+
+def read_tokens(file: Path | None, environ: Mapping[str, str]) -> tuple[Token, ...]:
+    """Tokens of the file, then those of VLORA_TOKEN and VLORA_ADMIN_TOKEN where they are set.
+
+    The file is YAML: a name, then `token`, and perhaps `admin: true` and `expires: 2027-01-31` (a day or a time, UTC
+    unless it says otherwise). Raises BadConfig with the entry's name, never with what stands in it.
+    """
+    tokens = [] if file is None else list(_read_file(file))
+    tokens += [
+        Token(name=name, secret=environ[name], admin=admin) for name, admin in VARIABLES.items() if environ.get(name)
+    ]
+    return tuple(tokens)
+
+
+def _read_file(file: Path) -> Iterator[Token]:
+    try:
+        entries: Any = yaml.safe_load(file.read_text())
+    except OSError as error:
+        raise BadConfig(f"cannot read the token file {str(file)!r}: {error.strerror}") from error
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        # The parser's own message quotes the file; it must not travel along as the cause either.
+        where = getattr(error, "problem_mark", None)
+        line = f", line {where.line + 1}" if where else ""
+        raise BadConfig(f"the token file {str(file)!r} is not YAML{line}") from None
+    if not isinstance(entries, dict) or not entries:
+        raise BadConfig(f"the token file {str(file)!r} holds no tokens; write 'NAME: {{token: SECRET}}', one per line")
+    for name, fields in entries.items():
+        yield _token(str(name), fields, file)
+
+
+def _token(name: str, fields: Any, file: Path) -> Token:
+    try:
+        entry = msgspec.convert(fields, _Entry)
+    except msgspec.ValidationError as error:
+        raise BadConfig(f"the token file {str(file)!r}, entry {name!r}: {error}") from None
+    expires = entry.expires
+    if not isinstance(expires, datetime.date | None):
+        raise BadConfig(f"the token file {str(file)!r}, entry {name!r}: expires is no day or time; write 2027-01-31")
+    if expires is not None and not isinstance(expires, datetime.datetime):
+        expires = datetime.datetime.combine(expires, datetime.time())
+    if expires is not None and expires.tzinfo is None:
+        expires = expires.replace(tzinfo=datetime.UTC)
+    return Token(name=name, secret=entry.token, admin=entry.admin, expires=expires)
