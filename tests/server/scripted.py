@@ -28,6 +28,7 @@ from vlora.errors import (
     BadAdapter,
     BadConfig,
     BadImage,
+    BadRequest,
     EngineDead,
     PromptTooLong,
     StepFailed,
@@ -72,7 +73,8 @@ class ByteProcessor:
         return "".join(parts)
 
     def encode(self, prompt: str, images: Sequence[Image.Image] = ()) -> Encoded:
-        assert prompt.count("\0") == len(images)
+        if prompt.count("\0") != len(images):
+            raise BadRequest(f"the prompt has {prompt.count(chr(0))} image markers but {len(images)} images were sent")
         if any(image.width > 200 * image.height for image in images):
             raise BadImage("the image processor refuses the images: aspect ratio")
         vision = tuple(self._vision(image) for image in images)
@@ -305,6 +307,8 @@ class ScriptedInterface:
         return self.engine.adapters()
 
     async def stats(self) -> EngineStats:
+        if self.dead is not None:
+            raise EngineDead(self.dead)
         return self.engine.stats()
 
     async def close(self) -> None:

@@ -7,9 +7,11 @@ import json
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 
 from tests.server.api import Api, events, image_part, running_api
 from tests.server.running import png
@@ -173,3 +175,134 @@ def test_requests_are_answered_side_by_side(api: Api) -> None:
             for answer in threads.map(api.chat, map("say:{}".format, range(48)))
         ]
     assert texts == [str(i) for i in range(48)]
+
+
+def test_several_choices_side_by_side(api: Api) -> None:
+    status, answer = api.chat("say:grün", n=3)
+    assert status == 200 and [choice["index"] for choice in answer["choices"]] == [0, 1, 2]
+    assert {choice["message"]["content"] for choice in answer["choices"]} == {"grün"}
+    assert answer["usage"] == {"prompt_tokens": 9, "completion_tokens": 18, "total_tokens": 27}
+    _, text = api.chat("say:grün", n=2, stream=True, stream_options={"include_usage": True})
+    *chunks, usage = events(text)
+    for index in range(2):
+        mine = [chunk["choices"][0] for chunk in chunks if chunk["choices"][0]["index"] == index]
+        assert "".join(choice["delta"].get("content", "") for choice in mine) == "grün"
+        assert [choice["finish_reason"] for choice in mine if choice["finish_reason"]] == ["stop"]
+    assert usage["usage"]["completion_tokens"] == 12
+    # One that fails ends all, and frees them.
+    assert api.chat("fail", n=4)[1]["error"]["code"] == "step_failed" and api.idle()
+
+
+def test_fields_that_ask_for_nothing_are_taken_and_others_are_not_ignored(api: Api) -> None:
+    nothing = {
+        "user": "me",
+        "metadata": {"a": "b"},
+        "frequency_penalty": 0.0,
+        "logit_bias": {},
+        "tools": [],
+        "tool_choice": "auto",
+        "response_format": {"type": "text"},
+        "stop": None,
+        "stream_options": None,
+        "seed": None,
+    }
+    assert api.chat("say:fine", **nothing)[0] == 200
+    for name, value in (("presence_penalty", 0.5), ("tools", [{"type": "function"}]), ("top_k", 5), ("best_of", 2)):
+        status, answer = api.chat("say:x", **{name: value})
+        assert status == 400 and answer["error"] == {
+            "message": f"{name}: this field is not served",
+            "type": "invalid_request_error",
+            "code": "bad_request",
+            "param": name,
+        }
+    for kind in ("json_object", "json_schema"):
+        status, answer = api.chat("say:x", response_format={"type": kind, "json_schema": {"name": "a", "schema": {}}})
+        assert status == 400 and f"response_format '{kind}' is not served" in answer["error"]["message"]
+    assert "logprobs to true" in api.chat("say:x", top_logprobs=2)[1]["error"]["message"]
+    assert api.chat("say:x", logprobs=True, top_logprobs=21)[1]["error"]["param"] == "top_logprobs"
+
+
+def test_heads_answer_in_one_pass(api: Api) -> None:
+    image = image_part(png(250))["image_url"]["url"]
+    status, answer = api.call("POST", "/v1/heads/cam/night", {"images": [image]})
+    assert status == 200 and answer["label"] == "bright" and answer["label_id"] == 1
+    assert answer["scores"] == {"dark": 1 - answer["confidence"], "bright": answer["confidence"]}
+    for path, body, code, message in (
+        ("cam/rain", {"images": [image]}, 404, "adapter 'cam' has no head 'rain'; its heads: night, motion"),
+        ("nobody/night", {"images": [image]}, 404, "no adapter named 'nobody'"),
+        ("cam/motion", {"images": [image]}, 400, "reads 4 images per request; 1 came"),
+        ("cam/night", {"images": ["data:image/png;base64,AAAA"]}, 400, "image 1 (3 bytes) is none of"),
+        ("cam/night", {"images": []}, 400, "images: "),
+        ("cam/night", {"images": [image], "max_latency_s": 0}, 400, "max_latency_s: "),
+        ("cam/night", {"images": [image], "question": "?"}, 400, "question: this field is not served"),
+    ):
+        status, answer = api.call("POST", f"/v1/heads/{path}", body)
+        assert status == code and message in answer["error"]["message"], answer
+
+
+def test_adapters_come_are_pinned_and_go(api: Api, tmp_path: Path) -> None:
+    status, made = api.call("POST", "/v1/adapters", {"name": "signs", "path": write_adapter(tmp_path, {"kind": 1})})
+    assert status == 201 and made["name"] == "signs" and made["heads"][0]["name"] == "kind"
+    assert api.call("GET", "/v1/models/signs")[1]["parent"] == "base"
+    assert api.call("PUT", "/v1/adapters/signs/pin")[1]["pinned"] is True
+    (listed,) = [each for each in api.call("GET", "/v1/adapters")[1]["data"] if each["name"] == "signs"]
+    assert listed["pinned"] and listed["rank"] == 8
+    assert api.call("DELETE", "/v1/adapters/signs/pin")[1]["pinned"] is False
+    assert api.call("DELETE", "/v1/adapters/signs") == (204, "")
+    assert api.call("DELETE", "/v1/adapters/signs")[1]["error"]["code"] == "unknown_adapter"
+    assert api.call("GET", "/v1/models/signs")[0] == 404
+    status, answer = api.call("POST", "/v1/adapters", {"name": "x", "path": "/nowhere"})
+    assert status == 400 and answer["error"]["code"] == "bad_adapter"
+
+
+def test_ready_ends_before_the_server_does() -> None:
+    with running_api() as api:
+        assert api.call("GET", "/ready") == (200, {"status": "ready"})
+        api.on_loop(api.front_end.drain())
+        assert api.call("GET", "/ready") == (503, {"status": "draining"})
+        status, answer = api.chat("say:x")
+        assert status == 429 and answer["error"]["type"] == "rate_limit_error"
+        assert api.call("GET", "/health")[0] == 200
+
+
+def metrics(api: Api) -> dict[str, float]:
+    """As a scraper reads them."""
+    status, text = api.call("GET", "/metrics")
+    assert status == 200
+    return {
+        sample.name + "".join(f" {value}" for value in sample.labels.values()): sample.value
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+    }
+
+
+def test_metrics_count_what_happened() -> None:
+    with running_api() as api:
+        before = metrics(api)
+        assert before["vlora_engine_up"] == 1 and before["vlora_requests_active"] == 0
+        assert api.chat("say:four", n=2)[0] == 200
+        assert api.chat("")[0] == 400
+        api.chat("forever", stream=True, max_tokens=5)
+        after = metrics(api)
+        assert after["vlora_requests_total ok"] == 2 and after["vlora_requests_total bad_request"] == 1
+        assert after["vlora_time_to_first_token_seconds_count"] == 3
+        assert after["vlora_time_per_output_token_seconds_count"] == 3
+        assert after["vlora_tokens_total completion"] == 2 * 5 + 5
+        assert after["vlora_requests_active"] == after["vlora_queue_requests running"] == 0
+        assert after["vlora_engine_steps_total unmerged"] > 0
+        for name in (
+            "vlora_switches_total",
+            "vlora_arena_bytes kv",
+            "vlora_arena_bytes adapters",
+            "vlora_vision_cache_total hit",
+        ):
+            assert name in after
+        api.engine.dead = "killed"
+        assert metrics(api)["vlora_engine_up"] == 0 and metrics(api)["vlora_requests_total ok"] == 2
+
+
+def test_a_name_that_is_a_path_is_no_adapter(api: Api) -> None:
+    for path in ("/v1/adapters/..", "/v1/adapters/../../etc", "/v1/adapters/..%2f..%2fetc/pin", "/v1/models/..%2fx"):
+        for method in ("GET", "PUT", "DELETE"):
+            status, answer = api.call(method, path)
+            assert status in (404, 405), (method, path, answer)

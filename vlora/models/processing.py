@@ -99,7 +99,7 @@ class InputProcessor:
 
     def token_text(self, token_id: int) -> str:
         """One token on its own, special tokens by name; a part of a character shows as the replacement character."""
-        (raw,) = self.tokenizer.convert_ids_to_tokens([token_id])
+        raw = self.tokenizer.convert_ids_to_tokens([token_id])[0]
         text = str(self.tokenizer.decode([token_id], skip_special_tokens=False))
         # Decoders of this kind take the space of a text's first word away.
         return " " + text if raw is not None and raw.startswith("\u2581") and not text.startswith(" ") else text

@@ -372,6 +372,13 @@ def _check_text(prompt: str | Messages, sampling: SamplingParams, config: Server
     texts = [prompt] if isinstance(prompt, str) else list(_texts(prompt))
     if not any(text.strip() for text in texts):
         raise BadRequest("the prompt is empty; ask something")
+    for text in texts:
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise BadRequest(
+                f"the prompt holds half a character (a lone surrogate) at place {error.start} of {text[:20]!r}..."
+            ) from error
     length = sum(len(text) for text in texts)
     if length > config.max_prompt_chars:
         raise TooLarge(f"the prompt has {length} characters; this server takes at most {config.max_prompt_chars}")

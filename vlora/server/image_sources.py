@@ -183,6 +183,8 @@ def _parse(url: str, number: int) -> httpx.URL:
         target = httpx.URL(url)
     except (httpx.InvalidURL, ValueError) as error:
         raise BadRequest(f"image {number}: its URL cannot be read") from error
+    if (target.port or 0) > 65535:
+        raise BadRequest(f"image {number}: its URL cannot be read")
     if target.scheme not in ("http", "https") or not target.host:
         raise BadRequest(f"image {number}: {target.scheme or 'no'!r} is no scheme this server fetches from")
     if target.userinfo:

@@ -1,0 +1,90 @@
+"""Adapters that an operator keeps on the device."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.families import build_model, make_prompt
+from tests.oracle import Oracle
+from vlora.config import EngineConfig
+from vlora.engine import LocalEngine
+from vlora.errors import BadRequest, OverCapacity, UnknownAdapter
+from vlora.memory.arena import PAGE_BYTES
+from vlora.types import Request, SamplingParams
+
+FAMILY = "llava"
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    return Oracle(FAMILY, build_model(FAMILY)).save(tmp_path_factory.mktemp("adapters"))
+
+
+def engine(num_pages: int) -> LocalEngine:
+    config = EngineConfig(model=FAMILY, block_size=8, arena_bytes=num_pages * PAGE_BYTES, max_context=64)
+    return LocalEngine(config, model=build_model(FAMILY))
+
+
+def answer(local: LocalEngine, adapter: str) -> None:
+    prompt = make_prompt(FAMILY, build_model(FAMILY), 0)
+    sampling = SamplingParams(max_tokens=2, ignore_eos=True)
+    request = Request(request_id="r", prompt_ids=prompt.prompt_ids, adapter=adapter, sampling=sampling)
+    assert local.run([request])["r"][-1].finish_reason == "length"
+    local.engine.check_integrity()
+
+
+def residents(local: LocalEngine) -> set[str]:
+    return {status.name for status in local.engine.adapters() if status.resident}
+
+
+def test_a_pinned_adapter_stays_while_others_come_and_go(folders: dict[str, str]) -> None:
+    pages = {}
+    for name, path in folders.items():
+        pages[name] = -(-engine(400).engine.load_adapter(name, path).num_bytes // PAGE_BYTES)
+    largest = max(pages, key=lambda name: pages[name])
+    pinned, *others = sorted(set(pages) - {largest}, key=lambda name: pages[name])
+    # Room for the pinned one and the largest, and for no third.
+    local = engine(2 * (pages[pinned] + pages[largest]))
+    for name, path in folders.items():
+        local.engine.load_adapter(name, path)
+    status = local.engine.pin_adapter(pinned, True)
+    assert status.pinned and status.resident and residents(local) == {pinned}
+    assert local.engine.pin_adapter(pinned, True) == status
+    for name in (largest, *others, largest):
+        answer(local, name)
+        assert {pinned, name} <= residents(local)
+    assert local.engine.stats().num_resident_adapters == len(residents(local))
+    # Another pin would leave the largest no room at all.
+    with pytest.raises(OverCapacity, match=f"would leave .* pages of the arena .* adapter '{largest}' needs"):
+        local.engine.pin_adapter(others[0], True)
+    with pytest.raises(BadRequest, match=f"'{pinned}' is pinned; unpin it"):
+        local.engine.load_adapter(pinned, folders[largest])
+    local.engine.check_integrity()
+    assert not local.engine.pin_adapter(pinned, False).pinned
+    assert local.engine.pin_adapter(pinned, True).pinned
+
+
+def test_unloading_a_pinned_adapter_frees_it(folders: dict[str, str]) -> None:
+    local = engine(400)
+    local.engine.load_adapter("a", folders["narrow4"])
+    local.engine.pin_adapter("a", True)
+    local.engine.unload_adapter("a")
+    assert local.engine.stats().adapter_bytes == 0 and local.engine.adapters() == ()
+    local.engine.check_integrity()
+    with pytest.raises(UnknownAdapter, match="no adapter named 'a'"):
+        local.engine.pin_adapter("a", True)
+
+
+def test_an_adapter_too_large_beside_pinned_ones_is_refused(folders: dict[str, str]) -> None:
+    roomy = engine(400)
+    large, small = (
+        -(-roomy.engine.load_adapter(name, folders[name]).num_bytes // PAGE_BYTES)
+        for name in ("everywhere64", "narrow4")
+    )
+    tight = engine(2 * (large + small - 1))
+    tight.engine.load_adapter("everywhere64", folders["everywhere64"])
+    tight.engine.unload_adapter("everywhere64")
+    tight.engine.load_adapter("narrow4", folders["narrow4"])
+    tight.engine.pin_adapter("narrow4", True)
+    with pytest.raises(OverCapacity, match=f"needs {large} pages .* at most {large - 1} beside 1 pinned ones"):
+        tight.engine.load_adapter("everywhere64", folders["everywhere64"])

@@ -1,0 +1,251 @@
+"""Images by URL: only from where the operator allows, within limits, whatever the other side answers."""
+
+from __future__ import annotations
+
+import asyncio
+import http.server
+import os
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+
+from tests.server.running import png
+from vlora.config import ServerConfig
+from vlora.errors import BadConfig, BadImage, BadRequest, TooLarge, VLoraError
+from vlora.server import image_sources
+from vlora.server.image_sources import ImageSources
+
+PICTURE = png()
+LOCAL = ("127.0.0.1",)
+
+
+class Site(NamedTuple):
+    port: int
+    paths: list[str]
+
+    def url(self, path: str, host: str = "127.0.0.1") -> str:
+        return f"http://{host}:{self.port}{path}"
+
+
+@pytest.fixture(scope="module")
+def site() -> Iterator[Site]:
+    """A web site that answers as its paths say."""
+    paths: list[str] = []
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            paths.append(self.path)
+            assert self.headers["Host"].endswith(f":{port}") and "Authorization" not in self.headers
+            match self.path.split("/")[1:]:
+                case ["picture"]:
+                    self.answer(200, PICTURE)
+                case ["text"]:
+                    self.answer(200, b"<html>", kind="text/html")
+                case ["large"]:
+                    self.answer(200, b"x" * 2000)
+                case ["endless"]:
+                    self.answer(200, b"x" * 2000, length=None)
+                case ["missing"]:
+                    self.answer(404, b"")
+                case ["slow"]:
+                    threading.Event().wait(1)
+                case ["round", number]:
+                    self.answer(302, b"", location=f"/round/{int(number) + 1}" if int(number) < 3 else "/picture")
+                case ["forever"]:
+                    self.answer(302, b"", location="/forever")
+                case ["to", *rest]:
+                    self.answer(302, b"", location="/".join(rest))
+
+        def answer(
+            self,
+            status: int,
+            body: bytes,
+            *,
+            kind: str = "image/png",
+            length: int | None = -1,
+            location: str | None = None,
+        ) -> None:
+            self.send_response(status)
+            self.send_header("Content-Type", kind)
+            if length is not None:
+                self.send_header("Content-Length", str(len(body)))
+            if location is not None:
+                self.send_header("Location", location)
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, *args: Any) -> None:
+            pass
+
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    port = server.server_address[1]
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    yield Site(port, paths)
+    server.shutdown()
+    server.server_close()
+
+
+def read(*urls: bytes | str, **settings: Any) -> list[bytes]:
+    async def main() -> list[bytes]:
+        sources = ImageSources(ServerConfig(max_image_bytes=1000, max_images=3, **settings))
+        try:
+            return await sources.read(urls)
+        finally:
+            await sources.close()
+
+    return asyncio.run(main())
+
+
+def test_a_named_host_is_fetched_from_and_redirects_are_followed(site: Site) -> None:
+    assert read(b"own", site.url("/picture"), site.url("/round/1"), image_hosts=LOCAL) == [b"own", PICTURE, PICTURE]
+
+
+@pytest.mark.parametrize(
+    ("path", "error", "message"),
+    [
+        ("/text", BadImage, "image 1: '127.0.0.1' sent 'text/html'; an image is expected"),
+        ("/large", TooLarge, "image 1 has over 1000 bytes"),
+        ("/endless", TooLarge, "image 1 has over 1000 bytes"),
+        ("/missing", BadImage, "cannot be fetched from '127.0.0.1': status 404"),
+        ("/forever", BadImage, "redirects again after 3 redirects"),
+        ("/to/file:///etc/passwd", BadRequest, "'file' is no scheme this server fetches from"),
+        ("/to/http://10.0.0.1/", BadRequest, "fetches no images from '10.0.0.1'"),
+        ("/to/http://localhost/", BadRequest, "fetches no images from 'localhost'"),
+        ("/to///evil.example/x", BadRequest, "fetches no images from 'evil.example'"),
+    ],
+)
+def test_what_a_host_answers_is_checked(site: Site, path: str, error: type[VLoraError], message: str) -> None:
+    with pytest.raises(error, match=message):
+        read(site.url(path), image_hosts=LOCAL)
+
+
+@pytest.mark.parametrize(
+    "host",
+    [
+        "127.0.0.1",
+        "localhost",
+        "127.1",
+        "2130706433",
+        "0x7f000001",
+        "0.0.0.0",
+        "[::1]",
+        "[::]",
+        "[::ffff:127.0.0.1]",
+        "[64:ff9b::7f00:1]",
+        "[2002:7f00:1::]",
+        "10.1.2.3",
+        "192.168.0.1",
+        "172.16.9.9",
+        "169.254.169.254",
+        "100.64.0.1",
+        "[fe80::1]",
+        "[fd00::1]",
+        "224.0.0.1",
+        "[ff02::1]",
+    ],
+)
+def test_every_public_host_means_no_private_address_however_it_is_written(site: Site, host: str) -> None:
+    seen = len(site.paths)
+    with pytest.raises((BadRequest, BadImage), match=r"is not a public address|there is no host|cannot be read"):
+        read(site.url("/picture", host), image_hosts=("*",))
+    assert len(site.paths) == seen
+
+
+def test_the_address_that_was_checked_is_the_one_connected_to(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A name that answers with a public address first and a private one later gets no second look."""
+    asked: list[str] = []
+
+    async def getaddrinfo(self: Any, host: str, port: int, **_: Any) -> list[Any]:
+        asked.append(host)
+        return [(2, 1, 6, "", ("127.0.0.1", port))]
+
+    monkeypatch.setattr(asyncio.BaseEventLoop, "getaddrinfo", getaddrinfo)
+    with pytest.raises(BadRequest, match=r"'rebinding\.example' is not a public address"):
+        read(site.url("/picture", "rebinding.example"), image_hosts=("*",))
+    assert asked == ["rebinding.example"]
+    assert read(site.url("/picture", "pictures.example"), image_hosts=("pictures.example",)) == [PICTURE]
+    assert asked[1:2] == ["pictures.example"] and set(asked[2:]) <= {"127.0.0.1"}
+
+
+@pytest.mark.parametrize(
+    ("url", "message"),
+    [
+        ("http://user:secret@127.0.0.1/x?key=secret", "a user name or password"),
+        ("http://", "is no scheme|cannot be read"),
+        ("http://[::1", "cannot be read"),
+        ("http://127.0.0.1:99999/", "cannot be read"),
+        ("http://\x00/", "cannot be read"),
+        ("ftp://127.0.0.1/x", "only data URLs are taken"),
+        ("picture.png", "only data URLs are taken"),
+        ("", "only data URLs are taken"),
+        ("data:image/png,raw", "a data URL is written"),
+    ],
+)
+def test_urls_that_are_none_are_refused_and_not_repeated(url: str, message: str) -> None:
+    with pytest.raises(BadRequest, match=message) as caught:
+        read(url, image_hosts=LOCAL)
+    assert "secret" not in str(caught.value)
+
+
+def test_without_leave_of_the_operator_nothing_is_fetched_or_read(site: Site, tmp_path: Path) -> None:
+    seen = len(site.paths)
+    with pytest.raises(BadRequest, match=r"fetches no images from '127.0.0.1'.* --image-hosts"):
+        read(site.url("/picture"))
+    with pytest.raises(BadRequest, match=r"reads no files.* --image-folder"):
+        read(f"file://{tmp_path}/x.png")
+    with pytest.raises(TooLarge, match="has 4 images"):
+        read(*[site.url("/picture")] * 4, image_hosts=LOCAL)
+    assert len(site.paths) == seen
+
+
+def test_a_host_that_does_not_answer_is_given_up(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(image_sources, "_FETCH_S", 0.2)
+    with pytest.raises(BadImage, match=r"image 1 did not come from '127\.0\.0\.1' within 0\.2 s|ReadTimeout"):
+        read(site.url("/slow"), image_hosts=LOCAL)
+    with pytest.raises(BadImage, match=r"cannot be fetched from '127\.0\.0\.1': ConnectError"):
+        read("http://127.0.0.1:1/", image_hosts=LOCAL)
+
+
+def test_files_come_from_the_folder_and_from_nowhere_else(tmp_path: Path) -> None:
+    folder, outside = tmp_path / "pictures", tmp_path / "secret.png"
+    folder.mkdir()
+    (folder / "a b.png").write_bytes(PICTURE)
+    (folder / "large.png").write_bytes(b"x" * 1001)
+    (folder / "inside.png").symlink_to(folder / "a b.png")
+    (folder / "link.png").symlink_to(outside)
+    (folder / "loop.png").symlink_to(folder / "loop.png")
+    outside.write_bytes(PICTURE)
+    os.mkfifo(folder / "pipe.png")
+    allowed = {"image_folder": str(folder)}
+    assert (
+        read(f"file://{folder}/a%20b.png", "file:a%20b.png", f"file://localhost{folder}/inside.png", **allowed)
+        == [PICTURE] * 3
+    )
+    with pytest.raises(TooLarge, match="image 1 has over 1000 bytes"):
+        read("file:large.png", **allowed)
+    for url in (
+        f"file://{outside}",
+        f"file://{folder}/../secret.png",
+        f"file://{folder}/%2e%2e/secret.png",
+        "file:../secret.png",
+        "file:link.png",
+        "file:loop.png",
+        "file:pipe.png",
+        "file:.",
+        "file:none.png",
+        "file:a\x00b",
+        f"file://elsewhere{folder}/inside.png",
+        "file://[broken",
+        "file:///dev/zero",
+        "file:" + "x" * 5000,
+    ):
+        with pytest.raises(
+            BadImage, match=r"^image 1: there is no such file in the folder this server reads images from$"
+        ):
+            read(url, **allowed)
+    with pytest.raises(BadConfig, match="there is no such folder"):
+        ServerConfig(image_folder=str(tmp_path / "none"))

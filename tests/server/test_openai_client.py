@@ -1,0 +1,238 @@
+"""The official `openai` client, unchanged, against the embedded model behind the HTTP API."""
+
+from __future__ import annotations
+
+import base64
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from PIL import Image
+from transformers import AutoModelForImageTextToText
+
+from fusion.embedded import checkpoint_path
+from tests.server.api import Api, running_api
+from tests.server.running import png
+from vlora.config import EngineConfig, Token
+from vlora.engine import LocalEngine
+from vlora.models import InputProcessor
+
+TOKEN, ADMIN = "user-token-0123456789", "admin-token-0123456789"
+QUESTION = "what is in the picture ?"
+LINEARS = r".*language_model.*\.(q|v)_proj"
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    return AutoModelForImageTextToText.from_pretrained(checkpoint_path(), dtype=torch.float32).eval()
+
+
+@pytest.fixture(scope="module")
+def processor() -> InputProcessor:
+    return InputProcessor.from_pretrained(str(checkpoint_path()))
+
+
+@pytest.fixture(scope="module")
+def api(tmp_path_factory: pytest.TempPathFactory, processor: InputProcessor) -> Iterator[Api]:
+    folder = tmp_path_factory.mktemp("openai")
+    base = AutoModelForImageTextToText.from_pretrained(checkpoint_path(), dtype=torch.float32)
+    config = LoraConfig(r=8, lora_alpha=64, target_modules=LINEARS, init_lora_weights=False)
+    torch.manual_seed(0)
+    get_peft_model(base, config).save_pretrained(str(folder))
+    engine = LocalEngine(EngineConfig(model=str(checkpoint_path()), dtype="float32", arena_bytes=128 * 2**20))
+    engine.engine.load_adapter("streets", str(folder))
+    tokens = (Token(name="user", secret=TOKEN), Token(name="ops", secret=ADMIN, admin=True))
+    with running_api(engine, processor, "embedded", tokens=tokens) as made:
+        yield made
+        made.on_loop(engine.close())
+
+
+@pytest.fixture(scope="module")
+def client(api: Api) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{api.url}/v1", api_key=TOKEN, max_retries=0, timeout=30) as made:
+        yield made
+
+
+def content(*colors: int) -> list[dict[str, Any]]:
+    urls = ["data:image/png;base64," + base64.b64encode(png(color, (96, 96))).decode() for color in colors]
+    return [{"type": "text", "text": QUESTION}, *({"type": "image_url", "image_url": {"url": url}} for url in urls)]
+
+
+def ask(client: openai.OpenAI, *colors: int, model: str = "embedded", **fields: Any) -> Any:
+    messages: Any = [{"role": "user", "content": content(*colors)}]
+    return client.chat.completions.create(model=model, messages=messages, **{"max_tokens": 8, **fields})
+
+
+@torch.no_grad()
+def plain_logits(model: Any, processor: InputProcessor, colors: tuple[int, ...], num_tokens: int) -> torch.Tensor:
+    """[num_tokens, vocab] of greedy decoding by transformers alone."""
+    images = [Image.new("RGB", (96, 96), (color,) * 3) for color in colors]
+    prompt = processor.encode(processor.chat(QUESTION, len(images)), images)
+    pixels = processor.image_processor(images, return_tensors="pt")["pixel_values"]
+    ids = torch.tensor([prompt.prompt_ids])
+    out = model.generate(
+        input_ids=ids,
+        attention_mask=torch.ones_like(ids),
+        pixel_values=pixels,
+        max_new_tokens=num_tokens,
+        do_sample=False,
+        output_logits=True,
+        return_dict_in_generate=True,
+    )
+    return torch.stack([step[0] for step in out.logits])
+
+
+def test_models_are_listed_and_found(client: openai.OpenAI) -> None:
+    assert [each.id for each in client.models.list()] == ["embedded", "streets"]
+    assert client.models.retrieve("streets").owned_by == "vlora"
+    with pytest.raises(openai.NotFoundError, match="no model named 'nobody'; there are: embedded, streets"):
+        client.models.retrieve("nobody")
+
+
+def test_answers_and_log_probabilities_are_those_of_plain_transformers(
+    client: openai.OpenAI, model: Any, processor: InputProcessor
+) -> None:
+    for colors in ((200,), (30, 220)):
+        answer = ask(client, *colors, logprobs=True, top_logprobs=4)
+        (choice,) = answer.choices
+        logits = plain_logits(model, processor, colors, 8).log_softmax(-1)
+        ids = logits.argmax(-1).tolist()
+        assert choice.message.role == "assistant" and choice.message.content == processor.decode(ids)
+        scores = choice.logprobs.content
+        assert [score.token for score in scores] == [processor.token_text(token) for token in ids[: len(scores)]]
+        for score, token, row in zip(scores, ids, logits, strict=False):
+            values, top = row.topk(4)
+            assert score.logprob == pytest.approx(float(row[token]), abs=1e-4)
+            assert bytes(score.bytes).decode() == score.token
+            assert [other.token for other in score.top_logprobs] == [processor.token_text(int(each)) for each in top]
+            assert [other.logprob for other in score.top_logprobs] == pytest.approx(values.tolist(), abs=1e-4)
+        assert answer.usage.prompt_tokens + answer.usage.completion_tokens == answer.usage.total_tokens
+    assert ask(client, 200).choices[0].logprobs is None
+
+
+def test_a_stream_joins_to_the_whole_answer(client: openai.OpenAI) -> None:
+    fields = {"temperature": 1.5, "seed": 11, "logprobs": True}
+    whole = ask(client, 200, **fields)
+    chunks = list(ask(client, 200, stream=True, stream_options={"include_usage": True}, **fields))
+    text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
+    assert text == whole.choices[0].message.content
+    tokens = [
+        score.token
+        for chunk in chunks
+        if chunk.choices and chunk.choices[0].logprobs
+        for score in chunk.choices[0].logprobs.content
+    ]
+    assert tokens == [score.token for score in whole.choices[0].logprobs.content]
+    assert chunks[-1].usage == whole.usage and chunks[-1].choices == []
+    assert [chunk.choices[0].finish_reason for chunk in chunks if chunk.choices][-1] == whole.choices[0].finish_reason
+
+
+def test_choices_and_seeds(client: openai.OpenAI) -> None:
+    drawn = {"temperature": 2.0, "seed": 5}
+    three = [choice.message.content for choice in ask(client, 90, n=3, **drawn).choices]
+    assert [choice.message.content for choice in ask(client, 90, n=3, **drawn).choices] == three
+    assert len(set(three)) == 3 and ask(client, 90, **drawn).choices[0].message.content == three[0]
+    assert ask(client, 90, **{**drawn, "seed": 6}).choices[0].message.content not in three
+    assert len({choice.message.content for choice in ask(client, 90, n=2).choices}) == 1  # greedy
+    # The likeliest token alone is what nucleus sampling leaves at the end.
+    narrow = ask(client, 90, temperature=1.0, top_p=1e-6)
+    assert narrow.choices[0].message.content == ask(client, 90).choices[0].message.content
+    several = list(ask(client, 90, n=2, stream=True, **drawn))
+    assert {chunk.choices[0].index for chunk in several} == {0, 1}
+
+
+def test_stop_ends_an_answer(client: openai.OpenAI) -> None:
+    drawn: dict[str, Any] = {"temperature": 3.0, "max_completion_tokens": 12}
+    for seed in range(20):  # the model likes short answers
+        drawn["seed"] = seed
+        whole = ask(client, 90, **drawn).choices[0].message.content
+        if len(set(whole.split())) > 3:
+            break
+    word = whole.split()[2]
+    cut = ask(client, 90, stop=[word, "never said"], logprobs=True, **drawn).choices[0]
+    assert cut.message.content == whole.partition(word)[0] and cut.finish_reason == "stop"
+    # The space before the word is text, and its token the stop string's.
+    assert [score.token for score in cut.logprobs.content] == whole.split()[:3]
+    assert ask(client, 90, **{**drawn, "max_completion_tokens": 2}).choices[0].finish_reason == "length"
+
+
+def test_the_adapter_is_the_models_name(client: openai.OpenAI) -> None:
+    base, adapted = (ask(client, 90, model=name, logprobs=True).choices[0] for name in ("embedded", "streets"))
+    first = [choice.logprobs.content[0].logprob for choice in (base, adapted)]
+    assert not math.isclose(*first, abs_tol=1e-3)
+
+
+def test_mistakes_are_the_clients_own_errors(api: Api, client: openai.OpenAI) -> None:
+    with pytest.raises(openai.NotFoundError, match="no adapter named 'nobody'; registered: streets") as missing:
+        ask(client, 90, model="nobody")
+    assert missing.value.code == "unknown_adapter"
+    with pytest.raises(openai.BadRequestError, match="temperature is -1") as refused:
+        ask(client, 90, temperature=-1)
+    assert refused.value.type == "invalid_request_error"
+    with pytest.raises(openai.BadRequestError, match="logit_bias: this field is not served") as unserved:
+        ask(client, 90, logit_bias={"5": 1})
+    assert unserved.value.param == "logit_bias"
+    with pytest.raises(openai.BadRequestError, match="image 1"):
+        messages: Any = [
+            {"role": "user", "content": [*content(), {"type": "image_url", "image_url": {"url": "data:;base64,AA=="}}]}
+        ]
+        client.chat.completions.create(model="embedded", messages=messages)
+    with pytest.raises(openai.BadRequestError, match="fetches no images"):
+        messages = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "http://10.0.0.1/"}}]}]
+        messages[0]["content"].append({"type": "text", "text": QUESTION})
+        client.chat.completions.create(model="embedded", messages=messages)
+    with pytest.raises(openai.AuthenticationError, match="not one of this server's"):
+        ask(client.with_options(api_key="wrong-token-0123456789"), 90)
+    with pytest.raises(openai.PermissionDeniedError, match="an admin's token"):
+        client.get("/adapters", cast_to=object)
+    listed: Any = client.with_options(api_key=ADMIN).get("/adapters", cast_to=object)
+    assert [each["name"] for each in listed["data"]] == ["streets"]
+
+
+def test_a_conversation_goes_on_with_what_was_answered(client: openai.OpenAI) -> None:
+    messages: Any = [{"role": "developer", "content": "answer briefly"}, {"role": "user", "content": content(90)}]
+    first = client.chat.completions.create(model="embedded", messages=messages, max_tokens=4)
+    messages += [first.choices[0].message, {"role": "user", "content": "what color ?"}]
+    second = client.chat.completions.create(model="embedded", messages=messages, max_tokens=4)
+    assert second.usage.prompt_tokens > first.usage.prompt_tokens
+
+
+def test_paths_in_names_reach_no_file(api: Api, tmp_path: Path) -> None:
+    admin = api._replace(token=ADMIN)
+    for name in ("..", "../x", "/etc", "a/b", "a\\b", "a\x00b", "a\nb", ".hidden", "", " a", "a@b", "x" * 129):
+        status, answer = admin.call("POST", "/v1/adapters", {"name": name, "path": str(tmp_path)})
+        assert status == 400 and answer["error"]["code"] == "bad_adapter"
+        assert "is not usable" in answer["error"]["message"]
+    status, answer = admin.call("POST", "/v1/adapters", {"name": "a", "path": "a\x00b"})
+    assert status == 400 and "zero byte" in answer["error"]["message"]
+
+
+@pytest.mark.anyio
+async def test_the_asyncio_client_too(api: Api) -> None:
+    async with openai.AsyncOpenAI(base_url=f"{api.url}/v1", api_key=TOKEN) as client:
+        messages: Any = [{"role": "user", "content": content(90)}]
+        stream = await client.chat.completions.create(model="streets", messages=messages, max_tokens=4, stream=True)
+        pieces = [chunk.choices[0].delta.content or "" async for chunk in stream]
+        whole = await client.chat.completions.create(model="streets", messages=messages, max_tokens=4)
+        assert "".join(pieces) == whole.choices[0].message.content
+
+
+@pytest.fixture
+def anyio_backend() -> str:
+    return "asyncio"
+
+
+def test_metrics_of_a_real_engine(api: Api, tmp_path: Path) -> None:
+    _, text = api._replace(token=TOKEN).call("GET", "/metrics")
+    values = dict(line.rsplit(" ", 1) for line in text.splitlines() if not line.startswith("#"))
+    assert float(values['vlora_vision_cache_total{result="hit"}']) > 0
+    assert float(values['vlora_adapters{state="registered"}']) == 1
+    assert float(values['vlora_arena_bytes{use="adapters"}']) > 0
+    assert float(values['vlora_arena_bytes{use="kv"}']) == 0  # nobody is being answered
+    assert float(values['vlora_arena_bytes{use="free"}']) > 0
+    assert TOKEN not in text and ADMIN not in text
