@@ -10,6 +10,9 @@ import torch
 
 # No test may look for a model hub; set before transformers is imported anywhere.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+# Nor may a server started by a test take the tokens of who runs it.
+for name in ("VLORA_TOKEN", "VLORA_ADMIN_TOKEN"):
+    os.environ.pop(name, None)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

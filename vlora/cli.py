@@ -244,6 +244,8 @@ def _client(server: str, tls_ca: str | None, tls_cert: str | None, tls_key: str 
     host, colon, port = server.rpartition(":")
     if not colon or not port.isdecimal():
         raise BadConfig(f"--server is {server!r}; write HOST:PORT")
+    if tls_cert is not None and tls_ca is None:
+        raise BadConfig("--tls-cert is shown over TLS only; give --tls-ca as well")
     tls: ssl.SSLContext | None = None
     try:
         if tls_ca is not None:

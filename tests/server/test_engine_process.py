@@ -68,6 +68,11 @@ def test_requests_calls_refusals_and_a_clean_stop(tmp_path: Path) -> None:
         assert status.name == "signs" and await engine.adapters() == (status,)
         with pytest.raises(BadAdapter, match=r"no adapter_config\.json"):
             await engine.load_adapter("nothing", str(tmp_path))
+        pinned = await engine.pin_adapter("signs", True)
+        assert pinned.pinned and await engine.adapters() == (pinned,)
+        assert not (await engine.pin_adapter("signs", False)).pinned
+        with pytest.raises(UnknownAdapter):
+            await engine.pin_adapter("nothing", True)
         await engine.unload_adapter("signs")
         with pytest.raises(UnknownAdapter):
             await engine.unload_adapter("signs")

@@ -39,6 +39,13 @@ def test_health_and_models(api: Api) -> None:
     ]
 
 
+def test_a_model_may_be_named_as_hubs_name_them() -> None:
+    with running_api(model="Someone/Model-2B") as api:
+        for path in ("/v1/models/Someone/Model-2B", "/v1/models/Someone%2FModel-2B"):
+            assert api.call("GET", path)[1]["id"] == "Someone/Model-2B"
+        assert api.chat("say:x", model="Someone/Model-2B")[0] == 200
+
+
 def test_a_whole_answer(api: Api) -> None:
     status, answer = api.chat([{"type": "text", "text": "say:grün"}, image_part(png())], model="cam", max_tokens=20)
     assert status == 200 and answer["object"] == "chat.completion" and answer["model"] == "cam"

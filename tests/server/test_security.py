@@ -228,7 +228,7 @@ def test_a_stranger_reaches_nothing_over_rpyc_and_may_not_send_much() -> None:
 
 
 def test_a_stranger_is_sent_away_after_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rpyc_service, "_STRANGER_S", 0.2)
+    monkeypatch.setattr(rpyc_service, "_STRANGER_S", 1.0)
     with running_server(tokens=TOKENS) as server, Client(port=server.port, token=USER) as client:
         client.stats()
         with socket.create_connection(("127.0.0.1", server.port), timeout=5) as sock:

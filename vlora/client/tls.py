@@ -58,7 +58,7 @@ class TlsStream(SocketStream):
                     self.close()
                     raise EOFError(f"the peer took nothing for {self._write_s:g} s") from None
                 continue
-            except OSError as error:
+            except (OSError, ValueError) as error:  # the latter when another thread closes it at this moment
                 self.close()
                 raise EOFError(error) from error
             view = view[sent:]
@@ -70,7 +70,7 @@ class TlsStream(SocketStream):
                 data = self.sock.recv(_CHUNK)
         except (ssl.SSLWantReadError, ssl.SSLWantWriteError):
             return False
-        except OSError as error:
+        except (OSError, ValueError) as error:  # as above
             self.close()
             raise EOFError(error) from error
         if not data:

@@ -102,7 +102,7 @@ def _asking(app: FastAPI, front_end: FrontEnd, model: str) -> None:
         """The base model and every adapter."""
         return {"object": "list", "data": list((await all_models()).values())}
 
-    @app.get("/v1/models/{name}")
+    @app.get("/v1/models/{name:path}")  # hub names hold a slash
     async def one_model(name: str) -> dict[str, Any]:
         """One of them."""
         found = await all_models()
