@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -173,6 +174,17 @@ def test_an_error_in_the_middle_of_a_stream_is_an_event(api: Api) -> None:
         api.engine._deliver(output)
         status, text = streaming.result(10)
     assert status == 200 and events(text)[-1]["error"]["code"] == "aborted"
+
+
+def test_small_answers_leave_at_once(api: Api) -> None:
+    """On one connection, past its first packets; 40 ms would be the acknowledgement that TCP delays."""
+    times = []
+    with httpx.Client(base_url=api.url) as client:
+        for _ in range(40):
+            started = time.monotonic()
+            assert client.get("/health").status_code == 200
+            times.append(time.monotonic() - started)
+    assert min(times[20:]) < 0.035, times
 
 
 def test_requests_are_answered_side_by_side(api: Api) -> None:

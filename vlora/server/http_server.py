@@ -14,6 +14,9 @@ from starlette.types import ASGIApp
 from vlora.config import ServerConfig
 from vlora.errors import BadConfig
 
+# Longer than clients keep an idle connection (5 s is usual): who closes first must not be the one that is written to.
+_KEEP_ALIVE_S = 30
+
 
 class HttpServer:
     """Takes its address when it is made, callers when it is started. Raises BadConfig when it cannot listen."""
@@ -22,7 +25,9 @@ class HttpServer:
         assert config.http_port is not None
         self._config = config
         family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
-        self._socket = socket.socket(family, socket.SOCK_STREAM)
+        # With its protocol named: asyncio sends small packets at once (TCP_NODELAY) only where it reads TCP here. Else
+        # every answer of two packets, header and body, waits 40 ms for the caller's acknowledgement.
+        self._socket = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             self._socket.bind((config.host, config.http_port))
@@ -40,6 +45,7 @@ class HttpServer:
             app,
             log_level="error",
             timeout_graceful_shutdown=1,
+            timeout_keep_alive=_KEEP_ALIVE_S,
             server_header=False,
             ssl_certfile=self._config.tls_cert,
             ssl_keyfile=self._config.tls_key,
