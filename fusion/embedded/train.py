@@ -40,6 +40,7 @@ from fusion.embedded.conversations import IGNORED, Conversations, Rows
 from fusion.embedded.evaluate import accuracy_by_skill, as_pixels, format_accuracy
 from fusion.embedded.model import IMAGE_TOKENS, build_model
 from fusion.embedded.processor import build_processor
+from fusion.embedded.spectra import GIST_FEATURES, PATCH_FEATURES, gist, patch_spectra
 
 VISION_SHARE = 0.15
 """Part of the run in which only the vision tower trains."""
@@ -56,7 +57,7 @@ PROBE_WEIGHT = 0.4
 SAVE_EVERY_S = 60.0
 _STATE = "training.pt"
 # The vision tower and the probes that read it: what trains from the first step, and no more once the tower is fixed.
-_VISION_PART = ("model.vision_tower.", "kind.", "color.", "center.")
+_VISION_PART = ("model.vision_tower.", "kind.", "color.", "center.", "texture.")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,6 +83,8 @@ class Probes(nn.Module):
         self.kind = nn.Linear(vision_size, len(world.CELL_KINDS))
         self.color = nn.Linear(vision_size, len(world.CELL_COLORS))
         self.center = nn.Linear(vision_size, 2)
+        self.texture = nn.Linear(vision_size, PATCH_FEATURES)
+        self.gist = nn.Linear(text_size, GIST_FEATURES)
         self.move = nn.Linear(text_size, len(world.CELL_MOVES))
         self.kept = nn.Linear(text_size, vision_size)
         self.row = nn.Linear(text_size, world.GRID)
@@ -97,6 +100,15 @@ class Probes(nn.Module):
             + _probe_loss(self.color(states), labels[:, world.COLOR])
             + _probe_loss(self.center(states), labels[:, world.CENTER])
         )
+
+    def texture_loss(self, states: torch.Tensor, spectra: torch.Tensor) -> torch.Tensor:
+        """states [n, 36, vision], spectra [n, 36, PATCH_FEATURES]."""
+        return functional.mse_loss(self.texture(states).float(), spectra)
+
+    def gist_loss(self, states: torch.Tensor, gists: torch.Tensor) -> torch.Tensor:
+        """states [questions, text], where an answer begins; gists [questions, GIST_FEATURES]: whatever is asked, the
+        language model has the whole picture's texture at hand, for this is where heads of domains read."""
+        return functional.mse_loss(self.gist(states).float(), gists)
 
     def place_loss(self, features: torch.Tensor) -> torch.Tensor:
         """features [n, 36, text]: what the language model is given must tell where each token stands."""
@@ -273,7 +285,12 @@ class Trainer:
         scenes = [world.still_scene(rng) for _ in range(VISION_BATCH)]
         pixels, cells = self._tensors(scenes)
         states = self.vision(pixels).last_hidden_state[:, 1:]
-        return {"cells": self.probes.cell_loss(states, cells.flatten(0, 1))}
+        return self._sight_losses(states, cells.flatten(0, 1), patch_spectra(pixels))
+
+    def _sight_losses(
+        self, states: torch.Tensor, cells: torch.Tensor, spectra: torch.Tensor
+    ) -> dict[str, torch.Tensor]:
+        return {"cells": self.probes.cell_loss(states, cells), "texture": self.probes.texture_loss(states, spectra)}
 
     def _joint_losses(self, rng: np.random.Generator) -> dict[str, torch.Tensor]:
         stills = [world.still_scene(rng) for _ in range(STILLS)]
@@ -281,18 +298,22 @@ class Trainer:
         pixels, still_cells = self._tensors(stills)
         clip_pixels, clip_cells = self._tensors(clips)
         fixed = self.done >= FIXED_AFTER
+        every = torch.cat([pixels, clip_pixels])
         with torch.set_grad_enabled(not fixed):
-            states = self.vision(torch.cat([pixels, clip_pixels])).last_hidden_state[:, 1:]
+            states = self.vision(every).last_hidden_state[:, 1:]
+        spectra = patch_spectra(every)
         cells = torch.cat([still_cells.flatten(0, 1), clip_cells.flatten(0, 1)])
         features = self.model.model.multi_modal_projector(states)
         still_rows = self.conversations.batch(rng, stills, STILL_LENGTH).to(self.device)
         clip_rows = self.conversations.batch(rng, clips, CLIP_LENGTH).to(self.device)
-        still_answer, stills_named, _ = self._answer_loss(still_rows, features[:STILLS])
+        still_answer, stills_named, stills_read = self._answer_loss(still_rows, features[:STILLS])
         clip_answer, clips_named, clips_read = self._answer_loss(clip_rows, features[STILLS:])
+        asked, _ = asking = (still_rows.ids == self.conversations.assistant).nonzero(as_tuple=True)
         images = clips_read[:, 2 : 2 + world.CLIP_FRAMES * IMAGE_TOKENS]
         return {
             "answer": 0.65 * still_answer + 0.35 * clip_answer,
-            **({} if fixed else {"cells": self.probes.cell_loss(states, cells)}),
+            **({} if fixed else self._sight_losses(states, cells, spectra)),
+            "gist": self.probes.gist_loss(stills_read[asking], gist(spectra[:STILLS])[asked]),
             "places": self.probes.place_loss(features),
             "kept": self.probes.kept_loss(features, states),
             "present": 0.65 * self.probes.presence_loss(stills_named, still_rows.present)

@@ -4,10 +4,11 @@ Everything here is synthetic. A scene depends on its random generator only. Four
 
 * things: one to five shapes, vehicles or persons on a plain ground, a pattern or a street;
 * glyphs: one printed digit, distorted, or a sign board with something on it;
-* patterns: the whole picture is one texture;
+* patterns: the whole picture is one pattern with a name, or a texture without one;
 * clips: four frames in which one thing moves, sometimes beside another that does not.
 
-Cell labels say what is where on the 6x6 grid of image tokens. They only serve training (see `train.py`).
+Cell labels say what is where on the 6x6 grid of image tokens, UNKNOWN in textures. They only serve training (see
+`train.py`).
 """
 
 from __future__ import annotations
@@ -41,6 +42,7 @@ from fusion.embedded.drawing import (
     polygon,
     street_background,
 )
+from fusion.embedded.textures import texture
 
 GRID = 6
 CELL = SIZE // GRID
@@ -79,6 +81,8 @@ _MOVE_ID = {move: index for index, move in enumerate(CELL_MOVES)}
 
 # Channels of a scene's cell labels.
 KIND, COLOR, CENTER, MOVE = range(4)
+UNKNOWN = -100
+"""Label of a cell that nothing is to be learned from."""
 
 
 class Question(NamedTuple):
@@ -112,6 +116,7 @@ _FORMS: dict[str, tuple[str, ...]] = {
     "light": ("is it day or night?", "day or night?"),
     "digit": ("what digit is shown?", "what number is this?", "what digit do you see?"),
     "pattern": ("what pattern is shown?", "what pattern is this?"),
+    "brightness": ("is the image bright or dark?", "is this picture bright or dark?"),
     "sign shape": ("what shape is the sign?", "what is the shape of the sign?"),
     "sign content": ("what is on the sign?", "what does the sign show?"),
     "move of": ("which way does the {} move?", "where does the {} go?", "which way is the {} moving?"),
@@ -176,13 +181,15 @@ class _Placed(NamedTuple):
 def things_scene(rng: np.random.Generator) -> Scene:
     ground = rng.random()
     night: bool | None = None
-    if ground < 0.45:
+    if ground < 0.35:
         canvas = plain_background(rng)
-    elif ground < 0.85:
+    elif ground < 0.7:
         street = street_background(rng)
         canvas, night = street.canvas, street.night
-    else:
+    elif ground < 0.85:
         canvas = pattern_background(rng, pick(rng, PATTERNS), 0.35)
+    else:
+        canvas = texture(rng, rng.uniform(20, 110), rng.uniform(5, 25))
     among: tuple[str, ...] = THINGS
     if night is not None and chance(rng, 0.7):
         among = (*VEHICLES, "person")
@@ -406,6 +413,14 @@ def pattern_scene(rng: np.random.Generator) -> Scene:
     return Scene(pattern_background(rng, kind)[None], asked, cells[None])
 
 
+def texture_scene(rng: np.random.Generator) -> Scene:
+    bright = chance(rng, 0.5)
+    canvas = texture(rng, rng.uniform(150, 220) if bright else rng.uniform(30, 105), rng.uniform(10, 60))
+    cells = np.full((4, GRID, GRID), UNKNOWN, np.int64)
+    asked = _question(rng, "brightness", "brightness", "bright" if canvas.mean() > 127.5 else "dark")
+    return Scene(canvas[None], (asked,), cells[None])
+
+
 def clip_scene(rng: np.random.Generator) -> Scene:
     """Four frames: one thing moves left, right, up or down, or nothing moves; a second thing may stand by."""
     ground = rng.random()
@@ -462,4 +477,8 @@ def _ask_clip(rng: np.random.Generator, kind: str, color: str, move: str, standi
 def still_scene(rng: np.random.Generator) -> Scene:
     """One picture of any kind, in the mixture the model is trained on."""
     which = rng.random()
-    return things_scene(rng) if which < 0.6 else glyph_scene(rng) if which < 0.92 else pattern_scene(rng)
+    if which < 0.54:
+        return things_scene(rng)
+    if which < 0.8:
+        return glyph_scene(rng)
+    return pattern_scene(rng) if which < 0.88 else texture_scene(rng)

@@ -27,7 +27,7 @@ def test_a_seed_gives_the_same_scenes() -> None:
 
 @pytest.mark.parametrize("skill", ("yes or no", "motion yes or no"))
 def test_yes_and_no_are_balanced(skill: str) -> None:
-    answers = Counter(q.answer for scene in scenes(400) for q in scene.questions if q.skill == skill)
+    answers = Counter(q.answer for scene in scenes(1200) for q in scene.questions if q.skill == skill)
     assert set(answers) == {"yes", "no"}
     assert abs(answers["yes"] / answers.total() - 0.5) < 0.05
 
