@@ -11,7 +11,16 @@ from collections.abc import Mapping, Sequence
 
 from vlora.memory.books import ArenaBooks, BlockTables
 from vlora.memory.residency import Residency
-from vlora.orchestrator import Algorithm1, Candidate, CostModel, Decision, Policy, PolicyState, Scheduler
+from vlora.orchestrator import (
+    Algorithm1,
+    Candidate,
+    CostModel,
+    Decision,
+    Policy,
+    PolicyState,
+    Scheduler,
+    bring_wanted,
+)
 from vlora.types import (
     Batch,
     ErrorValue,
@@ -74,13 +83,16 @@ class FakeRunner:
         self.num_sampled: dict[str, int] = {}
         self.slots: dict[tuple[int, int], tuple[str, int]] = {}
         self.merged: str | None = None
+        self.shadow: str | None = None  # merged last: putting it back is free, as with shadow weights
 
     def run(self, batch: Batch) -> StepResult:
         assert batch.items
         self._prove_mode(batch)
         switched = batch.merged_adapter != self.merged
-        switch_s = self.speed.merge if switched and batch.merged_adapter is not None else 0.0
         self.merged = batch.merged_adapter
+        switch_s = 0.0
+        if batch.merged_adapter not in (None, self.shadow):
+            self.shadow, switch_s = batch.merged_adapter, self.speed.merge
         tokens: dict[str, int] = {}
         heads: dict[str, HeadAnswer] = {}
         errors: dict[str, ErrorValue] = {}
@@ -257,15 +269,8 @@ class Simulation:
         self.scheduler.check_integrity()
 
     def _bring_adapters(self) -> None:
-        pinned = list(self.scheduler.adapters_in_use() & self.residency.resident)
-        for name in pinned:
-            self.residency.pin(name)
-        for name in self.scheduler.waiting_adapters():
-            if self.residency.bring(name, self.machine.adapters[name]) is not None:
-                self.residency.pin(name)
-                pinned.append(name)
-        for name in pinned:
-            self.residency.unpin(name)
+        pages = self.machine.adapters
+        bring_wanted(self.scheduler, self.residency, lambda name: self.residency.bring(name, pages[name]) is not None)
         self.residency.drain_evicted()
 
 

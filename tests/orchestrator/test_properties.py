@@ -6,7 +6,6 @@ import dataclasses
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
 
 import pytest
 from hypothesis import given, settings
@@ -14,11 +13,14 @@ from hypothesis import strategies as st
 
 from tests.orchestrator.simulation import Machine, Simulation, Speed, expected_tokens, make_request
 from vlora.errors import PromptTooLong
-from vlora.orchestrator import Candidate, Decision, PolicyState
+from vlora.orchestrator import POLICIES, make_policy
 from vlora.types import Mode, Request
 
 ADAPTERS = {"a": 2, "b": 5, "c": 3, "d": 4}
 Arrivals = list[tuple[float, Request]]
+
+every_policy = st.sampled_from(sorted(POLICIES))
+every_bounded_policy = st.sampled_from(sorted(POLICIES.keys() - {"merged_only"}))
 
 
 @st.composite
@@ -92,19 +94,20 @@ def assert_answered(simulation: Simulation, request: Request) -> None:
         assert last.timings.latency_s <= request.max_latency_s
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=300, deadline=None)
 @given(
     machine=machines(),
     arrivals=loads(),
     failing=st.dictionaries(st.sampled_from([f"r{i}" for i in range(14)]), st.integers(1, 4), max_size=2),
     cancels=st.lists(st.tuples(st.integers(0, 30), st.sampled_from([f"r{i}" for i in range(14)])), max_size=3),
+    policy=every_policy,
 )
 def test_every_request_ends_once_within_every_budget(
-    machine: Machine, arrivals: Arrivals, failing: dict[str, int], cancels: list[tuple[int, str]]
+    machine: Machine, arrivals: Arrivals, failing: dict[str, int], cancels: list[tuple[int, str]], policy: str
 ) -> None:
     """Batch limits and all books are proved in every step by the simulation, KV contents by its runner."""
     arrivals = admitted(machine, arrivals)
-    simulation = Simulation(machine, failing=failing)
+    simulation = Simulation(machine, policy=make_policy(policy), failing=failing)
     simulation.run(arrivals, cancels=cancels)
     for _, request in arrivals:
         assert_answered(simulation, request)
@@ -120,10 +123,10 @@ def test_every_request_ends_once_within_every_budget(
 
 
 @settings(max_examples=60, deadline=None)
-@given(machine=machines(), arrivals=loads(bounded=False))
-def test_memory_pressure_changes_when_but_never_what(machine: Machine, arrivals: Arrivals) -> None:
+@given(machine=machines(), arrivals=loads(bounded=False), policy=every_policy)
+def test_memory_pressure_changes_when_but_never_what(machine: Machine, arrivals: Arrivals, policy: str) -> None:
     arrivals = admitted(machine, arrivals)
-    simulation = Simulation(machine)
+    simulation = Simulation(machine, policy=make_policy(policy))
     simulation.run(arrivals)
     for _, request in arrivals:
         last = simulation.outputs[request.request_id][-1]
@@ -155,32 +158,36 @@ def longest_over_bound(simulation: Simulation) -> float:
     return worst
 
 
-def all_resident(machine: Machine) -> Simulation:
+def all_resident(machine: Machine, policy: str) -> Simulation:
     """Every adapter in memory from the start, so that every request is ready all the time."""
-    simulation = Simulation(machine)
+    simulation = Simulation(machine, policy=make_policy(policy))
     for name, pages in machine.adapters.items():
         assert simulation.residency.bring(name, pages) is not None
         simulation.residency.pin(name)
     return simulation
 
 
-@settings(max_examples=60, deadline=None)
-@given(machine=machines(), arrivals=loads(max_prompt=60, max_tokens=20, bounded=False))
-def test_waiting_is_bounded_however_long_the_prompts(machine: Machine, arrivals: Arrivals) -> None:
+@settings(max_examples=160, deadline=None)
+@given(
+    machine=machines(),
+    arrivals=loads(max_prompt=60, max_tokens=20, bounded=False),
+    policy=every_bounded_policy,
+)
+def test_waiting_is_bounded_however_long_the_prompts(machine: Machine, arrivals: Arrivals, policy: str) -> None:
     """With memory for all: whatever the token budget, long prompts ahead never keep a starving request from running."""
     blocks = 14 * -(-80 // machine.block_size)
     machine = dataclasses.replace(
         machine, max_adapter_pages=16, num_pages=(-(-16 // machine.pages_per_block) + blocks) * machine.pages_per_block
     )
-    simulation = all_resident(machine)
+    simulation = all_resident(machine, policy)
     simulation.run(arrivals)
     assert simulation.scheduler.stats("paper").num_preemptions == 0
     assert longest_over_bound(simulation) <= 1e-9
 
 
-@settings(max_examples=60, deadline=None)
-@given(machine=machines(), arrivals=loads(bounded=False))
-def test_waiting_is_bounded_under_preemption(machine: Machine, arrivals: Arrivals) -> None:
+@settings(max_examples=160, deadline=None)
+@given(machine=machines(), arrivals=loads(bounded=False), policy=every_bounded_policy)
+def test_waiting_is_bounded_under_preemption(machine: Machine, arrivals: Arrivals, policy: str) -> None:
     """With memory for one full batch only, and prompts that fit in a step: paused requests hold nobody up."""
     longest = 24 + 8
     blocks = machine.max_batch_size * -(-longest // machine.block_size)
@@ -190,7 +197,7 @@ def test_waiting_is_bounded_under_preemption(machine: Machine, arrivals: Arrival
         num_pages=(-(-16 // machine.pages_per_block) + blocks) * machine.pages_per_block,
         max_step_tokens=machine.max_batch_size * longest,
     )
-    simulation = all_resident(machine)
+    simulation = all_resident(machine, policy)
     simulation.run(arrivals)
     assert longest_over_bound(simulation) <= 1e-9
 
@@ -209,9 +216,10 @@ def crowd() -> tuple[Machine, Arrivals]:
     return machine, [(0.0, make_request(f"r{i}", name, prompt=20, max_tokens=12)) for i, name in enumerate(names)]
 
 
-def test_the_bound_holds_while_requests_are_preempted_again_and_again() -> None:
+@pytest.mark.parametrize("policy", sorted(POLICIES.keys() - {"merged_only"}))
+def test_the_bound_holds_while_requests_are_preempted_again_and_again(policy: str) -> None:
     machine, arrivals = crowd()
-    simulation = all_resident(machine)
+    simulation = all_resident(machine, policy)
     simulation.run(arrivals)
     assert simulation.scheduler.stats("paper").num_preemptions > 12
     assert longest_over_bound(simulation) <= 1e-9
@@ -219,19 +227,9 @@ def test_the_bound_holds_while_requests_are_preempted_again_and_again() -> None:
         assert_answered(simulation, request)
 
 
-class MergedOnly:
-    """Always the largest group, merged: the policy whose waits have no bound."""
-
-    def decide(self, ready: Sequence[Candidate], state: PolicyState) -> Decision:
-        adapters = [c.adapter for c in ready]
-        largest = max(adapters, key=adapters.count)
-        order = tuple(c.request_id for c in ready if c.adapter == largest)
-        return Decision(Mode.MERGED, largest, order[: state.max_batch_size])
-
-
 def test_the_measure_of_waiting_sees_a_policy_that_starves() -> None:
     machine, arrivals = crowd()
-    simulation = Simulation(machine, policy=MergedOnly())
+    simulation = Simulation(machine, policy=make_policy("merged_only"))
     simulation.run(arrivals)
     assert longest_over_bound(simulation) > 0
 
@@ -240,11 +238,14 @@ def test_the_measure_of_waiting_sees_a_policy_that_starves() -> None:
 
 
 def digest() -> str:
-    """Everything that happened to a crowd, as text."""
-    machine, arrivals = crowd()
-    simulation = Simulation(machine, failing={"r3": 2})
-    simulation.run(arrivals, cancels=[(9, "r7")])
-    return repr(simulation.log) + repr(simulation.outputs)
+    """Everything that happened to a crowd under every policy, as text."""
+    told = []
+    for policy in sorted(POLICIES):
+        machine, arrivals = crowd()
+        simulation = Simulation(machine, policy=make_policy(policy), failing={"r3": 2})
+        simulation.run(arrivals, cancels=[(9, "r7")])
+        told.append(repr(simulation.log) + repr(simulation.outputs))
+    return "".join(told)
 
 
 def test_the_same_inputs_give_the_same_decisions_in_every_process() -> None:

@@ -391,11 +391,13 @@ class Mixed:
 
 def test_credit_is_the_wait_and_the_next_step_and_the_switch_it_would_take() -> None:
     simulation = box(Mixed())
+    simulation.add(make_request("w", "a", max_tokens=5))
+    simulation.step()
+    assert simulation.watched.credits == {"w": 0.0}, "nothing is known yet"
+    simulation.run()
     for name, adapter in (("x", "a"), ("y", "b"), ("z", None)):
         simulation.add(make_request(name, adapter, max_tokens=50))
-    simulation.step()
-    assert simulation.watched.credits == {"x": 0.0, "y": 0.0, "z": 0.0}, "nothing is known yet"
-    for _ in range(5):
+    for _ in range(6):
         simulation.step()
     credits = simulation.watched.credits
     assert credits["x"] == pytest.approx(1.0, rel=0.02), "it has just run, and steps take a second"
@@ -408,7 +410,7 @@ def test_credit_is_the_wait_and_the_next_step_and_the_switch_it_would_take() -> 
     assert simulation.watched.credits["x"] == pytest.approx(4.0, rel=0.02)
 
 
-def test_the_cost_model_is_told_tokens_lanes_and_context_of_each_step() -> None:
+def test_the_cost_model_is_told_tokens_lane_tokens_lanes_and_context_of_each_step() -> None:
     simulation = box(Mixed())
     cost = simulation.scheduler._cost
     told: list[tuple[float, ...]] = []
@@ -419,7 +421,7 @@ def test_the_cost_model_is_told_tokens_lanes_and_context_of_each_step() -> None:
     simulation.step()
     simulation.step()
     # A token of the merged adapter has no lane, one of the base model the deLoRA lane, one of another adapter both.
-    assert told == [(10, 0 * 3 + 2 * 5 + 1 * 2, 0, 1.0), (3, 0 + 2 + 1, 10, 1.0)]
+    assert told == [(10, 0 * 3 + 2 * 5 + 1 * 2, 0 + 2 + 1, 0, 1.0), (3, 0 + 2 + 1, 0 + 2 + 1, 10, 1.0)]
 
 
 def test_only_merges_count_as_the_price_of_a_switch() -> None:

@@ -30,7 +30,7 @@ from vlora.models.seam import Seam
 from vlora.models.slabs import WeightSlabs
 from vlora.models.switcher import ModeSwitcher, merge_fidelity
 from vlora.models.vision import VisionEncoder
-from vlora.orchestrator import CostModel, Scheduler, make_policy
+from vlora.orchestrator import CostModel, Scheduler, bring_wanted, make_policy
 from vlora.types import (
     AdapterStatus,
     EngineStats,
@@ -274,15 +274,7 @@ class Engine:
         return adapter
 
     def _bring_adapters(self) -> None:
-        """Make the adapters that requests wait for resident, most wanted first, as far as memory goes."""
-        pinned = self._pin_in_use()
-        for key in self._scheduler.waiting_adapters():
-            if self._bank.bring(self._versions[key]):
-                # A less wanted adapter may not evict it again before its requests have had their step.
-                self._residency.pin(key)
-                pinned.append(key)
-        for key in pinned:
-            self._residency.unpin(key)
+        bring_wanted(self._scheduler, self._residency, lambda key: self._bank.bring(self._versions[key]))
         gone = self._switcher.merged_key
         if gone is not None and gone not in self._bank.resident:
             self._switcher.forget(gone)

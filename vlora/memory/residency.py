@@ -24,10 +24,14 @@ class Residency:
         self._reserved: set[Run] = set()
         self._pins: Counter[str] = Counter()
         self._evicted: list[str] = []
+        self._resident: frozenset[str] | None = frozenset()  # None when it is to be made anew
 
     @property
     def resident(self) -> frozenset[str]:
-        return frozenset(self._runs)
+        """The same object as long as nothing comes or goes."""
+        if self._resident is None:
+            self._resident = frozenset(self._runs)
+        return self._resident
 
     @property
     def num_pages(self) -> int:
@@ -47,6 +51,8 @@ class Residency:
             return self._runs[name]
         run = self.books.allocate_run(num_pages, self.max_pages)
         if run is None:
+            if len(self._pins) == len(self._runs):
+                return None
             cold = [other for other in self._runs if not self._pins[other]]
             if not self.books.would_fit(num_pages, self.max_pages, (self._runs[other] for other in cold)):
                 return None
@@ -58,6 +64,7 @@ class Residency:
                     break
         assert run is not None, "room was proved but not found"
         self._runs[name] = run
+        self._resident = None
         return run
 
     def drain_evicted(self) -> tuple[str, ...]:
@@ -101,6 +108,7 @@ class Residency:
         """Free an adapter's pages. It must not be pinned."""
         assert not self._pins[name], f"{name} is pinned {self._pins[name]} times"
         self.books.free_run(self._runs.pop(name))
+        self._resident = None
 
     def check_integrity(self) -> None:
         """Prove that the arena's runs are exactly the adapters' and the reserved ones, all within their share."""

@@ -5,19 +5,22 @@ lengths), `budgets.py` (cutting a decision to tokens and blocks), `cost.py`, `sc
 """
 
 from vlora.orchestrator.algorithm1 import Algorithm1
-from vlora.orchestrator.cost import CostModel
+from vlora.orchestrator.cost import CostModel, Costs
 from vlora.orchestrator.policy import Candidate, Decision, Policy, PolicyState
 from vlora.orchestrator.registry import POLICIES, make_policy
 from vlora.orchestrator.scheduler import Scheduler
+from vlora.orchestrator.wanted import bring_wanted
 
 __all__ = [
     "POLICIES",
     "Algorithm1",
     "Candidate",
     "CostModel",
+    "Costs",
     "Decision",
     "Policy",
     "PolicyState",
     "Scheduler",
+    "bring_wanted",
     "make_policy",
 ]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from vlora.orchestrator.groups import in_order, largest_group, starving_first
 from vlora.orchestrator.policy import Candidate, Decision, PolicyState
 from vlora.types import Mode
 
@@ -22,30 +23,8 @@ class Algorithm1:
 
     def decide(self, ready: Sequence[Candidate], state: PolicyState) -> Decision:
         max_batch = min(state.max_batch_size, len(ready))
-        starving = sorted((c for c in ready if c.credit > state.theta_s), key=lambda c: -c.credit)[:max_batch]
-        num_free = max_batch - len(starving)
-        merge, group = _largest_group(ready, state)
-        mergeable = len(starving) / max_batch <= 0.5 and len(group) / max_batch > 0.5
-        if mergeable and not starving:
-            return Decision(Mode.MERGED, merge, _ids(group[:max_batch]))
-        starved = set(_ids(starving))
-        others = [c for c in (group if mergeable else ready) if c.request_id not in starved]
-        mode, merged = (Mode.MIXED, merge) if mergeable else (Mode.UNMERGED, None)
-        return Decision(mode, merged, _ids([*starving, *others[:num_free]]))
-
-
-def _largest_group(ready: Sequence[Candidate], state: PolicyState) -> tuple[str | None, list[Candidate]]:
-    """The adapter (None: base model) with most ready requests among those that may be merged, and these requests."""
-    groups: dict[str | None, list[Candidate]] = {}
-    for candidate in ready:
-        if candidate.adapter is None or candidate.adapter in state.mergeable:
-            groups.setdefault(candidate.adapter, []).append(candidate)
-    if not groups:
-        return None, []
-    # max() keeps the first of equals, which is the group of the earliest arrival.
-    merge = max(groups, key=lambda adapter: (len(groups[adapter]), adapter == state.merged_adapter))
-    return merge, groups[merge]
-
-
-def _ids(candidates: Sequence[Candidate]) -> tuple[str, ...]:
-    return tuple(candidate.request_id for candidate in candidates)
+        starving = starving_first(ready, state)
+        merge, group = largest_group(ready, state)
+        if len(starving) / max_batch > 0.5 or len(group) / max_batch <= 0.5:
+            return Decision(Mode.UNMERGED, None, in_order(starving, ready, state))
+        return Decision(Mode.MIXED if starving else Mode.MERGED, merge, in_order(starving, group, state))

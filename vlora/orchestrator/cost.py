@@ -3,18 +3,46 @@
 from __future__ import annotations
 
 from operator import mul
+from typing import NamedTuple
 
 _FORGET = 0.98  # weight of the past per new sample: the fit follows a machine that slows down within some fifty steps
 _SMOOTH = 0.2  # weight of the newest switch in the moving average
 _SWEEPS = 4  # per sample; the fit starts from the last one, so a few suffice
+# Lanes before tokens: while every step seen was unmerged the two cannot be told apart, and what is put down to lanes is
+# an invitation to merge, which tells them apart. The other way round nobody would ever find out.
+_SWEEP_ORDER = (3, 2, 1, 0, 4)
 _FORGOTTEN = 1e-12  # a feature last seen so long ago that its coefficient is left alone
 
 
-class CostModel:
-    """Seconds of a step, linear in (1, tokens, lane tokens, context tokens) with no negative coefficient.
+class Costs(NamedTuple):
+    """What a machine takes, in seconds: a step without tokens, then each token, lane token, lane and context token.
 
     tokens: computed in the step. lane tokens: (token, lane) pairs, so a token with the deLoRA branch and its own
-    adapter counts twice. context tokens: KV that was in place before the step and is read in it.
+    adapter counts twice. lanes: (request, lane) pairs, each of which reads an adapter, however few its tokens.
+    context tokens: KV that was in place before the step and is read in it.
+    merge_s: putting another adapter into the weights. Going back to W0, or to weights merged last, is free.
+    """
+
+    base_s: float = 0.0
+    token_s: float = 0.0
+    lane_token_s: float = 0.0
+    lane_s: float = 0.0
+    context_token_s: float = 0.0
+    merge_s: float = 0.0
+
+    def step_s(self, num_tokens: int, num_lane_tokens: int, num_lanes: int, num_context: int) -> float:
+        """Seconds of a step, merging not included."""
+        return (
+            self.base_s
+            + self.token_s * num_tokens
+            + self.lane_token_s * num_lane_tokens
+            + self.lane_s * num_lanes
+            + self.context_token_s * num_context
+        )
+
+
+class CostModel:
+    """Learns `Costs`: a step linear in (1, tokens, lane tokens, lanes, context tokens) with no negative coefficient.
 
     Online non-negative least squares: forgetting normal equations, coordinate descent from the last solution. No
     coefficient can be negative, so neither can an estimate, and a larger step never looks cheaper than a smaller one.
@@ -22,9 +50,9 @@ class CostModel:
     """
 
     def __init__(self) -> None:
-        self._gram = [[0.0] * 4 for _ in range(4)]
-        self._moment = [0.0] * 4
-        self._weights = [0.0] * 4
+        self._gram = [[0.0] * 5 for _ in range(5)]
+        self._moment = [0.0] * 5
+        self._weights = [0.0] * 5
         self._switch_s: float | None = None
 
     @property
@@ -32,19 +60,27 @@ class CostModel:
         """Expected seconds of merging another adapter. Going back to W0 is counted as free."""
         return self._switch_s or 0.0
 
-    def step_s(self, num_tokens: int, num_lane_tokens: int, num_context: int) -> float:
-        """Expected seconds of a step."""
-        return sum(map(mul, self._weights, _features(num_tokens, num_lane_tokens, num_context)))
+    @property
+    def costs(self) -> Costs:
+        """What is expected now."""
+        return Costs._make((*map(mul, self._weights, _features(1, 1, 1, 1)), self.switch_s))
 
-    def observe_step(self, num_tokens: int, num_lane_tokens: int, num_context: int, seconds: float) -> None:
+    def step_s(self, num_tokens: int, num_lane_tokens: int, num_lanes: int, num_context: int) -> float:
+        """Expected seconds of a step."""
+        return self.costs.step_s(num_tokens, num_lane_tokens, num_lanes, num_context)
+
+    def observe_step(
+        self, num_tokens: int, num_lane_tokens: int, num_lanes: int, num_context: int, seconds: float
+    ) -> None:
         """Learn from a step that took `seconds`, switching not included."""
-        features = _features(num_tokens, num_lane_tokens, num_context)
+        features = _features(num_tokens, num_lane_tokens, num_lanes, num_context)
         weights, moment = self._weights, self._moment
         for i, (row, feature) in enumerate(zip(self._gram, features, strict=True)):
             row[:] = [_FORGET * old + feature * other for old, other in zip(row, features, strict=True)]
             moment[i] = _FORGET * moment[i] + feature * seconds
         for _ in range(_SWEEPS):
-            for i, row in enumerate(self._gram):
+            for i in _SWEEP_ORDER:
+                row = self._gram[i]
                 if row[i] > _FORGOTTEN:
                     weights[i] = max(0.0, weights[i] + (moment[i] - sum(map(mul, row, weights))) / row[i])
 
@@ -53,6 +89,8 @@ class CostModel:
         self._switch_s = seconds if self._switch_s is None else (1 - _SMOOTH) * self._switch_s + _SMOOTH * seconds
 
 
-def _features(num_tokens: int, num_lane_tokens: int, num_context: int) -> tuple[float, float, float, float]:
+def _features(
+    num_tokens: int, num_lane_tokens: int, num_lanes: int, num_context: int
+) -> tuple[float, float, float, float, float]:
     # Scaled so that usual values are near 1, which keeps the descent well conditioned.
-    return 1.0, num_tokens / 64, num_lane_tokens / 64, num_context / 4096
+    return 1.0, num_tokens / 64, num_lane_tokens / 64, num_lanes / 8, num_context / 4096

@@ -4,9 +4,19 @@ from __future__ import annotations
 
 from vlora.errors import BadConfig
 from vlora.orchestrator.algorithm1 import Algorithm1
+from vlora.orchestrator.cheapest_plan import CheapestPlan
+from vlora.orchestrator.dlora import DLora
+from vlora.orchestrator.merged_only import MergedOnly
 from vlora.orchestrator.policy import Policy
+from vlora.orchestrator.unmerged_only import UnmergedOnly
 
-POLICIES: dict[str, type[Policy]] = {"vlora": Algorithm1}
+POLICIES: dict[str, type[Policy]] = {
+    "vlora": Algorithm1,
+    "vlora_cost": CheapestPlan,
+    "merged_only": MergedOnly,
+    "unmerged_only": UnmergedOnly,
+    "dlora": DLora,
+}
 
 
 def make_policy(name: str) -> Policy:

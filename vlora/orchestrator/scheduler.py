@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import heapq
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence, Set
+from typing import Any
 
 from vlora.errors import Aborted, DeadlineMissed, PromptTooLong
 from vlora.memory.books import BlockTables
 from vlora.orchestrator.budgets import grant_blocks, share_tokens
-from vlora.orchestrator.cost import CostModel
+from vlora.orchestrator.cost import CostModel, Costs
 from vlora.orchestrator.policy import Candidate, Decision, Policy, PolicyState
 from vlora.orchestrator.tracked import Tracked
 from vlora.types import (
@@ -68,7 +69,11 @@ class Scheduler:
         self._clock = clock
         self._tracked: dict[str, Tracked] = {}  # in order of arrival
         self._arrivals = 0
+        self._num_of: Counter[str] = Counter()  # unfinished requests by adapter
+        self._bounds: list[tuple[float, int, str]] = []  # heap of (latest time, arrival, request_id)
         self._merged_adapter: str | None = None
+        self._shadow_adapter: str | None = None  # merged last, so that its weights are at hand
+        self._carried: Any = None
         self._starved_of_adapter = False
         self._outputs: list[RequestOutput] = []
         self._num_steps = 0
@@ -100,6 +105,12 @@ class Scheduler:
             )
         self._arrivals += 1
         self._tracked[request.request_id] = tracked
+        if tracked.adapter is not None:
+            self._num_of[tracked.adapter] += 1
+        if request.max_latency_s is not None:
+            heapq.heappush(
+                self._bounds, (tracked.arrival_s + request.max_latency_s, tracked.arrival, request.request_id)
+            )
 
     def cancel(self, request_id: str) -> RequestOutput | None:
         """End a request as cancelled; None when it is unknown or already ended."""
@@ -116,14 +127,19 @@ class Scheduler:
 
     # -- what memory needs to know ------------------------------------------------------------------------------------
 
+    @property
+    def needed_adapters(self) -> Set[str]:
+        """Adapters that unfinished requests need."""
+        return self._num_of.keys()
+
     def waiting_adapters(self) -> tuple[str, ...]:
         """Adapters that unfinished requests need, the one with the highest credit first."""
-        now = self._clock()
         highest: dict[str, float] = {}
-        for tracked in self._tracked.values():
-            adapter = tracked.request.adapter
-            if adapter is not None:
-                highest[adapter] = max(highest.get(adapter, 0.0), self._credit(tracked, now, self._merged_adapter))
+        tracked = [t for t in self._tracked.values() if t.adapter is not None]
+        for t, credit in zip(tracked, self._credits(tracked, self._clock(), self._merged_adapter), strict=True):
+            assert t.adapter is not None
+            if credit > highest.get(t.adapter, -1.0):
+                highest[t.adapter] = credit
         return tuple(sorted(highest, key=lambda adapter: -highest[adapter]))
 
     def adapters_in_use(self) -> frozenset[str]:
@@ -134,9 +150,9 @@ class Scheduler:
         """
         holders = (self._tracked[holder] for holder in self._tables.holders)
         return frozenset(
-            tracked.request.adapter
+            tracked.adapter
             for tracked in holders
-            if tracked.request.adapter is not None and (tracked.protected or not self._starved_of_adapter)
+            if tracked.adapter is not None and (tracked.protected or not self._starved_of_adapter)
         )
 
     def stats(self, model: str) -> EngineStats:
@@ -173,21 +189,39 @@ class Scheduler:
         """The next step's batch, or None when nobody is ready."""
         now = self._clock()
         self._expire(now)
+        resident = view.resident
         ready: list[Tracked] = []
         waiting: list[Tracked] = []
         for tracked in self._tracked.values():
-            adapter = tracked.request.adapter
-            (ready if adapter is None or adapter in view.resident else waiting).append(tracked)
+            (ready if tracked.adapter is None or tracked.adapter in resident else waiting).append(tracked)
         if not ready:
             return None
         # An adapter that left memory took its merged weights along.
-        merged = self._merged_adapter if self._merged_adapter in view.resident else None
-        theta_s = self._theta(ready, merged)
-        candidates = [Candidate(t.request_id, t.request.adapter, self._credit(t, now, merged)) for t in ready]
-        decision = self._policy.decide(candidates, PolicyState(merged, view.mergeable, self._max_batch_size, theta_s))
+        merged = self._merged_adapter if self._merged_adapter in resident else None
+        shadow = self._shadow_adapter if self._shadow_adapter in resident else None
+        costs = self._cost.costs
+        theta_s = self._theta(ready, merged, costs)
+        candidates = [
+            Candidate(t.request_id, t.adapter, credit, t.device_len - t.cached_len, t.cached_len, t.is_head)
+            for t, credit in zip(ready, self._credits(ready, now, merged), strict=True)
+        ]
+        decision = self._policy.decide(
+            candidates,
+            PolicyState(
+                merged,
+                view.mergeable,
+                self._max_batch_size,
+                theta_s,
+                shadow,
+                self._max_step_tokens,
+                costs,
+                self._carried,
+            ),
+        )
         assert len(decision.order) <= self._max_batch_size, "the policy chose more requests than a batch takes"
+        self._carried = decision.carried
         starving = {c.request_id for c in candidates if c.credit > theta_s}
-        self._starved_of_adapter = any(self._credit(t, now, merged) > theta_s for t in waiting)
+        self._starved_of_adapter = any(credit > theta_s for credit in self._credits(waiting, now, merged))
         batch = self._fit(decision, starving, ready, now)
         if batch is None:
             # Everybody chosen waits for blocks of requests that may not be preempted. The oldest can always move.
@@ -196,29 +230,39 @@ class Scheduler:
             assert batch is not None, "the oldest request does not fit, although it was admitted"
         return batch
 
-    def _credit(self, tracked: Tracked, now: float, merged: str | None) -> float:
-        adapter = tracked.request.adapter
-        tokens = min(tracked.new_tokens, self._max_step_tokens)
-        step_s = self._cost.step_s(tokens, tokens * _num_lanes(adapter, merged), tracked.cached_len)
-        switch_s = 0.0 if merged is None or adapter == merged else self._cost.switch_s
-        return now - tracked.last_ran_s + step_s + switch_s
+    def _credits(self, requests: Iterable[Tracked], now: float, merged: str | None) -> list[float]:
+        costs, limit = self._cost.costs, self._max_step_tokens
+        # The step's cost by number of lanes, fixed and for each token: this runs for every request in every step.
+        lanes = [(costs.base_s + n * costs.lane_s, costs.token_s + n * costs.lane_token_s) for n in range(3)]
+        context_s, merge_s = costs.context_token_s, 0.0 if merged is None else costs.merge_s
+        credits: list[float] = []
+        for t in requests:
+            adapter, cached = t.adapter, t.cached_len
+            tokens = t.device_len - cached
+            fixed_s, token_s = lanes[_num_lanes(adapter, merged)]
+            if adapter != merged:
+                fixed_s += merge_s
+            own_s = fixed_s + token_s * (tokens if tokens < limit else limit) + context_s * cached
+            credits.append(now - t.last_ran_s + own_s)
+        return credits
 
-    def _theta(self, ready: Sequence[Tracked], merged: str | None) -> float:
+    def _theta(self, ready: Sequence[Tracked], merged: str | None, costs: Costs) -> float:
         """The setting, but never below two of the longest steps the ready requests could make, switch included.
 
         A threshold that every request passes by waiting for a single step would decide nothing.
         """
-        tokens = min(sum(t.new_tokens for t in ready), self._max_step_tokens)
+        tokens = min(sum(t.device_len - t.cached_len for t in ready), self._max_step_tokens)
         context = sum(heapq.nlargest(self._max_batch_size, (t.cached_len for t in ready)))
-        lanes = tokens if merged is None else 2 * tokens
-        return max(self._theta_s, 2 * (self._cost.step_s(tokens, lanes, context) + self._cost.switch_s))
+        each = 1 if merged is None else 2
+        lanes = each * min(len(ready), self._max_batch_size)
+        return max(self._theta_s, 2 * (costs.step_s(tokens, each * tokens, lanes, context) + costs.merge_s))
 
     def _fit(self, decision: Decision, starving: set[str], ready: Sequence[Tracked], now: float) -> Batch | None:
         """Cut the decision to its budgets; None, and nothing changed, when nobody fits."""
         order = [self._tracked[request_id] for request_id in decision.order]
         merged = decision.merged_adapter
         if decision.mode is Mode.MERGED:
-            assert all(t.request.adapter == merged for t in order), "merged mode serves one adapter"
+            assert all(t.adapter == merged for t in order), "merged mode serves one adapter"
         shares = share_tokens(order, starving, self._max_step_tokens)
         items, preempted = grant_blocks(order, shares, self._tables, self._tracked, ready)
         if not items:
@@ -232,7 +276,16 @@ class Scheduler:
         return Batch(_mode_of(merged, items), merged, items, tuple(t.request_id for t in preempted))
 
     def _expire(self, now: float) -> None:
-        late = [tracked for tracked in self._tracked.values() if tracked.expired(now)]
+        late: list[Tracked] = []
+        while self._bounds:
+            _, arrival, request_id = self._bounds[0]
+            tracked = self._tracked.get(request_id)
+            if tracked is not None and tracked.arrival == arrival:  # else it ended, and its id may be in use again
+                if not tracked.expired(now):
+                    break
+                late.append(tracked)
+            heapq.heappop(self._bounds)
+        late.sort(key=lambda t: t.arrival)
         self._outputs += [self._end(tracked, "error", now, error=_deadline_missed(tracked, now)) for tracked in late]
 
     # -- record -------------------------------------------------------------------------------------------------------
@@ -262,11 +315,11 @@ class Scheduler:
         if tracked.first_answer_s is None:
             tracked.first_answer_s = now
         tracked.protected = False
-        if tracked.request.head is not None:
+        if tracked.is_head:
             return self._end(tracked, "head", now, head=result.heads[tracked.request_id])
         token = result.tokens[tracked.request_id]
         scores = (result.scores[tracked.request_id],) if tracked.request_id in result.scores else ()
-        tracked.num_sampled += 1
+        tracked.device_len += 1
         sampling = tracked.request.sampling
         if token in self._eos_ids and not sampling.ignore_eos:
             return self._end(tracked, "stop", now, tokens=(token,), scores=scores)
@@ -281,11 +334,14 @@ class Scheduler:
         if result.switched:
             self._num_switches += 1
             self._switch_s += result.switch_s
-            if merged is not None:
+            if merged is not None and merged != self._shadow_adapter:
                 self._cost.observe_switch(result.switch_s)
+                self._shadow_adapter = merged
         if result.step_s > 0 and not result.errors:
-            lanes = sum(item.num_tokens * _num_lanes(item.adapter, merged) for item in batch.items)
-            self._cost.observe_step(batch.num_tokens, lanes, sum(item.start for item in batch.items), result.step_s)
+            lanes = [_num_lanes(item.adapter, merged) for item in batch.items]
+            lane_tokens = sum(item.num_tokens * each for item, each in zip(batch.items, lanes, strict=True))
+            context = sum(item.start for item in batch.items)
+            self._cost.observe_step(batch.num_tokens, lane_tokens, sum(lanes), context, result.step_s)
 
     def _end(
         self,
@@ -301,6 +357,10 @@ class Scheduler:
         if error is None and tracked.expired(now):  # the bound is on the whole request: a late answer is no answer
             reason, head, error = "error", None, _deadline_missed(tracked, now)
         del self._tracked[tracked.request_id]
+        if tracked.adapter is not None:
+            self._num_of[tracked.adapter] -= 1
+            if not self._num_of[tracked.adapter]:
+                del self._num_of[tracked.adapter]
         self._tables.free(tracked.request_id)
         tracked.status = RequestStatus.FINISHED if error is None else RequestStatus.FAILED
         self._num_finished += error is None

@@ -13,15 +13,17 @@ class Tracked:
     """
 
     __slots__ = (
+        "adapter",
         "arrival",
         "arrival_s",
         "cached_len",
+        "device_len",
         "first_answer_s",
         "first_run_s",
+        "is_head",
         "last_ran_s",
         "max_len",
         "num_preemptions",
-        "num_sampled",
         "prompt_len",
         "protected",
         "request",
@@ -33,13 +35,15 @@ class Tracked:
     def __init__(self, request: Request, arrival: int, now: float) -> None:
         self.request = request
         self.request_id = request.request_id
+        self.adapter = request.adapter
+        self.is_head = request.head is not None
         self.arrival = arrival  # counts up, so that no two requests arrive together
         self.arrival_s = now
         self.last_ran_s = now
         self.prompt_len = len(request.prompt_ids)
-        self.max_len = self.prompt_len + (0 if request.head is not None else request.sampling.max_tokens)
+        self.max_len = self.prompt_len + (0 if self.is_head else request.sampling.max_tokens)
         self.cached_len = 0
-        self.num_sampled = 0
+        self.device_len = self.prompt_len
         self.status = RequestStatus.WAITING
         self.first_run_s: float | None = None
         self.first_answer_s: float | None = None
@@ -48,8 +52,8 @@ class Tracked:
         self.steps_by_mode: dict[Mode, int] = {}
 
     @property
-    def device_len(self) -> int:
-        return self.prompt_len + self.num_sampled
+    def num_sampled(self) -> int:
+        return self.device_len - self.prompt_len
 
     @property
     def new_tokens(self) -> int:

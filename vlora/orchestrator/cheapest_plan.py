@@ -1,0 +1,227 @@
+"""Our own policy: what each mode would cost the ready requests, predicted by the cost model; the cheapest is taken."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from vlora.orchestrator.groups import in_order, starving_first
+from vlora.orchestrator.policy import Candidate, Decision, PolicyState
+from vlora.types import Mode
+
+
+class _Work(NamedTuple):
+    """What some requests need until each has its next answer: the cost model's features, by mode."""
+
+    requests: int
+    tokens: int
+    context: int
+    lane_tokens: int = 0
+    lanes: int = 0
+
+    def merged(self) -> _Work:
+        """The same work with its own weights in place."""
+        return self._replace(lane_tokens=0, lanes=0)
+
+    def mixed(self) -> _Work:
+        """The same work with the weights of an adapter that nobody in it wants."""
+        return self._replace(lane_tokens=self.lane_tokens + self.tokens, lanes=self.lanes + self.requests)
+
+    def plus(self, other: _Work) -> _Work:
+        return _Work(*(a + b for a, b in zip(self, other, strict=True)))
+
+    def minus(self, part: _Work) -> _Work:
+        return _Work(*(a - b for a, b in zip(self, part, strict=True)))
+
+
+class _Plan(NamedTuple):
+    """A way to bring every ready request to its next answer. merged None: all unmerged over W0.
+
+    split: the merged adapter's requests and all others take turns, merged and unmerged; otherwise they run together.
+    one_by_one: split, with each of the others' adapters merged in its turn.
+    """
+
+    seconds: float
+    merged: str | None
+    split: bool = False
+    one_by_one: bool = False
+
+
+class CheapestPlan:
+    """Compares, for the requests that are ready, the predicted time until each has had its next answer.
+
+    - unmerged: all together over W0, a lane for each token of an adapter;
+    - mixed(a): all together over `W0 + delta_a`: no lane for a's tokens, two for another adapter's, one for the base
+      model's. Cheaper than unmerged where a has more than half of the lanes;
+    - split(a): a's requests merged, the others unmerged over W0, in turn. No lane for a's tokens and only one for the
+      others', but a step's fixed time is paid twice. Going between W0 and weights at hand is free, so this takes no
+      switches. Whichever half answers more requests per second goes first;
+    - one by one: the same, with the others' adapters merged in turn, too: for few requests with long prompts.
+
+    Algorithm 1 has no such middle: it pauses the minority until it starves, or runs everybody unmerged.
+
+    Another adapter is merged when that pays for the requests that are ready, or has been missed for long enough: what
+    each step would have saved with it at hand is added up and taken off the price of merging it (renting until renting
+    has cost as much as buying, which costs at most twice the best choice in hindsight).
+
+    Starving requests are in every batch, which keeps the waiting bound. Those that decode lead it, and take the turn of
+    a split. Those with a prompt to compute are guests: a token each is all the bound asks for, and more would only
+    share the machine among prompts that had better be computed one after the other, in order of arrival.
+    """
+
+    def decide(self, ready: Sequence[Candidate], state: PolicyState) -> Decision:
+        works = _works(ready, state.max_step_tokens)
+        total = _Work(*map(sum, zip(*works.values(), strict=True)))
+        starving = starving_first(ready, state)
+        unmerged = _Plan(_seconds(total, state), None)
+        alone_s = {adapter: _alone_s(adapter, work, state) for adapter, work in works.items()}
+        plans = [
+            _best_with(adapter, works[adapter], total, sum(alone_s.values()) - alone_s[adapter], state)
+            for adapter in _worth_merging(works, (starving or ready)[0], state)
+        ]
+        at_hand = (state.merged_adapter, state.shadow_adapter)
+        chosen = min([unmerged, *(plan for plan in plans if plan.merged in at_hand)], key=lambda plan: plan.seconds)
+        missed: dict[str | None, float] = {}
+        # The time is until all have answered, which may take many steps; only this step's part of it is missed now.
+        num_steps = max(1.0, total.requests / state.max_batch_size, total.tokens / state.max_step_tokens)
+        carried: Mapping[str | None, float] = state.carried or {}
+        affordable = []
+        for plan in plans:
+            if plan.merged not in at_hand:
+                missed_s, gain_s = carried.get(plan.merged, 0.0), chosen.seconds - plan.seconds
+                if gain_s > max(0.0, state.costs.merge_s - missed_s):
+                    affordable.append(plan)
+                else:
+                    missed[plan.merged] = max(0.0, missed_s + gain_s / num_steps)
+        chosen = min([chosen, *affordable], key=lambda plan: plan.seconds)
+        return _decision(chosen, works, total, starving, ready, state)._replace(carried=missed)
+
+
+def _works(ready: Sequence[Candidate], max_step_tokens: int) -> dict[str | None, _Work]:
+    sums: dict[str | None, list[int]] = {}
+    for _, adapter, _, new_tokens, cached_len, _ in ready:
+        # A prompt of many steps has its lane in each of them.
+        num_steps = 1 if new_tokens <= max_step_tokens else -(-new_tokens // max_step_tokens)
+        found = sums.get(adapter)
+        if found is None:
+            sums[adapter] = [1, new_tokens, cached_len, num_steps]
+        else:
+            found[0] += 1
+            found[1] += new_tokens
+            found[2] += cached_len
+            found[3] += num_steps
+    return {
+        adapter: _Work(requests, tokens, context, *((0, 0) if adapter is None else (tokens, lanes)))
+        for adapter, (requests, tokens, context, lanes) in sums.items()
+    }
+
+
+def _worth_merging(works: Mapping[str | None, _Work], first: Candidate, state: PolicyState) -> list[str]:
+    """What is at hand, the adapters with most tokens and most requests, and that of the request whose turn it is."""
+    known = [adapter for adapter in works if adapter is not None and adapter in state.mergeable]
+    if not known:
+        return []
+    largest = (max(known, key=lambda a: works[a].tokens), max(known, key=lambda a: works[a].requests))
+    named = (a for a in (state.merged_adapter, state.shadow_adapter, first.adapter) if a is not None and a in known)
+    return list(dict.fromkeys((*named, *largest)))
+
+
+def _alone_s(adapter: str | None, work: _Work, state: PolicyState) -> float:
+    """Predicted time for one adapter's requests in steps of their own, merging included where it may be merged."""
+    if adapter is None or adapter not in state.mergeable:
+        return _seconds(work, state)
+    return _seconds(work.merged(), state) + (0.0 if adapter == state.shadow_adapter else state.costs.merge_s)
+
+
+def _best_with(adapter: str, own: _Work, total: _Work, others_alone_s: float, state: PolicyState) -> _Plan:
+    """The cheapest plan that has `adapter` merged, merging it not included."""
+    others = total.minus(own)
+    own_s = _seconds(own.merged(), state)
+    return min(
+        _Plan(_seconds(own.merged().plus(others.mixed()), state), adapter),
+        _Plan(own_s + _seconds(others, state), adapter, split=True),
+        _Plan(own_s + others_alone_s, adapter, split=True, one_by_one=True),
+        key=lambda plan: plan.seconds,
+    )
+
+
+def _decision(
+    plan: _Plan,
+    works: Mapping[str | None, _Work],
+    total: _Work,
+    starving: Sequence[Candidate],
+    ready: Sequence[Candidate],
+    state: PolicyState,
+) -> Decision:
+    """Who runs now, with which weights."""
+    decoding = [c for c in starving if c.new_tokens == 1]
+    merged, half = _turn(plan, works, total, decoding, ready, state)
+    order = list(in_order(decoding, half, state))
+    chosen = set(order)
+    guests = [c.request_id for c in starving if c.request_id not in chosen]
+    must_run = {c.request_id for c in starving}
+    for request_id in reversed(order[:]):
+        if len(order) + len(guests) <= state.max_batch_size:
+            break
+        if request_id not in must_run:
+            order.remove(request_id)
+    if merged is None:
+        return Decision(Mode.UNMERGED, None, (*order, *guests))
+    adapter_of = {c.request_id: c.adapter for c in ready}
+    alone = all(adapter_of[request_id] == merged for request_id in (*order, *guests))
+    return Decision(Mode.MERGED if alone else Mode.MIXED, merged, (*order, *guests))
+
+
+def _turn(
+    plan: _Plan,
+    works: Mapping[str | None, _Work],
+    total: _Work,
+    starving: Sequence[Candidate],
+    ready: Sequence[Candidate],
+    state: PolicyState,
+) -> tuple[str | None, Sequence[Candidate]]:
+    """The weights to have in place, and whose turn it is. A half that not all starving requests are in has to wait."""
+    if not plan.split:
+        return plan.merged, ready
+    own: list[Candidate] = []
+    others: list[Candidate] = []
+    for c in ready:
+        (own if c.adapter == plan.merged else others).append(c)
+    if not others:
+        return plan.merged, own
+    starving_of = {c.adapter for c in starving}
+    first = (starving or others)[0].adapter
+    one = plan.one_by_one and first in state.mergeable and first != plan.merged and starving_of <= {first}
+    if starving_of and (plan.merged not in starving_of or len(starving_of) == 1):
+        own_turn = plan.merged in starving_of
+    else:
+        work = works[plan.merged]
+        rest, rest_s = (
+            (works[first], _alone_s(first, works[first], state))
+            if one
+            else (total.minus(work), _seconds(total.minus(work), state))
+        )
+        own_turn = _rate(work, _seconds(work.merged(), state)) >= _rate(rest, rest_s)
+    if own_turn:
+        return plan.merged, own
+    if one:
+        return first, [c for c in others if c.adapter == first]
+    return None, others
+
+
+def _seconds(work: _Work, state: PolicyState) -> float:
+    """Predicted time for all of it.
+
+    Steps that only the token budget makes necessary are counted as none: those who decode go on meanwhile.
+    """
+    if not work.requests:
+        return 0.0
+    costs = state.costs
+    extra_steps = max(0.0, work.requests / state.max_batch_size - 1)
+    return costs.step_s(work.tokens, work.lane_tokens, work.lanes, work.context) + extra_steps * costs.base_s
+
+
+def _rate(work: _Work, seconds: float) -> float:
+    """Answers per second; infinite where nothing is known of the machine's speed."""
+    return work.requests / seconds if seconds else math.inf

@@ -1,0 +1,30 @@
+"""Which adapters come into memory before a step, and which must stay there meanwhile."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from vlora.memory.residency import Residency
+from vlora.orchestrator.scheduler import Scheduler
+
+
+def bring_wanted(scheduler: Scheduler, residency: Residency, bring: Callable[[str], bool]) -> None:
+    """Make the adapters that requests need resident, most wanted first, as far as memory goes.
+
+    bring: loads one adapter, evicting cold ones if it must; False when it cannot fit now.
+    """
+    resident = residency.resident
+    if scheduler.needed_adapters <= resident:
+        for name in scheduler.needed_adapters:
+            residency.touch(name)
+        return
+    pinned = [name for name in scheduler.adapters_in_use() if name in resident]
+    for name in pinned:
+        residency.pin(name)
+    for name in scheduler.waiting_adapters():
+        if bring(name):
+            # A less wanted adapter may not evict it again before its requests have had their step.
+            residency.pin(name)
+            pinned.append(name)
+    for name in pinned:
+        residency.unpin(name)
