@@ -31,10 +31,20 @@ MAY_IMPORT: dict[str, set[str]] = {
     "vlora.models": LEVEL_2,
     "vlora.engine": LEVEL_3,
     "vlora.server": LEVEL_3 | {"vlora.engine", "vlora.client"},
-    "vlora.bench": LEVEL_3 | {"vlora.engine"},
+    "vlora.simulator": BASE | {"vlora.config", "vlora.memory", "vlora.orchestrator"},
+    "vlora.bench": LEVEL_3 | {"vlora.engine", "vlora.simulator"},
     "vlora.tune": LEVEL_2 | {"vlora.models"},
     "vlora.cli": LEVEL_3
-    | {"vlora.engine", "vlora.server", "vlora.bench", "vlora.tune", "vlora.client", "fusion", "apps"},
+    | {
+        "vlora.engine",
+        "vlora.server",
+        "vlora.bench",
+        "vlora.simulator",
+        "vlora.tune",
+        "vlora.client",
+        "fusion",
+        "apps",
+    },
     "fusion": BASE | {"heads", "vlora.config", "vlora.adapters", "vlora.models", "vlora.engine"},
     "apps": {"vlora.client", "vlora.errors", "vlora.types"},
 }
@@ -76,7 +86,7 @@ def test_imports_point_upward(module: str, file: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "module", ["vlora.orchestrator", "vlora.client", "vlora.memory.books", "vlora.memory.residency"]
+    "module", ["vlora.orchestrator", "vlora.simulator", "vlora.client", "vlora.memory.books", "vlora.memory.residency"]
 )
 def test_loads_without_torch(module: str) -> None:
     code = f"import sys, {module}; assert 'torch' not in sys.modules and 'transformers' not in sys.modules"

@@ -27,7 +27,7 @@ _SETTING_HELP = {
     "device": "Device to run on: cpu or cuda.",
     "dtype": "Precision of the weights; auto takes the checkpoint's.",
     "seed": "Seed of dummy weights.",
-    "policy": "Who runs next, and in which mode.",
+    "policy": "Who runs next, in which mode: vlora, vlora_cost, unmerged_only, merged_only or dlora.",
     "max_batch_size": "Most requests in a step.",
     "max_step_tokens": "Most tokens in a step.",
     "max_context": "Prompt and answer together, in tokens; the model's own limit if not given.",
@@ -106,12 +106,13 @@ def cli(context: click.Context) -> None:
 # -- serve ------------------------------------------------------------------------------------------------------------
 
 
-def _settings(config: type, *, skip: tuple[str, ...] = ()) -> Callable[[Any], Any]:
-    """One flag per field of a config class, with the field's own default."""
+def _settings(config: type, *, skip: tuple[str, ...] = (), only: tuple[str, ...] = ()) -> Callable[[Any], Any]:
+    """One flag per field of a config class (of those in `only`, if given), with the field's own default."""
 
     def decorate(command: Any) -> Any:
         hints = typing.get_type_hints(config)
-        for field in reversed([field for field in dataclasses.fields(config) if field.name not in skip]):
+        fields = [f for f in dataclasses.fields(config) if f.name not in skip and (not only or f.name in only)]
+        for field in reversed(fields):
             command = click.option(
                 f"--{field.name.replace('_', '-')}",
                 type=_flag_type(hints[field.name]),
@@ -433,6 +434,73 @@ def model_eval(checkpoint: str | None, quick: bool) -> None:
     Report("model eval", [row._asdict() for row in rows], goals, title="vlora model eval").print()
     if not all(goal.holds for goal in goals):
         sys.exit(1)
+
+
+@cli.command()
+@click.argument("trace")
+@_settings(EngineConfig, only=("policy", "theta_s", "max_batch_size", "max_step_tokens"))
+@click.option("--adapters", type=click.IntRange(min=1), default=20, show_default=True, help="Adapters asked for.")
+@click.option("--replicas", type=click.IntRange(min=1), default=1, show_default=True, help="Boxes that share the load.")
+@click.option(
+    "--requests", type=click.IntRange(min=1), help="How many at most: 1000 of a workload, all of a file if not given."
+)
+@click.option("--seed", type=int, default=0, show_default=True, help="Seed of the workload's draws.")
+@click.option(
+    "--costs",
+    type=click.Path(path_type=Path),
+    help="The machine: JSON of `vlora bench policy --out`; one in the package if not given.",
+)
+@click.option(
+    "--kv-tokens", type=click.IntRange(min=1), default=65_536, show_default=True, help="Room for KV in a box."
+)
+@click.option(
+    "--resident-adapters", type=click.IntRange(min=1), default=64, show_default=True, help="Room for adapters in a box."
+)
+@_json_option
+def simulate(
+    trace: str,
+    adapters: int,
+    replicas: int,
+    requests: int | None,
+    seed: int,
+    costs: Path | None,
+    as_json: bool,
+    **settings: Any,
+) -> None:
+    """Replay traffic against the scheduler, without a model: a fake clock and a machine known by its costs.
+
+    \b
+        vlora simulate hottest:rate=0.3,skew=0.6 --policy vlora_cost
+        vlora simulate gamma:rate=1,cv=2 --adapters 10000 --replicas 4 --requests 10000
+        vlora simulate AzureLLMInferenceTrace_conv.csv --policy unmerged_only --json
+
+    TRACE is a CSV file with columns TIMESTAMP, ContextTokens, GeneratedTokens and perhaps Adapter, or a workload
+    NAME:KEY=VALUE,...:
+
+    \b
+        hottest   rate, skew                  Poisson arrivals; the hottest adapter's share (V-LoRA 6.3.3)
+        gamma     rate, cv, alpha             Gamma arrivals by adapter, power-law popularity (S-LoRA 7.2)
+        punica    rate, pattern               distinct, uniform, skewed or identical popularity (Punica 7)
+        video     streams, fps, chunk, frames, frame_tokens, answer     a chunk a second each (V-LoRA 6.1)
+
+    The first three also take prompt_min, prompt_max, answer_min, answer_max, in tokens; answers of 0 ask a task head.
+    """
+    from vlora.simulator import commands
+
+    found = commands.simulate(
+        trace,
+        num_adapters=adapters,
+        num_replicas=replicas,
+        num_requests=requests,
+        seed=seed,
+        costs=costs,
+        settings=settings,
+    )
+    if as_json:
+        _print_json(found)
+    else:
+        for line in commands.lines(found):
+            click.echo(line)
 
 
 @cli.command()

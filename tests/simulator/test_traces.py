@@ -1,0 +1,54 @@
+"""Recorded traffic: what is read, and how a bad line is reported."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from vlora.errors import BadConfig
+from vlora.simulator import Arrival, read_trace
+
+HEADER = "TIMESTAMP,ContextTokens,GeneratedTokens"
+
+
+def trace(tmp_path: Path, *lines: str) -> Path:
+    (tmp_path / "trace.csv").write_text("\n".join(lines) + "\n")
+    return tmp_path / "trace.csv"
+
+
+def test_azure_s_own_form_is_read_with_times_from_the_first_row_on(tmp_path: Path) -> None:
+    path = trace(tmp_path, HEADER, "2023-11-16 18:17:03.9799600,4808,10", "2023-11-16 18:17:04.4799600,110,27")
+    first, second = read_trace(path, 1, 0)
+    assert first == Arrival(0.0, "adapter-0", 4808, 10)
+    assert second.time_s == pytest.approx(0.5) and second[2:] == (110, 27)
+
+
+def test_named_adapters_are_kept_and_others_drawn_the_same_each_time(tmp_path: Path) -> None:
+    path = trace(tmp_path, HEADER + ",Adapter", "5,10,0,gate", "5.5,10,3,")
+    assert list(read_trace(path, 9, 0)) == [Arrival(0.0, "gate", 10, 0), Arrival(0.5, None, 10, 3)]
+    path = trace(tmp_path, HEADER, *(f"{i},10,3" for i in range(50)))
+    drawn = list(read_trace(path, 9, 0))
+    assert drawn == list(read_trace(path, 9, 0)) and len({a.adapter for a in drawn}) > 3
+
+
+@pytest.mark.parametrize(
+    ("lines", "message"),
+    [
+        (["TIMESTAMP,ContextTokens", "1,2"], "line 1: no column GeneratedTokens"),
+        ([HEADER, "1,2,3", "soon,2,3"], "line 3, field TIMESTAMP: 'soon'"),
+        ([HEADER, "5,2,3", "4,2,3"], "line 3, field TIMESTAMP: '4' is before"),
+        ([HEADER, "1,0,3"], "line 2, field ContextTokens: '0'"),
+        ([HEADER, "1,2,-3"], "line 2, field GeneratedTokens: '-3'"),
+        ([HEADER, "1,2"], "line 2, field GeneratedTokens: None"),
+        ([HEADER + ",Adapter", "1,2,0,"], "line 2, field GeneratedTokens: 0 asks a task head"),
+    ],
+)
+def test_a_bad_line_is_named_with_its_field(tmp_path: Path, lines: list[str], message: str) -> None:
+    with pytest.raises(BadConfig, match=message):
+        list(read_trace(trace(tmp_path, *lines), 1, 0))
+
+
+def test_a_missing_file_is_said(tmp_path: Path) -> None:
+    with pytest.raises(BadConfig, match="No such file"):
+        list(read_trace(tmp_path / "none.csv", 1, 0))

@@ -1,0 +1,22 @@
+"""What comes in: one request as a workload or a trace gives it."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class Arrival(NamedTuple):
+    """time_s: seconds from the start, never falling within a workload. adapter None: the base model.
+
+    answer_tokens 0: a task head answers in one pass over the prompt.
+    """
+
+    time_s: float
+    adapter: str | None
+    prompt_tokens: int
+    answer_tokens: int
+
+
+def adapter_name(number: int) -> str:
+    """Adapters are known by their rank in popularity: adapter-0 is the hottest."""
+    return f"adapter-{number}"

@@ -1,0 +1,63 @@
+"""What `vlora simulate` does: find traffic and machine, replay, put the result into words."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from vlora.simulator.arrivals import Arrival
+from vlora.simulator.machine import MEASURED, read_costs
+from vlora.simulator.replay import replay
+from vlora.simulator.replica import Box
+from vlora.simulator.traces import read_trace
+from vlora.simulator.workloads import make_workload
+
+_NUM_REQUESTS = 1000  # of a workload, which has no end of its own
+
+
+def simulate(
+    trace: str,
+    *,
+    num_adapters: int,
+    num_replicas: int,
+    num_requests: int | None,
+    seed: int,
+    costs: Path | None,
+    settings: Mapping[str, Any],
+) -> dict[str, Any]:
+    """Replay `trace`, a CSV file or a workload's name. settings: fields of `Box`.
+
+    Raises BadConfig when anything given cannot be used.
+    """
+    path = Path(trace)
+    arrivals: Iterator[Arrival]
+    if path.suffix.lower() == ".csv" or path.is_file():
+        arrivals = itertools.islice(read_trace(path, num_adapters, seed), num_requests)
+    else:
+        arrivals = make_workload(trace).arrivals(num_requests or _NUM_REQUESTS, num_adapters, seed)
+    machine, load_s = read_costs(costs or MEASURED)
+    box = Box(costs=machine, load_s=load_s, **settings)
+    measures = replay(arrivals, box, num_replicas)
+    return {"trace": trace, "policy": box.policy, "replicas": num_replicas, **measures.as_dict()}
+
+
+def lines(found: Mapping[str, Any]) -> Iterator[str]:
+    """The result for people, a line per fact."""
+    yield f"{found['trace']}, policy {found['policy']}, {found['replicas']} replica{'s' * (found['replicas'] != 1)}"
+    if not found["requests"]:
+        yield f"  nothing was answered; {found['refused']} requests were refused as too long for the memory"
+        return
+    yield (
+        f"  throughput             {found['requests_per_s']:.3f} requests/s: {found['requests']} in "
+        f"{found['simulated_s']:.1f} s, {found['refused']} refused"
+    )
+    yield f"  average token latency  {found['average_token_latency_ms']:.2f} ms (all requests' latency / all tokens)"
+    yield f"  request latency, mean  {found['mean_latency_s']:.3f} s"
+    yield "  time to first token    " + ", ".join(f"{name} {value:.3f} s" for name, value in found["ttft_s"].items())
+    shares = ", ".join(f"{mode} {share:.1%}" for mode, share in found["steps_by_mode"].items())
+    yield f"  steps                  {found['steps']}: {shares}"
+    yield f"  switches               {found['switches']}, taking {found['switch_s']:.2f} s"
+    yield f"  preemptions            {found['preemptions']}"
+    yield f"  adapter loads          {found['adapter_loads']}"

@@ -1,0 +1,83 @@
+"""A machine that runs no model: it says how long a step would have taken and answers at once."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+from vlora.errors import BadConfig
+from vlora.orchestrator import Costs
+from vlora.types import Batch, HeadAnswer, StepResult
+
+MEASURED = Path(__file__).parent / "costs" / "xeon-qwen2-0.5b-rank64.json"
+_TOKEN = 1
+_ANSWER = HeadAnswer(label="yes", label_id=0, scores=(1.0,))
+
+
+class Clock:
+    """Seconds that only steps, merges, loads and waiting move."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class Machine:
+    """Runs batches on paper, moving the clock. Merging another adapter costs `merge_s`, weights merged last nothing."""
+
+    def __init__(self, clock: Clock, costs: Costs) -> None:
+        self._clock = clock
+        self._costs = costs
+        self._merged: str | None = None
+        self._shadow: str | None = None
+
+    def run(self, batch: Batch) -> StepResult:
+        merged = batch.merged_adapter
+        switched, self._merged = merged != self._merged, merged
+        switch_s = 0.0
+        if merged is not None and merged != self._shadow:
+            self._shadow, switch_s = merged, self._costs.merge_s
+        tokens: dict[str, int] = {}
+        heads: dict[str, HeadAnswer] = {}
+        num_tokens = lane_tokens = lanes = context = 0
+        for item in batch.items:
+            num_tokens += item.num_tokens
+            context += item.start
+            if item.adapter != merged:
+                each = (item.adapter is not None) + (merged is not None)
+                lanes += each
+                lane_tokens += each * item.num_tokens
+            if item.answers:
+                # Both, since only the scheduler knows which was asked for; it reads the one it wants.
+                tokens[item.request_id] = _TOKEN
+                heads[item.request_id] = _ANSWER
+        step_s = self._costs.step_s(num_tokens, lane_tokens, lanes, context)
+        self._clock.now += step_s + switch_s
+        return StepResult(tokens=tokens, heads=heads, step_s=step_s, switch_s=switch_s, switched=switched)
+
+
+def read_costs(path: Path) -> tuple[Costs, float]:
+    """A machine's costs and `load_s`, the seconds that bringing an adapter into memory takes, from a JSON file.
+
+    The file holds an object "costs" with these numbers, as `vlora bench policy --out DIR` writes it. Raises BadConfig
+    with the field at fault.
+    """
+    try:
+        found = json.loads(path.read_text())
+    except OSError as error:
+        raise BadConfig(f"{path}: {error.strerror}") from None
+    except ValueError as error:
+        raise BadConfig(f"{path}: not JSON: {error}") from None
+    values = found.get("costs") if isinstance(found, dict) else None
+    if not isinstance(values, dict):
+        raise BadConfig(f'{path}: no object "costs" in it')
+    for field in (*Costs._fields, "load_s"):
+        value = values.get(field)
+        if isinstance(value, bool) or not isinstance(value, int | float) or not (math.isfinite(value) and value >= 0):
+            raise BadConfig(f"{path}: costs.{field} is {value!r}; it must be a number of seconds, 0 or more")
+    if values["base_s"] <= 0:
+        raise BadConfig(f"{path}: costs.base_s is 0; every step must take some time, or the simulation would never end")
+    return Costs(**{field: float(values[field]) for field in Costs._fields}), float(values["load_s"])

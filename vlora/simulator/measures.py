@@ -1,0 +1,75 @@
+"""What a replay is judged by."""
+
+from __future__ import annotations
+
+import math
+from array import array
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+from vlora.types import EngineStats, RequestOutput
+
+PERCENTILES = (50, 90, 99)
+
+
+class Measures:
+    """Sums over the requests that were answered. Times in seconds from a request's arrival."""
+
+    def __init__(self) -> None:
+        self.num_finished = 0
+        self.num_tokens = 0
+        self.latency_s = 0.0
+        self._ttft_s = array("d")
+        self._stats: list[EngineStats] = []
+        self.num_refused = 0
+        self.num_loads = 0
+        self.end_s = 0.0
+
+    def add(self, output: RequestOutput) -> None:
+        """Count a finished output."""
+        timings = output.timings
+        assert output.error is None and timings is not None and timings.ttft_s is not None
+        self.num_finished += 1
+        self.num_tokens += timings.num_prompt_tokens + timings.num_completion_tokens
+        self.latency_s += timings.latency_s
+        self._ttft_s.append(timings.ttft_s)
+
+    def close(self, stats: Sequence[EngineStats], end_s: float, num_loads: int) -> None:
+        """Take in what the replicas counted, once all is done."""
+        self._stats = list(stats)
+        self.end_s = end_s
+        self.num_loads = num_loads
+
+    @property
+    def average_token_latency_s(self) -> float:
+        """The sum of each request's latency over the number of all tokens, prompts' and answers' (V-LoRA 6.1)."""
+        return self.latency_s / self.num_tokens if self.num_tokens else math.nan
+
+    def as_dict(self) -> dict[str, Any]:
+        steps: Counter[str] = Counter()
+        for stats in self._stats:
+            steps.update(stats.steps_by_mode)
+        num_steps = sum(steps.values())
+        ordered = sorted(self._ttft_s)
+        return {
+            "requests": self.num_finished,
+            "refused": self.num_refused,
+            "tokens": self.num_tokens,
+            "simulated_s": self.end_s,
+            "requests_per_s": self.num_finished / self.end_s if self.end_s else 0.0,
+            "average_token_latency_ms": 1e3 * self.average_token_latency_s if self.num_tokens else None,
+            "mean_latency_s": self.latency_s / self.num_finished if self.num_finished else None,
+            "ttft_s": {f"p{share}": _percentile(ordered, share) for share in PERCENTILES} if ordered else {},
+            "steps": num_steps,
+            "steps_by_mode": {mode: count / num_steps for mode, count in sorted(steps.items())},
+            "switches": sum(stats.num_switches for stats in self._stats),
+            "switch_s": sum(stats.switch_s for stats in self._stats),
+            "preemptions": sum(stats.num_preemptions for stats in self._stats),
+            "adapter_loads": self.num_loads,
+        }
+
+
+def _percentile(ordered: Sequence[float], share: int) -> float:
+    """The smallest value that `share` percent of all do not exceed."""
+    return ordered[max(0, math.ceil(len(ordered) * share / 100) - 1)]

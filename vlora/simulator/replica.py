@@ -1,0 +1,134 @@
+"""One engine on paper: real scheduler, books and residency over a machine that only keeps time."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+from vlora.config import EngineConfig
+from vlora.errors import BadConfig
+from vlora.memory.books import ArenaBooks, BlockTables
+from vlora.memory.residency import Residency
+from vlora.orchestrator import CostModel, Costs, Scheduler, bring_wanted, make_policy
+from vlora.simulator.arrivals import Arrival
+from vlora.simulator.machine import Clock, Machine
+from vlora.types import Batch, EngineStats, MemoryView, Request, RequestOutput, SamplingParams
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Box:
+    """What a replica has. kv_tokens: room for KV. resident_adapters: how many adapters fit beside it, of one size.
+
+    load_s: seconds that bringing an adapter into memory holds the next step up. The rest is `EngineConfig`'s.
+
+    Raises BadConfig when a value cannot work.
+    """
+
+    costs: Costs
+    load_s: float = 0.0
+    kv_tokens: int = 65_536
+    resident_adapters: int = 64
+    policy: str = EngineConfig.policy
+    max_batch_size: int = EngineConfig.max_batch_size
+    max_step_tokens: int = EngineConfig.max_step_tokens
+    block_size: int = EngineConfig.block_size
+    theta_s: float = EngineConfig.theta_s
+
+    def __post_init__(self) -> None:
+        for field in ("kv_tokens", "resident_adapters"):
+            if getattr(self, field) < 1:
+                raise BadConfig(f"{field} is {getattr(self, field)}; it must be at least 1")
+        EngineConfig(
+            model="",
+            policy=self.policy,
+            max_batch_size=self.max_batch_size,
+            max_step_tokens=self.max_step_tokens,
+            block_size=self.block_size,
+            theta_s=self.theta_s,
+        )
+
+
+class Replica:
+    """Takes arrivals in order of time and steps through them; answers come as `RequestOutput`s, as from an engine."""
+
+    def __init__(self, box: Box) -> None:
+        self._box = box
+        self.clock = Clock()
+        # A page holds one adapter, or one KV block.
+        num_blocks = -(-box.kv_tokens // box.block_size)
+        books = ArenaBooks(box.resident_adapters + num_blocks, 1)
+        self._residency = Residency(books, box.resident_adapters)
+        self._machine = Machine(self.clock, box.costs)
+        self.scheduler = Scheduler(
+            policy=make_policy(box.policy),
+            tables=BlockTables(books, box.block_size),
+            max_request_blocks=num_blocks,
+            max_batch_size=box.max_batch_size,
+            max_step_tokens=box.max_step_tokens,
+            theta_s=box.theta_s,
+            eos_ids=frozenset(),
+            cost=CostModel(),
+            clock=self.clock,
+        )
+        self._view = MemoryView(resident=frozenset(), mergeable=frozenset())
+        self.num_loads = 0
+
+    def add(self, request_id: str, arrival: Arrival) -> None:
+        """Take an arrival in. Raises PromptTooLong when it could not fit in memory even alone."""
+        self.scheduler.add(
+            Request(
+                request_id=request_id,
+                prompt_ids=_prompt(arrival.prompt_tokens),
+                adapter=arrival.adapter,
+                head=None if arrival.answer_tokens else "head",
+                sampling=_sampling(arrival.answer_tokens or 1),
+            )
+        )
+
+    def run_until(self, time_s: float) -> list[RequestOutput]:
+        """Step until the clock has reached `time_s`, or to the end of all work; finished outputs only."""
+        finished: list[RequestOutput] = []
+        while self.clock.now < time_s and self.scheduler.has_work:
+            finished += [o for o in self.record(self.decide()) if o.finish_reason is not None]
+        return finished
+
+    def decide(self) -> Batch:
+        """The next step's batch, with the adapters it needs in memory. There must be work."""
+        bring_wanted(self.scheduler, self._residency, self._bring)
+        resident = self._residency.resident
+        if resident is not self._view.resident:
+            self._residency.drain_evicted()
+            self._view = MemoryView(resident=resident, mergeable=resident)
+        batch = self.scheduler.schedule(self._view)
+        assert batch is not None, "somebody's adapter always finds room"
+        return batch
+
+    def record(self, batch: Batch) -> tuple[RequestOutput, ...]:
+        """Let the batch's time pass and take its answers in."""
+        return self.scheduler.record(batch, self._machine.run(batch))
+
+    def wait_until(self, time_s: float) -> None:
+        """Let time pass without work."""
+        self.clock.now = max(self.clock.now, time_s)
+
+    def stats(self) -> EngineStats:
+        return self.scheduler.stats("simulated")
+
+    def _bring(self, name: str) -> bool:
+        known = name in self._residency.resident
+        if self._residency.bring(name, 1) is None:
+            return False
+        if not known:
+            self.num_loads += 1
+            self.clock.now += self._box.load_s
+        return True
+
+
+@functools.lru_cache(maxsize=4096)
+def _prompt(num_tokens: int) -> tuple[int, ...]:
+    return (0,) * num_tokens
+
+
+@functools.lru_cache(maxsize=4096)
+def _sampling(max_tokens: int) -> SamplingParams:
+    return SamplingParams(max_tokens=max_tokens, ignore_eos=True)

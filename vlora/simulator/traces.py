@@ -1,0 +1,79 @@
+"""Recorded traffic: CSV files in the form of Microsoft's Azure LLM inference traces."""
+
+from __future__ import annotations
+
+import csv
+import datetime
+import itertools
+import math
+import random
+from collections.abc import Iterator
+from pathlib import Path
+
+from vlora.errors import BadConfig
+from vlora.simulator.arrivals import Arrival, adapter_name
+from vlora.simulator.popularity import power_law
+
+TIME, PROMPT, ANSWER, ADAPTER = "TIMESTAMP", "ContextTokens", "GeneratedTokens", "Adapter"
+
+
+def read_trace(path: Path, num_adapters: int, seed: int) -> Iterator[Arrival]:
+    """Arrivals of a CSV file, lazily, times from its first row on.
+
+    Columns: TIMESTAMP (seconds, or a date and time), ContextTokens, GeneratedTokens (0: a task head), and, if it is
+    there, Adapter (empty: the base model). Without that column adapters are drawn, popularity by a power law with
+    exponent 1. Rows must be in order of time.
+
+    Raises BadConfig with line and field for what cannot be read.
+    """
+    sums = list(itertools.accumulate(power_law(num_adapters, 1.0)))
+    draws = random.Random(seed)
+    try:
+        file = path.open(newline="")
+    except OSError as error:
+        raise BadConfig(f"{path}: {error.strerror}") from None
+    with file:
+        rows = csv.DictReader(file)
+        missing = [name for name in (TIME, PROMPT, ANSWER) if name not in (rows.fieldnames or ())]
+        if missing:
+            raise BadConfig(f"{path}, line 1: no column {', '.join(missing)}; found {', '.join(rows.fieldnames or ())}")
+        named = ADAPTER in (rows.fieldnames or ())
+        first: float | None = None
+        last = -math.inf
+        for row in rows:
+            where = f"{path}, line {rows.line_num}"
+            now = _seconds(row[TIME], where)
+            if now < last:
+                raise BadConfig(f"{where}, field {TIME}: {row[TIME]!r} is before the row above; sort the file by time")
+            first, last = now if first is None else first, now
+            if named:
+                adapter = row[ADAPTER] or None
+            else:
+                adapter = adapter_name(draws.choices(range(num_adapters), cum_weights=sums)[0])
+            prompt, answer = _count(row[PROMPT], PROMPT, 1, where), _count(row[ANSWER], ANSWER, 0, where)
+            if answer == 0 and adapter is None:
+                raise BadConfig(f"{where}, field {ANSWER}: 0 asks a task head, but the base model has none")
+            yield Arrival(now - first, adapter, prompt, answer)
+
+
+def _seconds(text: str | None, where: str) -> float:
+    try:
+        value = float(text or "")
+    except ValueError:
+        pass
+    else:
+        if math.isfinite(value):
+            return value
+    try:
+        # The published traces have seven digits of a second, one more than Python reads.
+        whole, dot, fraction = (text or "").partition(".")
+        moment = datetime.datetime.fromisoformat(whole + dot + fraction[:6])
+    except ValueError:
+        raise BadConfig(f"{where}, field {TIME}: {text!r} is neither seconds nor a date and time") from None
+    return moment.replace(tzinfo=moment.tzinfo or datetime.UTC).timestamp()
+
+
+def _count(text: str | None, field: str, least: int, where: str) -> int:
+    if text is None or not text.strip().isdecimal() or int(text) < least:
+        raise BadConfig(f"{where}, field {field}: {text!r} is not a whole number of {least} or more")
+    return int(text)

@@ -1,0 +1,173 @@
+"""Seeded workloads as lazy iterators of arrivals, each named after the paper's set-up that it follows."""
+
+from __future__ import annotations
+
+import dataclasses
+import heapq
+import itertools
+import math
+import random
+import typing
+from collections.abc import Iterator, Sequence
+
+from vlora.errors import BadConfig
+from vlora.simulator.arrivals import Arrival, adapter_name
+from vlora.simulator.popularity import hottest, power_law, punica
+
+PATTERNS = ("distinct", "uniform", "skewed", "identical")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Lengths:
+    """Prompt and answer lengths in tokens, drawn evenly between the two ends. `answer` 0 is a task head."""
+
+    prompt_min: int = 192
+    prompt_max: int = 320
+    answer_min: int = 16
+    answer_max: int = 112
+
+    def __post_init__(self) -> None:
+        _check(self, 1, "prompt_min")
+        _check(self, 0, "answer_min")
+        for low, high in (("prompt_min", "prompt_max"), ("answer_min", "answer_max")):
+            if getattr(self, low) > getattr(self, high):
+                raise BadConfig(f"{low} ({getattr(self, low)}) is above {high} ({getattr(self, high)}); give both")
+
+    def draw(self, draws: random.Random) -> tuple[int, int]:
+        return draws.randint(self.prompt_min, self.prompt_max), draws.randint(self.answer_min, self.answer_max)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Gamma(Lengths):
+    """Gamma arrivals for each adapter, whose rates follow a power law (S-LoRA section 7.2).
+
+    rate: requests per second over all adapters. cv: coefficient of variation of the gaps. alpha: of the power law.
+    """
+
+    rate: float = 2.0
+    cv: float = 1.0
+    alpha: float = 1.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _check(self, 1e-6, "rate", "cv")
+        _check(self, 0, "alpha")
+
+    def arrivals(self, num_requests: int, num_adapters: int, seed: int) -> Iterator[Arrival]:
+        draws = random.Random(seed)
+        shape = self.cv**-2
+        scales = [1 / (shape * self.rate * share) for share in power_law(num_adapters, self.alpha)]
+        # The first second is like any other: time 0 falls somewhere into a gap, and likelier into a long one.
+        next_up = [(draws.random() * draws.gammavariate(shape + 1, scale), i) for i, scale in enumerate(scales)]
+        heapq.heapify(next_up)
+        for _ in range(num_requests):
+            now, i = next_up[0]
+            yield Arrival(now, adapter_name(i), *self.draw(draws))
+            heapq.heapreplace(next_up, (now + draws.gammavariate(shape, scales[i]), i))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Hottest(Lengths):
+    """Poisson arrivals; one adapter has the share `skew`, the others share the rest evenly (V-LoRA section 6.3.3)."""
+
+    rate: float = 2.0
+    skew: float = 0.6
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _check(self, 1e-6, "rate")
+        _check(self, 0, "skew")
+        if self.skew > 1:
+            raise BadConfig(f"skew is {self.skew}; it is a share and must be at most 1")
+
+    def arrivals(self, num_requests: int, num_adapters: int, seed: int) -> Iterator[Arrival]:
+        draws = random.Random(seed)
+        return _poisson(self, self.rate, hottest(num_adapters, self.skew), num_requests, draws)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Punica(Lengths):
+    """Poisson arrivals in one of Punica's popularity patterns (section 7), which set the number of adapters, too."""
+
+    rate: float = 2.0
+    pattern: str = "skewed"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _check(self, 1e-6, "rate")
+        if self.pattern not in PATTERNS:
+            raise BadConfig(f"pattern is {self.pattern!r}; choose one of {', '.join(PATTERNS)}")
+
+    def arrivals(self, num_requests: int, num_adapters: int, seed: int) -> Iterator[Arrival]:
+        draws = random.Random(seed)
+        return _poisson(self, self.rate, punica(self.pattern, num_requests), num_requests, draws)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Video:
+    """Streams of `fps` frames a second that each send a chunk once it is full (V-LoRA section 6.1: 30 frames, 1 s).
+
+    `frames` of a chunk's frames are looked at, each `frame_tokens` long, and answered by the stream's own task head.
+    Stream i has adapter i modulo their number. answer: tokens of an answer in words, 0 for a head.
+    """
+
+    streams: int = 3
+    fps: int = 30
+    chunk: int = 30
+    frames: int = 6
+    frame_tokens: int = 256
+    answer: int = 0
+
+    def __post_init__(self) -> None:
+        _check(self, 1, "streams", "fps", "chunk", "frames", "frame_tokens")
+        _check(self, 0, "answer")
+
+    def arrivals(self, num_requests: int, num_adapters: int, seed: int) -> Iterator[Arrival]:
+        draws = random.Random(seed)
+        period_s = self.chunk / self.fps
+        starts = sorted((draws.uniform(0, period_s), stream) for stream in range(self.streams))
+        chunks = ((start + turn * period_s, stream) for turn in itertools.count() for start, stream in starts)
+        for now, stream in itertools.islice(chunks, num_requests):
+            yield Arrival(now, adapter_name(stream % num_adapters), self.frames * self.frame_tokens, self.answer)
+
+
+Workload = Gamma | Hottest | Punica | Video
+WORKLOADS: dict[str, type[Workload]] = {"gamma": Gamma, "hottest": Hottest, "punica": Punica, "video": Video}
+
+
+def make_workload(text: str) -> Workload:
+    """The workload that `NAME` or `NAME:key=value,...` names. Raises BadConfig, listing what is known."""
+    name, _, rest = text.partition(":")
+    if name not in WORKLOADS:
+        raise BadConfig(f"no workload named {name!r}; choose one of {', '.join(WORKLOADS)}, or give a CSV file")
+    kinds = typing.get_type_hints(WORKLOADS[name])
+    settings: dict[str, typing.Any] = {}
+    for pair in filter(None, rest.split(",")):
+        key, equals, value = pair.partition("=")
+        known = [field.name for field in dataclasses.fields(WORKLOADS[name])]
+        if not equals or key not in known:
+            raise BadConfig(f"workload {name!r} has no setting {pair!r}; write KEY=VALUE, KEY of {', '.join(known)}")
+        try:
+            settings[key] = kinds[key](value)
+        except ValueError:
+            raise BadConfig(f"{key} is {value!r}; it must be a number") from None
+    return WORKLOADS[name](**settings)
+
+
+def _check(workload: Lengths | Video, least: float, *fields: str) -> None:
+    for field in fields:
+        value = getattr(workload, field)
+        if not (math.isfinite(value) and value >= least):
+            raise BadConfig(f"{field} is {value}; it must be a number of {least:g} or more")
+
+
+def _poisson(
+    lengths: Lengths, rate: float, shares: Sequence[float] | None, num_requests: int, draws: random.Random
+) -> Iterator[Arrival]:
+    """shares None: every request has an adapter of its own."""
+    sums = list(itertools.accumulate(shares)) if shares else None
+    now = 0.0
+    for number in range(num_requests):
+        now += draws.expovariate(rate)
+        which = number if sums is None else draws.choices(range(len(sums)), cum_weights=sums)[0]
+        yield Arrival(now, adapter_name(which), *lengths.draw(draws))
