@@ -37,12 +37,13 @@ class Goal:
 @dataclasses.dataclass(frozen=True)
 class Report:
     """What a bench found. rows: one mapping per measurement, all with the same keys. title: the command, where it is
-    not `vlora bench NAME`."""
+    not `vlora bench NAME`. found: more for the JSON, by name."""
 
     bench: str
     rows: Sequence[Mapping[str, Any]]
     goals: Sequence[Goal]
     title: str | None = None
+    found: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
     def print(self) -> None:
         console = Console(width=170)
@@ -66,6 +67,7 @@ class Report:
             "env": environment(),
             "rows": [dict(row) for row in self.rows],
             "goals": [goal.as_dict() for goal in self.goals],
+            **self.found,
         }
 
 

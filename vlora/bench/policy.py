@@ -1,0 +1,124 @@
+"""What each policy makes of the same traffic on the same machine: V-LoRA's figures 14 and 19 to 23, simulated.
+
+The machine is this one: the cost model is fitted to the real engine's steps at the start of the run. All policies have
+our operators and our switch, so what differs is only who runs when, and in which mode.
+"""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+import time
+from collections.abc import Iterator
+from typing import Any
+
+from vlora.bench.fit import RANK, fit
+from vlora.bench.form import Goal, Report
+from vlora.bench.policy_plots import draw
+from vlora.config import EngineConfig
+from vlora.orchestrator import POLICIES, Costs
+from vlora.simulator import Arrival, Box, replay
+from vlora.simulator.replica import Replica
+from vlora.simulator.workloads import Hottest, Video
+
+__all__ = ["draw", "run"]
+
+OURS = "vlora_cost"
+UNBOUNDED = "merged_only"  # it lets requests wait for as long as it takes, which is no bargain, but quick on average
+# Visual retrieval as V-LoRA section 6.2 gives it: a prompt of about 256 tokens, an answer of about 200.
+_RETRIEVAL = {"prompt_min": 192, "prompt_max": 320, "answer_min": 150, "answer_max": 250}
+_PROMPT, _ANSWER = 256, 200
+
+
+def run(quick: bool) -> Report:
+    """Fit this machine's costs, then replay every cell of the grid under every policy. quick: a corner of the grid."""
+    fitted = fit(decode_steps=1 if quick else 3)
+    rows = [row for cells in (_retrieval, _video) for row in cells(fitted.costs, fitted.load_s, quick)]
+    goals = []
+    for app, against in itertools.product(("retrieval", "video"), ("best other", "best bounded")):
+        ratios = [row[f"ours / {against}"] for row in rows if row["app"] == app]
+        goals.append(Goal(f"{OURS} / {against}, {app}, worst of {len(ratios)} cells", max(ratios), 1.03, True))
+    skewed = [row[OURS] / row["unmerged_only"] for row in rows if row["skew"] >= 0.6 and row["load"] == 0.9]
+    goals.append(Goal(f"{OURS} / unmerged_only, skew 0.6 and above, load 0.9, worst", max(skewed), 0.8, True))
+    algorithm1 = statistics.median(row[OURS] / row["vlora"] for row in rows)
+    goals.append(Goal(f"{OURS} / vlora (Algorithm 1), median of all cells", algorithm1, 1.0, True))
+    for policy in POLICIES:
+        goals.append(Goal(f"a decision with 1,000 waiting, {policy}, ms", decision_ms(policy, fitted.costs), 2.0, True))
+    machine = {**fitted.costs._asdict(), "load_s": fitted.load_s}
+    found = {"costs": machine, "fit": {"median relative error": fitted.error, "rank": RANK}}
+    return Report("policy", rows, goals, found=found)
+
+
+def _retrieval(costs: Costs, load_s: float, quick: bool) -> Iterator[dict[str, Any]]:
+    loads = (0.9,) if quick else (0.3, 0.6, 0.9, 1.2)
+    skews = (0.2, 0.6, 0.95) if quick else (0.2, 0.4, 0.6, 0.8, 0.95)
+    adapters = (20,) if quick else (2, 20, 200)
+    for load, skew, num_adapters in itertools.product(loads, skews, adapters):
+        workload = Hottest(rate=load * _capacity(costs, _PROMPT, _ANSWER), skew=skew, **_RETRIEVAL)
+        arrivals = list(workload.arrivals(100 if quick else 250, num_adapters, seed=0))
+        yield _cell("retrieval", load, workload.rate, skew, num_adapters, arrivals, costs, load_s)
+
+
+def _video(costs: Costs, load_s: float, quick: bool) -> Iterator[dict[str, Any]]:
+    """Cameras that each send a chunk a period; the period is stretched so that this machine can follow."""
+    prompt = Video().frames * Video().frame_tokens
+    for load, streams in itertools.product((0.9,) if quick else (0.3, 0.6, 0.9, 1.2), (4,) if quick else (4, 16)):
+        rate = load * _capacity(costs, prompt, 0)
+        for adapters in (2, streams):
+            arrivals = [
+                arrival._replace(time_s=arrival.time_s * streams / rate)
+                for arrival in Video(streams=streams).arrivals(100 if quick else 250, adapters, seed=0)
+            ]
+            yield _cell("video", load, rate, 1 / adapters, adapters, arrivals, costs, load_s)
+
+
+def _cell(
+    app: str,
+    load: float,
+    rate: float,
+    skew: float,
+    num_adapters: int,
+    arrivals: list[Arrival],
+    costs: Costs,
+    load_s: float,
+) -> dict[str, Any]:
+    """load: of what unmerged-only can serve with full batches. skew: the hottest adapter's share. Latencies in ms."""
+    found = {
+        policy: replay(arrivals, Box(costs=costs, load_s=load_s, policy=policy)).average_token_latency_s * 1e3
+        for policy in (OURS, *(name for name in POLICIES if name != OURS))
+    }
+    best = min((policy for policy in found if policy != OURS), key=lambda policy: found[policy])
+    bounded = min(latency for policy, latency in found.items() if policy not in (OURS, UNBOUNDED))
+    return {
+        "app": app,
+        "load": load,
+        "requests/s": rate,
+        "skew": skew,
+        "adapters": num_adapters,
+        **found,
+        "best other": best,
+        "ours / best other": found[OURS] / found[best],
+        "ours / best bounded": found[OURS] / bounded,
+    }
+
+
+def _capacity(costs: Costs, prompt: int, answer: int) -> float:
+    """Requests per second of unmerged-only with every place of the batch taken; prompts fill steps of their own."""
+    prompts_a_step = max(1.0, EngineConfig.max_step_tokens / prompt)
+    prompt_s = prompt * (costs.token_s + costs.lane_token_s) + costs.lane_s + costs.base_s / prompts_a_step
+    each = costs.token_s + costs.lane_token_s + costs.lane_s + costs.base_s / EngineConfig.max_batch_size
+    return 1 / (prompt_s + answer * (each + costs.context_token_s * (prompt + answer / 2)))
+
+
+def decision_ms(policy: str, costs: Costs, num_waiting: int = 1000) -> float:
+    """Median CPU milliseconds of bringing adapters and deciding, over steps with `num_waiting` requests waiting."""
+    replica = Replica(Box(costs=costs, policy=policy, resident_adapters=100, kv_tokens=10**6))
+    for number in range(num_waiting + EngineConfig.max_batch_size):
+        replica.add(str(number), Arrival(0.0, f"adapter-{number % 100}", 256, 10_000))
+    spent = []
+    for _ in range(60):
+        started = time.process_time()
+        batch = replica.decide()
+        spent.append(time.process_time() - started)
+        replica.record(batch)
+    return statistics.median(spent[10:]) * 1e3

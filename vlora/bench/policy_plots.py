@@ -1,0 +1,53 @@
+"""Pictures of `vlora bench policy`: average token latency by load, by skewness and by number of adapters."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+from matplotlib import pyplot
+
+from vlora.orchestrator import POLICIES
+
+matplotlib.use("agg")
+
+Row = Mapping[str, Any]
+
+
+def draw(rows: Sequence[Row], folder: Path) -> None:
+    """Write load.png, skew.png and adapters.png for retrieval, video.png for video."""
+    retrieval = [row for row in rows if row["app"] == "retrieval"]
+    _panels(retrieval, "load", "skew", folder / "load.png", adapters=_middle(retrieval, "adapters"))
+    _panels(retrieval, "skew", "load", folder / "skew.png", adapters=_middle(retrieval, "adapters"))
+    _panels(retrieval, "adapters", "load", folder / "adapters.png", skew=_middle(retrieval, "skew"))
+    _panels([row for row in rows if row["app"] == "video"], "load", "adapters", folder / "video.png")
+
+
+def _middle(rows: Sequence[Row], name: str) -> Any:
+    found = sorted({row[name] for row in rows})
+    return found[len(found) // 2]
+
+
+def _panels(rows: Sequence[Row], across: str, panel_by: str, path: Path, **fixed: Any) -> None:
+    """A panel for each value of `panel_by`, a line for each policy, `across` along the bottom."""
+    rows = [row for row in rows if all(row[name] == value for name, value in fixed.items())]
+    values = sorted({row[panel_by] for row in rows})
+    figure, panels = pyplot.subplots(1, len(values), figsize=(3.4 * len(values) + 1, 3.6), squeeze=False, sharey=True)
+    for panel, value in zip(panels[0], values, strict=True):
+        shown = sorted((row for row in rows if row[panel_by] == value), key=lambda row: row[across])
+        for place, policy in enumerate(POLICIES):
+            panel.plot(
+                [row[across] for row in shown], [row[policy] for row in shown], "o-", color=f"C{place}", label=policy
+            )
+        panel.set(title=f"{panel_by} {value:g}", xlabel=across, yscale="log")
+        if across == "adapters":
+            panel.set_xscale("log")
+        panel.grid(alpha=0.3)
+    panels[0][0].set_ylabel("average token latency, ms")
+    panels[0][0].legend(fontsize=8)
+    figure.suptitle(", ".join(f"{name} {value:g}" for name, value in fixed.items()))
+    figure.tight_layout()
+    figure.savefig(path, dpi=110)
+    pyplot.close(figure)
