@@ -49,6 +49,8 @@ _SETTING_HELP = {
     "max_requests": "Most requests under way at once.",
     "request_timeout_s": "Longest time a request may take.",
     "drain_s": "How long requests may still run after the server was told to stop.",
+    "max_streams": "Most streams of frames open at once.",
+    "stream_keep_s": "How long a stream of frames outlasts its connection.",
     "tls_cert": "Certificate chain (PEM): both surfaces then speak TLS only.",
     "tls_key": "The certificate's private key (PEM).",
     "tls_client_ca": "Callers must show a certificate of this authority (PEM), too.",

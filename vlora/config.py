@@ -102,6 +102,7 @@ class ServerConfig:
     one request together. max_message_bytes bounds one message on the wire, max_prompt_chars the text of one request.
     max_requests: how many may be under way at once. request_timeout_s bounds one request, from arrival to last word;
     drain_s is how long requests under way may still run after the server was told to stop.
+    max_streams: how many streams of frames may be open at once; stream_keep_s is how long one outlasts its connection.
     image_hosts: hosts that HTTP requests may name images on, "*" for every public one; image_folder: where file URLs
     may point into. tokens: who may call; secrets, so they are read from a file or the environment and are never a flag.
 
@@ -120,6 +121,8 @@ class ServerConfig:
     max_requests: int = 256
     request_timeout_s: float = 120.0
     drain_s: float = 5.0
+    max_streams: int = 64
+    stream_keep_s: float = 30.0
     tls_cert: str | None = None
     tls_key: str | None = None
     tls_client_ca: str | None = None
@@ -161,10 +164,12 @@ class ServerConfig:
             "max_message_bytes",
             "max_prompt_chars",
             "max_requests",
+            "max_streams",
         ):
             if getattr(self, field) < 1:
                 raise BadConfig(f"{field} is {getattr(self, field)}; it must be at least 1")
         if not self.request_timeout_s > 0:
             raise BadConfig(f"request_timeout_s is {self.request_timeout_s}; it must be above 0")
-        if not self.drain_s >= 0:
-            raise BadConfig(f"drain_s is {self.drain_s}; it must be 0 or more")
+        for field in ("drain_s", "stream_keep_s"):
+            if not getattr(self, field) >= 0:
+                raise BadConfig(f"{field} is {getattr(self, field)}; it must be 0 or more")

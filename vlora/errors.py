@@ -12,7 +12,8 @@
     |   |-- TooLarge             an image, a video or a body over the server's limits
     |   |-- PromptTooLong        prompt and answer do not fit the model's context
     |   |-- UnknownAdapter       no adapter of that name is registered
-    |   `-- UnknownHead          the adapter has no head of that name
+    |   |-- UnknownHead          the adapter has no head of that name
+    |   `-- UnknownStream        no stream of that id is open to this caller; perhaps it was closed, or has expired
     |-- Unauthorized         no token, a wrong one, or one that has expired
     |-- Forbidden            the token is good, but not for this call
     |-- OverCapacity         the server is full; try again later
@@ -79,6 +80,11 @@ class UnknownAdapter(BadRequest):
 
 class UnknownHead(BadRequest):
     code = "unknown_head"
+    http_status = 404
+
+
+class UnknownStream(BadRequest):
+    code = "unknown_stream"
     http_status = 404
 
 

@@ -1,7 +1,18 @@
 """The client that camera boxes install: sync and asyncio, without torch, numpy or transformers."""
 
 from vlora.client.aio import AsyncClient
+from vlora.client.aio_frame_stream import AsyncFrameStream
+from vlora.client.frame_stream import FrameStream
 from vlora.client.sync import Client, TextStream
-from vlora.client.values import Answer, HeadResult
+from vlora.client.values import Answer, FrameResult, HeadResult
 
-__all__ = ["Answer", "AsyncClient", "Client", "HeadResult", "TextStream"]
+__all__ = [
+    "Answer",
+    "AsyncClient",
+    "AsyncFrameStream",
+    "Client",
+    "FrameResult",
+    "FrameStream",
+    "HeadResult",
+    "TextStream",
+]

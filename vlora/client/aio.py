@@ -8,13 +8,14 @@ import os
 import ssl
 from collections.abc import AsyncIterator, Sequence
 from concurrent.futures import Future
-from typing import Any, Self, TypeVar
+from typing import Any, Literal, Self, TypeVar
 
 from vlora.client import calls
+from vlora.client.aio_frame_stream import AsyncFrameStream
 from vlora.client.calls import Call, Image
 from vlora.client.connection import ServerConnection
 from vlora.client.sync import PULL_S, TIMEOUT_S, Client, abandon
-from vlora.client.values import DEFAULT_HOST, DEFAULT_PORT, Answer, HeadResult
+from vlora.client.values import DEFAULT_HOST, DEFAULT_PORT, Answer, HeadResult, StreamOptions
 from vlora.errors import DeadlineMissed, VLoraError
 from vlora.types import AdapterStatus, EngineStats
 
@@ -84,6 +85,24 @@ class AsyncClient:
         connection = await self._connection()
         call_id = connection.new_id()
         return await self._wait(connection, calls.ask_head(call_id, images, adapter, head, max_latency_s), call_id)
+
+    async def open_stream(
+        self,
+        *,
+        adapter: str,
+        head: str,
+        max_latency_s: float | None = None,
+        fps: float | None = None,
+        drop: Literal["newest", "none"] = "newest",
+    ) -> AsyncFrameStream:
+        """See Client."""
+        options = StreamOptions(adapter=adapter, head=head, max_latency_s=max_latency_s, fps=fps, drop=drop)
+        stream_id = await self._wait(await self._connection(), calls.open_frames(options))
+
+        async def ask(call: Call[Any]) -> Any:
+            return await self._wait(await self._connection(), call)
+
+        return AsyncFrameStream(stream_id, ask, self._timeout_s)
 
     async def adapters(self) -> tuple[AdapterStatus, ...]:
         """See Client."""

@@ -7,7 +7,15 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Generic, NamedTuple, TypeVar
 
-from vlora.client.values import Answer, HeadResult, StreamPart, sampling_pairs, sampling_params
+from vlora.client.values import (
+    Answer,
+    FrameResults,
+    HeadResult,
+    StreamOptions,
+    StreamPart,
+    sampling_pairs,
+    sampling_params,
+)
 from vlora.errors import BadImage
 from vlora.types import AdapterStatus, EngineStats
 
@@ -15,6 +23,9 @@ T = TypeVar("T")
 
 Image = bytes | bytearray | memoryview | str | os.PathLike[str]
 """An encoded image (JPEG, PNG, ...), or the path of one."""
+
+FrameImage = Image | tuple[bytes, int, int] | Any
+"""Of a stream's frame: as Image; or (RGB bytes, height, width); or an array of bytes [height, width, 3], RGB."""
 
 
 class Call(NamedTuple, Generic[T]):
@@ -65,6 +76,27 @@ def ask_head(
     return Call("ask_head", (call_id, encoded, adapter, head, max_latency_s), HeadResult, sum(map(len, encoded)))
 
 
+def open_frames(options: StreamOptions) -> Call[str]:
+    return Call("open_frames", (options.adapter, options.head, options.max_latency_s, options.fps, options.drop), str)
+
+
+def send_frame(stream_id: str, number: int, images: tuple[Any, ...], wait_s: float) -> Call[bool]:
+    num_bytes = sum(len(image[0] if isinstance(image, tuple) else image) for image in images)
+    return Call("send_frame", (stream_id, number, images, wait_s), bool, num_bytes)
+
+
+def pull_results(stream_id: str, acknowledged: int, wait_s: float) -> Call[FrameResults]:
+    return Call("pull_results", (stream_id, acknowledged, wait_s), FrameResults)
+
+
+def end_frames(stream_id: str) -> Call[None]:
+    return Call("end_frames", (stream_id,), type(None))
+
+
+def close_frames(stream_id: str) -> Call[None]:
+    return Call("close_frames", (stream_id,), type(None))
+
+
 def adapters() -> Call[tuple[AdapterStatus, ...]]:
     return Call("adapters", (), tuple[AdapterStatus, ...])
 
@@ -88,6 +120,31 @@ def stats() -> Call[EngineStats]:
 def read_images(images: Sequence[Image]) -> tuple[bytes, ...]:
     """Encoded bytes of every image. Raises BadImage when a file cannot be read."""
     return tuple(_read(image) for image in images)
+
+
+def read_frame(images: Sequence[FrameImage]) -> tuple[Any, ...]:
+    """The images as values that can be sent. Raises BadImage for what is none."""
+    return tuple(_read_raw(image) for image in images)
+
+
+def _read_raw(image: FrameImage) -> bytes | tuple[bytes, int, int]:
+    if isinstance(image, bytes | bytearray | memoryview | str | os.PathLike):
+        return _read(image)
+    if isinstance(image, tuple):
+        try:
+            pixels, height, width = image
+            return bytes(pixels), int(height), int(width)
+        except (TypeError, ValueError) as error:
+            raise BadImage("a raw image is (RGB bytes, height, width)") from error
+    try:
+        view = memoryview(image)
+    except TypeError as error:
+        raise BadImage(f"a {type(image).__name__} is no image: bytes, a path, or RGB pixels are") from error
+    if view.format != "B" or view.ndim != 3 or view.shape is None or view.shape[2] != 3:
+        raise BadImage(
+            f"an array of {view.format} {view.shape} is no image: unsigned bytes [height, width, 3] are, red first"
+        )
+    return view.tobytes(), view.shape[0], view.shape[1]
 
 
 def _text_args(

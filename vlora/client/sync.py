@@ -7,12 +7,13 @@ import os
 import ssl
 import threading
 from collections.abc import Iterator, Sequence
-from typing import Any, Self, TypeVar
+from typing import Any, Literal, Self, TypeVar
 
 from vlora.client import calls
 from vlora.client.calls import Call, Image
 from vlora.client.connection import ServerConnection
-from vlora.client.values import DEFAULT_HOST, DEFAULT_PORT, Answer, HeadResult
+from vlora.client.frame_stream import FrameStream
+from vlora.client.values import DEFAULT_HOST, DEFAULT_PORT, Answer, HeadResult, StreamOptions
 from vlora.errors import DeadlineMissed, VLoraError
 from vlora.types import AdapterStatus, EngineStats
 
@@ -95,6 +96,26 @@ class Client:
         connection = self.connection()
         call_id = connection.new_id()
         return self._wait(connection, calls.ask_head(call_id, images, adapter, head, max_latency_s), call_id)
+
+    def open_stream(
+        self,
+        *,
+        adapter: str,
+        head: str,
+        max_latency_s: float | None = None,
+        fps: float | None = None,
+        drop: Literal["newest", "none"] = "newest",
+    ) -> FrameStream:
+        """A stream of frames to one head; each frame gets a result, in order. Raises UnknownAdapter, UnknownHead,
+        OverCapacity when the server has too many streams.
+
+        max_latency_s bounds each frame; fps is how many a second are started at most; drop is what happens when frames
+        come faster than they are answered: "newest" lets a newer one take the place of one that waits (whose result
+        then says so), "none" makes sending wait.
+        """
+        options = StreamOptions(adapter=adapter, head=head, max_latency_s=max_latency_s, fps=fps, drop=drop)
+        stream_id = self._wait(self.connection(), calls.open_frames(options))
+        return FrameStream(stream_id, lambda call: self._wait(self.connection(), call), self._timeout_s)
 
     def adapters(self) -> tuple[AdapterStatus, ...]:
         """Every adapter of the server, with its heads."""

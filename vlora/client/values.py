@@ -8,9 +8,9 @@ from typing import Any, Literal, TypeVar
 import msgspec
 
 from vlora.errors import BadRequest, VLoraError, error_from_code
-from vlora.types import AdapterStatus, EngineStats, SamplingParams, Timings
+from vlora.types import AdapterStatus, EngineStats, ErrorValue, SamplingParams, Timings
 
-PROTOCOL_VERSION = 2
+PROTOCOL_VERSION = 3
 DEFAULT_HOST = "127.0.0.1"
 DEFAULT_PORT = 18861
 
@@ -78,6 +78,51 @@ class StreamPart(msgspec.Struct, frozen=True, kw_only=True):
     answer: Answer | None = None
 
 
+class StreamOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """What a stream of frames is for. max_latency_s bounds each frame, from its arrival; fps is how many are started a
+    second at most.
+
+    drop: what becomes of frames that come faster than they are answered. "newest": a newer one takes the place of one
+    that waits; "none": sending waits.
+
+    Raises BadRequest when a value cannot work.
+    """
+
+    adapter: str
+    head: str
+    max_latency_s: float | None = None
+    fps: float | None = None
+    drop: Literal["newest", "none"] = "newest"
+
+    def __post_init__(self) -> None:
+        for field in ("max_latency_s", "fps"):
+            value = getattr(self, field)
+            if value is not None and not value > 0:
+                raise BadRequest(f"{field} is {value}; it must be above 0")
+        if self.drop not in ("newest", "none"):
+            raise BadRequest(f"drop is {self.drop[:20]!r}; choose newest or none")
+
+
+class FrameResult(msgspec.Struct, frozen=True, kw_only=True):
+    """What became of one frame, by its number in the stream: its answer, or why it was dropped, or how it failed.
+
+    latency_s: from the frame's arrival at the server to this result.
+    """
+
+    number: int
+    latency_s: float
+    answer: HeadResult | None = None
+    dropped: str | None = None
+    error: ErrorValue | None = None
+
+
+class FrameResults(msgspec.Struct, frozen=True, kw_only=True):
+    """One pull from a stream of frames. finished: there are none after these."""
+
+    results: tuple[FrameResult, ...] = ()
+    finished: bool = False
+
+
 Reply = tuple[bool, bytes] | tuple[bool, str, str]
 """(True, msgpack of the value) or (False, error code, message)."""
 
@@ -89,6 +134,9 @@ _DECODERS: dict[Any, Callable[[bytes], Any]] = {
         HeadResult,
         Hello,
         StreamPart,
+        FrameResults,
+        str,
+        bool,
         AdapterStatus,
         tuple[AdapterStatus, ...],
         EngineStats,

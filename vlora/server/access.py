@@ -27,10 +27,13 @@ class Access:
         """Whether there are tokens at all."""
         return bool(self._tokens)
 
-    def check(self, shown: str | None, *, admin: bool = False) -> None:
-        """Raises Unauthorized for no token, a wrong or an expired one; Forbidden when `admin` is asked of a user's."""
+    def check(self, shown: str | None, *, admin: bool = False) -> Token | None:
+        """The token that was shown; None where there are no tokens.
+
+        Raises Unauthorized for no token, a wrong or an expired one; Forbidden when `admin` is asked of a user's.
+        """
         if not self._tokens:
-            return
+            return None
         if not shown:
             raise Unauthorized(
                 "this server answers only who shows a token: the header 'Authorization: Bearer TOKEN' over HTTP, "
@@ -47,6 +50,7 @@ class Access:
             raise Unauthorized(f"the token expired at {found.expires:%Y-%m-%d %H:%M} UTC; ask for a new one")
         if admin and not found.admin:
             raise Forbidden("this call takes an admin's token")
+        return found
 
 
 def _digest(secret: str) -> bytes:

@@ -28,9 +28,10 @@ from vlora.errors import (
     VLoraError,
 )
 from vlora.server.image_sources import ImageSources
-from vlora.server.images import decode_images
+from vlora.server.images import RawImage, decode_images
 from vlora.server.interleave import interleave
 from vlora.server.metrics import Metrics
+from vlora.server.streams import Streams
 from vlora.server.text import AnswerText, Piece
 from vlora.types import AdapterStatus, EngineStats, HeadSummary, Request, RequestOutput, SamplingParams
 
@@ -42,8 +43,8 @@ MAX_STOP_STRINGS = 16
 Messages = Sequence[Mapping[str, Any]]
 """A conversation as chat templates take it; content entries are {"type": "image"} or {"type": "text", "text": ...}."""
 
-Image = bytes | str
-"""An encoded image, or the URL of one."""
+Image = bytes | RawImage | str
+"""An encoded image, raw pixels, or the URL of an encoded one."""
 
 
 class FrontEnd:
@@ -56,6 +57,7 @@ class FrontEnd:
         self._adapters: dict[str, AdapterStatus] | None = None
         self._sources = ImageSources(config)
         self.metrics = Metrics()
+        self.streams = Streams(self.ask_head, config)
         self._num_active = 0
         self._idle = asyncio.Event()
         self._idle.set()
@@ -131,7 +133,7 @@ class FrontEnd:
         Raises UnknownAdapter, UnknownHead, BadRequest when the head wants another number of images; else as `generate`.
         """
         with self._admitted() as clock:
-            summary = _find_head(await self._status(adapter), head, self._adapters or {})
+            summary = await self.find_head(adapter, head)
             if len(images) != summary.num_frames:
                 raise BadRequest(
                     f"head {head!r} of adapter {adapter!r} reads {summary.num_frames} "
@@ -212,6 +214,10 @@ class FrontEnd:
         self._adapters = {status.name: status for status in statuses}
         return statuses
 
+    async def find_head(self, adapter: str, head: str) -> HeadSummary:
+        """Raises UnknownAdapter, UnknownHead with the names there are."""
+        return _find_head(await self._status(adapter), head, self._adapters or {})
+
     async def load_adapter(self, name: str, path: str) -> AdapterStatus:
         """Register an adapter folder of the server's file system. Raises BadAdapter with the reason."""
         status = await self._engine.load_adapter(name, path)
@@ -252,6 +258,7 @@ class FrontEnd:
                 await self._idle.wait()
 
     async def close(self) -> None:
+        self.streams.close()
         self._threads.shutdown(wait=False, cancel_futures=True)
         await self._sources.close()
 
@@ -309,7 +316,7 @@ class FrontEnd:
     async def _prepare(self, prompt: str | Messages, images: Sequence[Image], clock: _Clock) -> EncodedPrompt:
         """Fetch; then decode, template, tokenize and process images off the event loop."""
 
-        def work(encoded: Sequence[bytes]) -> EncodedPrompt:
+        def work(encoded: Sequence[bytes | RawImage]) -> EncodedPrompt:
             pixels = decode_images(encoded, self.config)
             if isinstance(prompt, str):
                 return self._processor.encode(self._processor.chat(prompt, len(pixels)), pixels)

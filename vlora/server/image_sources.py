@@ -17,7 +17,7 @@ import httpx
 
 from vlora.config import ServerConfig
 from vlora.errors import BadImage, BadRequest, TooLarge
-from vlora.server.images import check_number
+from vlora.server.images import RawImage, check_number
 
 ANY_PUBLIC_HOST = "*"
 
@@ -41,15 +41,15 @@ class ImageSources:
         self._folder = None if config.image_folder is None else Path(config.image_folder).resolve()
         self._client: httpx.AsyncClient | None = None
 
-    async def read(self, images: Sequence[bytes | str]) -> list[bytes]:
-        """The encoded bytes of every image, in order; text is a URL.
+    async def read(self, images: Sequence[bytes | RawImage | str]) -> list[bytes | RawImage]:
+        """The encoded bytes of every image, or its raw pixels, in order; text is a URL.
 
         Raises TooLarge, BadImage for what cannot be read, BadRequest for a source that is not allowed. Messages count
         from 1.
         """
         check_number(images, self._config)
         return [
-            image if isinstance(image, bytes) else await self._read_url(image, number)
+            await self._read_url(image, number) if isinstance(image, str) else image
             for number, image in enumerate(images, 1)
         ]
 

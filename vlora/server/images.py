@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import warnings
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from PIL import Image, ImageOps
 
@@ -17,7 +18,30 @@ FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "GIF", "TIFF")
 warnings.filterwarnings("ignore", category=Image.DecompressionBombWarning)
 
 
-def decode_images(encoded: Sequence[bytes], config: ServerConfig) -> list[Image.Image]:
+class RawImage(NamedTuple):
+    """Pixels as they are: rows from the top, three bytes each (red, green, blue)."""
+
+    pixels: bytes
+    height: int
+    width: int
+
+    def check(self, config: ServerConfig) -> None:
+        """Raises BadImage when size and bytes disagree, TooLarge over the server's limit."""
+        if self.height < 1 or self.width < 1:
+            raise BadImage(f"a raw image of {self.width}x{self.height} pixels has none")
+        if self.height * self.width > config.max_image_pixels:
+            raise TooLarge(
+                f"a raw image is {self.width}x{self.height}, {self.height * self.width} pixels; this server takes at "
+                f"most {config.max_image_pixels}"
+            )
+        if len(self.pixels) != 3 * self.height * self.width:
+            raise BadImage(
+                f"a raw image of {self.width}x{self.height} pixels has {3 * self.height * self.width} bytes (RGB, one "
+                f"byte a colour); {len(self.pixels)} came"
+            )
+
+
+def decode_images(encoded: Sequence[bytes | RawImage], config: ServerConfig) -> list[Image.Image]:
     """Decode to RGB, turned upright by EXIF; the first frame of an animation.
 
     Raises TooLarge when a limit of the server is passed, BadImage for bytes that are no image. Messages count from 1.
@@ -39,8 +63,11 @@ def check_number(images: Sequence[object], config: ServerConfig) -> None:
         raise TooLarge(f"the request has {len(images)} images; this server takes at most {config.max_images}")
 
 
-def _open(encoded: bytes, number: int, config: ServerConfig) -> Image.Image:
+def _open(encoded: bytes | RawImage, number: int, config: ServerConfig) -> Image.Image:
     """Read the header only: format and size."""
+    if isinstance(encoded, RawImage):
+        encoded.check(config)
+        return Image.frombuffer("RGB", (encoded.width, encoded.height), encoded.pixels, "raw", "RGB", 0, 1)
     if len(encoded) > config.max_image_bytes:
         raise TooLarge(f"image {number} has {len(encoded)} bytes; this server takes at most {config.max_image_bytes}")
     if not encoded:

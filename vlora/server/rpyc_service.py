@@ -1,14 +1,13 @@
 """The RPyC service: what a client may call. Values in, `(True, msgpack)` or `(False, code, message)` out, nothing else.
 
 Requests carry a number chosen by the client, unique on its connection, by which it can cancel them. A broken connection
-cancels everything that was under way on it.
+cancels everything that was under way on it, but for streams of frames: those wait for their client to come back.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
 from collections.abc import Awaitable, Callable
 from concurrent.futures import Future
 from typing import Any
@@ -19,19 +18,23 @@ import rpyc
 from vlora.client.values import (
     PROTOCOL_VERSION,
     Answer,
+    FrameResults,
     Hello,
     Reply,
+    StreamOptions,
     StreamPart,
     failure,
     sampling_params,
     success,
 )
-from vlora.errors import Aborted, BadRequest, DeadlineMissed, OverCapacity, VLoraError
+from vlora.config import Token
+from vlora.errors import Aborted, BadRequest, DeadlineMissed, Disconnected, OverCapacity, UnknownStream, VLoraError
 from vlora.server.access import Access
+from vlora.server.frame_stream import FrameStream
 from vlora.server.frontend import FrontEnd
+from vlora.server.images import RawImage
+from vlora.server.mistakes import typed
 from vlora.server.rpyc_wire import Peer
-
-log = logging.getLogger(__name__)
 
 _MAX_STREAMS = 256  # of one connection, finished ones that were not read to the end included
 _MAX_PULL_S = 30.0
@@ -56,6 +59,7 @@ class VLoraService(rpyc.Service):
             loop.call_soon_threadsafe(loop.call_later, _STRANGER_S, self._send_away)
         self._tasks: dict[int, asyncio.Task[Any]] = {}
         self._streams: dict[int, _Stream] = {}
+        self._gone = False
 
     def on_disconnect(self, conn: rpyc.Connection) -> None:
         with contextlib.suppress(RuntimeError):  # the loop may be gone first
@@ -111,7 +115,7 @@ class VLoraService(rpyc.Service):
             stream = self._streams.get(_checked("call_id", call_id, int))
             if stream is None:
                 raise BadRequest(f"no stream {call_id} is open on this connection")
-            part = await stream.take(min(_checked("wait_s", wait_s, float), _MAX_PULL_S))
+            part = await stream.take(_wait_s(wait_s))
             if part.answer is not None:
                 del self._streams[call_id]
             return part
@@ -140,6 +144,70 @@ class VLoraService(rpyc.Service):
             if (task := self._tasks.get(number)) is not None:
                 task.cancel()
             self._streams.pop(number, None)
+
+        return self._run(work)
+
+    def exposed_open_frames(self, *args: Any) -> Future[Reply]:
+        """(adapter, head, max_latency_s, fps, drop) -> id of a stream of frames"""
+
+        async def work() -> str:
+            adapter, head, max_latency_s, fps, drop = _positional("open_frames", args, 5)
+            options = StreamOptions(
+                adapter=_checked("adapter", adapter, str),
+                head=_checked("head", head, str),
+                max_latency_s=_checked("max_latency_s", max_latency_s, float | None),
+                fps=_checked("fps", fps, float | None),
+                drop=_checked("drop", drop, str),
+            )
+            summary = await self._front_end.find_head(options.adapter, options.head)
+            owner = self._frames_owner()
+            return self._front_end.streams.open(options, summary.num_frames, owner, self)
+
+        return self._run(work)
+
+    def exposed_send_frame(self, *args: Any) -> Future[Reply]:
+        """(stream id, number, images, wait_s) -> whether it was taken; waits up to wait_s for room.
+
+        An image is bytes, or (bytes, height, width).
+        """
+
+        async def work() -> bool:
+            stream_id, number, images, wait_s = _positional("send_frame", args, 4)
+            stream = self._stream(stream_id)
+            frame = _frame(images)
+            for image in frame:
+                if isinstance(image, RawImage):
+                    image.check(self._front_end.config)
+            return await stream.send(_checked("number", number, int), frame, _wait_s(wait_s))
+
+        return self._run(work)
+
+    def exposed_pull_results(self, *args: Any) -> Future[Reply]:
+        """(stream id, number of the last frame whose result arrived, wait_s) -> FrameResults"""
+
+        async def work() -> FrameResults:
+            stream_id, acknowledged, wait_s = _positional("pull_results", args, 3)
+            number = _checked("acknowledged", acknowledged, int)
+            return await self._stream(stream_id).pull(number, _wait_s(wait_s))
+
+        return self._run(work)
+
+    def exposed_end_frames(self, *args: Any) -> Future[Reply]:
+        """(stream id): it gets no more frames; their results can still be pulled."""
+
+        async def work() -> None:
+            self._stream(_positional("end_frames", args, 1)[0]).end()
+
+        return self._run(work)
+
+    def exposed_close_frames(self, *args: Any) -> Future[Reply]:
+        """(stream id): cancel what is under way, forget what was not pulled. Unknown streams are ignored."""
+
+        async def work() -> None:
+            (stream_id,) = _positional("close_frames", args, 1)
+            with contextlib.suppress(UnknownStream):
+                self._stream(stream_id)
+                self._front_end.streams.discard(stream_id)
 
         return self._run(work)
 
@@ -207,7 +275,7 @@ class VLoraService(rpyc.Service):
         except TimeoutError:
             return failure(DeadlineMissed(f"the call took longer than {limit_s:g} s"))
         except Exception as error:
-            return failure(_typed(error))
+            return failure(typed(error))
         finally:
             if number is not None:
                 del self._tasks[number]
@@ -232,6 +300,15 @@ class VLoraService(rpyc.Service):
             max_latency_s=_checked("max_latency_s", max_latency_s, float | None),
         )
 
+    def _frames_owner(self) -> Token | None:
+        """Whose streams of frames this connection may use. Raises Disconnected when it broke before that."""
+        if self._gone:
+            raise Disconnected("the connection is gone")
+        return self._access.check(self._token)
+
+    def _stream(self, stream_id: Any) -> FrameStream:
+        return self._front_end.streams.use(_checked("stream id", stream_id, str), self._frames_owner(), self)
+
     async def _fill(self, stream: _Stream, call_id: int, args: tuple[Any, ...]) -> None:
         try:
             async with contextlib.aclosing(self._generate(args)) as parts:
@@ -240,7 +317,7 @@ class VLoraService(rpyc.Service):
         except asyncio.CancelledError:
             stream.fail(Aborted("the request was cancelled"))
         except Exception as error:
-            stream.fail(_typed(error))
+            stream.fail(typed(error))
         finally:
             del self._tasks[call_id]
 
@@ -248,6 +325,8 @@ class VLoraService(rpyc.Service):
         for task in self._tasks.values():
             task.cancel()
         self._streams.clear()
+        self._gone = True
+        self._front_end.streams.leave(self)
 
 
 class _Stream:
@@ -283,14 +362,6 @@ class _Stream:
         return StreamPart(text=text, answer=self._answer)
 
 
-def _typed(error: Exception) -> VLoraError:
-    """What goes over the wire. Any other error is our own mistake: it is logged, and its call fails alone."""
-    if isinstance(error, VLoraError):
-        return error
-    log.error("a call failed", exc_info=error)
-    return VLoraError(f"the server made a mistake: {type(error).__name__}: {error}")
-
-
 def _positional(call: str, args: tuple[Any, ...], count: int) -> tuple[Any, ...]:
     if len(args) != count:
         raise BadRequest(f"{call} takes {count} values, {len(args)} came")
@@ -303,6 +374,25 @@ def _checked(name: str, value: Any, kind: Any) -> Any:
         return msgspec.convert(value, kind)
     except msgspec.ValidationError as error:
         raise BadRequest(f"{name}: {error}") from error
+
+
+def _wait_s(value: Any) -> float:
+    wait_s: float = _checked("wait_s", value, float)
+    if not wait_s >= 0:
+        raise BadRequest(f"wait_s is {wait_s}; it must be 0 or more")
+    return min(wait_s, _MAX_PULL_S)
+
+
+def _frame(value: Any) -> tuple[bytes | RawImage, ...]:
+    if not isinstance(value, tuple):
+        raise BadRequest("images: a tuple is expected, of bytes or (bytes, height, width)")
+    return tuple(image if isinstance(image, bytes) else RawImage(*_raw(image)) for image in value)
+
+
+def _raw(value: Any) -> tuple[bytes, int, int]:
+    if not isinstance(value, tuple) or [type(each) for each in value] != [bytes, int, int]:
+        raise BadRequest("an image is bytes, or (bytes, height, width)")
+    return value
 
 
 def _images(value: Any) -> tuple[bytes, ...]:

@@ -1,0 +1,303 @@
+"""Streams of frames against a running server: both clients, broken connections, hostile peers, others' tokens."""
+
+from __future__ import annotations
+
+import array
+import asyncio
+import contextlib
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy
+import pytest
+import rpyc
+from rpyc.core import consts
+
+from tests.server.running import Running, png, running_server
+from tests.server.scripted import write_adapter
+from vlora.client import AsyncClient, Client, FrameStream
+from vlora.config import Token
+from vlora.errors import (
+    BadImage,
+    BadRequest,
+    DeadlineMissed,
+    OverCapacity,
+    TooLarge,
+    UnknownHead,
+    UnknownStream,
+    error_from_code,
+)
+
+DARK, BRIGHT = png(10), png(250)
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    with running_server(max_image_pixels=10_000, max_streams=8, stream_keep_s=0.4) as running:
+        folder = write_adapter(tmp_path_factory.mktemp("cam"), {"night": 1, "motion": 2, "never": 1})
+        running.on_loop(running.front_end.load_adapter("cam", folder))
+        yield running
+
+
+@pytest.fixture
+def client(server: Running) -> Iterator[Client]:
+    with Client(port=server.port) as made:
+        yield made
+
+
+@pytest.fixture(autouse=True)
+def frees_everything(server: Running) -> Iterator[None]:
+    yield
+    assert wait_until(lambda: len(server.front_end.streams) == 0 and not server.engine.engine.running)
+
+
+@pytest.fixture
+def hang_up(frees_everything: None) -> Iterator[contextlib.ExitStack]:
+    with contextlib.ExitStack() as stack:
+        yield stack
+
+
+def wait_until(ready: Any) -> bool:
+    deadline = time.monotonic() + 5
+    while not ready() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return bool(ready())
+
+
+def cut(client: Client) -> None:
+    client.connection()._stream.sock.shutdown(socket.SHUT_RDWR)
+
+
+def labels(stream: FrameStream) -> list[tuple[int, str]]:
+    return [(each.number, each.answer.label) for each in stream if each.answer is not None]
+
+
+def test_every_frame_gets_its_answer_in_order(client: Client, tmp_path: Path) -> None:
+    (tmp_path / "a.png").write_bytes(BRIGHT)
+    with client.open_stream(adapter="cam", head="night", drop="none") as stream:
+        frames = [
+            DARK,
+            bytearray(BRIGHT),
+            tmp_path / "a.png",
+            (bytes(4 * 6 * 3), 4, 6),
+            numpy.full((4, 6, 3), 255, numpy.uint8),
+        ]
+        assert [stream.send(frame) for frame in frames] == [0, 1, 2, 3, 4]
+        stream.end()
+        assert labels(stream) == [(0, "dark"), (1, "bright"), (2, "bright"), (3, "dark"), (4, "bright")]
+    with client.open_stream(adapter="cam", head="motion") as stream:
+        stream.send(BRIGHT, DARK)
+        assert next(stream).answer is not None
+
+
+def test_a_broken_frame_fails_alone_and_what_is_no_frame_is_not_sent(client: Client) -> None:
+    with client.open_stream(adapter="cam", head="night", drop="none") as stream:
+        for frame, error in (
+            (7, BadImage),
+            ((b"abc", 1), BadImage),
+            (array.array("f", [1.0]), BadImage),
+            ((b"abc", 0, 1), BadImage),
+            ((b"abc", 1, 2), BadImage),
+            ((b"abc", 10**9, 10**9), TooLarge),
+        ):
+            with pytest.raises(error):
+                stream.send(frame)
+        with pytest.raises(BadRequest, match="reads 1 image per frame; 2 came"):
+            stream.send(DARK, DARK)
+        stream.send(b"no image")
+        stream.send(BRIGHT)
+        broken, good = next(stream), next(stream)
+        assert broken.error is not None and isinstance(broken.error.to_exception(), BadImage)
+        assert good.answer is not None and good.number == 1
+
+
+def test_the_connection_breaks_and_nothing_is_lost_or_doubled(client: Client) -> None:
+    expected = [(number, "bright" if number % 3 == 0 else "dark") for number in range(60)]
+    with client.open_stream(adapter="cam", head="night", drop="none") as stream:
+
+        def send() -> None:
+            for number in range(60):
+                if number % 10 == 5:
+                    cut(client)
+                assert stream.send(BRIGHT if number % 3 == 0 else DARK) == number
+            stream.end()
+
+        sender = threading.Thread(target=send)
+        sender.start()
+        got = []
+        for result in stream:
+            assert result.answer is not None
+            got.append((result.number, result.answer.label))
+            if result.number % 20 == 7:
+                cut(client)
+        sender.join()
+    assert got == expected
+
+
+def test_asyncio_breaks_and_goes_on(server: Running) -> None:
+    async def main() -> list[int]:
+        async with AsyncClient(port=server.port) as client:
+            stream = await client.open_stream(adapter="cam", head="night", drop="none")
+            async with stream:
+
+                async def send() -> None:
+                    for number in range(20):
+                        if number == 10:
+                            cut(client._client)
+                        await stream.send(DARK)
+                    await stream.end()
+
+                sender = asyncio.create_task(send())
+                # Reading may be given up and taken up again.
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(anext(stream), 1e-6)
+                got = [result.number async for result in stream]
+                await sender
+                return got
+
+    assert asyncio.run(main()) == list(range(20))
+
+
+def test_a_stream_expires_without_its_client(server: Running, client: Client) -> None:
+    stream = client.open_stream(adapter="cam", head="never")
+    stream.send(DARK)
+    assert wait_until(lambda: server.engine.engine.running)
+    client.close()
+    assert len(server.front_end.streams) == 1
+    assert wait_until(lambda: len(server.front_end.streams) == 0 and not server.engine.engine.running)
+    with pytest.raises(UnknownStream, match="open a new one"):
+        stream.send(DARK)
+
+
+def test_streams_of_one_connection_do_not_block_one_another(server: Running) -> None:
+    with (
+        Client(port=server.port, timeout_s=0.3) as client,
+        client.open_stream(adapter="cam", head="never", drop="none") as stuck,
+        client.open_stream(adapter="cam", head="night", drop="none") as unread,
+        client.open_stream(adapter="cam", head="night", drop="none") as good,
+    ):
+        for _ in range(8):
+            stuck.send(DARK)
+        with pytest.raises(DeadlineMissed, match="frame 8 found no room within"):
+            stuck.send(DARK)
+        for _ in range(20):
+            unread.send(DARK)
+        started = time.monotonic()
+        for number in range(10):
+            good.send(BRIGHT)
+            assert next(good).number == number
+        assert time.monotonic() - started < 3
+
+
+def test_waiting_for_results_asks_nothing_of_the_server(client: Client, server: Running) -> None:
+    asked = 0
+    with client.open_stream(adapter="cam", head="night") as stream:
+        ask = stream._ask
+
+        def counted(call: Any) -> Any:
+            nonlocal asked
+            asked += 1
+            return ask(call)
+
+        stream._ask = counted
+        reader = threading.Thread(target=lambda: next(stream))
+        reader.start()
+        time.sleep(0.3)
+        assert asked == 1
+        stream.send(DARK)
+        reader.join(5)
+        assert asked == 2 and not reader.is_alive()
+
+
+def test_closing_ends_a_reader(client: Client) -> None:
+    stream = client.open_stream(adapter="cam", head="night")
+    read: list[Any] = []
+    reader = threading.Thread(target=lambda: read.extend(stream))
+    reader.start()
+    time.sleep(0.05)
+    stream.close()
+    reader.join(5)
+    assert not reader.is_alive() and read == []
+
+
+def test_what_cannot_be_opened(client: Client) -> None:
+    for options, error, why in (
+        ({"head": "day"}, UnknownHead, "its heads"),
+        ({"max_latency_s": 0}, BadRequest, "max_latency_s is 0"),
+        ({"fps": float("nan")}, BadRequest, "fps is nan"),
+        ({"drop": "oldest"}, BadRequest, "choose newest or none"),
+    ):
+        with pytest.raises(error, match=why):
+            client.open_stream(**{"adapter": "cam", "head": "night"} | options)
+    with contextlib.ExitStack() as streams:
+        for _ in range(8):
+            streams.enter_context(client.open_stream(adapter="cam", head="night"))
+        with pytest.raises(OverCapacity, match="8 streams are open"):
+            client.open_stream(adapter="cam", head="night")
+
+
+def test_a_stream_is_its_tokens(tmp_path: Path) -> None:
+    tokens = tuple(Token(name=name, secret=name * 16) for name in "ab")
+    with running_server(tokens=tokens) as server:
+        server.on_loop(server.front_end.load_adapter("cam", write_adapter(tmp_path, {"night": 1})))
+        with (
+            Client(port=server.port, token="a" * 16) as mine,
+            Client(port=server.port, token="b" * 16) as other,
+            mine.open_stream(adapter="cam", head="night") as stream,
+        ):
+            stream.send(DARK)
+            thief = FrameStream(stream.stream_id, lambda call: other._wait(other.connection(), call), 1)
+            for steal in (lambda: next(thief), lambda: thief.send(DARK), thief.end):
+                with pytest.raises(UnknownStream):
+                    steal()
+            thief.close()
+            assert next(stream).answer is not None
+
+
+def test_hostile_messages_are_typed_errors(server: Running, hang_up: contextlib.ExitStack) -> None:
+    def say(method: str, *args: Any) -> Any:
+        return peer.sync_request(consts.HANDLE_CALLATTR, peer.root, f"exposed_{method}", args, ())
+
+    peer = rpyc.connect("127.0.0.1", server.port, config={"sync_request_timeout": 5})
+    hang_up.callback(peer.close)
+    good, packed = say("open_frames", "cam", "night", None, None, "newest")
+    assert good
+    stream_id = packed[1:].decode()
+    for method, *args in (
+        ("open_frames",),
+        ("open_frames", 1, 2, 3, 4, 5),
+        ("open_frames", "cam", "night", -1.0, None, "none"),
+        ("open_frames", "cam", "night", "soon", None, "none"),
+        ("open_frames", "cam", "night", None, 0, "none"),
+        ("open_frames", "cam", "night", None, None, "x" * 1000),
+        ("send_frame",),
+        ("send_frame", "unknown", 0, (DARK,), 0.0),
+        ("send_frame", b"bytes", 0, (DARK,), 0.0),
+        ("send_frame", stream_id, 0, DARK, 0.0),
+        ("send_frame", stream_id, 0, ("text",), 0.0),
+        ("send_frame", stream_id, 0, (), 0.0),
+        ("send_frame", stream_id, 0, ((b"", 10**40, 10**40),), 0.0),
+        ("send_frame", stream_id, 0, ((b"", -1, -1),), 0.0),
+        ("send_frame", stream_id, 0, ((b"abc", 1.0, True),), 0.0),
+        ("send_frame", stream_id, 0, ((b"abc", 1),), 0.0),
+        ("send_frame", stream_id, 10**40, (DARK,), 0.0),
+        ("send_frame", stream_id, "0", (DARK,), 0.0),
+        ("send_frame", stream_id, 0, (DARK,), float("nan")),
+        ("send_frame", stream_id, 0, (DARK,), -1.0),
+        ("pull_results", stream_id, 10**40, 0.0),
+        ("pull_results", stream_id, -2, 0.0),
+        ("pull_results", stream_id, 0, 0.0),
+        ("pull_results", stream_id, None, None),
+        ("pull_results", stream_id * 1000, -1, 0.0),
+        ("end_frames", (stream_id,)),
+        ("close_frames", 7),
+    ):
+        good, *error = say(method, *args)
+        assert not good and isinstance(error_from_code(*error), BadRequest), (method, args, error)
+        assert "mistake" not in error[1] and len(error[1]) < 400
+    assert say("close_frames", "unknown")[0]
+    assert say("send_frame", stream_id, 0, (DARK,), 0.0)[0]

@@ -1,0 +1,277 @@
+"""One stream of frames on the server: order, what is dropped, what waits, and what may be asked twice."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any
+
+import pytest
+
+from vlora.client.values import FrameResult, HeadResult, StreamOptions
+from vlora.config import ServerConfig, Token
+from vlora.errors import BadRequest, OverCapacity, StepFailed, UnknownStream
+from vlora.server.frame_stream import MAX_UNACKNOWLEDGED, FrameStream
+from vlora.server.streams import Streams
+from vlora.types import Timings
+
+
+def answer(label: str) -> HeadResult:
+    timings = Timings(
+        queue_s=0,
+        ttft_s=0,
+        latency_s=0,
+        num_prompt_tokens=1,
+        num_completion_tokens=0,
+        num_preemptions=0,
+        steps_by_mode={},
+    )
+    return HeadResult(
+        label=label, label_id=0, labels=(label,), scores=(1.0,), adapter="cam", head="night", timings=timings, total_s=0
+    )
+
+
+class Head:
+    """Answers a frame with its bytes, once `let` says so (or at once)."""
+
+    def __init__(self, at_once: bool = True) -> None:
+        self.at_once = at_once
+        self.asked: list[bytes] = []
+        self.bounds: list[float | None] = []
+        self.cancelled = 0
+        self._gates: dict[bytes, asyncio.Event] = {}
+
+    async def __call__(
+        self, images: Sequence[Any], adapter: str, head: str, *, max_latency_s: float | None
+    ) -> HeadResult:
+        (image,) = images
+        self.asked.append(image)
+        self.bounds.append(max_latency_s)
+        gate = self._gates[image] = asyncio.Event()
+        try:
+            if not self.at_once:
+                await gate.wait()
+        except asyncio.CancelledError:
+            self.cancelled += 1
+            raise
+        if image == b"fail":
+            raise StepFailed("the step failed")
+        if image == b"trip":
+            raise ValueError("tripped")
+        return answer(image.decode())
+
+    def let(self, image: bytes) -> None:
+        self._gates[image].set()
+
+
+def on_loop(test: Callable[[], Coroutine[Any, Any, None]]) -> Callable[[], None]:
+    def run() -> None:
+        asyncio.run(asyncio.wait_for(test(), 10))
+
+    run.__name__, run.__doc__ = test.__name__, test.__doc__
+    return run
+
+
+def make(head: Head, **options: Any) -> FrameStream:
+    return FrameStream(head, StreamOptions(adapter="cam", head="night", **options), 1)
+
+
+async def settle() -> None:
+    for _ in range(10):
+        await asyncio.sleep(0)
+
+
+async def send(stream: FrameStream, *frames: bytes, first: int = 0) -> None:
+    for number, frame in enumerate(frames, first):
+        assert await stream.send(number, (frame,), 0)
+        await settle()
+
+
+def said(results: Sequence[FrameResult]) -> list[tuple[int, str]]:
+    return [(each.number, each.answer.label if each.answer else "dropped" if each.dropped else "") for each in results]
+
+
+@on_loop
+async def test_results_come_in_order_of_frames_whatever_is_answered_first() -> None:
+    head = Head(at_once=False)
+    stream = make(head, drop="none")
+    await send(stream, b"a", b"b", b"c")
+    for image in (b"c", b"b"):
+        head.let(image)
+    assert (await stream.pull(-1, 0.01)).results == ()
+    head.let(b"a")
+    assert said((await stream.pull(-1, 1)).results) == [(0, "a"), (1, "b"), (2, "c")]
+
+
+@on_loop
+async def test_a_newer_frame_takes_the_place_of_one_that_waits() -> None:
+    head = Head(at_once=False)
+    stream = make(head)
+    await send(stream, b"0", b"1", b"2", b"3", b"4", b"5", b"6")
+    assert head.asked == [b"0", b"1", b"2", b"3"]
+    for image in head.asked[:]:
+        head.let(image)
+    await settle()
+    head.let(b"6")
+    await settle()
+    results = (await stream.pull(-1, 1)).results
+    assert said(results) == [(0, "0"), (1, "1"), (2, "2"), (3, "3"), (4, "dropped"), (5, "dropped"), (6, "6")]
+    assert results[4].dropped == "frame 5 came before this one was started"
+
+
+@on_loop
+async def test_without_dropping_a_send_waits_for_room() -> None:
+    head = Head(at_once=False)
+    stream = make(head, drop="none")
+    await send(stream, *(b"%d" % number for number in range(8)))
+    assert not await stream.send(8, (b"8",), 0.01)
+    waiting = asyncio.create_task(stream.send(8, (b"8",), 5))
+    await settle()
+    assert not waiting.done()
+    head.let(b"0")
+    assert await waiting
+
+
+@pytest.mark.parametrize("drop", ["newest", "none"])
+def test_what_nobody_reads_is_bounded(drop: str) -> None:
+    @on_loop
+    async def test() -> None:
+        stream = make(Head(), drop=drop)
+        await send(stream, *[b"x"] * MAX_UNACKNOWLEDGED)
+        assert not await stream.send(MAX_UNACKNOWLEDGED, (b"x",), 0.01)
+        results = (await stream.pull(-1, 1)).results
+        assert len(results) == 64
+        await stream.pull(results[-1].number, 0)
+        assert await stream.send(MAX_UNACKNOWLEDGED, (b"x",), 0)
+
+    test()
+
+
+@on_loop
+async def test_results_stay_until_they_are_acknowledged() -> None:
+    stream = make(Head())
+    await send(stream, b"a", b"b")
+    first = (await stream.pull(-1, 1)).results
+    assert (await stream.pull(-1, 1)).results == first
+    assert said((await stream.pull(0, 1)).results) == [(1, "b")]
+    for number, why in ((-1, "acknowledged; they cannot be had again"), (2, "no result"), (10**30, "no result")):
+        with pytest.raises(BadRequest, match=why):
+            await stream.pull(number, 0)
+
+
+@on_loop
+async def test_a_frame_sent_again_is_taken_once() -> None:
+    head = Head()
+    stream = make(head)
+    await send(stream, b"a")
+    assert await stream.send(0, (b"a",), 0)
+    await settle()
+    assert head.asked == [b"a"]
+    for number in (2, -1):
+        with pytest.raises(BadRequest, match="frame 1 was expected"):
+            await stream.send(number, (b"c",), 0)
+    with pytest.raises(BadRequest, match="reads 1 image per frame; 2 came"):
+        await stream.send(1, (b"c", b"d"), 0)
+
+
+@on_loop
+async def test_a_later_pull_or_send_takes_over() -> None:
+    head = Head(at_once=False)
+    stream = make(head, drop="none")
+    old = asyncio.create_task(stream.pull(-1, 5))
+    await settle()
+    new = asyncio.create_task(stream.pull(-1, 5))
+    assert (await old).results == () and not new.done()
+    await send(stream, *(b"%d" % number for number in range(8)))
+    first = asyncio.create_task(stream.send(8, (b"old",), 5))
+    await settle()
+    second = asyncio.create_task(stream.send(8, (b"new",), 5))
+    assert not await first
+    head.let(b"0")
+    assert await second and said((await new).results) == [(0, "0")]
+
+
+@on_loop
+async def test_failures_belong_to_their_frame() -> None:
+    stream = make(Head(), drop="none")
+    await send(stream, b"fail", b"trip", b"a")
+    failed, tripped, good = (await stream.pull(-1, 1)).results
+    assert failed.error is not None and isinstance(failed.error.to_exception(), StepFailed)
+    assert tripped.error is not None and "ValueError: tripped" in tripped.error.message
+    assert good.answer is not None
+
+
+@on_loop
+async def test_each_frame_has_the_streams_latency_bound() -> None:
+    head = Head(at_once=False)
+    stream = make(head, drop="none", max_latency_s=0.05)
+    await send(stream, *(b"%d" % number for number in range(5)))
+    results: list[FrameResult] = []
+    while len(results) < 5:
+        results += (await stream.pull(len(results) - 1, 1)).results
+    assert [each.error.code if each.error else None for each in results] == ["deadline_missed"] * 5
+    assert head.cancelled == 4 == len(head.asked), "the fifth was late before its turn came"
+    assert all(bound is not None and 0 < bound <= 0.05 for bound in head.bounds)
+
+
+@on_loop
+async def test_no_more_frames_are_started_than_the_frame_rate() -> None:
+    head = Head()
+    stream = make(head, drop="none", fps=20)
+    loop = asyncio.get_running_loop()
+    started = loop.time()
+    await send(stream, b"0", b"1", b"2", b"3")
+    assert len(head.asked) < 4
+    stream.end()
+    numbers = [-1]
+    while numbers[-1] < 3:
+        numbers += [each.number for each in (await stream.pull(numbers[-1], 1)).results]
+    assert numbers == [-1, 0, 1, 2, 3] and loop.time() - started > 0.09
+    assert (await stream.pull(3, 0)).finished
+
+
+@on_loop
+async def test_end_answers_what_was_taken_and_cancel_frees_it() -> None:
+    head = Head(at_once=False)
+    stream = make(head)
+    await send(stream, b"a", b"b")
+    stream.end()
+    with pytest.raises(BadRequest, match="was ended"):
+        await stream.send(2, (b"c",), 0)
+    head.let(b"a")
+    part = await stream.pull(-1, 1)
+    assert said(part.results) == [(0, "a")] and not part.finished
+    waiting = asyncio.create_task(stream.pull(0, 5))
+    await settle()
+    stream.cancel()
+    with pytest.raises(UnknownStream):
+        await waiting
+    await settle()
+    assert head.cancelled == 1
+
+
+@on_loop
+async def test_streams_belong_to_their_token_and_expire_without_a_connection() -> None:
+    head = Head(at_once=False)
+    streams = Streams(head, ServerConfig(max_streams=2, stream_keep_s=0.05))
+    options = StreamOptions(adapter="cam", head="night")
+    mine, other = (Token(name=name, secret=name * 16) for name in "ab")
+    first = streams.open(options, 1, mine, "connection 1")
+    assert streams.open(options, 1, mine, "connection 2") != first
+    with pytest.raises(OverCapacity, match="2 streams are open"):
+        streams.open(options, 1, mine, "connection 3")
+    for owner in (other, None):
+        with pytest.raises(UnknownStream):
+            streams.use(first, owner, "connection 3")
+    await send(streams.use(first, mine, "connection 1"), b"a")
+    streams.leave("connection 1")
+    streams.use(first, mine, "connection 4")
+    await asyncio.sleep(0.1)
+    assert len(streams) == 2 and head.cancelled == 0
+    streams.leave("connection 4")
+    await asyncio.sleep(0.1)
+    assert len(streams) == 1 and head.cancelled == 1
+    with pytest.raises(UnknownStream, match="is open"):
+        streams.use(first, mine, "connection 4")
+    streams.close()
+    assert len(streams) == 0

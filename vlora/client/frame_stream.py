@@ -1,0 +1,91 @@
+"""The blocking handle of a stream of frames."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any, Self
+
+from vlora.client import calls
+from vlora.client.calls import Call, FrameImage
+from vlora.client.stream_state import WAIT_S, Credit, Retry, Unread
+from vlora.client.values import FrameResult
+from vlora.errors import Disconnected, VLoraError
+
+
+class FrameStream(Iterator[FrameResult]):
+    """Frames in, one result for each out, in the order of the frames. `Client.open_stream` makes one.
+
+    One thread may send while another reads. A broken connection is made anew for 30 s, and nothing is lost or comes
+    twice; then Disconnected is raised. UnknownStream: the server does not have the stream any more.
+    """
+
+    def __init__(self, stream_id: str, ask: Callable[[Call[Any]], Any], timeout_s: float) -> None:
+        self.stream_id = stream_id
+        self._ask = ask
+        self._timeout_s = timeout_s
+        self._wait_s = min(WAIT_S, timeout_s / 2)
+        self._num_sent = 0
+        self._unread = Unread()
+        self._sending = threading.Lock()
+        self._reading = threading.Lock()
+        self._closed = False
+
+    def send(self, *images: FrameImage) -> int:
+        """Send one frame, as many images as its head reads; its number, counted from 0.
+
+        Waits for room: with drop "none" while the server is behind, always while 256 results were not read. Raises
+        DeadlineMissed when there is none within the client's `timeout_s`, BadImage, TooLarge; a frame that cannot be
+        decoded raises nothing here, its result says so.
+        """
+        frame = calls.read_frame(images)
+        with self._sending:
+            credit = Credit(self._timeout_s)
+            while not self._persist(calls.send_frame(self.stream_id, self._num_sent, frame, self._wait_s)):
+                credit.check(self._num_sent)
+            self._num_sent += 1
+            return self._num_sent - 1
+
+    def __next__(self) -> FrameResult:
+        """Waits for the next result; ends after the last one once `end` was called, and when the stream is closed."""
+        with self._reading:
+            while not self._unread:
+                if self._unread.finished or self._closed:
+                    raise StopIteration
+                pull = calls.pull_results(self.stream_id, self._unread.last_read, self._wait_s)
+                try:
+                    self._unread.add(self._persist(pull))
+                except VLoraError:
+                    if not self._closed:
+                        raise
+            return self._unread.read()
+
+    def end(self) -> None:
+        """No more frames follow: reading ends with the last one's result."""
+        self._persist(calls.end_frames(self.stream_id))
+
+    def close(self) -> None:
+        """Cancel what was not answered and forget what was not read."""
+        if not self._closed:
+            self._closed = True
+            with contextlib.suppress(VLoraError):  # without a connection the server forgets it by itself
+                self._ask(calls.close_frames(self.stream_id))
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def _persist(self, call: Call[Any]) -> Any:
+        """Every call of a stream may be made again: the server knows what it has had."""
+        retry = Retry()
+        while True:
+            try:
+                return self._ask(call)
+            except Disconnected as error:
+                if self._closed:
+                    raise
+                time.sleep(retry.pause_s(error))

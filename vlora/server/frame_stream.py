@@ -1,0 +1,217 @@
+"""One stream of frames: what waits, what is being answered, and the results that were not acknowledged yet.
+
+Frames are numbered from 0 by their sender, who may send a frame or ask for results again after a broken connection: a
+number that is known already changes nothing, and results stay until they are acknowledged. That is all a resume takes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, Protocol
+
+from vlora.client.values import FrameResult, FrameResults, HeadResult, StreamOptions
+from vlora.errors import BadRequest, DeadlineMissed, UnknownStream, VLoraError
+from vlora.server.images import RawImage
+from vlora.server.mistakes import typed
+from vlora.types import ErrorValue
+
+MAX_UNACKNOWLEDGED = 256  # frames of a stream between being taken and their result being acknowledged
+
+_MAX_WAITING = 4
+_MAX_RUNNING = 4  # enough for the engine to batch, few enough to stay fresh
+_MAX_RESULTS_PER_PULL = 64
+
+
+class Ask(Protocol):
+    """`FrontEnd.ask_head`."""
+
+    async def __call__(
+        self, images: Sequence[bytes | RawImage], adapter: str, head: str, *, max_latency_s: float | None
+    ) -> HeadResult: ...
+
+
+class _Frame(NamedTuple):
+    number: int
+    images: tuple[bytes | RawImage, ...]
+    arrived: float
+
+
+class FrameStream:
+    """Belongs to one event loop. Of sends, and of pulls, one waits at a time: a later one takes over."""
+
+    def __init__(self, ask: Ask, options: StreamOptions, num_images: int) -> None:
+        self._ask = ask
+        self._options = options
+        self._num_images = num_images
+        self._loop = asyncio.get_running_loop()
+        self._interval_s = 0.0 if options.fps is None else 1 / options.fps
+        self._due = self._loop.time()  # when the next frame may start
+        self._pace: asyncio.TimerHandle | None = None
+        self._num_taken = 0
+        self._waiting: deque[_Frame] = deque()
+        self._running: set[asyncio.Task[None]] = set()
+        self._results: dict[int, FrameResult] = {}
+        self._acknowledged = -1
+        self._ended = False
+        self._cancelled = False
+        self._sends = 0
+        self._pulls = 0
+        self._changed = asyncio.Event()
+
+    async def send(self, number: int, images: tuple[bytes | RawImage, ...], wait_s: float) -> bool:
+        """Take a frame, waiting up to `wait_s` for room; False when there was none.
+
+        Raises BadRequest for a number out of turn or another count of images, and after `end`; UnknownStream when the
+        stream was cancelled meanwhile.
+        """
+        self._sends += 1
+        turn = self._sends
+        self._notify()
+        if 0 <= number < self._num_taken:
+            return True
+        if number != self._num_taken:
+            raise BadRequest(f"frame {number} came where frame {self._num_taken} was expected")
+        if len(images) != self._num_images:
+            raise BadRequest(
+                f"head {self._options.head!r} of adapter {self._options.adapter!r} reads {self._num_images} "
+                f"image{'s' * (self._num_images != 1)} per frame; {len(images)} came"
+            )
+        await self._until(lambda: self._ended or self._sends != turn or self._has_room, wait_s)
+        if self._ended:
+            raise BadRequest("the stream was ended; it takes no more frames")
+        if self._sends != turn or not self._has_room:
+            return False
+        if self._options.drop == "newest" and self._waiting:
+            old = self._waiting.popleft()
+            self._finish(old, dropped=f"frame {number} came before this one was started")
+        self._waiting.append(_Frame(number, images, self._loop.time()))
+        self._num_taken += 1
+        self._start_due()
+        return True
+
+    async def pull(self, acknowledged: int, wait_s: float) -> FrameResults:
+        """The results that follow `acknowledged`, in order of their frames; waits up to `wait_s` for the first.
+
+        acknowledged: the number of the last frame whose result arrived safely, -1 for none; up to there they are
+        forgotten. Raises BadRequest for a number that cannot be, UnknownStream when the stream was cancelled meanwhile.
+        """
+        self._pulls += 1
+        turn = self._pulls
+        self._acknowledge(acknowledged)
+        wanted = acknowledged + 1
+        await self._until(
+            lambda: wanted in self._results or self._pulls != turn or (self._ended and wanted == self._num_taken),
+            wait_s,
+        )
+        results: list[FrameResult] = []
+        while self._pulls == turn and wanted in self._results and len(results) < _MAX_RESULTS_PER_PULL:
+            results.append(self._results[wanted])
+            wanted += 1
+        return FrameResults(results=tuple(results), finished=self._ended and wanted == self._num_taken)
+
+    def end(self) -> None:
+        """Take no more frames; those taken are answered."""
+        self._ended = True
+        self._notify()
+
+    def cancel(self) -> None:
+        """Free everything."""
+        self._ended = self._cancelled = True
+        for task in self._running:
+            task.cancel()
+        if self._pace is not None:
+            self._pace.cancel()
+        self._waiting.clear()
+        self._results.clear()
+        self._notify()
+
+    # -- inside -------------------------------------------------------------------------------------------------------
+
+    @property
+    def _has_room(self) -> bool:
+        unacknowledged = self._num_taken - 1 - self._acknowledged
+        return unacknowledged < MAX_UNACKNOWLEDGED and (
+            self._options.drop == "newest" or len(self._waiting) < _MAX_WAITING
+        )
+
+    def _acknowledge(self, number: int) -> None:
+        if number < self._acknowledged:
+            raise BadRequest(f"results up to frame {self._acknowledged} were acknowledged; they cannot be had again")
+        between = range(self._acknowledged + 1, min(number, self._num_taken) + 1)
+        if number >= self._num_taken or not all(each in self._results for each in between):
+            raise BadRequest(f"frame {number} cannot be acknowledged: there is no result of it yet")
+        for each in between:
+            del self._results[each]
+        self._acknowledged = number
+        self._notify()
+
+    def _start_due(self) -> None:
+        """Start waiting frames, as many as may run and as fast as the stream's frame rate."""
+        while self._waiting and len(self._running) < _MAX_RUNNING:
+            now = self._loop.time()
+            if now < self._due:
+                if self._pace is None:
+                    self._pace = self._loop.call_later(self._due - now, self._on_pace)
+                break
+            # A frame that comes late does not push back all that follow.
+            self._due = max(self._due, now - self._interval_s) + self._interval_s
+            task = asyncio.create_task(self._answer(self._waiting.popleft()))
+            self._running.add(task)
+            task.add_done_callback(self._on_answered)
+        self._notify()
+
+    def _on_pace(self) -> None:
+        self._pace = None
+        self._start_due()
+
+    def _on_answered(self, task: asyncio.Task[None]) -> None:
+        self._running.discard(task)
+        if not self._cancelled:
+            self._start_due()
+
+    async def _answer(self, frame: _Frame) -> None:
+        bound = self._options.max_latency_s
+        try:
+            left = None if bound is None else bound - (self._loop.time() - frame.arrived)
+            if left is not None and left <= 0:
+                raise TimeoutError
+            async with asyncio.timeout(left):
+                answer = await self._ask(frame.images, self._options.adapter, self._options.head, max_latency_s=left)
+        except TimeoutError:
+            self._finish(frame, error=DeadlineMissed(f"the frame was not answered within the stream's {bound:g} s"))
+        except Exception as error:
+            self._finish(frame, error=typed(error))
+        else:
+            self._finish(frame, answer=answer)
+
+    def _finish(
+        self,
+        frame: _Frame,
+        *,
+        answer: HeadResult | None = None,
+        dropped: str | None = None,
+        error: VLoraError | None = None,
+    ) -> None:
+        self._results[frame.number] = FrameResult(
+            number=frame.number,
+            latency_s=self._loop.time() - frame.arrived,
+            answer=answer,
+            dropped=dropped,
+            error=None if error is None else ErrorValue.of(error),
+        )
+        self._notify()
+
+    async def _until(self, ready: Callable[[], bool], wait_s: float) -> None:
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(wait_s):
+                while not ready() and not self._cancelled:
+                    await self._changed.wait()
+        if self._cancelled:
+            raise UnknownStream("the stream was closed")
+
+    def _notify(self) -> None:
+        self._changed.set()
+        self._changed = asyncio.Event()
