@@ -5,6 +5,7 @@ from __future__ import annotations
 import array
 import asyncio
 import contextlib
+import re
 import socket
 import threading
 import time
@@ -19,12 +20,14 @@ from rpyc.core import consts
 
 from tests.server.running import Running, png, running_server
 from tests.server.scripted import write_adapter
-from vlora.client import AsyncClient, Client, FrameStream
+from vlora.client import AsyncClient, Client, FrameStream, stream_state
+from vlora.client.stream_state import Retry
 from vlora.config import Token
 from vlora.errors import (
     BadImage,
     BadRequest,
     DeadlineMissed,
+    Disconnected,
     OverCapacity,
     TooLarge,
     UnknownHead,
@@ -94,6 +97,19 @@ def test_every_frame_gets_its_answer_in_order(client: Client, tmp_path: Path) ->
         assert next(stream).answer is not None
 
 
+def test_the_readmes_camera(
+    server: Running, client: Client, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    server.on_loop(server.front_end.load_adapter("traffic", write_adapter(tmp_path, {"jam": 1})))
+    readme = (Path(__file__).parents[2] / "README.md").read_text()
+    (code,) = [block for block in re.findall(r"```python\n(.*?)```", readme, re.DOTALL) if "open_stream" in block]
+    names: dict[str, Any] = {}
+    exec(code, names)
+    names["watch"](client, [BRIGHT, b"no image"])
+    first, second = capsys.readouterr().out.splitlines()
+    assert first.startswith("0 bright 0.9") and second.startswith("1 image 1 (8 bytes)")
+
+
 def test_a_broken_frame_fails_alone_and_what_is_no_frame_is_not_sent(client: Client) -> None:
     with client.open_stream(adapter="cam", head="night", drop="none") as stream:
         for frame, error in (
@@ -136,6 +152,21 @@ def test_the_connection_breaks_and_nothing_is_lost_or_doubled(client: Client) ->
                 cut(client)
         sender.join()
     assert got == expected
+
+
+def test_the_server_is_tried_again_for_as_long_as_it_keeps_a_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 0.0
+    monkeypatch.setattr(stream_state.time, "monotonic", lambda: now)
+    retry, error = Retry(), Disconnected("gone")
+    now = 20.0  # the call was held before its connection broke
+    pauses = []
+    while now < 49:
+        pauses.append(retry.pause_s(error))
+        now += pauses[-1]
+    assert pauses[:6] == [0.1, 0.2, 0.4, 0.8, 1.6, 2.0] and max(pauses) == 2.0
+    now = 50.0
+    with pytest.raises(Disconnected):
+        retry.pause_s(error)
 
 
 def test_asyncio_breaks_and_goes_on(server: Running) -> None:

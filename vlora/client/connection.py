@@ -16,6 +16,7 @@ from rpyc.core.channel import Channel
 from rpyc.core.stream import SocketStream
 
 from vlora.client.calls import Call
+from vlora.client.silence import notice_silence
 from vlora.client.tls import TlsStream
 from vlora.client.values import PROTOCOL_VERSION, Hello, open_reply
 from vlora.errors import BadRequest, DeadlineMissed, Disconnected, TooLarge, VLoraError
@@ -39,6 +40,7 @@ class ServerConnection:
             self._stream = SocketStream.connect(
                 host, port, ipv6=":" in host, timeout=_CONNECT_S, attempts=1, nodelay=True
             )
+            notice_silence(self._stream.sock)
             if tls is not None:
                 self._stream.sock.settimeout(_CONNECT_S)
                 self._stream = TlsStream(tls.wrap_socket(self._stream.sock, server_hostname=host), _SEND_S)

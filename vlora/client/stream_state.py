@@ -41,11 +41,14 @@ class Retry:
 
     def __init__(self) -> None:
         self._pause_s = _FIRST_PAUSE_S
-        self._until = time.monotonic() + _RETRY_S
+        self._until: float | None = None
 
     def pause_s(self, error: Disconnected) -> float:
         """How long to wait before the next attempt. Raises the error when there is none."""
-        if time.monotonic() >= self._until:
+        now = time.monotonic()
+        # From the first failure on: the call may have been held by the server for a while before it.
+        self._until = self._until or now + _RETRY_S
+        if now >= self._until:
             raise error
         pause_s, self._pause_s = self._pause_s, min(2 * self._pause_s, _LONGEST_PAUSE_S)
         return pause_s

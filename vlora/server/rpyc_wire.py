@@ -23,6 +23,7 @@ from rpyc.core.channel import Channel
 from rpyc.core.stream import SocketStream
 from rpyc.utils.server import ThreadedServer
 
+from vlora.client.silence import notice_silence
 from vlora.client.tls import TlsStream
 from vlora.errors import BadConfig
 
@@ -210,6 +211,7 @@ class RpycServer(ThreadedServer):
     def _serve(self, sock: socket.socket) -> None:
         try:
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            notice_silence(sock)
             if self._tls is not None:
                 self.clients.discard(sock)
                 sock.settimeout(_HANDSHAKE_S)
