@@ -169,7 +169,7 @@ class FrameStream:
 
     def _on_answered(self, task: asyncio.Task[None]) -> None:
         self._running.discard(task)
-        if not self._cancelled:
+        if not task.cancelled():  # else the stream, or the loop, is at its end
             self._start_due()
 
     async def _answer(self, frame: _Frame) -> None:
