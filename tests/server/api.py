@@ -9,7 +9,7 @@ import json
 import ssl
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -74,7 +74,13 @@ class Api(NamedTuple):
 
 
 @contextmanager
-def running_api(engine: Any = None, processor: Any = None, model: str = "base", **settings: Any) -> Iterator[Api]:
+def running_api(
+    engine: Any = None,
+    processor: Any = None,
+    model: str = "base",
+    others_listen: Callable[[], bool] = lambda: True,
+    **settings: Any,
+) -> Iterator[Api]:
     """On a scripted engine if none is given. settings: fields of ServerConfig."""
     config = ServerConfig(http_port=0, **settings)
     started: Future[Api] = Future()
@@ -84,7 +90,7 @@ def running_api(engine: Any = None, processor: Any = None, model: str = "base", 
         used = engine or ScriptedInterface()
         front_end = FrontEnd(used, processor or ByteProcessor(), config)
         server = HttpServer(config)
-        server.start(make_app(front_end, model, Access(config.tokens)))
+        server.start(make_app(front_end, model, Access(config.tokens), others_listen=others_listen))
         started.set_result(Api(int(server.address.split(":")[1]), used, front_end, asyncio.get_running_loop()))
         await stopping.wait()
         await server.close()

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import time
 import uuid
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from typing import Any, TypeVar
 
 import msgspec
@@ -50,8 +50,13 @@ class AdapterSource(BaseModel):
     path: str
 
 
-def make_app(front_end: FrontEnd, model: str, access: Access) -> ASGIApp:
-    """The ASGI application. model: the base model's name in requests; every other name is an adapter's."""
+def make_app(
+    front_end: FrontEnd, model: str, access: Access, *, others_listen: Callable[[], bool] = lambda: True
+) -> ASGIApp:
+    """The ASGI application. model: the base model's name in requests; every other name is an adapter's.
+
+    others_listen: whether the server's other surface takes connections; without it the server is not ready.
+    """
     app = FastAPI(
         title="V-LoRA",
         docs_url=None,
@@ -61,7 +66,7 @@ def make_app(front_end: FrontEnd, model: str, access: Access) -> ASGIApp:
         dependencies=[Depends(HTTPBearer(auto_error=False))] if access.required else [],
     )
     handle_errors(app)
-    _watching(app, front_end, model)
+    _watching(app, front_end, model, others_listen)
     _asking(app, front_end, model)
     _administering(app, front_end)
     return guarded(app, access, front_end.metrics, front_end.config.max_message_bytes)
@@ -70,18 +75,22 @@ def make_app(front_end: FrontEnd, model: str, access: Access) -> ASGIApp:
 # -- routes -----------------------------------------------------------------------------------------------------------
 
 
-def _watching(app: FastAPI, front_end: FrontEnd, model: str) -> None:
+def _watching(app: FastAPI, front_end: FrontEnd, model: str, others_listen: Callable[[], bool]) -> None:
+    @app.head("/health", include_in_schema=False)
     @app.get("/health")
     async def health() -> dict[str, str]:
         """Whether the engine lives."""
         await front_end.stats()
         return {"status": "ok", "model": model}
 
+    @app.head("/ready", include_in_schema=False)
     @app.get("/ready")
     async def ready() -> Response:
-        """Whether requests are taken: 503 once the server was told to stop, or when the engine is dead."""
+        """Whether requests are taken: 503 once the server was told to stop, or when a part of it is dead."""
         if front_end.draining:
             return JSONResponse({"status": "draining"}, 503)
+        if not others_listen():
+            return JSONResponse({"status": "rpyc takes no connections"}, 503)
         await front_end.stats()
         return JSONResponse({"status": "ready"})
 

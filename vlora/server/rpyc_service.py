@@ -54,7 +54,9 @@ class VLoraService(rpyc.Service):
         self._peer = peer
         self._token: str | None = None
         self._known = not access.required
-        if not self._known:
+        if self._known:
+            peer.trust()
+        else:
             peer.distrust()
             loop.call_soon_threadsafe(loop.call_later, _STRANGER_S, self._send_away)
         self._tasks: dict[int, asyncio.Task[Any]] = {}

@@ -26,6 +26,7 @@ from rpyc.utils.server import ThreadedServer
 from vlora.client.silence import notice_silence
 from vlora.client.tls import TlsStream
 from vlora.errors import BadConfig
+from vlora.server.callers import Caller, Callers, connection_share
 
 log = logging.getLogger(__name__)
 
@@ -33,7 +34,9 @@ _MAX_CALLS = 1024  # unanswered calls of one connection; its next ones wait in t
 _SEND_S = 30.0  # a peer that takes nothing for this long is disconnected
 _LAST_REPLIES_S = 1.0
 _HANDSHAKE_S = 10.0
+_MAX_STRANGERS = 64
 _MAX_STRANGERS_BYTES = 64 * 1024  # a token fits, an image does not
+_ACCEPT_PAUSE_S = 0.1  # after a refusal of the system's; descriptors come back when connections end
 
 _PROTOCOL = {
     "allow_public_attrs": False,
@@ -178,6 +181,8 @@ class RpycServer(ThreadedServer):
         self._tls = tls
         self._connections: set[ValueConnection] = set()
         self._lock = threading.Lock()
+        self._callers = Callers(connection_share(), _MAX_STRANGERS)
+        self._accepting: threading.Thread | None = None
         try:
             super().__init__(
                 rpyc.VoidService,
@@ -194,7 +199,13 @@ class RpycServer(ThreadedServer):
         """Listen; every connection gets a service of its own, which is told who it is for."""
         self._make_service = make_service
         self._listen()
-        threading.Thread(target=self.start, name="vlora-rpyc-accept", daemon=True).start()
+        self._accepting = threading.Thread(target=self.start, name="vlora-rpyc-accept", daemon=True)
+        self._accepting.start()
+
+    @property
+    def listening(self) -> bool:
+        """Whether new connections are taken."""
+        return self._accepting is not None and self._accepting.is_alive()
 
     def close(self) -> None:
         """Stop. Replies that are ready, or become so within a moment, are still sent."""
@@ -205,22 +216,44 @@ class RpycServer(ThreadedServer):
             connection.wait_answered(max(0.0, deadline - time.monotonic()))
         super().close()
 
-    def _accept_method(self, sock: socket.socket) -> None:
-        threading.Thread(target=self._serve, args=(sock,), name="vlora-rpyc-reader", daemon=True).start()
-
-    def _serve(self, sock: socket.socket) -> None:
+    def accept(self) -> None:
+        """Take one connection. What fails here, for want of descriptors or threads, fails for that one only."""
         try:
+            sock, _ = self.listener.accept()
+        except TimeoutError:
+            return
+        except OSError as error:
+            if self.active:
+                log.warning("no connection could be taken: %s", error)
+                time.sleep(_ACCEPT_PAUSE_S)
+            return
+        caller = Caller(sock)
+        self.clients.add(sock)
+        try:
+            sock.setblocking(True)
+            if self._callers.admit(caller):
+                threading.Thread(target=self._serve, args=(caller,), name="vlora-rpyc-reader", daemon=True).start()
+                return
+            log.warning("a connection was refused: there are too many")
+        except (OSError, RuntimeError) as error:  # the latter when the system gives no more threads
+            log.warning("a connection was closed: %s", error)
+        self._forget(caller)
+
+    def _serve(self, caller: Caller) -> None:
+        try:
+            sock = caller.sock
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             notice_silence(sock)
             if self._tls is not None:
                 self.clients.discard(sock)
                 sock.settimeout(_HANDSHAKE_S)
-                sock = self._tls.wrap_socket(sock, server_side=True)
+                caller.sock = sock = self._tls.wrap_socket(sock, server_side=True, do_handshake_on_connect=False)
                 self.clients.add(sock)
+                sock.do_handshake()
             sock.settimeout(_SEND_S)
             stream = TlsStream(sock, _SEND_S) if isinstance(sock, ssl.SSLSocket) else SocketStream(sock)
             channel = BoundedChannel(stream, self._max_message_bytes)
-            service = self._make_service(Peer(channel, self._max_message_bytes))
+            service = self._make_service(Peer(channel, caller, self._max_message_bytes))
             connection = ValueConnection(service, channel, self.protocol_config)
             with self._lock:
                 self._connections.add(connection)
@@ -232,21 +265,27 @@ class RpycServer(ThreadedServer):
         except Exception as error:
             log.warning("a connection was closed: %s: %s", type(error).__name__, error)
         finally:
-            self.clients.discard(sock)
-            sock.close()
+            self._forget(caller)
+
+    def _forget(self, caller: Caller) -> None:
+        self._callers.leave(caller)
+        self.clients.discard(caller.sock)
+        caller.sock.close()
 
 
 class Peer:
     """A connection as its service sees it: one that nobody knows yet may send little."""
 
-    def __init__(self, channel: BoundedChannel, max_message_bytes: int) -> None:
+    def __init__(self, channel: BoundedChannel, caller: Caller, max_message_bytes: int) -> None:
         self._channel = channel
+        self._caller = caller
         self._max_message_bytes = max_message_bytes
 
     def distrust(self) -> None:
         self._channel.max_bytes = min(_MAX_STRANGERS_BYTES, self._max_message_bytes)
 
     def trust(self) -> None:
+        self._caller.known = True
         self._channel.max_bytes = self._max_message_bytes
 
     def leave(self) -> None:

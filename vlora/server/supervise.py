@@ -68,7 +68,7 @@ async def serve(
         loop = asyncio.get_running_loop()
         rpyc_server.start_in_thread(lambda peer: VLoraService(front_end, loop, model, access, peer))
         if http_server is not None:
-            http_server.start(make_app(front_end, model, access))
+            http_server.start(make_app(front_end, model, access, others_listen=lambda: rpyc_server.listening))
         web = f" | {'http' if tls is None else 'https'} {http_server.address}" if http_server else ""
         names = ", ".join(sorted(adapters)) or "none"
         rpyc = f"{'rpyc' if tls is None else 'rpyc+tls'} {rpyc_server.host}:{rpyc_server.port}"

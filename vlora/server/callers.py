@@ -1,0 +1,60 @@
+"""How many connections a surface keeps, and who makes room: strangers before those who are known."""
+
+from __future__ import annotations
+
+import contextlib
+import resource
+import socket
+import threading
+
+_SPARE = 128  # descriptors for the engine's socket, files, and images that are fetched
+_MOST = 2048
+_FEWEST = 8
+
+
+def connection_share() -> int:
+    """The connections one of the two surfaces may keep: well below what the process may open."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == resource.RLIM_INFINITY:
+        return _MOST
+    return max(_FEWEST, min(_MOST, (soft - _SPARE) // 3))
+
+
+class Caller:
+    """One connection: its socket, which a TLS handshake may exchange, and whether its token was seen."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self.sock = sock
+        self.known = False
+
+    def end(self) -> None:
+        """Shut the connection down; the thread that reads it closes it."""
+        with contextlib.suppress(OSError):
+            # The plain socket's own method: that of a TLS socket drops its state, which other threads may be using.
+            socket.socket.shutdown(self.sock, socket.SHUT_RDWR)
+
+
+class Callers:
+    """The connections there are, oldest first. Used by any number of threads."""
+
+    def __init__(self, most: int, most_strangers: int) -> None:
+        self._most = most
+        self._most_strangers = most_strangers
+        self._callers: dict[Caller, None] = {}
+        self._lock = threading.Lock()
+
+    def admit(self, caller: Caller) -> bool:
+        """Take one in, ending the oldest stranger where there is no room. False when only known callers are there."""
+        with self._lock:
+            strangers = [other for other in self._callers if not other.known]
+            if len(self._callers) >= self._most and not strangers:
+                return False
+            if len(self._callers) >= self._most or len(strangers) >= self._most_strangers:
+                strangers[0].end()
+                del self._callers[strangers[0]]
+            self._callers[caller] = None
+            return True
+
+    def leave(self, caller: Caller) -> None:
+        with self._lock:
+            self._callers.pop(caller, None)
