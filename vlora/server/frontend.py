@@ -336,6 +336,9 @@ class FrontEnd:
             finished = False
             while not finished:
                 with clock.bound():
+                    if asyncio.get_running_loop().time() > clock.deadline:
+                        # Outputs that are there already are not waited for: a caller that reads slowly ends here.
+                        raise TimeoutError
                     async with asyncio.timeout_at(clock.deadline):
                         output = await anext(stream)
                 finished = output.finished

@@ -13,6 +13,7 @@ from starlette.types import ASGIApp
 
 from vlora.config import ServerConfig
 from vlora.errors import BadConfig
+from vlora.server.http_protocol import BoundedProtocol
 
 # Longer than clients keep an idle connection (5 s is usual): who closes first must not be the one that is written to.
 _KEEP_ALIVE_S = 30
@@ -43,6 +44,8 @@ class HttpServer:
         self._socket.listen()  # from here on callers wait instead of being refused
         settings = uvicorn.Config(
             app,
+            http=BoundedProtocol,
+            ws="none",
             log_level="error",
             timeout_graceful_shutdown=1,
             timeout_keep_alive=_KEEP_ALIVE_S,
