@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import time
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -110,3 +111,12 @@ def test_scores_are_the_texts_whatever_the_cuts(said: str, cuts: list[int]) -> N
         text.feed(tokens, [TokenScore(0.0, ())] * len(tokens))
     text.finish()
     assert "".join(token.token for token in text.logprobs) == text.text
+
+
+def test_long_stop_strings_cost_little_per_token() -> None:
+    stops = [f"{'x' * 990}{each}" for each in range(16)]
+    held = StopFilter(stops)
+    started = time.perf_counter()
+    assert held.feed("x" * 900) == "" and all(held.feed("x") == "" for _ in range(90))
+    assert time.perf_counter() - started < 0.2
+    assert held.feed("y") == "x" * 990 + "y"

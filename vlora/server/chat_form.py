@@ -10,9 +10,12 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from vlora.client.values import Answer, TokenLogprob
 from vlora.errors import BadRequest
+from vlora.server.text import MAX_STOP_STRINGS
 from vlora.types import MAX_LOGPROBS, SamplingParams
 
 MAX_CHOICES = 16
+MAX_MESSAGES = 1024
+MAX_PARTS = 256  # of one message
 _LEAST_LOGPROB = -9999.0  # as in OpenAI's answers: JSON has no infinity
 
 _LABELS = frozenset(
@@ -34,53 +37,86 @@ _WITHOUT_EFFECT: dict[str, tuple[Any, ...]] = {
 """Fields that are not served, with the values that ask for nothing."""
 
 
-class _Strict(BaseModel):
-    # A field that is not served must not be ignored: it would change the answer.
+class Strict(BaseModel):
+    """A form whose unknown fields are refused: one that was ignored would change the answer. null is a field's default.
+
+    Only the first unknown field is named: a body may hold a million of them.
+    """
+
     model_config = ConfigDict(extra="forbid")
 
+    @model_validator(mode="before")
+    @classmethod
+    def drop_what_asks_for_nothing(cls, fields: Any) -> Any:
+        if not isinstance(fields, dict):
+            return fields
+        kept = {name: value for name, value in fields.items() if not cls.asks_for_nothing(name, value)}
+        unknown = next((name for name in kept if name not in cls.model_fields), None)
+        return {name: value for name, value in kept.items() if name in cls.model_fields or name == unknown}
 
-class ImageUrl(_Strict):
+    @classmethod
+    def asks_for_nothing(cls, name: str, value: Any) -> bool:
+        """Whether a field says what would hold without it."""
+        return value is None
+
+
+class ImageUrl(Strict):
     """A data URL; an http, https or file URL where the operator allows it."""
 
     url: str
     detail: str | None = None
 
 
-class TextPart(_Strict):
+class TextPart(Strict):
     type: Literal["text"]
     text: str
 
 
-class ImagePart(_Strict):
+class ImagePart(Strict):
     type: Literal["image_url"]
     image_url: ImageUrl
 
 
-class ChatMessage(_Strict):
+class ChatMessage(Strict):
     role: Literal["system", "developer", "user", "assistant"]
-    content: str | list[Annotated[TextPart | ImagePart, Field(discriminator="type")]]
+    content: (
+        str
+        | Annotated[
+            list[Annotated[TextPart | ImagePart, Field(discriminator="type")]],
+            Field(max_length=MAX_PARTS, fail_fast=True),
+        ]
+    )
+
+    @classmethod
+    def asks_for_nothing(cls, name: str, value: Any) -> bool:
+        """A name only labels who speaks; the rest are an answer's fields, as clients send them back."""
+        return value is None or name == "name" or (name in ("tool_calls", "annotations") and value == [])
 
 
-class StreamOptions(_Strict):
+class StreamOptions(Strict):
     include_usage: bool = False
 
+    @classmethod
+    def asks_for_nothing(cls, name: str, value: Any) -> bool:
+        return value is None or (name == "include_obfuscation" and value is False)
 
-class ResponseFormat(_Strict):
+
+class ResponseFormat(Strict):
     type: Literal["text", "json_object", "json_schema"]
     json_schema: dict[str, Any] | None = None
 
 
-class ChatRequest(_Strict):
+class ChatRequest(Strict):
     """What is served of OpenAI's request. model: the base model's name, or an adapter's."""
 
     model: str
-    messages: list[ChatMessage] = Field(min_length=1)
+    messages: list[ChatMessage] = Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)
     max_tokens: int | None = None
     max_completion_tokens: int | None = None
     temperature: float = 0.0
     top_p: float = 1.0
     seed: int | None = Field(None, ge=-(2**63), le=2**63 - 1)
-    stop: str | list[str] | None = None
+    stop: str | Annotated[list[str], Field(max_length=MAX_STOP_STRINGS, fail_fast=True)] | None = None
     n: int = Field(1, ge=1, le=MAX_CHOICES)
     logprobs: bool = False
     top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
@@ -88,17 +124,9 @@ class ChatRequest(_Strict):
     stream: bool = False
     stream_options: StreamOptions = StreamOptions()
 
-    @model_validator(mode="before")
     @classmethod
-    def drop_what_asks_for_nothing(cls, fields: Any) -> Any:
-        """null is a field's default, and some fields do not matter; what is left and unknown is refused."""
-        if not isinstance(fields, dict):
-            return fields
-        return {
-            name: value
-            for name, value in fields.items()
-            if value is not None and name not in _LABELS and value not in _WITHOUT_EFFECT.get(name, ())
-        }
+    def asks_for_nothing(cls, name: str, value: Any) -> bool:
+        return value is None or name in _LABELS or value in _WITHOUT_EFFECT.get(name, ())
 
     @model_validator(mode="after")
     def check_logprobs(self) -> ChatRequest:

@@ -32,13 +32,11 @@ from vlora.server.images import RawImage, decode_images
 from vlora.server.interleave import interleave
 from vlora.server.metrics import Metrics
 from vlora.server.streams import Streams
-from vlora.server.text import AnswerText, Piece
+from vlora.server.text import MAX_STOP_CHARS, MAX_STOP_STRINGS, AnswerText, Piece
 from vlora.types import AdapterStatus, EngineStats, HeadSummary, Request, RequestOutput, SamplingParams
 
 if TYPE_CHECKING:
     from vlora.models.processing import EncodedPrompt, InputProcessor
-
-MAX_STOP_STRINGS = 16
 
 Messages = Sequence[Mapping[str, Any]]
 """A conversation as chat templates take it; content entries are {"type": "image"} or {"type": "text", "text": ...}."""
@@ -394,6 +392,9 @@ def _check_text(prompt: str | Messages, sampling: SamplingParams, config: Server
         raise TooLarge(f"the prompt has {length} characters; this server takes at most {config.max_prompt_chars}")
     if len(sampling.stop) > MAX_STOP_STRINGS:
         raise BadRequest(f"stop holds {len(sampling.stop)} strings; at most {MAX_STOP_STRINGS} are looked for")
+    longest = max(map(len, sampling.stop), default=0)
+    if longest > MAX_STOP_CHARS:
+        raise BadRequest(f"a stop string has {longest} characters; at most {MAX_STOP_CHARS} are looked for")
 
 
 def _texts(messages: Messages) -> Iterator[str]:

@@ -14,13 +14,13 @@ from fastapi import Depends, FastAPI, Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 from fastapi.security import HTTPBearer
 from prometheus_client import CONTENT_TYPE_LATEST
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 from starlette.types import ASGIApp
 
 from vlora.client.values import Answer
 from vlora.errors import Aborted, UnknownAdapter, VLoraError
 from vlora.server.access import Access
-from vlora.server.chat_form import ChatRequest, Completion, event
+from vlora.server.chat_form import MAX_PARTS, ChatRequest, Completion, Strict, event
 from vlora.server.frontend import FrontEnd
 from vlora.server.http_errors import ErrorBody, error_body, handle_errors
 from vlora.server.http_guard import ADMIN_PATHS, guarded
@@ -32,19 +32,15 @@ T = TypeVar("T")
 Parts = AsyncGenerator[tuple[int, Piece | Answer], None]
 
 
-class HeadRequest(BaseModel):
+class HeadRequest(Strict):
     """images: URLs, as many as the head reads. max_latency_s: an answer after that many seconds is no answer."""
 
-    model_config = ConfigDict(extra="forbid")
-
-    images: list[str] = Field(min_length=1)
+    images: list[str] = Field(min_length=1, max_length=MAX_PARTS, fail_fast=True)
     max_latency_s: float | None = Field(None, gt=0)
 
 
-class AdapterSource(BaseModel):
+class AdapterSource(Strict):
     """path: an adapter folder in the server's file system."""
-
-    model_config = ConfigDict(extra="forbid")
 
     name: str
     path: str
@@ -69,7 +65,7 @@ def make_app(
     _watching(app, front_end, model, others_listen)
     _asking(app, front_end, model)
     _administering(app, front_end)
-    return guarded(app, access, front_end.metrics, front_end.config.max_message_bytes)
+    return guarded(app, access, front_end.metrics, front_end.config)
 
 
 # -- routes -----------------------------------------------------------------------------------------------------------

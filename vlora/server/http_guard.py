@@ -7,7 +7,7 @@ from starlette.datastructures import Headers
 from starlette.middleware.trustedhost import TrustedHostMiddleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from vlora.config import LOOPBACK_HOSTS
+from vlora.config import LOOPBACK_HOSTS, ServerConfig
 from vlora.errors import TooLarge, VLoraError
 from vlora.server.access import Access
 from vlora.server.http_errors import error_response
@@ -18,9 +18,12 @@ OPEN_PATHS = frozenset({"/health", "/ready"})
 """What a load balancer asks; it has no token."""
 
 
-def guarded(app: ASGIApp, access: Access, metrics: Metrics, max_bytes: int) -> ASGIApp:
+_FIELDS = 20_000  # room for the structure of a body, beside the commas in its text
+
+
+def guarded(app: ASGIApp, access: Access, metrics: Metrics, config: ServerConfig) -> ASGIApp:
     """The app behind its checks."""
-    app = _BoundedBody(app, max_bytes)
+    app = _BoundedBody(app, config.max_message_bytes, config.max_prompt_chars + _FIELDS)
     if access.required:
         return _TokenCheck(app, access, metrics)
     # Without tokens the address is the only guard: a web page may not reach it under a name of its own.
@@ -48,11 +51,15 @@ class _TokenCheck:
 
 
 class _BoundedBody:
-    """Refuses bodies over a size before they are held in memory."""
+    """Refuses bodies over a size before they are held in memory, and those that would fill it once they are read.
 
-    def __init__(self, app: ASGIApp, max_bytes: int) -> None:
+    max_commas: a value of JSON takes one byte to write and tens to hold. Text and images have few commas.
+    """
+
+    def __init__(self, app: ASGIApp, max_bytes: int, max_commas: int) -> None:
         self._app = app
         self._max_bytes = max_bytes
+        self._max_commas = max_commas
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -63,14 +70,18 @@ class _BoundedBody:
         if declared.isdigit() and int(declared) > self._max_bytes:
             await error_response(error)(scope, receive, send)
             return
-        received = 0
+        received = commas = 0
 
         async def bounded() -> Message:
-            nonlocal received
+            nonlocal received, commas
             message = await receive()
-            received += len(message.get("body", b""))
+            body: bytes = message.get("body", b"")
+            received += len(body)
+            commas += body.count(b",")
             if received > self._max_bytes:
                 raise error
+            if commas > self._max_commas:
+                raise TooLarge(f"the body has over {self._max_commas} commas: more values than this server reads")
             return message
 
         await self._app(scope, bounded, send)

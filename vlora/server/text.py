@@ -9,6 +9,9 @@ from typing import NamedTuple
 from vlora.client.values import TokenLogprob
 from vlora.types import TokenScore
 
+MAX_STOP_STRINGS = 16
+MAX_STOP_CHARS = 1000
+
 _BROKEN = "\N{REPLACEMENT CHARACTER}"  # what decoding half a character gives
 
 
@@ -67,15 +70,15 @@ class StopFilter:
 
     def _undecided(self) -> int:
         """Length of the longest end of the held text that begins a stop string."""
-        return max(
-            (
-                length
-                for stop in self._stop
-                for length in range(1, min(len(stop) - 1, len(self._held)) + 1)
-                if self._held.endswith(stop[:length])
-            ),
-            default=0,
-        )
+        return max((self._begun(stop) for stop in self._stop), default=0)
+
+    def _begun(self, stop: str) -> int:
+        start = max(0, len(self._held) - len(stop) + 1)
+        while (start := self._held.find(stop[0], start)) >= 0:
+            if stop.startswith(self._held[start:]):
+                return len(self._held) - start
+            start += 1
+        return 0
 
     def _release(self, length: int) -> str:
         text, self._held = self._held[:length], self._held[length:]

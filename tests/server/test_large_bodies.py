@@ -1,0 +1,76 @@
+"""Bodies that are small on the wire and large to read: refused soon, with one mistake named."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+
+import pytest
+
+from tests.server.api import Api, running_api
+
+START = b'{"model": "base", "messages": [{"role": "user", "content": "x"}'
+BODIES = {
+    "numbers for messages": b'{"model": "base", "messages": [' + b"0," * 400_000 + b"0]}",
+    "unknown fields": START + b"]," + b",".join(b'"%x": 0' % each for each in range(100_000)) + b"}",
+    "unknown fields of a message": START[:-1]
+    + b",".join([b"", *(b'"%x":0' % each for each in range(99_999))])
+    + b"}]}",
+    "messages": START + b',{"role": "user", "content": ""}' * 50_000 + b"]}",
+    "numbers for parts": b'{"model":"base","messages":[{"role":"user","content":[' + b"0," * 400_000 + b"0]}]}",
+    "parts": b'{"model":"base","messages":[{"role":"user","content":['
+    + b",".join([b'{"type":"text","text":""}'] * 50_000)
+    + b"]}]}",
+    "stop strings": START + b'], "stop": [' + b'"a",' * 400_000 + b'"a"]}',
+    "commas": START + b'], "metadata": [' + b"{}," * 1_100_000 + b"{}]}",
+}
+
+
+@pytest.mark.parametrize("body", BODIES.values(), ids=BODIES)
+def test_a_body_of_many_values_holds_up_nobody(body: bytes) -> None:
+    with running_api() as api:
+        assert api.chat("say:x")[0] == 200
+        slowest, done = 0.0, threading.Event()
+
+        def watch() -> None:
+            nonlocal slowest
+            while not done.is_set():
+                started = time.monotonic()
+                api.call("GET", "/health")
+                slowest = max(slowest, time.monotonic() - started)
+
+        watching = threading.Thread(target=watch)
+        watching.start()
+        status, answer = api.call("POST", "/v1/chat/completions", raw=body)
+        done.set()
+        watching.join()
+        assert status in (400, 413) and len(answer["error"]["message"]) < 1000, answer
+        assert slowest < 1.5
+
+
+def test_what_clients_send_back_of_an_answer_is_taken() -> None:
+    with running_api() as api:
+        empty = {"refusal": None, "annotations": None, "audio": None, "function_call": None, "tool_calls": None}
+        messages = [
+            {"role": "user", "content": "say:x", "name": "bob"},
+            {"role": "assistant", "content": "x", **empty},
+            {"role": "user", "content": [{"type": "text", "text": "say:y", "cache_control": None}]},
+        ]
+        status, answer = api.chat("", messages=messages)
+        assert status == 200, answer
+        assert api.chat("say:x", stream=True, stream_options={"include_obfuscation": False})[0] == 200
+        status, answer = api.chat("say:x", stream=True, stream_options={"include_obfuscation": True})
+        assert (status, answer["error"]["param"]) == (400, "stream_options.include_obfuscation")
+
+
+def refused(api: Api, **fields: object) -> str:
+    status, answer = api.chat("say:x", **fields)
+    assert status == 400, answer
+    return json.dumps(answer["error"])
+
+
+def test_stop_strings_are_short() -> None:
+    with running_api() as api:
+        assert "1000" in refused(api, stop="x" * 1001) and "1000" in refused(api, stop=["x" * 1001])
+        assert api.chat("say:x", stop=["x" * 1000])[0] == 200
