@@ -45,6 +45,7 @@ _SETTING_HELP = {
     "max_images": "Most images in a request.",
     "max_request_pixels": "Most pixels in a request's images together.",
     "max_message_bytes": "Largest message on the wire.",
+    "max_held_bytes": "Most bytes of messages held at once, over all requests.",
     "max_prompt_chars": "Longest text in a request.",
     "max_requests": "Most requests under way at once.",
     "request_timeout_s": "Longest time a request may take.",

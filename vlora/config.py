@@ -99,7 +99,8 @@ class ServerConfig:
     of this authority as well.
 
     max_image_bytes and max_image_pixels bound one encoded image and one decoded image, max_request_pixels all images of
-    one request together. max_message_bytes bounds one message on the wire, max_prompt_chars the text of one request.
+    one request together. max_message_bytes bounds one message on the wire, max_held_bytes all
+    messages together whose requests have not ended, max_prompt_chars the text of one request.
     max_requests: how many may be under way at once. request_timeout_s bounds one request, from arrival to last word;
     drain_s is how long requests under way may still run after the server was told to stop.
     max_streams: how many streams of frames may be open at once; stream_keep_s is how long one outlasts its connection.
@@ -117,6 +118,7 @@ class ServerConfig:
     max_images: int = 64
     max_request_pixels: int = 160_000_000
     max_message_bytes: int = 256 * 2**20
+    max_held_bytes: int = 2**30
     max_prompt_chars: int = 1_000_000
     max_requests: int = 256
     request_timeout_s: float = 120.0
@@ -168,6 +170,11 @@ class ServerConfig:
         ):
             if getattr(self, field) < 1:
                 raise BadConfig(f"{field} is {getattr(self, field)}; it must be at least 1")
+        if self.max_held_bytes < self.max_message_bytes:
+            raise BadConfig(
+                f"max_held_bytes is {self.max_held_bytes}, below max_message_bytes ({self.max_message_bytes}): the "
+                "largest message could never be taken; raise the one or lower the other"
+            )
         if not self.request_timeout_s > 0:
             raise BadConfig(f"request_timeout_s is {self.request_timeout_s}; it must be above 0")
         for field in ("drain_s", "stream_keep_s"):

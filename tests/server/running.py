@@ -44,7 +44,7 @@ def running_server(**settings: Any) -> Iterator[Running]:
         front_end = FrontEnd(engine, ByteProcessor(), config)  # type: ignore[arg-type]
         server = RpycServer(config.host, config.rpyc_port, config.max_message_bytes, server_context(config))
         access = Access(config.tokens)
-        server.start_in_thread(lambda peer: VLoraService(front_end, loop, "scripted", access, peer))
+        server.start_in_thread(lambda peer: VLoraService(front_end, loop, "scripted", access, peer), front_end.held)
         started.set_result(Running(server.port, engine, front_end, loop))
         await stopping.wait()
         await asyncio.to_thread(server.close)

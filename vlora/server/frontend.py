@@ -27,6 +27,7 @@ from vlora.errors import (
     UnknownHead,
     VLoraError,
 )
+from vlora.server.budget import ByteBudget
 from vlora.server.image_sources import ImageSources
 from vlora.server.images import RawImage, decode_images
 from vlora.server.interleave import interleave
@@ -56,6 +57,7 @@ class FrontEnd:
         self._sources = ImageSources(config)
         self.metrics = Metrics()
         self.streams = Streams(self.ask_head, config)
+        self.held = ByteBudget(config.max_held_bytes)
         self._num_active = 0
         self._idle = asyncio.Event()
         self._idle.set()

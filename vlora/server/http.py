@@ -65,7 +65,7 @@ def make_app(
     _watching(app, front_end, model, others_listen)
     _asking(app, front_end, model)
     _administering(app, front_end)
-    return guarded(app, access, front_end.metrics, front_end.config)
+    return guarded(app, access, front_end.metrics, front_end.held, front_end.config)
 
 
 # -- routes -----------------------------------------------------------------------------------------------------------

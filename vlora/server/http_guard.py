@@ -8,8 +8,9 @@ from starlette.middleware.trustedhost import TrustedHostMiddleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from vlora.config import LOOPBACK_HOSTS, ServerConfig
-from vlora.errors import TooLarge, VLoraError
+from vlora.errors import OverCapacity, TooLarge, VLoraError
 from vlora.server.access import Access
+from vlora.server.budget import ByteBudget
 from vlora.server.http_errors import error_response
 from vlora.server.metrics import Metrics
 
@@ -21,9 +22,9 @@ OPEN_PATHS = frozenset({"/health", "/ready"})
 _FIELDS = 20_000  # room for the structure of a body, beside the commas in its text
 
 
-def guarded(app: ASGIApp, access: Access, metrics: Metrics, config: ServerConfig) -> ASGIApp:
+def guarded(app: ASGIApp, access: Access, metrics: Metrics, held: ByteBudget, config: ServerConfig) -> ASGIApp:
     """The app behind its checks."""
-    app = _BoundedBody(app, config.max_message_bytes, config.max_prompt_chars + _FIELDS)
+    app = _BoundedBody(app, held, config.max_message_bytes, config.max_prompt_chars + _FIELDS)
     if access.required:
         return _TokenCheck(app, access, metrics)
     # Without tokens the address is the only guard: a web page may not reach it under a name of its own.
@@ -56,8 +57,9 @@ class _BoundedBody:
     max_commas: a value of JSON takes one byte to write and tens to hold. Text and images have few commas.
     """
 
-    def __init__(self, app: ASGIApp, max_bytes: int, max_commas: int) -> None:
+    def __init__(self, app: ASGIApp, held: ByteBudget, max_bytes: int, max_commas: int) -> None:
         self._app = app
+        self._held = held
         self._max_bytes = max_bytes
         self._max_commas = max_commas
 
@@ -76,6 +78,10 @@ class _BoundedBody:
             nonlocal received, commas
             message = await receive()
             body: bytes = message.get("body", b"")
+            if not self._held.take(len(body)):
+                raise OverCapacity(
+                    f"the requests under way fill this server's {self._held.most} bytes for messages; try again later"
+                )
             received += len(body)
             commas += body.count(b",")
             if received > self._max_bytes:
@@ -84,4 +90,7 @@ class _BoundedBody:
                 raise TooLarge(f"the body has over {self._max_commas} commas: more values than this server reads")
             return message
 
-        await self._app(scope, bounded, send)
+        try:
+            await self._app(scope, bounded, send)
+        finally:
+            self._held.give(received)

@@ -48,10 +48,15 @@ class ImageSources:
         from 1.
         """
         check_number(images, self._config)
-        return [
-            await self._read_url(image, number) if isinstance(image, str) else image
-            for number, image in enumerate(images, 1)
-        ]
+        most, held = self._config.max_message_bytes, 0
+        encoded: list[bytes | RawImage] = []
+        for number, image in enumerate(images, 1):
+            one = await self._read_url(image, number) if isinstance(image, str) else image
+            encoded.append(one)
+            held += len(one.pixels if isinstance(one, RawImage) else one)
+            if held > most:
+                raise TooLarge(f"the request's first {number} images have over {most} bytes, which is the limit")
+        return encoded
 
     async def close(self) -> None:
         if self._client is not None:

@@ -96,6 +96,7 @@ class VLoraService(rpyc.Service):
 
     def exposed_open_stream(self, *args: Any) -> Future[Reply]:
         """As generate; the text is pulled with next_part."""
+        give_back = self._peer.take_charge()  # the message is held for longer than this call takes
 
         async def work() -> None:
             call_id = _checked("call_id", args[0] if args else None, int)
@@ -106,9 +107,12 @@ class VLoraService(rpyc.Service):
                     f"{len(self._streams)} streams are open on this connection; read or cancel some first"
                 )
             stream = self._streams[call_id] = _Stream()
-            self._tasks[call_id] = asyncio.create_task(self._fill(stream, call_id, args))
+            self._tasks[call_id] = task = asyncio.create_task(self._fill(stream, call_id, args))
+            task.add_done_callback(lambda _: give_back())
 
-        return self._run(work)
+        opening = self._run(work)
+        opening.add_done_callback(lambda done: None if not done.cancelled() and done.result()[0] else give_back())
+        return opening
 
     def exposed_next_part(self, call_id: Any, wait_s: Any) -> Future[Reply]:
         """The stream's text since the last pull; waits up to wait_s for some."""

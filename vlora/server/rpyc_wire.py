@@ -26,6 +26,7 @@ from rpyc.utils.server import ThreadedServer
 from vlora.client.silence import notice_silence
 from vlora.client.tls import TlsStream
 from vlora.errors import BadConfig
+from vlora.server.budget import ByteBudget
 from vlora.server.callers import Caller, Callers, connection_share
 
 log = logging.getLogger(__name__)
@@ -34,6 +35,9 @@ _MAX_CALLS = 1024  # unanswered calls of one connection; its next ones wait in t
 _SEND_S = 30.0  # a peer that takes nothing for this long is disconnected
 _LAST_REPLIES_S = 1.0
 _HANDSHAKE_S = 10.0
+_SMALL_BYTES = 64 * 1024  # messages up to here are neither counted nor timed
+_FRAME_S = 120.0  # for a message to come in whole
+_ROOM_S = 30.0  # how long a message waits in its socket for others to end
 _MAX_STRANGERS = 64
 _MAX_STRANGERS_BYTES = 64 * 1024  # a token fits, an image does not
 _ACCEPT_PAUSE_S = 0.1  # after a refusal of the system's; descriptors come back when connections end
@@ -56,21 +60,49 @@ _PROTOCOL = {
 class BoundedChannel(Channel):
     """RPyC's frames up to a size, compressed or not; a longer one ends the connection before it is read."""
 
-    def __init__(self, stream: SocketStream, max_bytes: int) -> None:
+    def __init__(self, stream: SocketStream, max_bytes: int, held: ByteBudget, caller: Caller) -> None:
         super().__init__(stream, compress=False)
+        self._caller = caller
         self.max_bytes = max_bytes
+        self._held = held
+        self._charge = 0
 
     def recv(self) -> bytes:
+        self.take_charge()()
         length, compressed = self.FRAME_HEADER.unpack(self.stream.read(self.FRAME_HEADER.size))
         if length > self.max_bytes:
             self._refuse(f"a message of {length} bytes")
-        data = self.stream.read(length + len(self.FLUSHER))[: -len(self.FLUSHER)]
+        data = self._read(length)
         if compressed:
             inflater = zlib.decompressobj()
             data = inflater.decompress(data, self.max_bytes)
             if inflater.unconsumed_tail:
                 self._refuse("a message that inflates")
         return data
+
+    def take_charge(self) -> Callable[[], None]:
+        """What the last message was counted with; to be called once its request has ended."""
+        charge, self._charge = self._charge, 0
+        return lambda: self._held.give(charge)
+
+    def _read(self, length: int) -> bytes:
+        size = length + len(self.FLUSHER)
+        if length <= _SMALL_BYTES:
+            return self.stream.read(size)[: -len(self.FLUSHER)]
+        if not self._held.take(length, _ROOM_S):
+            self.close()
+            raise EOFError(f"there was no room for a message of {length} bytes")
+        self._charge = length
+        slow = threading.Timer(_FRAME_S, self._caller.end)
+        slow.daemon = True
+        slow.start()
+        try:
+            return self.stream.read(size)[: -len(self.FLUSHER)]
+        except BaseException:
+            self.take_charge()()
+            raise
+        finally:
+            slow.cancel()
 
     def _refuse(self, what: str) -> None:
         self.close()
@@ -151,6 +183,8 @@ class ValueConnection(rpyc.Connection):
             self._replies.put((consts.MSG_EXCEPTION, seq, self._box_exc(type(error), error, None)))
             return
         if isinstance(result, Future):
+            give_back = self._channel.take_charge()
+            result.add_done_callback(lambda _: give_back())
             result.add_done_callback(
                 lambda future: self._replies.put((consts.MSG_REPLY, seq, self._box(future.result())))
             )
@@ -195,8 +229,9 @@ class RpycServer(ThreadedServer):
         except OSError as error:
             raise BadConfig(f"cannot listen on {host}:{port}: {error.strerror}; choose another --rpyc-port") from error
 
-    def start_in_thread(self, make_service: Callable[[Peer], rpyc.Service]) -> None:
-        """Listen; every connection gets a service of its own, which is told who it is for."""
+    def start_in_thread(self, make_service: Callable[[Peer], rpyc.Service], held: ByteBudget) -> None:
+        """Listen; every connection gets a service of its own, which is told who it is for. Messages count in `held`."""
+        self._held = held
         self._make_service = make_service
         self._listen()
         self._accepting = threading.Thread(target=self.start, name="vlora-rpyc-accept", daemon=True)
@@ -252,7 +287,7 @@ class RpycServer(ThreadedServer):
                 sock.do_handshake()
             sock.settimeout(_SEND_S)
             stream = TlsStream(sock, _SEND_S) if isinstance(sock, ssl.SSLSocket) else SocketStream(sock)
-            channel = BoundedChannel(stream, self._max_message_bytes)
+            channel = BoundedChannel(stream, self._max_message_bytes, self._held, caller)
             service = self._make_service(Peer(channel, caller, self._max_message_bytes))
             connection = ValueConnection(service, channel, self.protocol_config)
             with self._lock:
@@ -260,6 +295,7 @@ class RpycServer(ThreadedServer):
             try:
                 connection.serve_all()
             finally:
+                channel.take_charge()()
                 with self._lock:
                     self._connections.discard(connection)
         except Exception as error:
@@ -287,6 +323,10 @@ class Peer:
     def trust(self) -> None:
         self._caller.known = True
         self._channel.max_bytes = self._max_message_bytes
+
+    def take_charge(self) -> Callable[[], None]:
+        """Keep the message of the call that is being made counted; to be called once its work has ended."""
+        return self._channel.take_charge()
 
     def leave(self) -> None:
         """End the connection."""

@@ -66,7 +66,7 @@ async def serve(
             return
         engine, front_end = starting.result()
         loop = asyncio.get_running_loop()
-        rpyc_server.start_in_thread(lambda peer: VLoraService(front_end, loop, model, access, peer))
+        rpyc_server.start_in_thread(lambda peer: VLoraService(front_end, loop, model, access, peer), front_end.held)
         if http_server is not None:
             http_server.start(make_app(front_end, model, access, others_listen=lambda: rpyc_server.listening))
         web = f" | {'http' if tls is None else 'https'} {http_server.address}" if http_server else ""

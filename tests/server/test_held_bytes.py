@@ -1,0 +1,88 @@
+"""Messages of all callers together have one limit, and every way a request ends gives its bytes back."""
+
+from __future__ import annotations
+
+import json
+import socket
+import threading
+import time
+from collections.abc import Callable
+
+import pytest
+
+from tests.server.api import image_part, running_api
+from tests.server.running import png, running_server
+from vlora.client import Client
+from vlora.config import ServerConfig
+from vlora.errors import BadConfig, VLoraError
+from vlora.server import rpyc_wire
+from vlora.server.budget import ByteBudget
+
+BODY = b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 190000\r\n\r\n"
+
+
+def soon(true: Callable[[], bool]) -> bool:
+    deadline = time.monotonic() + 5
+    while not true() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return true()
+
+
+def test_http_bodies_have_one_limit_together() -> None:
+    with running_api(max_message_bytes=200_000, max_held_bytes=400_000) as api:
+        held = api.front_end.held
+        slow = [socket.create_connection(("127.0.0.1", api.port)) for _ in range(2)]
+        for each in slow:
+            each.sendall(BODY + b" " * 180_000)
+        assert soon(lambda: held._held == 360_000)
+        status, answer = api.chat([{"type": "text", "text": "say:x" + "y" * 60_000}])
+        assert status == 429 and "400000 bytes" in json.dumps(answer)
+        assert api.chat("say:x")[0] == 200
+        for each in slow:
+            each.close()
+        assert soon(lambda: held._held == 0)
+        assert api.chat([{"type": "text", "text": "say:x"}, image_part(png())])[0] == 200
+        assert soon(lambda: held._held == 0)
+
+
+def test_rpyc_messages_wait_for_others_to_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    picture = png() + b"\0" * 150_000
+    with running_server(max_message_bytes=200_000, max_held_bytes=200_000, request_timeout_s=1.0) as server:
+        held = server.front_end.held
+        with Client(port=server.port) as one, Client(port=server.port) as two:
+            stream = one.stream("forever", [picture], max_tokens=90_000)
+            next(stream)
+            assert held._held > 150_000
+            waiting = threading.Thread(target=two.generate, args=("say:x", [picture]))
+            waiting.start()
+            time.sleep(0.2)
+            assert waiting.is_alive()
+            with pytest.raises(VLoraError):
+                list(stream)  # its time is up
+            waiting.join(5)
+            assert not waiting.is_alive() and soon(lambda: held._held == 0)
+            assert two.generate("say:x", [picture]).text == "x"
+        monkeypatch.setattr(rpyc_wire, "_ROOM_S", 0.1)
+        assert held.take(200_000)
+        with Client(port=server.port) as refused, pytest.raises(VLoraError):
+            refused.generate("say:x", [picture])
+        held.give(200_000)
+        assert soon(lambda: held._held == 0)
+
+
+def test_a_message_that_comes_too_slowly_ends_its_connection(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rpyc_wire, "_FRAME_S", 0.2)
+    with running_server() as server:
+        slow = socket.create_connection(("127.0.0.1", server.port), timeout=5)
+        slow.sendall(rpyc_wire.BoundedChannel.FRAME_HEADER.pack(100_000, 0) + b"x" * 1000)
+        assert soon(lambda: server.front_end.held._held == 100_000)
+        assert slow.recv(1) == b"" and soon(lambda: server.front_end.held._held == 0)
+
+
+def test_the_budget() -> None:
+    budget = ByteBudget(10)
+    assert budget.take(6) and not budget.take(5) and budget.take(4)
+    budget.give(6)
+    assert budget.take(5)
+    with pytest.raises(BadConfig, match="max_held_bytes is 5"):
+        ServerConfig(max_held_bytes=5)
