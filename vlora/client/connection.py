@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
-import socket
 import ssl
 import threading
 from concurrent.futures import Future
@@ -17,7 +15,7 @@ from rpyc.core.stream import SocketStream
 
 from vlora.client.calls import Call
 from vlora.client.silence import notice_silence
-from vlora.client.tls import TlsStream
+from vlora.client.tls import TlsStream, shut_down
 from vlora.client.values import PROTOCOL_VERSION, Hello, open_reply
 from vlora.errors import BadRequest, DeadlineMissed, Disconnected, TooLarge, VLoraError
 
@@ -107,8 +105,7 @@ class ServerConnection:
     def close(self) -> None:
         """Close the connection; the server cancels what it still had under way on it."""
         # Shut down only: the reader, which may be waiting on the socket, is the one to close it.
-        with contextlib.suppress(OSError, EOFError):
-            self._stream.sock.shutdown(socket.SHUT_RDWR)
+        shut_down(self._stream.sock)
         if threading.current_thread() is not self._reader:
             self._reader.join()
 

@@ -2,15 +2,27 @@
 
 from __future__ import annotations
 
+import contextlib
 import select
+import socket
 import ssl
 import threading
 import time
+from typing import Any
 
 from rpyc.core.stream import ClosedFile, SocketStream
 from rpyc.lib import Timeout
 
 _CHUNK = 64 * 1024
+
+
+def shut_down(sock: Any) -> None:
+    """End a connection for both sides and wake who waits on it; whoever reads it closes it. Closed ones are left be."""
+    if isinstance(sock, socket.socket):
+        with contextlib.suppress(OSError):
+            # The plain socket's own method: that of a TLS socket drops its state, and what another thread writes at
+            # this moment would then leave unencrypted.
+            socket.socket.shutdown(sock, socket.SHUT_RDWR)
 
 
 class TlsStream(SocketStream):
@@ -62,6 +74,11 @@ class TlsStream(SocketStream):
                 self.close()
                 raise EOFError(error) from error
             view = view[sent:]
+
+    def close(self) -> None:
+        shut_down(self.sock)
+        with self._lock:
+            super().close()
 
     def _receive(self) -> bool:
         """Move what has come into the buffer; False when nothing has."""

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import resource
 import socket
 import threading
+
+from vlora.client.tls import shut_down
 
 _SPARE = 128  # descriptors for the engine's socket, files, and images that are fetched
 _MOST = 2048
@@ -29,9 +30,7 @@ class Caller:
 
     def end(self) -> None:
         """Shut the connection down; the thread that reads it closes it."""
-        with contextlib.suppress(OSError):
-            # The plain socket's own method: that of a TLS socket drops its state, which other threads may be using.
-            socket.socket.shutdown(self.sock, socket.SHUT_RDWR)
+        shut_down(self.sock)
 
 
 class Callers:

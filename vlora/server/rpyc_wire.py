@@ -24,7 +24,7 @@ from rpyc.core.stream import SocketStream
 from rpyc.utils.server import ThreadedServer
 
 from vlora.client.silence import notice_silence
-from vlora.client.tls import TlsStream
+from vlora.client.tls import TlsStream, shut_down
 from vlora.errors import BadConfig
 from vlora.server.budget import ByteBudget
 from vlora.server.callers import Caller, Callers, connection_share
@@ -249,6 +249,8 @@ class RpycServer(ThreadedServer):
             connections = tuple(self._connections)
         for connection in connections:
             connection.wait_answered(max(0.0, deadline - time.monotonic()))
+        for sock in tuple(self.clients):
+            shut_down(sock)  # before RPyC does it in its own way, which a writer under TLS would not survive
         super().close()
 
     def accept(self) -> None:

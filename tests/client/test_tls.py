@@ -1,0 +1,52 @@
+"""The stream under TLS, closed by one thread while another writes: nothing leaves unencrypted."""
+
+from __future__ import annotations
+
+import socket
+import ssl
+import threading
+from typing import Any
+
+import pytest
+
+from vlora.client.tls import TlsStream, shut_down
+
+
+def test_closing_ends_the_plain_socket_before_its_tls_state(monkeypatch: pytest.MonkeyPatch) -> None:
+    ours, theirs = socket.socketpair()
+    wrapped = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    wrapped.check_hostname = False
+    wrapped.verify_mode = ssl.CERT_NONE
+    tls = wrapped.wrap_socket(ours, do_handshake_on_connect=False)
+    stream = TlsStream(tls, 1.0)
+    order: list[str] = []
+    plain_shutdown, tls_shutdown = socket.socket.shutdown, ssl.SSLSocket.shutdown
+
+    def plain(self: Any, how: int) -> None:
+        order.append(f"plain, state {'kept' if tls._sslobj is not None else 'gone'}")  # type: ignore[attr-defined]
+        plain_shutdown(self, how)
+
+    def secure(self: Any, how: int) -> None:
+        order.append(f"tls, lock {'held' if stream._lock.locked() else 'free'}")
+        tls_shutdown(self, how)
+
+    monkeypatch.setattr(socket.socket, "shutdown", plain)
+    monkeypatch.setattr(ssl.SSLSocket, "shutdown", secure)
+    stream.close()
+    assert order[:2] == ["plain, state kept", "tls, lock held"]
+    with pytest.raises(EOFError):
+        stream.write(b"secret")
+    assert theirs.recv(100) == b""
+    theirs.close()
+
+
+def test_a_closed_socket_is_left_be() -> None:
+    ours, theirs = socket.socketpair()
+    reading = threading.Thread(target=ours.recv, args=(1,))
+    reading.start()
+    shut_down(ours)
+    reading.join(5)
+    assert not reading.is_alive()
+    ours.close()
+    theirs.close()
+    shut_down(ours)
