@@ -249,3 +249,21 @@ def test_files_come_from_the_folder_and_from_nowhere_else(tmp_path: Path) -> Non
             read(url, **allowed)
     with pytest.raises(BadConfig, match="there is no such folder"):
         ServerConfig(image_folder=str(tmp_path / "none"))
+
+
+@pytest.mark.parametrize(
+    "address",
+    [
+        *("fec0::1", "::7f00:1", "::ffff:127.0.0.1", "64:ff9b::7f00:1", "64:ff9b:1::1", "2002:7f00:1::", "5f00::1"),
+        *("2002:808:808::", "2001:0:7f00:1::", "4000::1", "::ffff:0:127.0.0.1", "fe80::5efe:7f00:1", "100.64.0.1"),
+        *("2606:4700::5efe:7f00:1", "2606:4700::200:5efe:808:808", "192.88.99.1", "192.0.0.8", "192.0.0.9"),
+        *("198.18.0.1", "168.63.129.16"),
+    ],
+)
+def test_addresses_that_lead_elsewhere_are_not_public(address: str) -> None:
+    assert not image_sources._is_public(address)
+
+
+@pytest.mark.parametrize("address", ["8.8.8.8", "2606:4700:4700::1111", "::ffff:8.8.8.8", "2a00:1450:4001:80b::200e"])
+def test_public_addresses_are(address: str) -> None:
+    assert image_sources._is_public(address)

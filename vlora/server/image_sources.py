@@ -144,6 +144,11 @@ class ImageSources:
         addresses = [str(entry[4][0]) for entry in found]
         if not named and not all(map(_is_public, addresses)):
             raise BadRequest(f"image {number}: {host!r} is not a public address; this server fetches from public ones")
+        if not named and port not in _WEB_PORTS:
+            raise BadRequest(
+                f"image {number}: port {port} of {host!r}; of hosts that the operator did not name only ports 80 and "
+                "443 are asked"
+            )
         return addresses[0]
 
     # -- files --------------------------------------------------------------------------------------------------------
@@ -198,11 +203,18 @@ def _parse(url: str, number: int) -> httpx.URL:
 
 
 def _is_public(address: str) -> bool:
+    """Whether everybody reaches the same machine there, and it is not an address of version 4 in other clothes."""
     parsed = ipaddress.ip_address(address.partition("%")[0])
     if isinstance(parsed, ipaddress.IPv6Address):
-        # An address of version 4 in other clothes is judged as what it is.
-        parsed = parsed.ipv4_mapped or parsed.sixtofour or parsed
-    return parsed.is_global and not parsed.is_multicast and parsed not in _NAT64
+        if parsed.ipv4_mapped is None:
+            isatap = int(parsed) >> 32 & 0xFDFFFFFF == 0x00005EFE
+            return parsed in _UNICAST and parsed.is_global and not isatap and not any(parsed in net for net in _TUNNELS)
+        parsed = parsed.ipv4_mapped
+    return parsed.is_global and not parsed.is_multicast and not any(parsed in net for net in _SPECIAL)
 
 
-_NAT64 = ipaddress.ip_network("64:ff9b::/96")
+_UNICAST = ipaddress.ip_network("2000::/3")
+_TUNNELS = tuple(map(ipaddress.ip_network, ("2001::/23", "2002::/16", "64:ff9b::/96", "64:ff9b:1::/48")))
+# Protocol assignments, relays of 6to4, and the address by which a cloud's machines reach their host.
+_SPECIAL = tuple(map(ipaddress.ip_network, ("192.0.0.0/24", "192.88.99.0/24", "168.63.129.16/32")))
+_WEB_PORTS = (80, 443)
