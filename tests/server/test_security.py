@@ -325,3 +325,14 @@ def test_tls_files_that_do_not_serve_are_named(certificates: Certificates, tmp_p
             server_context(ServerConfig(tls_cert=cert, tls_key=key))
     with pytest.raises(BadConfig, match=r"tls_client_ca .* cannot be used"):
         server_context(ServerConfig(tls_cert=certificates.cert, tls_key=certificates.key, tls_client_ca=bad))
+
+
+@pytest.mark.parametrize("origin", ["http://evil.example", "null", "http://localhost.evil.example", "http://[", ""])
+def test_pages_of_other_machines_cannot_call_a_server_without_tokens(origin: str) -> None:
+    with running_api() as api:
+        assert api.call("GET", "/v1/models", headers={"Origin": origin})[0] == 403
+        assert api.call("GET", "/v1/models", headers={"Origin": "http://localhost:3000"})[0] == 200
+        assert api.call("GET", "/v1/models", headers={"Origin": "http://[::1]:3000"})[0] == 200
+    with running_api(tokens=(Token(name="u", secret="u" * 20),)) as api:
+        allowed = api._replace(token="u" * 20)
+        assert allowed.call("GET", "/v1/models", headers={"Origin": origin})[0] == 200

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import urllib.parse
+
 from fastapi.security.utils import get_authorization_scheme_param
 from starlette.datastructures import Headers
 from starlette.middleware.trustedhost import TrustedHostMiddleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from vlora.config import LOOPBACK_HOSTS, ServerConfig
-from vlora.errors import OverCapacity, TooLarge, VLoraError
+from vlora.errors import Forbidden, OverCapacity, TooLarge, VLoraError
 from vlora.server.access import Access
 from vlora.server.budget import ByteBudget
 from vlora.server.http_errors import error_response
@@ -28,6 +30,7 @@ def guarded(app: ASGIApp, access: Access, metrics: Metrics, held: ByteBudget, co
     if access.required:
         return _TokenCheck(app, access, metrics)
     # Without tokens the address is the only guard: a web page may not reach it under a name of its own.
+    app = _OriginCheck(app, metrics)
     return TrustedHostMiddleware(app, allowed_hosts=[*LOOPBACK_HOSTS, "[::1]"], www_redirect=False)
 
 
@@ -49,6 +52,31 @@ class _TokenCheck:
                 await error_response(error)(scope, receive, send)
                 return
         await self._app(scope, receive, send)
+
+
+class _OriginCheck:
+    """Refuses what a browser sends for a page of another machine. Pages of this one may ask."""
+
+    def __init__(self, app: ASGIApp, metrics: Metrics) -> None:
+        self._app = app
+        self._metrics = metrics
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http":
+            origin = Headers(scope=scope).get("origin")
+            if origin is not None and not _on_loopback(origin):
+                error = Forbidden(f"a page of {origin[:100]!r} may not call this server, which asks for no token")
+                self._metrics.count(error.code)
+                await error_response(error)(scope, receive, send)
+                return
+        await self._app(scope, receive, send)
+
+
+def _on_loopback(origin: str) -> bool:
+    try:
+        return urllib.parse.urlsplit(origin).hostname in LOOPBACK_HOSTS
+    except ValueError:
+        return False
 
 
 class _BoundedBody:
