@@ -88,3 +88,20 @@ def test_an_adapter_too_large_beside_pinned_ones_is_refused(folders: dict[str, s
     tight.engine.pin_adapter("narrow4", True)
     with pytest.raises(OverCapacity, match=f"needs {large} pages .* at most {large - 1} beside 1 pinned ones"):
         tight.engine.load_adapter("everywhere64", folders["everywhere64"])
+
+
+def test_content_too_large_for_its_name_leaves_the_old_one_serving(folders: dict[str, str]) -> None:
+    roomy = engine(400)
+    large, small = (
+        -(-roomy.engine.load_adapter(name, folders[name]).num_bytes // PAGE_BYTES)
+        for name in ("everywhere64", "narrow4")
+    )
+    tight = engine(2 * (large + small - 1))
+    before = tight.engine.load_adapter("a", folders["narrow4"])
+    tight.engine.load_adapter("pinned", folders["narrow4"])
+    tight.engine.pin_adapter("pinned", True)
+    with pytest.raises(OverCapacity, match="adapter 'a' needs"):
+        tight.engine.load_adapter("a", folders["everywhere64"])
+    assert before.version in {status.version for status in tight.engine.adapters() if status.name == "a"}
+    answer(tight, "a")
+    assert tight.engine.stats().num_adapters == 2

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import torch
@@ -36,10 +36,14 @@ class AdapterRegistry:
         self._headers[name] = self._read(name, path)
         self._loaded.pop(name, None)
 
-    def load(self, name: str, path: str) -> HostAdapter:
-        """Register a folder and read its tensors now. When it is refused, what the name stood for before stays."""
+    def load(self, name: str, path: str, check: Callable[[HostAdapter], None] = lambda _: None) -> HostAdapter:
+        """Register a folder and read its tensors now. When it is refused, what the name stood for before stays.
+
+        check: told of the adapter before its name changes hands; what it raises refuses the adapter.
+        """
         header = self._read(name, path)
         adapter = load_adapter(name, header, self._sites, self._dtype, self._hidden_size)
+        check(adapter)
         self._headers[name] = header
         self._loaded[name] = adapter
         return adapter

@@ -152,19 +152,12 @@ class Engine:
     def load_adapter(self, name: str, path: str) -> AdapterStatus:
         """Register an adapter folder, reading and checking all of it.
 
-        Raises BadAdapter, and the old content then stays; BadRequest for a pinned one; OverCapacity.
+        Raises BadAdapter or OverCapacity, and the old content then stays; BadRequest for a pinned one.
         """
         if name in self._pinned:
             raise BadRequest(f"adapter {name!r} is pinned; unpin it before other content is loaded under its name")
         before = self._registry.get(name).key if name in self._registry else None
-        adapter = self._registry.load(name, path)
-        needed, allowed = pages_for(self._bank.num_bytes(adapter)), self._residency.room_beside(self._pinned.values())
-        if needed > allowed:
-            self._registry.remove(name)
-            raise OverCapacity(
-                f"adapter {name!r} needs {needed} pages of the arena in a row, but adapters find at most {allowed} "
-                f"beside {len(self._pinned)} pinned ones; unpin some, or start with a larger arena_bytes"
-            )
+        adapter = self._registry.load(name, path, self._check_room)
         self._versions[adapter.key] = adapter
         with torch.no_grad():
             self._fidelity[adapter.key] = merge_fidelity(self._slabs, adapter.factors)
@@ -272,6 +265,15 @@ class Engine:
                 f"its heads: {', '.join(sorted(adapter.heads)) or 'none'}"
             )
         return adapter
+
+    def _check_room(self, adapter: HostAdapter) -> None:
+        """Raises OverCapacity when the adapter could never be brought beside those that are pinned."""
+        needed, allowed = pages_for(self._bank.num_bytes(adapter)), self._residency.room_beside(self._pinned.values())
+        if needed > allowed:
+            raise OverCapacity(
+                f"adapter {adapter.name!r} needs {needed} pages of the arena in a row, but adapters find at most "
+                f"{allowed} beside {len(self._pinned)} pinned ones; unpin some, or start with a larger arena_bytes"
+            )
 
     def _bring_adapters(self) -> None:
         bring_wanted(self._scheduler, self._residency, lambda key: self._bank.bring(self._versions[key]))
