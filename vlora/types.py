@@ -128,11 +128,15 @@ class ErrorValue(msgspec.Struct, frozen=True):
 
 
 class HeadAnswer(msgspec.Struct, frozen=True, kw_only=True):
-    """What a task head says: the best label and every label's probability, in the head's label order."""
+    """What a task head says: the best label and every label's probability, in the head's label order.
+
+    labels: the head's own, which another version of its adapter may not share.
+    """
 
     label: str
     label_id: int
     scores: tuple[float, ...]
+    labels: tuple[str, ...]
 
 
 class TokenScore(msgspec.Struct, frozen=True):
@@ -264,7 +268,8 @@ class AdapterStatus(msgspec.Struct, frozen=True, kw_only=True):
 class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     """Counters since the engine started. requests_by_mode counts a request under each mode it took a step in.
 
-    From arena_bytes on: memory and caches, which the engine adds to what its scheduler counts.
+    num_cancelled: ended by who asked, answers that met a stop string included. From arena_bytes to vision_cache_bytes:
+    memory and caches, which the engine adds to what its scheduler counts.
     """
 
     model: str
@@ -288,3 +293,4 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     num_vision_hits: int = 0
     num_vision_encoded: int = 0
     vision_cache_bytes: int = 0
+    num_cancelled: int = 0

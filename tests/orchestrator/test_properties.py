@@ -112,7 +112,7 @@ def test_every_request_ends_once_within_every_budget(
     for _, request in arrivals:
         assert_answered(simulation, request)
     stats = simulation.scheduler.stats("paper")
-    assert stats.num_finished + stats.num_failed == len(arrivals)
+    assert stats.num_finished + stats.num_failed + stats.num_cancelled == len(arrivals)
     assert stats.num_waiting == stats.num_running == 0
     assert simulation.tables.holders == frozenset()
     assert sum(stats.steps_by_mode.values()) == stats.num_steps == len(simulation.log)

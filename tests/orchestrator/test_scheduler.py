@@ -105,7 +105,11 @@ def test_an_error_fails_only_its_own_request() -> None:
     assert last(simulation, "bad").error == ErrorValue("bad_image", "this one fails alone")
     assert last(simulation, "good").finish_reason == "length"
     stats = simulation.scheduler.stats("paper")
-    assert (stats.num_finished, stats.num_failed) == (1, 1)
+    assert (stats.num_finished, stats.num_failed, stats.num_cancelled) == (1, 1, 0)
+    simulation.add(make_request("left"))
+    simulation.scheduler.cancel("left")
+    stats = simulation.scheduler.stats("paper")
+    assert (stats.num_finished, stats.num_failed, stats.num_cancelled) == (1, 1, 1)
 
 
 def test_cancelling_frees_memory_at_once_and_says_so_once() -> None:

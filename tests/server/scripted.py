@@ -161,7 +161,9 @@ class ScriptedEngine:
             elif request.head is not None and "never" not in text:
                 brightness = request.vision[0].fields["pixel_values"].data[0] / 255
                 best = int(brightness > 0.5)
-                answer = HeadAnswer(label=LABELS[best], label_id=best, scores=(1 - brightness, brightness))
+                answer = HeadAnswer(
+                    label=LABELS[best], label_id=best, scores=(1 - brightness, brightness), labels=LABELS
+                )
                 outputs.append(self._end(request_id, "head", head=answer))
             elif "forever" in text or script:
                 token = script.pop(0) if script else ord("x")
@@ -221,7 +223,8 @@ class ScriptedEngine:
             num_waiting=0,
             num_running=len(self.running),
             num_finished=self._num_finished,
-            num_failed=len(self.cancelled),
+            num_failed=0,
+            num_cancelled=len(self.cancelled),
             num_preemptions=0,
             free_blocks=10,
             total_blocks=10,

@@ -62,7 +62,7 @@ def test_requests_calls_refusals_and_a_clean_stop(tmp_path: Path) -> None:
         await engine.cancel("cancelled")
         assert [output async for output in cancelling][-1].finish_reason == "cancelled"
         stats = await engine.stats()
-        assert stats.num_running == 0 and stats.num_failed == 2
+        assert stats.num_running == 0 and stats.num_cancelled == 2
         # Adapters.
         status = await engine.load_adapter("signs", write_adapter(tmp_path / "signs", {"kind": 1}))
         assert status.name == "signs" and await engine.adapters() == (status,)

@@ -7,6 +7,7 @@ from collections.abc import Coroutine
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from tests.server.running import png
@@ -211,5 +212,18 @@ def test_one_bad_request_among_many_loses_nothing_else() -> None:
         outcomes = await asyncio.gather(*asked[:10], *bad, *asked[10:], return_exceptions=True)
         texts = [outcome[1].text for outcome in outcomes if not isinstance(outcome, BaseException)]
         assert texts == [f"number {i}" for i in range(20)]
+
+    run(main())
+
+
+def test_labels_are_those_of_the_version_that_answered(tmp_path: Path) -> None:
+    async def main() -> None:
+        engine = ScriptedInterface()
+        front = front_end(engine)
+        status = await front.load_adapter("cam", write_adapter(tmp_path / "cam", {"night": 1}))
+        old = msgspec.structs.replace(status.heads[0], labels=("cat", "dog", "bird"))
+        front._adapters = {"cam": msgspec.structs.replace(status, heads=(old,))}  # as before a reload
+        result = await front.ask_head([png(20)], "cam", "night")
+        assert (result.label, result.labels, len(result.scores)) == ("dark", ("dark", "bright"), 2)
 
     run(main())

@@ -214,7 +214,10 @@ class ModelRunner:
             for row, row_logits in zip(members, scores, strict=True):
                 decision = head.decode(row_logits)
                 answers[row.state.request.request_id] = HeadAnswer(
-                    label=decision.label, label_id=decision.label_id, scores=tuple(decision.scores)
+                    label=decision.label,
+                    label_id=decision.label_id,
+                    scores=tuple(decision.scores),
+                    labels=tuple(head.spec.labels),
                 )
         return answers
 

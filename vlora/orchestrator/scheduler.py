@@ -83,6 +83,7 @@ class Scheduler:
         self._switch_s = 0.0
         self._num_finished = 0
         self._num_failed = 0
+        self._num_cancelled = 0
         self._num_preemptions = 0
 
     # -- arrival and early ends ---------------------------------------------------------------------------------------
@@ -156,7 +157,7 @@ class Scheduler:
         )
 
     def stats(self, model: str) -> EngineStats:
-        """Counters since the start. Cancelled requests count as failed."""
+        """Counters since the start."""
         running = sum(tracked.status is RequestStatus.RUNNING for tracked in self._tracked.values())
         return EngineStats(
             model=model,
@@ -169,6 +170,7 @@ class Scheduler:
             num_running=running,
             num_finished=self._num_finished,
             num_failed=self._num_failed,
+            num_cancelled=self._num_cancelled,
             num_preemptions=self._num_preemptions,
             free_blocks=self._tables.num_free_blocks,
             total_blocks=self._tables.total_blocks,
@@ -364,7 +366,8 @@ class Scheduler:
         self._tables.free(tracked.request_id)
         tracked.status = RequestStatus.FINISHED if error is None else RequestStatus.FAILED
         self._num_finished += error is None
-        self._num_failed += error is not None
+        self._num_failed += error is not None and reason != "cancelled"
+        self._num_cancelled += error is not None and reason == "cancelled"
         return RequestOutput(
             request_id=tracked.request_id,
             token_ids=tokens,

@@ -156,7 +156,7 @@ class FrontEnd:
             result = HeadResult(
                 label=output.head.label,
                 label_id=output.head.label_id,
-                labels=summary.labels,
+                labels=output.head.labels,
                 scores=output.head.scores,
                 adapter=adapter,
                 head=head,

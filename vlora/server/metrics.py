@@ -89,7 +89,7 @@ class _EngineCollector(Collector):
             "mode",
             stats.requests_by_mode,
         )
-        ended = {"finished": stats.num_finished, "failed": stats.num_failed}
+        ended = {"finished": stats.num_finished, "failed": stats.num_failed, "cancelled": stats.num_cancelled}
         yield _counter("vlora_engine_requests", "Requests that ended in the engine.", "outcome", ended)
         yield CounterMetricFamily("vlora_switches", "Switches of the merged adapter.", value=stats.num_switches)
         yield CounterMetricFamily("vlora_switch_seconds", "Time spent switching.", value=stats.switch_s)
