@@ -267,3 +267,26 @@ def test_addresses_that_lead_elsewhere_are_not_public(address: str) -> None:
 @pytest.mark.parametrize("address", ["8.8.8.8", "2606:4700:4700::1111", "::ffff:8.8.8.8", "2a00:1450:4001:80b::200e"])
 def test_public_addresses_are(address: str) -> None:
     assert image_sources._is_public(address)
+
+
+def test_a_slow_host_starves_nobody_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def main() -> None:
+        sources = ImageSources(ServerConfig(image_hosts=("slow", "quick")))
+        asked: list[str] = []
+
+        async def fetch(url: str, number: int) -> bytes:
+            asked.append(url)
+            await asyncio.sleep(60 if "slow" in url else 0)
+            return b"x"
+
+        monkeypatch.setattr(sources, "_fetch", fetch)
+        waiting = [asyncio.create_task(sources.read([f"http://slow/{each}"])) for each in range(40)]
+        await asyncio.sleep(0.05)
+        assert len(asked) == 4
+        assert await asyncio.wait_for(sources.read(["http://quick/a", "http://quick/b"]), 1) == [b"x", b"x"]
+        for each in waiting:
+            each.cancel()
+        await asyncio.gather(*waiting, return_exceptions=True)
+        assert sources._slots._value == 16
+
+    asyncio.run(main())

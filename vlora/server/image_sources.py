@@ -12,6 +12,7 @@ import stat
 import urllib.parse
 from collections.abc import Sequence
 from pathlib import Path
+from weakref import WeakValueDictionary
 
 import httpx
 
@@ -24,6 +25,7 @@ ANY_PUBLIC_HOST = "*"
 _MAX_REDIRECTS = 3
 _FETCH_S = 10.0
 _MAX_CONNECTIONS = 16
+_MAX_CONNECTIONS_OF_HOST = 4  # a slow host must leave room for the others
 
 
 class ImageSources:
@@ -40,6 +42,8 @@ class ImageSources:
         self._hosts = frozenset(host.lower() for host in config.image_hosts)
         self._folder = None if config.image_folder is None else Path(config.image_folder).resolve()
         self._client: httpx.AsyncClient | None = None
+        self._slots = asyncio.Semaphore(_MAX_CONNECTIONS)
+        self._slots_of: WeakValueDictionary[str, asyncio.Semaphore] = WeakValueDictionary()
 
     async def read(self, images: Sequence[bytes | RawImage | str]) -> list[bytes | RawImage]:
         """The encoded bytes of every image, or its raw pixels, in order; text is a URL.
@@ -67,7 +71,10 @@ class ImageSources:
             case "data":
                 return await asyncio.to_thread(_data_url, url, number)
             case "http" | "https":
-                return await self._fetch(url, number)
+                place = _parse(url, number).netloc.decode("ascii")
+                # Waiting for a turn takes of the request's time, not of the host's.
+                async with self._slots_of.setdefault(place, asyncio.Semaphore(_MAX_CONNECTIONS_OF_HOST)), self._slots:
+                    return await self._fetch(url, number)
             case "file":
                 return await asyncio.to_thread(self._read_file, url, number)
         raise BadRequest(
