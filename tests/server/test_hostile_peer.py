@@ -158,6 +158,9 @@ def test_values_of_the_wrong_kind_are_named(peer: Any, method: str, args: tuple[
         ("next_part", (5, 1.0)),
         ("next_part", ("x", 1.0)),
         ("next_part", (5, None)),
+        ("next_part", (5, -1.0)),
+        ("next_part", (5, float("nan"))),
+        ("next_part", (5, float("inf"))),
         ("cancel", (None,)),
         ("load_adapter", (1, 2)),
         ("unload_adapter", (b"x",)),
@@ -250,3 +253,10 @@ def test_errors_are_values_not_exceptions(peer: Any) -> None:
     reply = call(peer, "ask_head", 1, (), "nobody", "h", None)
     assert reply[:2] == (False, "unknown_adapter") and isinstance(reply[2], str)
     assert not isinstance(reply, VLoraError)
+
+
+@pytest.mark.parametrize("wait_s", [float("nan"), float("inf"), -1.0])
+def test_a_wait_without_an_end_is_refused(peer: Any, wait_s: float) -> None:
+    assert call(peer, "open_stream", 9, "never", (), None, (), None)[0]
+    assert "wait_s is" in call(peer, "next_part", 9, wait_s)[2]
+    assert call(peer, "cancel", 9)[0]

@@ -123,7 +123,6 @@ CALLS = [
     ("POST", "/v1/heads/cam/night", {"images": ["data:image/png;base64,x"]}),
 ]
 ADMIN_CALLS = [
-    ("GET", "/v1/adapters", None),
     ("POST", "/v1/adapters", {"name": "x", "path": "/nowhere"}),
     ("DELETE", "/v1/adapters/nobody", None),
     ("PUT", "/v1/adapters/nobody/pin", None),
@@ -336,3 +335,25 @@ def test_pages_of_other_machines_cannot_call_a_server_without_tokens(origin: str
     with running_api(tokens=(Token(name="u", secret="u" * 20),)) as api:
         allowed = api._replace(token="u" * 20)
         assert allowed.call("GET", "/v1/models", headers={"Origin": origin})[0] == 200
+
+
+def test_users_may_list_adapters_on_both_surfaces() -> None:
+    tokens = (Token(name="u", secret="u" * 20),)
+    with running_api(tokens=tokens) as api:
+        assert api.call("GET", "/v1/adapters")[0] == 401
+        assert api._replace(token="u" * 20).call("GET", "/v1/adapters") == (200, {"object": "list", "data": []})
+    with running_server(tokens=tokens) as server, Client(port=server.port, token="u" * 20) as client:
+        assert client.adapters() == ()
+
+
+def test_no_adapter_takes_the_base_models_name(tmp_path: Path) -> None:
+    with running_api() as api:
+        status, answer = api.call("POST", "/v1/adapters", {"name": "base", "path": write_adapter(tmp_path / "a")})
+        assert (status, answer["error"]["code"]) == (400, "bad_adapter")
+
+
+def test_an_expiry_is_told_in_utc() -> None:
+    east = datetime.timezone(datetime.timedelta(hours=2))
+    token = Token(name="x", secret="s" * 16, expires=datetime.datetime(2020, 1, 1, 2, tzinfo=east))
+    with pytest.raises(Unauthorized, match="2020-01-01 00:00 UTC"):
+        Access([token]).check("s" * 16)

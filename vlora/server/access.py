@@ -47,7 +47,8 @@ class Access:
         if found is None:
             raise Unauthorized("the token is not one of this server's")
         if found.expires is not None and self._now() >= found.expires:
-            raise Unauthorized(f"the token expired at {found.expires:%Y-%m-%d %H:%M} UTC; ask for a new one")
+            expired = found.expires.astimezone(datetime.UTC)
+            raise Unauthorized(f"the token expired at {expired:%Y-%m-%d %H:%M} UTC; ask for a new one")
         if admin and not found.admin:
             raise Forbidden("this call takes an admin's token")
         return found

@@ -18,6 +18,7 @@ from vlora.client.values import Answer, HeadResult
 from vlora.config import ServerConfig
 from vlora.engine.interface import EngineInterface
 from vlora.errors import (
+    BadAdapter,
     BadRequest,
     DeadlineMissed,
     EngineDead,
@@ -49,8 +50,12 @@ Image = bytes | RawImage | str
 class FrontEnd:
     """One per server; belongs to one event loop. Decoding and image processing run in threads beside it."""
 
-    def __init__(self, engine: EngineInterface, processor: InputProcessor, config: ServerConfig) -> None:
+    def __init__(
+        self, engine: EngineInterface, processor: InputProcessor, config: ServerConfig, model: str = ""
+    ) -> None:
+        """model: the base model's name, which no adapter may take."""
         self.config = config
+        self._model = model
         self._engine = engine
         self._processor = processor
         self._adapters: dict[str, AdapterStatus] | None = None
@@ -220,6 +225,8 @@ class FrontEnd:
 
     async def load_adapter(self, name: str, path: str) -> AdapterStatus:
         """Register an adapter folder of the server's file system. Raises BadAdapter with the reason."""
+        if name == self._model:
+            raise BadAdapter(f"{name!r} is the base model's name; requests could not tell them apart. Choose another")
         status = await self._engine.load_adapter(name, path)
         self._adapters = None
         return status

@@ -44,9 +44,8 @@ class _TokenCheck:
         if scope["type"] == "http" and scope["path"] not in OPEN_PATHS:
             scheme, shown = get_authorization_scheme_param(Headers(scope=scope).get("authorization"))
             try:
-                self._access.check(
-                    shown if scheme.lower() == "bearer" else None, admin=scope["path"].startswith(ADMIN_PATHS)
-                )
+                changes = scope["path"].startswith(ADMIN_PATHS) and scope["method"] not in ("GET", "HEAD")
+                self._access.check(shown if scheme.lower() == "bearer" else None, admin=changes)
             except VLoraError as error:
                 self._metrics.count(error.code)
                 await error_response(error)(scope, receive, send)

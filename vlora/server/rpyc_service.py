@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 from collections.abc import Awaitable, Callable
 from concurrent.futures import Future
 from typing import Any
@@ -118,10 +119,11 @@ class VLoraService(rpyc.Service):
         """The stream's text since the last pull; waits up to wait_s for some."""
 
         async def work() -> StreamPart:
+            wait = _wait_s(wait_s)
             stream = self._streams.get(_checked("call_id", call_id, int))
             if stream is None:
                 raise BadRequest(f"no stream {call_id} is open on this connection")
-            part = await stream.take(_wait_s(wait_s))
+            part = await stream.take(wait)
             if part.answer is not None:
                 del self._streams[call_id]
             return part
@@ -384,8 +386,8 @@ def _checked(name: str, value: Any, kind: Any) -> Any:
 
 def _wait_s(value: Any) -> float:
     wait_s: float = _checked("wait_s", value, float)
-    if not wait_s >= 0:
-        raise BadRequest(f"wait_s is {wait_s}; it must be 0 or more")
+    if not 0 <= wait_s < math.inf:
+        raise BadRequest(f"wait_s is {wait_s}; it must be 0 or more, and finite")
     return min(wait_s, _MAX_PULL_S)
 
 

@@ -60,7 +60,7 @@ async def serve(
 
             http_server = HttpServer(server_config)
         starting = asyncio.create_task(
-            _start(engine_config, server_config, adapters, engine_command, load_processor or _load_processor)
+            _start(engine_config, server_config, model, adapters, engine_command, load_processor or _load_processor)
         )
         if await _first(starting, stop) is None:
             return
@@ -93,6 +93,7 @@ async def serve(
 async def _start(
     engine_config: EngineConfig,
     server_config: ServerConfig,
+    model: str,
     adapters: Mapping[str, str],
     engine_command: Sequence[str],
     load_processor: Callable[[str], InputProcessor],
@@ -107,7 +108,7 @@ async def _start(
         loading.exception()
         raise
     try:
-        front_end = FrontEnd(engine, await loading, server_config)
+        front_end = FrontEnd(engine, await loading, server_config, model)
         for name, path in adapters.items():
             await front_end.load_adapter(name, path)
     except BaseException:
