@@ -189,7 +189,7 @@ def test_mistakes_are_the_clients_own_errors(api: Api, client: openai.OpenAI) ->
     with pytest.raises(openai.AuthenticationError, match="not one of this server's"):
         ask(client.with_options(api_key="wrong-token-0123456789"), 90)
     with pytest.raises(openai.PermissionDeniedError, match="an admin's token"):
-        client.get("/adapters", cast_to=object)
+        client.post("/adapters", cast_to=object)
     listed: Any = client.with_options(api_key=ADMIN).get("/adapters", cast_to=object)
     assert [each["name"] for each in listed["data"]] == ["streets"]
 

@@ -357,3 +357,15 @@ def test_an_expiry_is_told_in_utc() -> None:
     token = Token(name="x", secret="s" * 16, expires=datetime.datetime(2020, 1, 1, 2, tzinfo=east))
     with pytest.raises(Unauthorized, match="2020-01-01 00:00 UTC"):
         Access([token]).check("s" * 16)
+
+
+@pytest.mark.parametrize(("mode", "warned"), [(0o600, False), (0o640, True), (0o604, True), (0o620, True)])
+def test_a_token_file_that_others_reach_is_warned_of(
+    mode: int, warned: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "tokens.yaml"
+    file.write_text(f"me: {{token: {USER}}}")
+    file.chmod(mode)
+    assert len(read_tokens(file, {})) == 1
+    told = capsys.readouterr().err
+    assert ("chmod 600" in told) == warned and USER not in told

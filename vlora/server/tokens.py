@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -37,6 +38,8 @@ def read_tokens(file: Path | None, environ: Mapping[str, str]) -> tuple[Token, .
 
 def _read_file(file: Path) -> Iterator[Token]:
     try:
+        if file.stat().st_mode & 0o077:
+            print(f"warning: others can read or change the token file {str(file)!r}; chmod 600 it", file=sys.stderr)
         entries: Any = yaml.safe_load(file.read_text())
     except OSError as error:
         raise BadConfig(f"cannot read the token file {str(file)!r}: {error.strerror}") from error
