@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
@@ -29,6 +30,10 @@ def answer(label: str) -> HeadResult:
     return HeadResult(
         label=label, label_id=0, labels=(label,), scores=(1.0,), adapter="cam", head="night", timings=timings, total_s=0
     )
+
+
+def nothing() -> None:
+    """What a frame's end means to whom it does not matter."""
 
 
 class Head:
@@ -83,7 +88,7 @@ async def settle() -> None:
 
 async def send(stream: FrameStream, *frames: bytes, first: int = 0) -> None:
     for number, frame in enumerate(frames, first):
-        assert await stream.send(number, (frame,), 0)
+        assert await stream.send(number, (frame,), 0, nothing)
         await settle()
 
 
@@ -124,8 +129,8 @@ async def test_without_dropping_a_send_waits_for_room() -> None:
     head = Head(at_once=False)
     stream = make(head, drop="none")
     await send(stream, *(b"%d" % number for number in range(8)))
-    assert not await stream.send(8, (b"8",), 0.01)
-    waiting = asyncio.create_task(stream.send(8, (b"8",), 5))
+    assert not await stream.send(8, (b"8",), 0.01, nothing)
+    waiting = asyncio.create_task(stream.send(8, (b"8",), 5, nothing))
     await settle()
     assert not waiting.done()
     head.let(b"0")
@@ -138,11 +143,11 @@ def test_what_nobody_reads_is_bounded(drop: str) -> None:
     async def test() -> None:
         stream = make(Head(), drop=drop)
         await send(stream, *[b"x"] * MAX_UNACKNOWLEDGED)
-        assert not await stream.send(MAX_UNACKNOWLEDGED, (b"x",), 0.01)
+        assert not await stream.send(MAX_UNACKNOWLEDGED, (b"x",), 0.01, nothing)
         results = (await stream.pull(-1, 1)).results
         assert len(results) == 64
         await stream.pull(results[-1].number, 0)
-        assert await stream.send(MAX_UNACKNOWLEDGED, (b"x",), 0)
+        assert await stream.send(MAX_UNACKNOWLEDGED, (b"x",), 0, nothing)
 
     test()
 
@@ -164,14 +169,14 @@ async def test_a_frame_sent_again_is_taken_once() -> None:
     head = Head()
     stream = make(head)
     await send(stream, b"a")
-    assert await stream.send(0, (b"a",), 0)
+    assert await stream.send(0, (b"a",), 0, nothing)
     await settle()
     assert head.asked == [b"a"]
     for number in (2, -1):
         with pytest.raises(BadRequest, match="frame 1 was expected"):
-            await stream.send(number, (b"c",), 0)
+            await stream.send(number, (b"c",), 0, nothing)
     with pytest.raises(BadRequest, match="reads 1 image per frame; 2 came"):
-        await stream.send(1, (b"c", b"d"), 0)
+        await stream.send(1, (b"c", b"d"), 0, nothing)
 
 
 @on_loop
@@ -183,9 +188,9 @@ async def test_a_later_pull_or_send_takes_over() -> None:
     new = asyncio.create_task(stream.pull(-1, 5))
     assert (await old).results == () and not new.done()
     await send(stream, *(b"%d" % number for number in range(8)))
-    first = asyncio.create_task(stream.send(8, (b"old",), 5))
+    first = asyncio.create_task(stream.send(8, (b"old",), 5, nothing))
     await settle()
-    second = asyncio.create_task(stream.send(8, (b"new",), 5))
+    second = asyncio.create_task(stream.send(8, (b"new",), 5, nothing))
     assert not await first
     head.let(b"0")
     assert await second and said((await new).results) == [(0, "0")]
@@ -237,7 +242,7 @@ async def test_end_answers_what_was_taken_and_cancel_frees_it() -> None:
     await send(stream, b"a", b"b")
     stream.end()
     with pytest.raises(BadRequest, match="was ended"):
-        await stream.send(2, (b"c",), 0)
+        await stream.send(2, (b"c",), 0, nothing)
     head.let(b"a")
     part = await stream.pull(-1, 1)
     assert said(part.results) == [(0, "a")] and not part.finished
@@ -275,3 +280,30 @@ async def test_streams_belong_to_their_token_and_expire_without_a_connection() -
         streams.use(first, mine, "connection 4")
     streams.close()
     assert len(streams) == 0
+
+
+@pytest.mark.parametrize("drop", ["newest", "none"])
+def test_every_frame_gives_back_what_it_held_once(drop: str) -> None:
+    asyncio.run(_check_that_frames_give_back(drop))
+
+
+async def _check_that_frames_give_back(drop: str) -> None:
+    head = Head(at_once=False)
+    stream = make(head, drop=drop)
+    given: list[int] = []
+    for number in range(8):
+        assert await stream.send(number, (b"%d" % number,), 0, functools.partial(given.append, number))
+        await settle()
+    dropped = [4, 5, 6] if drop == "newest" else []  # four run, one waits
+    assert given == dropped
+    assert await stream.send(3, (b"3",), 0, lambda: given.append(-1))  # sent again: known
+    with pytest.raises(BadRequest):
+        await stream.send(99, (b"x",), 0, lambda: given.append(-2))
+    if drop == "none":
+        assert not await stream.send(8, (b"8",), 0, lambda: given.append(-3))
+    head.let(b"1")
+    await settle()
+    assert 1 in given
+    stream.cancel()
+    await settle()
+    assert sorted(given) == sorted([-1, -2, *([-3] if drop == "none" else []), *range(8)])

@@ -7,11 +7,13 @@ import socket
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
 from tests.server.api import image_part, running_api
 from tests.server.running import png, running_server
+from tests.server.scripted import write_adapter
 from vlora.client import Client
 from vlora.config import ServerConfig
 from vlora.errors import BadConfig, VLoraError
@@ -68,6 +70,29 @@ def test_rpyc_messages_wait_for_others_to_end(monkeypatch: pytest.MonkeyPatch) -
             refused.generate("say:x", [picture])
         held.give(200_000)
         assert soon(lambda: held._held == 0)
+
+
+def test_a_frame_counts_until_it_is_answered_and_no_longer(tmp_path: Path) -> None:
+    frame = png() + b"\0" * 100_000
+    with running_server() as server:
+        server.on_loop(server.front_end.load_adapter("cam", write_adapter(tmp_path, {"night": 1})))
+        held = server.front_end.held
+        most = 0
+        take = held.take
+
+        def taking(num_bytes: int, *wait: float) -> bool:
+            nonlocal most
+            taken = take(num_bytes, *wait)
+            most = max(most, held._held)
+            return taken
+
+        held.take = taking  # type: ignore[method-assign]
+        with Client(port=server.port) as client, client.open_stream(adapter="cam", head="night", drop="none") as stream:
+            for _ in range(6):
+                stream.send(frame)
+            stream.end()
+            assert all(result.answer is not None for result in stream)
+        assert most > 100_000 and soon(lambda: held._held == 0)
 
 
 def test_a_message_that_comes_too_slowly_ends_its_connection(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
@@ -37,6 +38,7 @@ class _Frame(NamedTuple):
     number: int
     images: tuple[bytes | RawImage, ...]
     arrived: float
+    done: Callable[[], None]
 
 
 class FrameStream:
@@ -61,36 +63,23 @@ class FrameStream:
         self._pulls = 0
         self._changed = asyncio.Event()
 
-    async def send(self, number: int, images: tuple[bytes | RawImage, ...], wait_s: float) -> bool:
+    async def send(
+        self, number: int, images: tuple[bytes | RawImage, ...], wait_s: float, done: Callable[[], None]
+    ) -> bool:
         """Take a frame, waiting up to `wait_s` for room; False when there was none.
+
+        done: called once when the images are not held any more, which is at once where the frame is not taken.
 
         Raises BadRequest for a number out of turn or another count of images, and after `end`; UnknownStream when the
         stream was cancelled meanwhile.
         """
-        self._sends += 1
-        turn = self._sends
-        self._notify()
-        if 0 <= number < self._num_taken:
-            return True
-        if number != self._num_taken:
-            raise BadRequest(f"frame {number} came where frame {self._num_taken} was expected")
-        if len(images) != self._num_images:
-            raise BadRequest(
-                f"head {self._options.head!r} of adapter {self._options.adapter!r} reads {self._num_images} "
-                f"image{'s' * (self._num_images != 1)} per frame; {len(images)} came"
-            )
-        await self._until(lambda: self._ended or self._sends != turn or self._has_room, wait_s)
-        if self._ended:
-            raise BadRequest("the stream was ended; it takes no more frames")
-        if self._sends != turn or not self._has_room:
-            return False
-        if self._options.drop == "newest" and self._waiting:
-            old = self._waiting.popleft()
-            self._finish(old, dropped=f"frame {number} came before this one was started")
-        self._waiting.append(_Frame(number, images, self._loop.time()))
-        self._num_taken += 1
-        self._start_due()
-        return True
+        taken = False
+        try:
+            taken = await self._take(number, images, wait_s, done)
+        finally:
+            if not taken:
+                done()
+        return taken or 0 <= number < self._num_taken
 
     async def pull(self, acknowledged: int, wait_s: float) -> FrameResults:
         """The results that follow `acknowledged`, in order of their frames; waits up to `wait_s` for the first.
@@ -124,6 +113,8 @@ class FrameStream:
             task.cancel()
         if self._pace is not None:
             self._pace.cancel()
+        for frame in self._waiting:
+            frame.done()
         self._waiting.clear()
         self._results.clear()
         self._notify()
@@ -136,6 +127,36 @@ class FrameStream:
         return unacknowledged < MAX_UNACKNOWLEDGED and (
             self._options.drop == "newest" or len(self._waiting) < _MAX_WAITING
         )
+
+    async def _take(
+        self, number: int, images: tuple[bytes | RawImage, ...], wait_s: float, done: Callable[[], None]
+    ) -> bool:
+        """Whether it was new, and there was room."""
+        self._sends += 1
+        turn = self._sends
+        self._notify()
+        if 0 <= number < self._num_taken:
+            return False
+        if number != self._num_taken:
+            raise BadRequest(f"frame {number} came where frame {self._num_taken} was expected")
+        if len(images) != self._num_images:
+            raise BadRequest(
+                f"head {self._options.head!r} of adapter {self._options.adapter!r} reads {self._num_images} "
+                f"image{'s' * (self._num_images != 1)} per frame; {len(images)} came"
+            )
+        await self._until(lambda: self._ended or self._sends != turn or self._has_room, wait_s)
+        if self._ended:
+            raise BadRequest("the stream was ended; it takes no more frames")
+        if self._sends != turn or not self._has_room:
+            return False
+        if self._options.drop == "newest" and self._waiting:
+            old = self._waiting.popleft()
+            self._finish(old, dropped=f"frame {number} came before this one was started")
+            old.done()
+        self._waiting.append(_Frame(number, images, self._loop.time(), done))
+        self._num_taken += 1
+        self._start_due()
+        return True
 
     def _acknowledge(self, number: int) -> None:
         if number < self._acknowledged:
@@ -158,16 +179,18 @@ class FrameStream:
                 break
             # A frame that comes late does not push back all that follow.
             self._due = max(self._due, now - self._interval_s) + self._interval_s
-            task = asyncio.create_task(self._answer(self._waiting.popleft()))
+            frame = self._waiting.popleft()
+            task = asyncio.create_task(self._answer(frame))
             self._running.add(task)
-            task.add_done_callback(self._on_answered)
+            task.add_done_callback(functools.partial(self._on_answered, frame))
         self._notify()
 
     def _on_pace(self) -> None:
         self._pace = None
         self._start_due()
 
-    def _on_answered(self, task: asyncio.Task[None]) -> None:
+    def _on_answered(self, frame: _Frame, task: asyncio.Task[None]) -> None:
+        frame.done()
         self._running.discard(task)
         if not task.cancelled():  # else the stream, or the loop, is at its end
             self._start_due()

@@ -179,16 +179,24 @@ class VLoraService(rpyc.Service):
         An image is bytes, or (bytes, height, width).
         """
 
+        give_back = self._peer.take_charge()  # the frame is held for longer than this call takes
+        sent = False
+
         async def work() -> bool:
+            nonlocal sent
             stream_id, number, images, wait_s = _positional("send_frame", args, 4)
             stream = self._stream(stream_id)
             frame = _frame(images)
             for image in frame:
                 if isinstance(image, RawImage):
                     image.check(self._front_end.config)
-            return await stream.send(_checked("number", number, int), frame, _wait_s(wait_s))
+            place, wait = _checked("number", number, int), _wait_s(wait_s)
+            sent = True  # from here on the stream gives back
+            return await stream.send(place, frame, wait, give_back)
 
-        return self._run(work)
+        sending = self._run(work)
+        sending.add_done_callback(lambda _: None if sent else give_back())
+        return sending
 
     def exposed_pull_results(self, *args: Any) -> Future[Reply]:
         """(stream id, number of the last frame whose result arrived, wait_s) -> FrameResults"""
