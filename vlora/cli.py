@@ -418,6 +418,7 @@ def model_eval(checkpoint: str | None, quick: bool) -> None:
     import warnings
 
     import torch
+    from transformers import AutoProcessor
 
     from fusion.embedded import checkpoint_path
     from fusion.embedded.exam import examine
@@ -426,6 +427,13 @@ def model_eval(checkpoint: str | None, quick: bool) -> None:
     warnings.simplefilter("ignore", FutureWarning)
     logging.getLogger("vlora").setLevel(logging.WARNING)
     torch.set_num_threads(1)  # what is promised holds on one core
+    if checkpoint is not None:
+        try:
+            AutoProcessor.from_pretrained(checkpoint)
+        except (OSError, ValueError) as error:
+            raise BadConfig(
+                f"--checkpoint {checkpoint} holds no model and processor as fusion.embedded.train writes them: {error}"
+            ) from error
     seeds = (1_000_001, 1_000_002, 1_000_003)[: 1 if quick else 3]
     rows, gates = examine(
         checkpoint or checkpoint_path(),

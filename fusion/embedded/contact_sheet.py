@@ -56,7 +56,12 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=7)
     arguments = parser.parse_args()
     sheet = cv2.cvtColor(contact_sheet(arguments.seed), cv2.COLOR_RGB2BGR)
-    cv2.imwrite(str(arguments.file), sheet, (cv2.IMWRITE_JPEG_QUALITY, 80))
+    try:
+        written = cv2.imwrite(str(arguments.file), sheet, (cv2.IMWRITE_JPEG_QUALITY, 80))
+    except cv2.error:
+        parser.error(f"{arguments.file} ends in no kind of picture that can be written; .jpg or .png will do")
+    if not written:
+        parser.error(f"cannot write {arguments.file}; is its folder there?")
 
 
 if __name__ == "__main__":

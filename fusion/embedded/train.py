@@ -24,7 +24,7 @@ import math
 import os
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -424,22 +424,40 @@ def _work(rank: int, workers: int, meeting_place: str, arguments: argparse.Names
         distributed.destroy_process_group()
 
 
+def _positive(kind: type[int] | type[float]) -> Callable[[str], int | float]:
+    """A parser of numbers above 0, for argparse."""
+
+    def parse(text: str) -> int | float:
+        number = kind(text)
+        if not 0 < number < math.inf:
+            raise argparse.ArgumentTypeError(f"{text} was given; it must be above 0, and finite")
+        return number
+
+    parse.__name__ = kind.__name__  # argparse names it where text is no number
+    return parse
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m fusion.embedded.train", description=__doc__.split("\n")[0])
     parser.add_argument("--out", type=Path, required=True, help="folder of the checkpoint and the run's state")
     length = parser.add_mutually_exclusive_group()
     length.add_argument(
-        "--minutes", type=float, default=20.0, help="time to train for, processor time on the CPU (default 20)"
+        "--minutes",
+        type=_positive(float),
+        default=20.0,
+        help="time to train for, processor time on the CPU (default 20)",
     )
-    length.add_argument("--steps", type=int, help="number of steps instead: the same result on every run")
+    length.add_argument("--steps", type=_positive(int), help="number of steps instead: the same result on every run")
     parser.add_argument("--device", default="cpu", help="cpu, cuda or cuda:N")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument(
         "--compile", action="store_true", help="compile the model first: 1.4 times as fast on a CPU; needs g++"
     )
-    parser.add_argument("--threads", type=int, default=1, help="torch threads on the CPU")
-    parser.add_argument("--workers", type=int, default=1, help="processes that share the work")
+    parser.add_argument("--threads", type=_positive(int), default=1, help="torch threads on the CPU")
+    parser.add_argument("--workers", type=_positive(int), default=1, help="processes that share the work")
     arguments = parser.parse_args()
+    if arguments.device.startswith("cuda") and not torch.cuda.is_available():
+        parser.error(f"argument --device: {arguments.device!r} was asked for, but torch sees no CUDA device here")
     budget = Budget(arguments.steps, None if arguments.steps is not None else arguments.minutes)
     with tempfile.TemporaryDirectory() as folder:
         work = (arguments.workers, f"{folder}/meeting", arguments, budget)

@@ -8,6 +8,7 @@ import pytest
 import torch
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
+from fusion.embedded import contact_sheet
 from fusion.embedded import train as training
 from fusion.embedded.evaluate import accuracy_by_skill
 from fusion.embedded.train import Budget, Trainer, train
@@ -86,3 +87,35 @@ def test_what_the_projector_drops_is_missed() -> None:
     with torch.no_grad():
         assert probes.kept_loss(given, states).item() == pytest.approx((1 - 1 / scale) ** 2, abs=1e-4)
         assert probes.kept_loss(given * torch.tensor([1, 1, 1, 0, 0, 0]), states).item() > 0.2
+
+
+@pytest.mark.parametrize(
+    "arguments, told",
+    (
+        (["--steps", "-3"], "-3 was given; it must be above 0"),
+        (["--minutes", "nan"], "nan was given"),
+        (["--minutes", "soon"], "invalid float value: 'soon'"),
+        (["--workers", "0"], "0 was given"),
+        (["--device", "cuda:9"], "'cuda:9' was asked for"),
+    ),
+)
+def test_bad_arguments_are_told_before_anything_is_made(
+    arguments: list[str], told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(training.torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr("sys.argv", ["train", "--out", str(tmp_path / "run"), *arguments])
+    with pytest.raises(SystemExit, match="2"):
+        training.main()
+    assert told in capsys.readouterr().err and not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    "name, told", (("nowhere/page.jpg", "is its folder there"), ("page.txt", "no kind of picture"))
+)
+def test_a_contact_sheet_that_cannot_be_written_is_told(
+    name: str, told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.argv", ["contact_sheet", str(tmp_path / name)])
+    with pytest.raises(SystemExit, match="2"):
+        contact_sheet.main()
+    assert told in capsys.readouterr().err
