@@ -13,7 +13,7 @@ from atmm.sites import SiteGroup
 
 _OWN_CACHES_BYTES = 4 * 2**20  # more than a core has to itself
 _ALL_CACHES_BYTES = 256 * 2**20  # more than most machines have; only where lines cannot be evicted one by one
-_NUM_ROWS, _WIDTH = 16, 1024
+_NUM_ROWS, _WIDTH = 4, 1024
 
 
 class Caches:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import functools
 import itertools
 import json
-import math
 import random
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -26,6 +25,7 @@ from atmm.compiled.lanes import serves
 from atmm.grouped.lanes import serves as built
 from atmm.grouped.tiling import sensible as grouped_tiles
 from atmm.operator import add_delta, add_deltas
+from atmm.race import race
 from atmm.segments import Lane, SegmentPlan
 from atmm.selection import estimate, rule
 from atmm.sites import Factors, Site, SiteGroup
@@ -35,13 +35,14 @@ from atmm.survey import Survey
 TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048)
 ADAPTERS = (1, 2, 4, 8, 16)
 RANKS = (8, 16, 32, 64)
-_MOST_ESTIMATED = 6.0  # times the least estimate; more is not timed
+_MOST_ESTIMATED = 4.0  # times the least estimate; more is not timed
 _MOST_COMPILED = 512  # tokens; the compiled kernels go token by token
 _FEWEST_GROUPED = 256  # tokens; the grouped products are for prefill
-_TURNS = 8
+_TURNS = 7
 _NUM_RANDOM = 1_000_003  # prime, so that factors cut from the values one after the other differ
-_IN_THE_RACE = 1.4  # times the least seconds so far; slower candidates are not timed again
-_LONG_S = 0.03  # a bucket's candidates are timed this long together before fewer turns will do
+_IN_THE_RACE = 1.25  # times the least seconds so far; slower candidates are not timed again
+_CLOSE = 1.05  # times the least seconds; slower choices of the rule are looked at twice
+_LONG_S = 0.015  # each candidate of a bucket is timed this long together before fewer turns will do
 
 
 class Shape(NamedTuple):
@@ -115,7 +116,9 @@ class Case(NamedTuple):
     def input(self, device: str) -> tuple[Tensor, list[Tensor]]:
         """Random x [tokens, d_in], and each site's zero output, lying as the base layer leaves it there."""
         dtype = getattr(torch, self.dtype)
-        x = torch.randn(self.num_tokens, self.shape.d_in, device=device).to(dtype)
+        size = self.num_tokens * self.shape.d_in
+        values = _random_values(dtype, device)
+        x = values.repeat(-(-size // len(values)))[:size].view(self.num_tokens, self.shape.d_in)
         if comes_transposed(x):
             return x, [x.new_zeros(d_out, self.num_tokens).t() for d_out in self.shape.d_outs]
         return x, [x.new_zeros(self.num_tokens, d_out) for d_out in self.shape.d_outs]
@@ -128,7 +131,7 @@ def _random_values(dtype: torch.dtype, device: str) -> Tensor:
 
 
 class Finding(NamedTuple):
-    """A bucket with each candidate's least seconds for all sites of the group, and what the rule would have chosen."""
+    """A bucket with each candidate's seconds for all sites of the group, and what the rule would have chosen."""
 
     bucket: Bucket
     seconds: Mapping[str, float]
@@ -186,21 +189,20 @@ def measure(case: Case, group: SiteGroup, device: str) -> Finding:
         outputs = [torch.cat(outputs, 1)]  # there the engine serves a group at once
     caches, factors = _caches(device, x.dtype), factors_of(group)
     transposed = comes_transposed(x)
-    plans = {name: case.plan(name) for name in candidates(survey, transposed)}
-    for plan in plans.values():
-        _time(group, plan, x, outputs)  # prepares, and compiles
-    least = dict.fromkeys(plans, math.inf)
-    running = list(plans)
-    started = time.monotonic()
-    for turn in range(_TURNS):
-        for name in running:
-            caches.forget(factors)
-            least[name] = min(least[name], _time(group, plans[name], x, outputs))
-        if turn >= 1 and time.monotonic() - started > _LONG_S * len(running):
-            break
-        best = min(least.values())
-        running = [name for name in running if least[name] <= _IN_THE_RACE * best]
-    return Finding(Bucket.of(survey), least, rule(survey, transposed))
+
+    def timed(plan: SegmentPlan) -> float:
+        caches.forget(factors)
+        return _time(group, plan, x, outputs)
+
+    calls = {name: functools.partial(timed, case.plan(name)) for name in candidates(survey, transposed)}
+    ruled = rule(survey, transposed)
+    seconds = race(calls, _TURNS, _IN_THE_RACE, _LONG_S)
+    best = min(seconds.values())
+    if seconds[ruled] > _CLOSE * best:
+        # Whoever comes out best of many was also lucky: only a second race tells whether the rule errs.
+        finalists = {name: call for name, call in calls.items() if name == ruled or seconds[name] <= _CLOSE * best}
+        seconds |= race(finalists, _TURNS, _IN_THE_RACE, _LONG_S)
+    return Finding(Bucket.of(survey), seconds, ruled)
 
 
 _caches = functools.cache(Caches)

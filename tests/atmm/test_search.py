@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -11,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from atmm import STRATEGIES, SegmentPlan, SiteGroup
+from atmm import STRATEGIES
 from atmm.bucket import Bucket, Evenness
 from atmm.cold import Caches, factors_of
 from atmm.search import ADAPTERS, RANKS, TOKENS, Case, Shape, candidates, cases, error, measure, read, search
@@ -68,24 +67,6 @@ def test_what_is_plainly_slower_is_not_timed() -> None:
     # 16 times the arithmetic of the others, and token by token.
     assert "stacked" not in names and "compiled" not in names
     assert "batched" in names and rule(survey_of(case)) in names
-
-
-def test_who_falls_behind_is_not_timed_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    case = Case(SMALL[0], 8, "float32", 2, 8, True)
-    calls: Counter[str] = Counter()
-
-    def seconds(group: SiteGroup, plan: SegmentPlan, x: torch.Tensor, outputs: list[torch.Tensor]) -> float:
-        calls[plan.strategy or ""] += 1
-        if calls[plan.strategy or ""] == 1:
-            return 9.0  # the first call prepares, and does not count
-        return {"loop": 1.0, "batched": 1.3}.get(plan.strategy or "", 2.0)
-
-    monkeypatch.setattr("atmm.search._time", seconds)
-    monkeypatch.setattr("atmm.search._LONG_S", 60.0)  # a busy machine must not cut the turns short
-    finding = measure(case, case.group("cpu"), "cpu")
-    assert finding.best == "loop" and finding.seconds["loop"] == 1.0 and max(finding.seconds.values()) == 2.0
-    assert calls["loop"] == calls["batched"] > 4
-    assert {count for name, count in calls.items() if name not in ("loop", "batched")} == {2}
 
 
 def test_what_leaves_the_caches_is_as_it_was() -> None:

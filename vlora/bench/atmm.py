@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
+import random
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -22,6 +23,7 @@ from torch import Tensor, nn
 
 import atmm
 from atmm.cold import Caches, factors_of
+from atmm.race import race
 from atmm.search import Case, Shape
 from atmm.selection import choose
 from atmm.strategies import comes_transposed
@@ -33,6 +35,9 @@ _RANKS = (8, 16, 64)
 _TOKENS = (1, 4, 16, 64, 256, 2048)
 _ADAPTERS = (1, 4, 16)
 _DTYPES = ("bfloat16", "float32")
+_IN_THE_RACE = 2.0  # a strategy this many times behind the best is not timed to the end
+_TURNS_PER_ROUND = 7  # strategies are near one another, and what is told is the worst of many cells
+_ENOUGH_S = 0.15  # of each strategy in a cell, before fewer turns will do
 _MOST_GATHERED_BYTES = 2**30  # what gathering factors per token may take; larger cells go without that baseline
 
 
@@ -100,12 +105,14 @@ def _measure(case: Case, rounds: int) -> dict[str, Any]:
     }
     if case.num_tokens * case.rank * (site.d_in + site.d_out) * x.element_size() <= _MOST_GATHERED_BYTES:
         calls["gather and bmm"] = _gather_bmm(a, bt, plan, x, rows)
-    # Strategies among themselves, as the search meets them, and told apart by their least times: what a neighbour on
-    # the machine took is no part of a choice.
-    least = {name: min(taken) for name, taken in _timed(strategies, rounds, factors_of(group), x.dtype).items()}
-    seconds = _timed(calls, rounds, [*factors_of(group), a, bt, *layer.parameters()], x.dtype)
+    caches = Caches("cpu", x.dtype)
+    # Strategies among themselves, as the search meets them.
+    among = {name: _cold(call, caches, factors_of(group)) for name, call in strategies.items()}
+    by_strategy = race(among, _TURNS_PER_ROUND * rounds, _IN_THE_RACE, _ENOUGH_S)
+    best = min(names, key=by_strategy.__getitem__)
+    everything = [*factors_of(group), a, bt, *layer.parameters()]
+    seconds = _timed({name: _cold(call, caches, everything) for name, call in calls.items()}, rounds)
     median = {name: statistics.median(taken) for name, taken in seconds.items()}
-    best = min(names, key=least.__getitem__)
     table: dict[str, Any] = {
         "layer": f"{site.d_in}x{site.d_out}",
         "rank": case.rank,
@@ -116,7 +123,7 @@ def _measure(case: Case, rounds: int) -> dict[str, Any]:
         "us": median["chosen"] * 1e6,
         "chosen": chosen,
         "best": best,
-        "chosen / best": least[chosen] / least[best],
+        "chosen / best": by_strategy[chosen] / by_strategy[best],
         "p95 / p50": _spread(seconds["chosen"]),
         "their p95 / p50": _mean([_spread(taken) for name, taken in seconds.items() if name != "chosen"]),
     }
@@ -125,18 +132,28 @@ def _measure(case: Case, rounds: int) -> dict[str, Any]:
     return table
 
 
-def _timed(
-    calls: Mapping[str, Callable[[], object]], rounds: int, factors: Sequence[Tensor], dtype: torch.dtype
-) -> dict[str, list[float]]:
-    caches = Caches("cpu", dtype)
+def _cold(call: Callable[[], object], caches: Caches, factors: Sequence[Tensor]) -> Callable[[], float]:
+    """Seconds of a call that finds its factors in memory, not in a cache."""
+
+    def timed() -> float:
+        caches.forget(factors)
+        started = time.perf_counter()
+        call()
+        return time.perf_counter() - started
+
+    return timed
+
+
+def _timed(calls: Mapping[str, Callable[[], float]], rounds: int) -> dict[str, list[float]]:
+    """Seconds of every call in every round but one that prepares, in an order drawn anew each round."""
+    draw, order = random.Random(0), list(calls)
     seconds: dict[str, list[float]] = {name: [] for name in calls}
     for turn in range(rounds + 1):
-        for name, call in calls.items():
-            caches.forget(factors)
-            started = time.perf_counter()
-            call()
+        draw.shuffle(order)
+        for name in order:
+            taken = calls[name]()
             if turn:
-                seconds[name].append(time.perf_counter() - started)
+                seconds[name].append(taken)
     return seconds
 
 
