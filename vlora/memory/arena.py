@@ -8,6 +8,8 @@ from collections.abc import Sequence
 
 import torch
 
+from vlora.memory.allocation import empty
+
 PAGE_BYTES = 64 * 1024
 ALIGNMENT = 256  # bytes at which every tensor in an adapter run starts: one full GPU cache line pair, any vector width
 
@@ -29,7 +31,7 @@ class Arena:
 
     def __init__(self, num_pages: int, device: torch.device) -> None:
         self.num_pages = num_pages
-        raw = torch.empty(num_pages * PAGE_BYTES + PAGE_BYTES, dtype=torch.uint8, device=device)
+        raw = empty([num_pages * PAGE_BYTES + PAGE_BYTES], torch.uint8, device)
         skip = -raw.data_ptr() % PAGE_BYTES
         self.bytes = raw[skip : skip + num_pages * PAGE_BYTES]
 

@@ -17,6 +17,7 @@ from torch import nn
 from transformers import AttentionInterface
 
 from vlora.errors import BadRequest, UnsupportedModel
+from vlora.memory.allocation import in_huge_pages
 from vlora.models.adapted import AdaptedLinear, LaneScope, adapt
 from vlora.models.attention import StepAttention, paged_attention
 from vlora.models.families import Family, family_of
@@ -51,6 +52,7 @@ class Seam:
         self.inner = model.model
         self.text_model = self.inner.language_model
         self.lm_head: nn.Linear = model.get_output_embeddings()
+        self.lm_head.weight.data = in_huge_pages(self.lm_head.weight.data)  # all of it is read in every step
         self.embed: nn.Embedding = model.get_input_embeddings()
         self.image_token_id: int = model.config.image_token_id
         self.video_token_id: int | None = getattr(model.config, "video_token_id", None)

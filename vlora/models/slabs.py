@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import torch
 
+from vlora.memory.allocation import empty
 from vlora.models.adapted import AdaptedLinear
 
 
@@ -34,7 +35,7 @@ class WeightSlabs:
         self.base: dict[tuple[int, int], torch.Tensor] = {}
         for shape, names in by_shape.items():
             weight = linears[names[0]].weight
-            slab = torch.empty(len(names), *shape, dtype=weight.dtype, device=weight.device)
+            slab = empty([len(names), *shape], weight.dtype, weight.device)
             for index, name in enumerate(names):
                 self.slots[name] = SlabSlot(shape, index)
                 slab[index].copy_(linears[name].weight.data)

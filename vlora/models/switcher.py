@@ -13,6 +13,7 @@ import torch
 
 import atmm
 from vlora.adapters import HostFactors
+from vlora.memory.allocation import empty
 from vlora.models.bank import AdapterBank
 from vlora.models.slabs import WeightSlabs
 
@@ -70,7 +71,7 @@ class ModeSwitcher:
         for run in merge_runs(self._slabs, self._bank.ranks(key)):
             base = self._slabs.base[run.shape]
             if run.shape not in self._shadow:
-                self._shadow[run.shape] = torch.empty_like(base)
+                self._shadow[run.shape] = empty(base.shape, base.dtype, base.device)
             a, bt = self._bank.stacked(key, run.names)
             atmm.merge(self._shadow[run.shape][run.first : run.last], base[run.first : run.last], a, bt)
             names += run.names
