@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -57,13 +57,20 @@ def run_engine(
     scarce_memory: bool = False,
     dtype: torch.dtype = torch.float32,
     model: Any = None,
+    checkpoint: str | None = None,
+    switching: Literal["auto", "shadow", "in_place"] = "auto",
 ) -> Run:
-    """Run a reference's cases (or the ones given) at once and collect tokens and logits per case."""
+    """Run a reference's cases (or the ones given) at once and collect tokens and logits per case.
+
+    checkpoint: a folder to load the model from, instead of making it here.
+    """
     chosen = list(cases) if cases is not None else [reference.cases[i] for i in only or range(len(reference.cases))]
     block_size = 8
     config = EngineConfig(
-        model=reference.family,
+        model=checkpoint or reference.family,
         device=DEVICE,
+        dtype=str(dtype).removeprefix("torch."),
+        switching=switching,
         max_batch_size=8,
         max_step_tokens=max_step_tokens,
         block_size=block_size,
@@ -71,8 +78,11 @@ def run_engine(
         arena_bytes=(80 if scarce_memory else 1024) * PAGE_BYTES,
         merge_fidelity_floor=0.0,
     )
-    made = model if model is not None else build_model(reference.family, dtype)
-    local = LocalEngine(config, model=made.to(DEVICE))
+    if checkpoint is None:
+        made = model if model is not None else build_model(reference.family, dtype)
+        local = LocalEngine(config, model=made.to(DEVICE))
+    else:
+        local = LocalEngine(config)
     engine = local.engine
     if policy is not None:
         engine._scheduler._policy = policy

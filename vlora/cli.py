@@ -35,6 +35,7 @@ _SETTING_HELP = {
     "arena_bytes": "Memory for KV cache and adapters together; sized from free memory if not given.",
     "theta_s": "Seconds of credit after which a request starves.",
     "merge_fidelity_floor": "Adapters that lose more than this when merged are never merged.",
+    "switching": "How merged weights come into place: from a shadow copy, in_place (slower, no copy), or by memory.",
     "vision_cache_bytes": "Image embeddings kept for reuse.",
     "threads": "Threads of the engine; torch's choice if not given.",
     "host": "Address to listen on; without tokens loopback only.",

@@ -23,6 +23,8 @@ class EngineConfig:
     max_context: prompt and answer together, in tokens; None takes the model's own limit.
     block_size: tokens per KV block. arena_bytes: KV cache and adapters together; None sizes it from free memory.
     theta_s: how much credit (seconds) makes a request starve. merge_fidelity_floor: adapters below it are never merged.
+    switching: how merged weights come into place; "shadow" keeps a second copy of the language model's target weights,
+    "in_place" writes over them and goes back with the checkpoint's files; "auto" takes shadow where memory allows.
     vision_cache_bytes: image embeddings kept for reuse. threads: torch threads; None leaves torch's choice.
 
     Raises BadConfig when a value cannot work.
@@ -41,6 +43,7 @@ class EngineConfig:
     arena_bytes: int | None = None
     theta_s: float = 0.1
     merge_fidelity_floor: float = 0.8
+    switching: Literal["auto", "shadow", "in_place"] = "auto"
     vision_cache_bytes: int = 256 * 2**20
     threads: int | None = None
 
@@ -49,6 +52,8 @@ class EngineConfig:
             raise BadConfig(f"load_format is {self.load_format!r}; choose auto or dummy")
         if self.dtype not in DTYPES:
             raise BadConfig(f"dtype is {self.dtype!r}; choose one of {', '.join(DTYPES)}")
+        if self.switching not in ("auto", "shadow", "in_place"):
+            raise BadConfig(f"switching is {self.switching!r}; choose auto, shadow or in_place")
         for field in ("max_batch_size", "max_step_tokens", "block_size"):
             if getattr(self, field) < 1:
                 raise BadConfig(f"{field} is {getattr(self, field)}; it must be at least 1")

@@ -98,6 +98,6 @@ def test_a_smaller_delta_loses_more_when_merged_into_bfloat16() -> None:
             bt = torch.randn(8, linear.out_features, generator=generator)
             bt *= size * float(linear.weight.detach().float().std()) / 8**0.5
             factors[name] = HostFactors(a.bfloat16(), bt.bfloat16())
-        found.append(merge_fidelity(inner._slabs, factors))
+        found.append(merge_fidelity(inner._slabs, inner._switcher, factors))
     assert found == sorted(found, reverse=True)
     assert found[0] > 0.99 and found[-1] < 0.5

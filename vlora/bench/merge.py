@@ -25,8 +25,8 @@ from vlora.memory.residency import Residency
 from vlora.models.bank import AdapterBank
 from vlora.models.loading import dummy_model
 from vlora.models.seam import Seam
+from vlora.models.shadow import ShadowSwitcher
 from vlora.models.slabs import WeightSlabs
-from vlora.models.switcher import ModeSwitcher
 
 
 def run(quick: bool) -> Report:
@@ -64,7 +64,7 @@ def _calls(rank: int) -> dict[str, Callable[[], object]]:
     arena = Arena(2**30 // PAGE_BYTES, cpu)
     residency = Residency(ArenaBooks(arena.num_pages, 1), arena.num_pages)
     bank = AdapterBank(arena, residency, seam.language_linears, seam.vision_linears, slabs.order)
-    switcher = ModeSwitcher(slabs, bank)
+    switcher = ShadowSwitcher(slabs, bank)
     sites = {
         name: SiteShape(linear.in_features, linear.out_features, vision=False)
         for name, linear in seam.language_linears.items()

@@ -12,6 +12,7 @@ import atmm
 from vlora.adapters import AdapterRegistry, HostAdapter, SiteShape
 from vlora.config import EngineConfig
 from vlora.engine.limits import compute_limits
+from vlora.engine.switching import originals_if_in_place
 from vlora.errors import (
     Aborted,
     BadRequest,
@@ -24,9 +25,11 @@ from vlora.memory.arena import PAGE_BYTES, Arena, pages_for
 from vlora.memory.books import ArenaBooks, BlockTables, Run
 from vlora.memory.residency import Residency
 from vlora.models.bank import AdapterBank
+from vlora.models.in_place import InPlaceSwitcher
 from vlora.models.loading import load_model
 from vlora.models.runner import ModelRunner
 from vlora.models.seam import Seam
+from vlora.models.shadow import ShadowSwitcher
 from vlora.models.slabs import WeightSlabs
 from vlora.models.switcher import ModeSwitcher, merge_fidelity
 from vlora.models.vision import VisionEncoder
@@ -62,14 +65,20 @@ class Engine:
         self.config = config
         self._seam = seam = Seam(load_model(config) if model is None else model)
         self._slabs = WeightSlabs(seam.language_linears)
-        self.limits = compute_limits(config, seam, self._slabs.num_bytes)
+        originals = originals_if_in_place(config, seam, self._slabs, loaded=model is None)
+        self.limits = compute_limits(config, seam, self._slabs.num_bytes if originals is None else 0)
         arena = Arena(self.limits.num_pages, seam.device)
         self._books = ArenaBooks(self.limits.num_pages, self.limits.block_pages)
         self._tables = BlockTables(self._books, config.block_size)
         self._residency = Residency(self._books, self.limits.max_adapter_pages)
         self._bank = AdapterBank(arena, self._residency, seam.language_linears, seam.vision_linears, self._slabs.order)
         self._bank.compile_ahead()
-        self._switcher = ModeSwitcher(self._slabs, self._bank)
+        self._switcher: ModeSwitcher
+        if originals is None:
+            self._switcher = ShadowSwitcher(self._slabs, self._bank)
+        else:
+            on_gpu = seam.device.type == "cuda"
+            self._switcher = InPlaceSwitcher(self._slabs, self._bank, originals, subtracting=on_gpu)
         self._vision = VisionEncoder(seam, config.vision_cache_bytes)
         self._runner = ModelRunner(
             seam,
@@ -96,6 +105,7 @@ class Engine:
             eos_ids=seam.eos_ids,
             cost=CostModel(),
             clock=clock,
+            in_place=self._switcher.in_place,
         )
         # Every adapter version that is current or that a request under way still uses.
         self._versions: dict[str, HostAdapter] = {}
@@ -160,7 +170,7 @@ class Engine:
         adapter = self._registry.load(name, path, self._check_room)
         self._versions[adapter.key] = adapter
         with torch.no_grad():
-            self._fidelity[adapter.key] = merge_fidelity(self._slabs, adapter.factors)
+            self._fidelity[adapter.key] = merge_fidelity(self._slabs, self._switcher, adapter.factors)
         if before is not None and before != adapter.key:
             self._retire(before)
         return self._status(adapter)

@@ -54,8 +54,23 @@ def compute_limits(config: EngineConfig, seam: Seam, shadow_bytes: int) -> Limit
     return Limits(max_context, pages, num_pages // pages * pages)
 
 
+def shadow_fits(config: EngineConfig, seam: Seam, shadow_bytes: int) -> bool:
+    """Whether a shadow copy leaves room for the arena: the one asked for, or one that holds a request of the longest
+    context beside the adapters."""
+    if config.arena_bytes is not None:
+        return config.arena_bytes <= _available(seam.device) - shadow_bytes
+    blocks = -(-min(seam.max_positions, config.max_context or seam.max_positions) // config.block_size)
+    request_bytes = blocks * block_pages(seam.num_layers, config.block_size, seam.kv_dim, seam.dtype) * PAGE_BYTES
+    return request_bytes + _ADAPTER_BYTES <= _free_bytes(seam.device, shadow_bytes)
+
+
 def _free_bytes(device: torch.device, shadow_bytes: int) -> int:
+    share = _GPU_SHARE if device.type == "cuda" else _CPU_SHARE
+    return max(0, int((_available(device) - shadow_bytes) * share))
+
+
+def _available(device: torch.device) -> int:
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
-        return max(0, int((free - shadow_bytes) * _GPU_SHARE))
-    return max(0, int((psutil.virtual_memory().available - shadow_bytes) * _CPU_SHARE))
+        return free
+    return psutil.virtual_memory().available

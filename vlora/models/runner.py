@@ -63,11 +63,19 @@ class ModelRunner:
     def run(self, batch: Batch) -> StepResult:
         """One step. A request that fails alone gets an error in the result; the others are answered.
 
-        Raises StepFailed when the forward itself fails: then every request of the batch is lost, and only those.
+        Raises StepFailed when the switch or the forward itself fails: then every request of the batch is lost, and only
+        those.
         """
         started = time.perf_counter()
-        with torch.no_grad():
-            switched = self._switcher.switch(batch.merged_adapter)
+        try:
+            with torch.no_grad():
+                switched = self._switcher.switch(batch.merged_adapter)
+        except Exception as error:
+            log.exception("switch failed")
+            raise StepFailed(
+                f"the weights could not be switched to {batch.merged_adapter or 'the base model'}: "
+                f"{type(error).__name__}: {error}"
+            ) from error
         switch_s = time.perf_counter() - started
         with torch.inference_mode():
             errors = self._prepare(batch.items)

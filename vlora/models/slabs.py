@@ -19,7 +19,7 @@ class SlabSlot(NamedTuple):
 
 
 class WeightSlabs:
-    """Owns the base weights W0 as slabs; the modules' parameters are views into them.
+    """Owns the base weights as slabs, W0 as loaded; the modules' parameters are views into them.
 
     Entries are ordered by module type, then layer, so that an adapter's layers of one type are neighbours and can be
     merged in one call.
@@ -47,6 +47,11 @@ class WeightSlabs:
     def order(self) -> tuple[str, ...]:
         """Layer names in slab order; adapters are laid out in memory in this order."""
         return tuple(self.slots)
+
+    def entry(self, name: str) -> torch.Tensor:
+        """What the slab holds for a layer now, [out, in]."""
+        shape, index = self.slots[name]
+        return self.base[shape][index]
 
     @property
     def num_bytes(self) -> int:

@@ -55,8 +55,8 @@ class CheapestPlan:
     - mixed(a): all together over `W0 + delta_a`: no lane for a's tokens, two for another adapter's, one for the base
       model's. Cheaper than unmerged where a has more than half of the lanes;
     - split(a): a's requests merged, the others unmerged over W0, in turn. No lane for a's tokens and only one for the
-      others', but a step's fixed time is paid twice. Going between W0 and weights at hand is free, so this takes no
-      switches. Whichever half answers more requests per second goes first;
+      others', but a step's fixed time is paid twice, and the way between W0 and the merged weights and back, which is
+      free with a shadow copy. Whichever half answers more requests per second goes first;
     - one by one: the same, with the others' adapters merged in turn, too: for few requests with long prompts.
 
     Algorithm 1 has no such middle: it pauses the minority until it starves, or runs everybody unmerged.
@@ -74,7 +74,7 @@ class CheapestPlan:
         works = _works(ready, state.max_step_tokens)
         total = _Work(*map(sum, zip(*works.values(), strict=True)))
         starving = starving_first(ready, state)
-        unmerged = _Plan(_seconds(total, state), None)
+        unmerged = _Plan(_seconds(total, state) + _place_s(None, state), None)
         alone_s = {adapter: _alone_s(adapter, work, state) for adapter, work in works.items()}
         plans = [
             _best_with(adapter, works[adapter], total, sum(alone_s.values()) - alone_s[adapter], state)
@@ -130,8 +130,15 @@ def _worth_merging(works: Mapping[str | None, _Work], first: Candidate, state: P
 def _alone_s(adapter: str | None, work: _Work, state: PolicyState) -> float:
     """Predicted time for one adapter's requests in steps of their own, merging included where it may be merged."""
     if adapter is None or adapter not in state.mergeable:
-        return _seconds(work, state)
+        return _seconds(work, state) + state.costs.back_s
     return _seconds(work.merged(), state) + (0.0 if adapter == state.shadow_adapter else state.costs.merge_s)
+
+
+def _place_s(merged: str | None, state: PolicyState) -> float:
+    """Predicted time to put the weights of a half in place, where no shadow copy keeps those of both halves."""
+    if merged == state.merged_adapter or not state.costs.back_s:
+        return 0.0
+    return state.costs.back_s if merged is None else state.costs.merge_s
 
 
 def _best_with(adapter: str, own: _Work, total: _Work, others_alone_s: float, state: PolicyState) -> _Plan:
@@ -140,7 +147,7 @@ def _best_with(adapter: str, own: _Work, total: _Work, others_alone_s: float, st
     own_s = _seconds(own.merged(), state)
     return min(
         _Plan(_seconds(own.merged().plus(others.mixed()), state), adapter),
-        _Plan(own_s + _seconds(others, state), adapter, split=True),
+        _Plan(own_s + _seconds(others, state) + state.costs.round_trip_s, adapter, split=True),
         _Plan(own_s + others_alone_s, adapter, split=True, one_by_one=True),
         key=lambda plan: plan.seconds,
     )
@@ -200,9 +207,10 @@ def _turn(
         rest, rest_s = (
             (works[first], _alone_s(first, works[first], state))
             if one
-            else (total.minus(work), _seconds(total.minus(work), state))
+            else (total.minus(work), _seconds(total.minus(work), state) + _place_s(None, state))
         )
-        own_turn = _rate(work, _seconds(work.merged(), state)) >= _rate(rest, rest_s)
+        own_s = _seconds(work.merged(), state) + _place_s(plan.merged, state)
+        own_turn = _rate(work, own_s) >= _rate(rest, rest_s)
     if own_turn:
         return plan.merged, own
     if one:

@@ -20,7 +20,8 @@ class Costs(NamedTuple):
     tokens: computed in the step. lane tokens: (token, lane) pairs, so a token with the deLoRA branch and its own
     adapter counts twice. lanes: (request, lane) pairs, each of which reads an adapter, however few its tokens.
     context tokens: KV that was in place before the step and is read in it.
-    merge_s: putting another adapter into the weights. Going back to W0, or to weights merged last, is free.
+    merge_s: putting another adapter into the weights. back_s: going back to W0; 0 where a shadow copy keeps both W0 and
+    the weights merged last, so that going between the two is free.
     """
 
     base_s: float = 0.0
@@ -29,6 +30,12 @@ class Costs(NamedTuple):
     lane_s: float = 0.0
     context_token_s: float = 0.0
     merge_s: float = 0.0
+    back_s: float = 0.0
+
+    @property
+    def round_trip_s(self) -> float:
+        """Leaving merged weights for W0 and coming back."""
+        return self.back_s + self.merge_s if self.back_s else 0.0
 
     def step_s(self, num_tokens: int, num_lane_tokens: int, num_lanes: int, num_context: int) -> float:
         """Seconds of a step, merging not included."""
@@ -54,16 +61,17 @@ class CostModel:
         self._moment = [0.0] * 5
         self._weights = [0.0] * 5
         self._switch_s: float | None = None
+        self._back_s: float | None = None
 
     @property
     def switch_s(self) -> float:
-        """Expected seconds of merging another adapter. Going back to W0 is counted as free."""
+        """Expected seconds of merging another adapter."""
         return self._switch_s or 0.0
 
     @property
     def costs(self) -> Costs:
         """What is expected now."""
-        return Costs._make((*map(mul, self._weights, _features(1, 1, 1, 1)), self.switch_s))
+        return Costs._make((*map(mul, self._weights, _features(1, 1, 1, 1)), self.switch_s, self._back_s or 0.0))
 
     def step_s(self, num_tokens: int, num_lane_tokens: int, num_lanes: int, num_context: int) -> float:
         """Expected seconds of a step."""
@@ -86,7 +94,15 @@ class CostModel:
 
     def observe_switch(self, seconds: float) -> None:
         """Learn from a merge that took `seconds`."""
-        self._switch_s = seconds if self._switch_s is None else (1 - _SMOOTH) * self._switch_s + _SMOOTH * seconds
+        self._switch_s = _smoothed(self._switch_s, seconds)
+
+    def observe_back(self, seconds: float) -> None:
+        """Learn from a way back to W0 that took `seconds`. Never called where it is free."""
+        self._back_s = _smoothed(self._back_s, seconds)
+
+
+def _smoothed(average: float | None, newest: float) -> float:
+    return newest if average is None else (1 - _SMOOTH) * average + _SMOOTH * newest
 
 
 def _features(

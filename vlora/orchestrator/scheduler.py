@@ -42,6 +42,7 @@ class Scheduler:
     calls.
 
     max_request_blocks: KV blocks that are always to be had for one request alone, whatever adapters are resident.
+    in_place: merged weights are written over W0, so nothing but what is in place is at hand, and going back costs time.
     """
 
     def __init__(
@@ -56,6 +57,7 @@ class Scheduler:
         eos_ids: frozenset[int],
         cost: CostModel,
         clock: Callable[[], float],
+        in_place: bool = False,
     ) -> None:
         assert max_step_tokens >= max_batch_size >= 1
         self._policy = policy
@@ -67,6 +69,7 @@ class Scheduler:
         self._eos_ids = eos_ids
         self._cost = cost
         self._clock = clock
+        self._in_place = in_place
         self._tracked: dict[str, Tracked] = {}  # in order of arrival
         self._arrivals = 0
         self._num_of: Counter[str] = Counter()  # unfinished requests by adapter
@@ -336,9 +339,11 @@ class Scheduler:
         if result.switched:
             self._num_switches += 1
             self._switch_s += result.switch_s
-            if merged is not None and merged != self._shadow_adapter:
+            if merged is None and self._in_place:
+                self._cost.observe_back(result.switch_s)
+            elif merged is not None and merged != self._shadow_adapter:
                 self._cost.observe_switch(result.switch_s)
-                self._shadow_adapter = merged
+                self._shadow_adapter = None if self._in_place else merged
         if result.step_s > 0 and not result.errors:
             lanes = [_num_lanes(item.adapter, merged) for item in batch.items]
             lane_tokens = sum(item.num_tokens * each for item, each in zip(batch.items, lanes, strict=True))

@@ -26,7 +26,8 @@ class Clock:
 
 
 class Machine:
-    """Runs batches on paper, moving the clock. Merging another adapter costs `merge_s`, weights merged last nothing."""
+    """Runs batches on paper, moving the clock. Merging another adapter costs `merge_s`, going back to W0 `back_s`, and
+    weights merged last nothing, unless going back has its price: they are then not kept."""
 
     def __init__(self, clock: Clock, costs: Costs) -> None:
         self._clock = clock
@@ -38,8 +39,10 @@ class Machine:
         merged = batch.merged_adapter
         switched, self._merged = merged != self._merged, merged
         switch_s = 0.0
-        if merged is not None and merged != self._shadow:
-            self._shadow, switch_s = merged, self._costs.merge_s
+        if switched and merged is None:
+            switch_s = self._costs.back_s
+        elif switched and merged != self._shadow:
+            self._shadow, switch_s = None if self._costs.back_s else merged, self._costs.merge_s
         tokens: dict[str, int] = {}
         heads: dict[str, HeadAnswer] = {}
         num_tokens = lane_tokens = lanes = context = 0
@@ -62,8 +65,8 @@ class Machine:
 def read_costs(path: Path) -> tuple[Costs, float]:
     """A machine's costs and `load_s`, the seconds that bringing an adapter into memory takes, from a JSON file.
 
-    The file holds an object "costs" with these numbers, as `vlora bench policy --out DIR` writes it. Raises BadConfig
-    with the field at fault.
+    The file holds an object "costs" with these numbers, as `vlora bench policy --out DIR` writes it; `back_s` is 0 if
+    not given. Raises BadConfig with the field at fault.
     """
     try:
         found = json.loads(path.read_text())
@@ -74,6 +77,7 @@ def read_costs(path: Path) -> tuple[Costs, float]:
     values = found.get("costs") if isinstance(found, dict) else None
     if not isinstance(values, dict):
         raise BadConfig(f'{path}: no object "costs" in it')
+    values = {"back_s": 0.0, **values}
     for field in (*Costs._fields, "load_s"):
         value = values.get(field)
         if isinstance(value, bool) or not isinstance(value, int | float) or not (math.isfinite(value) and value >= 0):

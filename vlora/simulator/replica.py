@@ -69,6 +69,7 @@ class Replica:
             eos_ids=frozenset(),
             cost=CostModel(),
             clock=self.clock,
+            in_place=box.costs.back_s > 0,
         )
         self._view = MemoryView(resident=frozenset(), mergeable=frozenset())
         self.num_loads = 0

@@ -1,0 +1,90 @@
+"""Where nothing is at hand, going back has a price: the scheduler learns it and the cost policy reckons with it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from vlora.orchestrator import Costs
+from vlora.orchestrator.cheapest_plan import CheapestPlan
+from vlora.orchestrator.policy import Candidate, PolicyState
+from vlora.simulator.arrivals import Arrival
+from vlora.simulator.machine import read_costs
+from vlora.simulator.replay import replay
+from vlora.simulator.replica import Box, Replica
+from vlora.simulator.workloads import make_workload
+from vlora.types import Mode
+
+SHADOW = Costs(base_s=0.1, token_s=0.001, lane_token_s=0.0005, lane_s=0.004, merge_s=0.2)
+IN_PLACE = SHADOW._replace(back_s=0.15)
+
+
+def answered(replica: Replica, number: int, adapter: str | None) -> None:
+    replica.add(f"r{number}", Arrival(replica.clock.now, adapter, 4, 2))
+    replica.run_until(replica.clock.now + 100)
+
+
+@pytest.mark.parametrize(
+    ("costs", "spent_s"), [(SHADOW, 0.2), (IN_PLACE, 0.2 + 0.15 + 0.2)], ids=["shadow", "in place"]
+)
+def test_to_an_adapter_to_the_base_model_and_back_again(costs: Costs, spent_s: float) -> None:
+    replica = Replica(Box(costs=costs, policy="merged_only"))
+    for number, adapter in enumerate(("a", None, "a")):
+        answered(replica, number, adapter)
+    stats = replica.stats()
+    assert stats.num_switches == 3
+    assert stats.switch_s == pytest.approx(spent_s)
+    learned = replica.scheduler._cost.costs
+    assert learned.merge_s == pytest.approx(0.2), "the way back is not averaged into the price of merging"
+    assert learned.back_s == pytest.approx(costs.back_s)
+    assert replica.scheduler._shadow_adapter == (None if costs.back_s else "a")
+
+
+def test_from_one_adapter_to_another_is_one_switch() -> None:
+    replica = Replica(Box(costs=IN_PLACE, policy="merged_only"))
+    for number, adapter in enumerate(("a", "b", "a")):
+        answered(replica, number, adapter)
+    assert replica.stats().switch_s == pytest.approx(3 * 0.2)
+    assert replica.scheduler._cost.costs.back_s == 0
+
+
+def decide(costs: Costs, merged: str | None, ready: list[Candidate]) -> tuple[Mode, str | None]:
+    shadow = None if costs.back_s else merged
+    state = PolicyState(merged, frozenset("ab"), 16, theta_s=10.0, shadow_adapter=shadow, costs=costs)
+    decision = CheapestPlan().decide(ready, state)
+    return decision.mode, decision.merged_adapter
+
+
+def test_weights_are_left_only_for_what_the_way_back_is_worth() -> None:
+    ready = [Candidate(f"r{i}", None, 0.0) for i in range(2)]
+    assert decide(SHADOW, "a", ready) == (Mode.UNMERGED, None)
+    assert decide(IN_PLACE, "a", ready) == (Mode.UNMERGED, None), "nobody needs the merged weights"
+    ready += [Candidate("own", "a", 0.0)]
+    assert decide(SHADOW, "a", ready) == (Mode.UNMERGED, None), "one lane instead of two, for nothing"
+    assert decide(IN_PLACE, "a", ready) == (Mode.MIXED, "a"), "150 ms to save 4.5 ms"
+
+
+def test_halves_take_turns_only_where_going_to_and_fro_is_free() -> None:
+    # Two long prompts of different adapters: no lanes in turn, or two lanes for half of the tokens together.
+    dear = {"base_s": 0.01, "lane_token_s": 0.002}
+    ready = [Candidate("x", "a", 0.0, 150), Candidate("y", "b", 0.0, 100)]
+    assert decide(SHADOW._replace(**dear), "a", ready) == (Mode.MERGED, "a")
+    assert decide(IN_PLACE._replace(**dear, back_s=5.0, merge_s=5.0), "a", ready) == (Mode.MIXED, "a")
+
+
+def test_the_cost_policy_switches_less_in_place() -> None:
+    workload = make_workload("hottest:rate=0.7,skew=0.6").arrivals(120, 20, 0)
+    measures = {
+        costs: replay(workload, Box(costs=costs, policy="vlora_cost")).as_dict() for costs in (SHADOW, IN_PLACE)
+    }
+    assert measures[IN_PLACE]["switches"] < measures[SHADOW]["switches"]
+
+
+def test_costs_files_from_before_are_machines_with_a_shadow(tmp_path: Path) -> None:
+    values = {**SHADOW._asdict(), "load_s": 0.1}
+    del values["back_s"]
+    path = tmp_path / "costs.json"
+    path.write_text(json.dumps({"costs": values}))
+    assert read_costs(path) == (SHADOW, 0.1)

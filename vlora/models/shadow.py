@@ -1,0 +1,69 @@
+"""Switching with a shadow copy of the target weights: where there is memory for one.
+
+W0 is never written. Merging an adapter is one pass `shadow = W0 + delta` over all layers, one call per run of
+neighbouring layers; going back is re-pointing the parameters, so it is free and bit-exact however often it happens.
+"""
+
+from __future__ import annotations
+
+import torch
+
+import atmm
+from vlora.memory.allocation import empty
+from vlora.models.bank import AdapterBank
+from vlora.models.slabs import WeightSlabs
+from vlora.models.switcher import merge_runs
+
+
+class ShadowSwitcher:
+    """A `ModeSwitcher` that leaves W0 in the slabs and points the model at merged copies of them."""
+
+    in_place = False
+
+    def __init__(self, slabs: WeightSlabs, bank: AdapterBank) -> None:
+        self._slabs = slabs
+        self._bank = bank
+        self._shadow: dict[tuple[int, int], torch.Tensor] = {}
+        self._shadow_key: str | None = None
+        self._shadow_names: frozenset[str] = frozenset()
+        self.merged_key: str | None = None
+
+    def switch(self, key: str | None) -> bool:
+        """See ModeSwitcher."""
+        if key == self.merged_key:
+            return False
+        if key is not None and key != self._shadow_key:
+            self._merge(key)
+        wanted = self._shadow_names if key is not None else frozenset()
+        slots = self._slabs.slots
+        for name, linear in self._slabs.linears.items():
+            shape, index = slots[name]
+            linear.weight.data = (self._shadow if name in wanted else self._slabs.base)[shape][index]
+        self.merged_key = key
+        return True
+
+    def forget(self, key: str) -> None:
+        """See ModeSwitcher. Whatever the shadow holds of the adapter may not be used again."""
+        if self.merged_key == key:
+            self.switch(None)
+        if self._shadow_key == key:
+            self._shadow_key = None
+
+    def base_rows(self, name: str, step: int) -> torch.Tensor:
+        """See ModeSwitcher."""
+        return self._slabs.entry(name)[::step]
+
+    def _merge(self, key: str) -> None:
+        # While the shadow is being rewritten nothing may point into it half-built.
+        self.switch(None)
+        self._shadow_key = None
+        names: list[str] = []
+        for run in merge_runs(self._slabs, self._bank.ranks(key)):
+            base = self._slabs.base[run.shape]
+            if run.shape not in self._shadow:
+                self._shadow[run.shape] = empty(base.shape, base.dtype, base.device)
+            a, bt = self._bank.stacked(key, run.names)
+            atmm.merge(self._shadow[run.shape][run.first : run.last], base[run.first : run.last], a, bt)
+            names += run.names
+        self._shadow_key = key
+        self._shadow_names = frozenset(names)
