@@ -1,21 +1,26 @@
 """What putting another adapter into the weights costs, against PEFT's `merge_adapter` and against one copy of the
-weights.
+weights; with a shadow copy, and in place.
 
-The floor is bytes: out of place, merging reads W0 once and writes the shadow once, which is what one copy does.
+The floor is bytes: out of place, merging reads W0 once and writes the shadow once, which is what one copy does. In
+place, rewriting does the same from the mapped originals, and subtracting passes over the weights twice.
 """
 
 from __future__ import annotations
 
+import gc
 import itertools
+import random
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import psutil
 import torch
 from peft import LoraConfig, get_peft_model
 
-from vlora.adapters import AdapterRegistry, HostAdapter, SiteShape
+import atmm
+from vlora.adapters import AdapterRegistry, SiteShape
 from vlora.bench.dummy import half_billion_config, language_shapes, write_adapter
 from vlora.bench.form import Goal, Report
 from vlora.bench.timing import interleaved, median_ms, median_ratio
@@ -23,28 +28,39 @@ from vlora.memory.arena import PAGE_BYTES, Arena
 from vlora.memory.books import ArenaBooks
 from vlora.memory.residency import Residency
 from vlora.models.bank import AdapterBank
+from vlora.models.in_place import MAX_DRIFT, InPlaceSwitcher
 from vlora.models.loading import dummy_model
+from vlora.models.originals import CopiedOriginals
 from vlora.models.seam import Seam
 from vlora.models.shadow import ShadowSwitcher
 from vlora.models.slabs import WeightSlabs
+from vlora.models.switcher import merge_runs
+
+_CPU = torch.device("cpu")
+_MIB = 2**20
+_SWITCHES = 1000
+_DRIFT_RANKS = (8, 16, 32, 64)
 
 
 def run(quick: bool) -> Report:
-    """Merge, going back, PEFT's merge and one copy, for a 0.5 B-parameter model in bfloat16, one thread."""
+    """Merge, going back, both in place, PEFT's merge and one copy, for a 0.5 B-parameter model in bfloat16, one thread;
+    and how far weights drift in place, for a narrow layer of it."""
     torch.set_num_threads(1)
     rounds = 3 if quick else 9
     rows: list[dict[str, Any]] = []
     goals: list[Goal] = []
     for rank, goal in ((8, 6.0), (64, 4.0)):
-        seconds = interleaved(_calls(rank), rounds, warmup=1)
+        calls, shadow_mib, in_place_mib = _calls(rank)
+        seconds = interleaved(calls, rounds, warmup=1)
         speedup = median_ratio(seconds["PEFT merge"], seconds["merge"])
         rows.append(
             {
                 "rank": rank,
-                "merge ms": median_ms(seconds["merge"]),
-                "back ms": median_ms(seconds["back"]),
-                "copy ms": median_ms(seconds["copy"]),
+                **{f"{name} ms": median_ms(seconds[name]) for name in ("merge", "back", "copy")},
                 "merge / copy": median_ratio(seconds["merge"], seconds["copy"]),
+                **{f"{name} ms": median_ms(seconds[name]) for name in _IN_PLACE},
+                "shadow MiB": shadow_mib,
+                "in place MiB": in_place_mib,
                 "PEFT merge ms": median_ms(seconds["PEFT merge"]),
                 "PEFT unmerge ms": median_ms(seconds["PEFT unmerge"]),
                 "PEFT / ours": speedup,
@@ -52,38 +68,73 @@ def run(quick: bool) -> Report:
         )
         goals.append(Goal(f"PEFT merge_adapter / merge, rank {rank}", speedup, goal, False))
         goals.append(Goal(f"going back to W0, rank {rank}, ms", median_ms(seconds["back"]), 1.0, True))
-    return Report("merge", rows, goals)
+    num_switches = _SWITCHES // 10 if quick else _SWITCHES
+    drift = _drift(num_switches)
+    told = f"drift in place, in 1/1000 of the weights, at any of {num_switches} switches"
+    goals.append(Goal(f"{told}, subtracting", drift.subtracting * 1e3, MAX_DRIFT * 1e3, True))
+    goals.append(Goal(f"{told}, rewriting", drift.rewriting * 1e3, 0.0, True))
+    goals.append(Goal("drift after a restore", drift.restored * 1e3, 0.0, True))
+    return Report("merge", rows, goals, found={"drift": drift._asdict()})
 
 
-def _calls(rank: int) -> dict[str, Callable[[], object]]:
-    """What is timed, in the order it must run in: each round merges the other of two adapters and goes back."""
-    cpu = torch.device("cpu")
-    seam = Seam(dummy_model(half_billion_config(), "bfloat16", cpu, seed=0))
-    shapes = language_shapes(seam.model)
-    slabs = WeightSlabs(seam.language_linears)
-    arena = Arena(2**30 // PAGE_BYTES, cpu)
-    residency = Residency(ArenaBooks(arena.num_pages, 1), arena.num_pages)
-    bank = AdapterBank(arena, residency, seam.language_linears, seam.vision_linears, slabs.order)
-    switcher = ShadowSwitcher(slabs, bank)
-    sites = {
-        name: SiteShape(linear.in_features, linear.out_features, vision=False)
-        for name, linear in seam.language_linears.items()
-    }
-    registry = AdapterRegistry(sites, seam.dtype, seam.hidden_size)
-    adapters: list[HostAdapter] = []
-    with tempfile.TemporaryDirectory() as folder:
-        for name in ("first", "second"):
-            path = write_adapter(Path(folder) / name, shapes, rank, seed=len(adapters))
-            adapters.append(registry.load(name, path))
-            assert bank.bring(adapters[-1])
-    turns = itertools.cycle(adapters)
+class _Model:
+    """Slabs and a bank of the 0.5 B-parameter model, or of a part of it. text: settings of its language model."""
+
+    def __init__(self, **text: int) -> None:
+        config: Any = half_billion_config()
+        for name, value in text.items():
+            setattr(config.text_config, name, value)
+        self.seam = Seam(dummy_model(config, "bfloat16", _CPU, seed=0))
+        self.shapes = language_shapes(self.seam.model)
+        self.slabs = WeightSlabs(self.seam.language_linears)
+        arena = Arena(2**30 // PAGE_BYTES, _CPU)
+        residency = Residency(ArenaBooks(arena.num_pages, 1), arena.num_pages)
+        self.bank = AdapterBank(
+            arena, residency, self.seam.language_linears, self.seam.vision_linears, self.slabs.order
+        )
+
+    def bring(self, ranks: Sequence[int]) -> list[str]:
+        """Random adapters of these ranks, resident; their keys."""
+        sites = {
+            name: SiteShape(linear.in_features, linear.out_features, vision=False)
+            for name, linear in self.seam.language_linears.items()
+        }
+        registry = AdapterRegistry(sites, self.seam.dtype, self.seam.hidden_size)
+        keys: list[str] = []
+        with tempfile.TemporaryDirectory() as folder:
+            for number, rank in enumerate(ranks):
+                path = write_adapter(Path(folder) / f"a{number}", self.shapes, rank, seed=number)
+                adapter = registry.load(f"a{number}", path)
+                assert self.bank.bring(adapter)
+                keys.append(adapter.key)
+        return keys
+
+
+_IN_PLACE = ("rewrite", "rewrite back", "subtract", "subtract back")
+
+
+def _calls(rank: int) -> tuple[dict[str, Callable[[], object]], float, float]:
+    """What is timed, in the order it must run in: each round merges the other of two adapters and goes back. And what
+    a first merge takes of memory, MiB: with a shadow copy, and in place."""
+    model = _Model()
+    slabs = model.slabs
+    keys = model.bring((rank, rank))
+    shadow, originals = ShadowSwitcher(slabs, model.bank), CopiedOriginals(slabs)
+    rewriting, subtracting = (
+        InPlaceSwitcher(slabs, model.bank, originals, subtracting=subtracting) for subtracting in (False, True)
+    )
+    in_place_mib = _taken_mib(lambda: rewriting.switch(keys[0]))
+    rewriting.switch(None)
+    shadow_mib = _taken_mib(lambda: shadow.switch(keys[0]))
+    shadow.switch(None)
     copies = {shape: torch.empty_like(slab) for shape, slab in slabs.base.items()}
+    kinds = sorted({name.rpartition(".")[2] for name in model.shapes})
     peft = get_peft_model(
-        dummy_model(half_billion_config(), "bfloat16", cpu, seed=0),
+        dummy_model(half_billion_config(), "bfloat16", _CPU, seed=0),
         LoraConfig(
             r=rank,
             lora_alpha=rank,
-            target_modules=rf".*language_model.*\.({'|'.join(sorted({name.rpartition('.')[2] for name in shapes}))})",
+            target_modules=rf".*language_model.*\.({'|'.join(kinds)})",
             init_lora_weights=False,
         ),
     ).to(torch.bfloat16)
@@ -92,11 +143,90 @@ def _calls(rank: int) -> dict[str, Callable[[], object]]:
         for shape, slab in slabs.base.items():
             copies[shape].copy_(slab)
 
+    turns = itertools.cycle(keys)
     calls: dict[str, Callable[[], object]] = {
-        "merge": lambda: switcher.switch(next(turns).key),
-        "back": lambda: switcher.switch(None),
+        "merge": lambda: shadow.switch(next(turns)),
+        "back": lambda: shadow.switch(None),
+        "rewrite": lambda: rewriting.switch(keys[0]),
+        "rewrite back": lambda: rewriting.switch(None),
+        "subtract": lambda: subtracting.switch(keys[1]),
+        "subtract back": lambda: subtracting.switch(None),
         "copy": copy,
         "PEFT merge": peft.merge_adapter,
         "PEFT unmerge": peft.unmerge_adapter,
     }
-    return {name: torch.no_grad()(call) for name, call in calls.items()}
+    return {name: torch.no_grad()(call) for name, call in calls.items()}, shadow_mib, in_place_mib
+
+
+def _taken_mib(call: Callable[[], object]) -> float:
+    """Memory of our own, no file's, that the process has gained by a call."""
+    gc.collect()
+    process = psutil.Process()
+    before = process.memory_info()
+    with torch.no_grad():
+        call()
+    after = process.memory_info()
+    return ((after.rss - after.shared) - (before.rss - before.shared)) / _MIB
+
+
+class _Drift(NamedTuple):
+    """The worst layer's relative root mean square drift at any time, by way; after a restore; and how many layers
+    subtracting had to rewrite for it, of how many it changed."""
+
+    subtracting: float
+    rewriting: float
+    restored: float
+    layers_rewritten: int
+    layers_switched: int
+
+
+def _drift(num_switches: int) -> _Drift:
+    """Drift over random switches among 32 adapters of four ranks whose deltas are a tenth of the weights, and W0."""
+    model = _Model(num_hidden_layers=1, intermediate_size=896)
+    keys = model.bring(_DRIFT_RANKS * 8)
+    slabs = model.slabs
+    base = {shape: slab.clone() for shape, slab in slabs.base.items()}
+    originals = _Counting(CopiedOriginals(slabs))
+    worst: dict[bool, float] = {}
+    restored = 0.0
+    rewritten = switched = 0
+    with torch.no_grad():
+        for subtracting in (False, True):
+            switcher = InPlaceSwitcher(slabs, model.bank, originals, subtracting=subtracting)
+            draw = random.Random(0)
+            worst[subtracting], originals.count = 0.0, 0
+            for _ in range(num_switches):
+                switched += subtracting * len(slabs.slots) * switcher.switch(draw.choice([*keys, None]))
+                worst[subtracting] = max(worst[subtracting], _distance(model, base, switcher.merged_key))
+            rewritten = originals.count
+            switcher.switch(keys[0])
+            switcher.forget(keys[0])
+            restored = max(restored, _distance(model, base, None))
+    return _Drift(worst[True], worst[False], restored, rewritten, switched)
+
+
+class _Counting:
+    """Originals that count how many layers were asked for."""
+
+    def __init__(self, originals: CopiedOriginals) -> None:
+        self._originals = originals
+        self.count = 0
+
+    def weight(self, name: str) -> torch.Tensor:
+        self.count += 1
+        return self._originals.weight(name)
+
+
+def _distance(model: _Model, base: Mapping[tuple[int, int], torch.Tensor], key: str | None) -> float:
+    """The worst layer's |weights - wanted| / |wanted|, wanted being W0 or W0 + delta rounded once."""
+    wanted = base
+    if key is not None:
+        wanted = {shape: slab.clone() for shape, slab in base.items()}
+        for run in merge_runs(model.slabs, model.bank.ranks(key)):
+            rows = wanted[run.shape][run.first : run.last]
+            atmm.merge(rows, rows, *model.bank.stacked(key, run.names))
+    worst = 0.0
+    for shape, slab in model.slabs.base.items():
+        error = (slab.float() - wanted[shape].float()).flatten(1).norm(dim=1)
+        worst = max(worst, float((error / wanted[shape].float().flatten(1).norm(dim=1)).max()))
+    return worst

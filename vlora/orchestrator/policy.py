@@ -31,6 +31,7 @@ class PolicyState(NamedTuple):
     holds.
     theta_s: the credit in seconds above which a request starves.
     shadow_adapter: whose merged weights are at hand, in place or not: putting them in place costs nothing.
+    None where merged weights are written over W0: then only what is in place is at hand.
     max_step_tokens: the token budget that cuts the decision afterwards. costs: what steps and merges take, as learned.
     carried: what the policy's last decision handed on; None at first.
     """
