@@ -36,14 +36,107 @@ class FixedModes:
         return Decision(mode, keys.get(merged) if merged else None, order)
 
 
+Answers = list[tuple[list[int], torch.Tensor]]
+"""Per case the tokens, and the logits they were chosen from [tokens, vocab]."""
+
+
 @dataclasses.dataclass
 class Run:
     """What a run brought: per case its tokens and logits, and how it went."""
 
-    answers: list[tuple[list[int], torch.Tensor]]
+    answers: Answers
     modes: set[Mode]
     num_switches: int
     num_preemptions: int
+
+
+class Recorded:
+    """A real engine with a reference's adapters loaded, whose answers come with their logits."""
+
+    def __init__(
+        self,
+        reference: Any,
+        policy: FixedModes | None,
+        *,
+        max_step_tokens: int = 512,
+        scarce_memory: bool = False,
+        dtype: torch.dtype = torch.float32,
+        model: Any = None,
+        checkpoint: str | None = None,
+        **settings: Any,
+    ) -> None:
+        """checkpoint: a folder to load the model from, instead of making it here. settings: see `EngineConfig`."""
+        config = EngineConfig(
+            model=checkpoint or reference.family,
+            device=DEVICE,
+            dtype=str(dtype).removeprefix("torch."),
+            max_batch_size=8,
+            max_step_tokens=max_step_tokens,
+            block_size=8,
+            # Adapters take up to half; blocks are one page each: scarce memory has room for about half of the requests.
+            arena_bytes=(80 if scarce_memory else 1024) * PAGE_BYTES,
+            merge_fidelity_floor=0.0,
+            **settings,
+        )
+        if checkpoint is None:
+            made = model if model is not None else build_model(reference.family, dtype)
+            self.local = LocalEngine(config, model=made.to(DEVICE))
+        else:
+            self.local = LocalEngine(config)
+        self.engine = self.local.engine
+        if policy is not None:
+            self.engine._scheduler._policy = policy
+        for name, path in reference.adapters.items():
+            self.engine.load_adapter(name, path)
+        self.modes: set[Mode] = set()
+        inner_run = self.engine._runner.run
+
+        def recording_run(batch: Any) -> Any:
+            self.modes.add(batch.mode)
+            self.engine.check_integrity()
+            self.engine._scheduler.check_integrity()
+            return inner_run(batch)
+
+        self.engine._runner.run = recording_run  # type: ignore[method-assign]
+        self.cached_tokens: list[int] = []  # of the last cases, how much of each prompt was not computed
+
+    def answer(self, cases: Sequence[tuple[str | None, Prompt]], num_tokens: int) -> Answers:
+        """Run cases at once."""
+        logits: dict[str, list[torch.Tensor]] = {}
+        inner_sample = runner.sample
+
+        def recording_sample(
+            values: torch.Tensor, params: Any, seeds: Sequence[int], places: Sequence[int]
+        ) -> list[int]:
+            for row, seed in enumerate(seeds):
+                logits.setdefault(str(seed), []).append(values[row].cpu().clone())
+            return inner_sample(values, params, seeds, places)
+
+        runner.sample = recording_sample
+        try:
+            outputs = self.local.run(
+                Request(
+                    request_id=f"case-{i}",
+                    prompt_ids=prompt.prompt_ids,
+                    vision=prompt.vision,
+                    adapter=adapter,
+                    # Greedy sampling reads no seed, so it serves as the case's label in the recording.
+                    sampling=SamplingParams(max_tokens=num_tokens, seed=i, ignore_eos=True),
+                )
+                for i, (adapter, prompt) in enumerate(cases)
+            )
+        finally:
+            runner.sample = inner_sample
+        self.engine.check_integrity()
+        self.cached_tokens = []
+        answers = []
+        for i in range(len(cases)):
+            parts = outputs[f"case-{i}"]
+            assert parts[-1].finish_reason == "length", parts[-1]
+            assert parts[-1].timings is not None
+            self.cached_tokens.append(parts[-1].timings.num_cached_tokens)
+            answers.append(([token for part in parts for token in part.token_ids], torch.stack(logits[str(i)])))
+        return answers
 
 
 def run_engine(
@@ -53,77 +146,12 @@ def run_engine(
     *,
     only: Sequence[int] | None = None,
     cases: Sequence[tuple[str | None, Prompt]] | None = None,
-    max_step_tokens: int = 512,
-    scarce_memory: bool = False,
-    dtype: torch.dtype = torch.float32,
-    model: Any = None,
-    checkpoint: str | None = None,
-    switching: Literal["auto", "shadow", "in_place"] = "auto",
+    **settings: Any,
 ) -> Run:
-    """Run a reference's cases (or the ones given) at once and collect tokens and logits per case.
-
-    checkpoint: a folder to load the model from, instead of making it here.
-    """
+    """Run a reference's cases (or the ones given) at once and collect tokens and logits per case. settings: see
+    `Recorded`."""
     chosen = list(cases) if cases is not None else [reference.cases[i] for i in only or range(len(reference.cases))]
-    block_size = 8
-    config = EngineConfig(
-        model=checkpoint or reference.family,
-        device=DEVICE,
-        dtype=str(dtype).removeprefix("torch."),
-        switching=switching,
-        max_batch_size=8,
-        max_step_tokens=max_step_tokens,
-        block_size=block_size,
-        # Adapters take up to half; blocks are one page each: scarce memory has room for about half of the requests.
-        arena_bytes=(80 if scarce_memory else 1024) * PAGE_BYTES,
-        merge_fidelity_floor=0.0,
-    )
-    if checkpoint is None:
-        made = model if model is not None else build_model(reference.family, dtype)
-        local = LocalEngine(config, model=made.to(DEVICE))
-    else:
-        local = LocalEngine(config)
-    engine = local.engine
-    if policy is not None:
-        engine._scheduler._policy = policy
-    for name, path in reference.adapters.items():
-        engine.load_adapter(name, path)
-    logits: dict[str, list[torch.Tensor]] = {}
-    modes: set[Mode] = set()
-    inner_sample, inner_run = runner.sample, engine._runner.run
-
-    def recording_run(batch: Any) -> Any:
-        modes.add(batch.mode)
-        engine.check_integrity()
-        return inner_run(batch)
-
-    def recording_sample(values: torch.Tensor, params: Any, seeds: Sequence[int], places: Sequence[int]) -> list[int]:
-        for row, seed in enumerate(seeds):
-            logits.setdefault(str(seed), []).append(values[row].cpu().clone())
-        return inner_sample(values, params, seeds, places)
-
-    engine._runner.run = recording_run  # type: ignore[method-assign]
-    runner.sample = recording_sample
-    try:
-        outputs = local.run(
-            Request(
-                request_id=f"case-{i}",
-                prompt_ids=prompt.prompt_ids,
-                vision=prompt.vision,
-                adapter=adapter,
-                # Greedy sampling reads no seed, so it serves as the case's label in the recording.
-                sampling=SamplingParams(max_tokens=num_tokens, seed=i, ignore_eos=True),
-            )
-            for i, (adapter, prompt) in enumerate(chosen)
-        )
-    finally:
-        runner.sample = inner_sample
-    engine.check_integrity()
-    stats = engine.stats()
-    answers = []
-    for i in range(len(chosen)):
-        parts = outputs[f"case-{i}"]
-        assert parts[-1].finish_reason == "length", parts[-1]
-        tokens = [token for part in parts for token in part.token_ids]
-        answers.append((tokens, torch.stack(logits[str(i)])))
-    return Run(answers, modes, stats.num_switches, stats.num_preemptions)
+    recorded = Recorded(reference, policy, **settings)
+    answers = recorded.answer(chosen, num_tokens)
+    stats = recorded.engine.stats()
+    return Run(answers, recorded.modes, stats.num_switches, stats.num_preemptions)

@@ -86,7 +86,15 @@ def test_imports_point_upward(module: str, file: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "module", ["vlora.orchestrator", "vlora.simulator", "vlora.client", "vlora.memory.books", "vlora.memory.residency"]
+    "module",
+    [
+        "vlora.orchestrator",
+        "vlora.simulator",
+        "vlora.client",
+        "vlora.memory.books",
+        "vlora.memory.residency",
+        "vlora.memory.prefix",
+    ],
 )
 def test_loads_without_torch(module: str) -> None:
     code = f"import sys, {module}; assert 'torch' not in sys.modules and 'transformers' not in sys.modules"

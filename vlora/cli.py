@@ -37,6 +37,7 @@ _SETTING_HELP = {
     "merge_fidelity_floor": "Adapters that lose more than this when merged are never merged.",
     "switching": "How merged weights come into place: from a shadow copy, in_place (slower, no copy), or by memory.",
     "vision_cache_bytes": "Image embeddings kept for reuse.",
+    "prefix_cache": "Keep KV of prompts and answers for requests that begin alike.",
     "threads": "Threads of the engine; torch's choice if not given.",
     "host": "Address to listen on; without tokens loopback only.",
     "rpyc_port": "Port to listen on; 0 takes any free one.",
@@ -117,8 +118,9 @@ def _settings(config: type, *, skip: tuple[str, ...] = (), only: tuple[str, ...]
         hints = typing.get_type_hints(config)
         fields = [f for f in dataclasses.fields(config) if f.name not in skip and (not only or f.name in only)]
         for field in reversed(fields):
+            flag = f"--{field.name.replace('_', '-')}"
             command = click.option(
-                f"--{field.name.replace('_', '-')}",
+                f"{flag}/--no-{flag[2:]}" if hints[field.name] is bool else flag,
                 type=_flag_type(hints[field.name]),
                 multiple=typing.get_origin(hints[field.name]) is tuple,
                 default=field.default,

@@ -25,7 +25,8 @@ class EngineConfig:
     theta_s: how much credit (seconds) makes a request starve. merge_fidelity_floor: adapters below it are never merged.
     switching: how merged weights come into place; "shadow" keeps a second copy of the language model's target weights,
     "in_place" writes over them and goes back with the checkpoint's files; "auto" takes shadow where memory allows.
-    vision_cache_bytes: image embeddings kept for reuse. threads: torch threads; None leaves torch's choice.
+    vision_cache_bytes: image embeddings kept for reuse. prefix_cache: KV blocks of prompts and answers are kept while
+    nobody needs their room, for requests that begin alike. threads: torch threads; None leaves torch's choice.
 
     Raises BadConfig when a value cannot work.
     """
@@ -45,6 +46,7 @@ class EngineConfig:
     merge_fidelity_floor: float = 0.8
     switching: Literal["auto", "shadow", "in_place"] = "auto"
     vision_cache_bytes: int = 256 * 2**20
+    prefix_cache: bool = True
     threads: int | None = None
 
     def __post_init__(self) -> None:

@@ -153,6 +153,7 @@ class Timings(msgspec.Struct, frozen=True, kw_only=True):
     """Where one request's time went, in seconds from its arrival at the engine, and how it was run.
 
     ttft_s is None until something was answered. steps_by_mode counts the steps the request took part in.
+    num_cached_tokens: of the prompt, those whose KV was found and not computed; 0 until something was answered.
     """
 
     queue_s: float
@@ -162,6 +163,7 @@ class Timings(msgspec.Struct, frozen=True, kw_only=True):
     num_completion_tokens: int
     num_preemptions: int
     steps_by_mode: dict[str, int]
+    num_cached_tokens: int = 0
 
 
 FinishReason = Literal["stop", "length", "head", "cancelled", "error"]
@@ -270,6 +272,8 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
 
     num_cancelled: ended by who asked, answers that met a stop string included. From arena_bytes to vision_cache_bytes:
     memory and caches, which the engine adds to what its scheduler counts.
+    cached_blocks: of free_blocks, those whose content is kept for reuse; kv_bytes are those in use, cached_kv_bytes
+    these. num_computed_tokens, num_reused_tokens: of prompts, computed and found in the prefix cache.
     """
 
     model: str
@@ -294,3 +298,7 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     num_vision_encoded: int = 0
     vision_cache_bytes: int = 0
     num_cancelled: int = 0
+    cached_blocks: int = 0
+    cached_kv_bytes: int = 0
+    num_computed_tokens: int = 0
+    num_reused_tokens: int = 0

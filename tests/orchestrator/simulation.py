@@ -10,6 +10,7 @@ import zlib
 from collections.abc import Mapping, Sequence
 
 from vlora.memory.books import ArenaBooks, BlockTables
+from vlora.memory.prefix import PrefixCache
 from vlora.memory.residency import Residency
 from vlora.orchestrator import (
     Algorithm1,
@@ -31,10 +32,12 @@ from vlora.types import (
     RequestOutput,
     SamplingParams,
     StepResult,
+    VisionInput,
 )
 
 EOS = 0
 VOCABULARY = 40
+IMAGE = 1000  # placeholder token
 
 
 class FakeClock:
@@ -71,19 +74,47 @@ def expected_tokens(request: Request) -> list[int]:
     return tokens
 
 
+class Content:
+    """What the KV of each of a request's tokens is made of: its adapter, all tokens up to it, the images they show.
+
+    owner: the request alone, where nothing may be shared.
+    """
+
+    def __init__(self, request: Request, owner: str | None) -> None:
+        self._made_of: list[object] = [(request.adapter, owner)]
+        shown = [(item.content_hash, place) for item in request.vision for place in range(item.num_tokens)]
+        for token in request.prompt_ids:
+            self.append(token, shown.pop(0) if token == IMAGE else None)
+
+    def append(self, token: int, shown: object = None) -> None:
+        self._made_of.append(hash((self._made_of[-1], token, shown)))
+
+    def at(self, index: int) -> object:
+        return self._made_of[index + 1]
+
+
 class FakeRunner:
     """Answers batches after proving that each may run: its KV context in place, its mode right, its answer due."""
 
-    def __init__(self, clock: FakeClock, speed: Speed, block_size: int, failing: Mapping[str, int]) -> None:
+    def __init__(
+        self, clock: FakeClock, speed: Speed, block_size: int, failing: Mapping[str, int], *, sharing: bool
+    ) -> None:
         self.clock = clock
         self.speed = speed
         self.block_size = block_size
         self.failing = dict(failing)  # request_id -> the how manieth of its steps fails
         self.requests: dict[str, Request] = {}
         self.num_sampled: dict[str, int] = {}
-        self.slots: dict[tuple[int, int], tuple[str, int]] = {}
+        self.slots: dict[tuple[int, int], object] = {}
+        self.sharing = sharing
+        self.contents: dict[str, Content] = {}
         self.merged: str | None = None
         self.shadow: str | None = None  # merged last: putting it back is free, as with shadow weights
+
+    def add(self, request: Request) -> None:
+        self.requests[request.request_id] = request
+        self.num_sampled[request.request_id] = 0
+        self.contents[request.request_id] = Content(request, None if self.sharing else request.request_id)
 
     def run(self, batch: Batch) -> StepResult:
         assert batch.items
@@ -102,21 +133,26 @@ class FakeRunner:
             known = len(request.prompt_ids) + self.num_sampled[item.request_id]
             stop = item.start + item.num_tokens
             assert item.num_tokens >= 1 and stop <= known and item.answers == (stop == known)
+            content = self.contents[item.request_id]
             for index in range(item.start):
-                assert self.slots[self._slot(item.block_table, index)] == (item.request_id, index), "KV is gone"
+                assert self.slots[self._slot(item.block_table, index)] == content.at(index), "KV is gone"
             for index in range(item.start, stop):
-                self.slots[self._slot(item.block_table, index)] = (item.request_id, index)
+                self.slots[self._slot(item.block_table, index)] = content.at(index)
             context += item.start
             if item.adapter != batch.merged_adapter:
                 lanes += item.num_tokens * ((item.adapter is not None) + (batch.merged_adapter is not None))
             self.failing[item.request_id] = self.failing.get(item.request_id, 0) - 1
             if self.failing[item.request_id] == 0:
+                # Whatever a failed step left behind, nobody may read it.
+                for index in range(item.start, stop):
+                    self.slots[self._slot(item.block_table, index)] = "spoilt"
                 errors[item.request_id] = ErrorValue("bad_image", "this one fails alone")
             elif item.answers and request.head is not None:
                 heads[item.request_id] = HeadAnswer(label="yes", label_id=1, scores=(0.0, 1.0), labels=("no", "yes"))
             elif item.answers:
                 tokens[item.request_id] = token_at(item.request_id, self.num_sampled[item.request_id])
                 self.num_sampled[item.request_id] += 1
+                content.append(tokens[item.request_id])
         speed = self.speed
         step_s = speed.step + speed.token * batch.num_tokens + speed.lane * lanes + speed.context * context
         self.clock.now += step_s + switch_s
@@ -178,6 +214,7 @@ class Machine:
     adapters: Mapping[str, int] = dataclasses.field(default_factory=dict)
     lossy: frozenset[str] = frozenset()
     speed: Speed = Speed()
+    prefix_cache: bool = False
 
 
 class Simulation:
@@ -188,11 +225,14 @@ class Simulation:
     ) -> None:
         self.machine = machine
         self.clock = FakeClock()
-        self.books = ArenaBooks(machine.num_pages, machine.pages_per_block)
-        self.tables = BlockTables(self.books, machine.block_size)
+        prefix = PrefixCache({"image": IMAGE})
+        self.books = ArenaBooks(machine.num_pages, machine.pages_per_block, displaced=prefix.drop)
+        self.tables = BlockTables(self.books, machine.block_size, prefix if machine.prefix_cache else None)
         self.residency = Residency(self.books, machine.max_adapter_pages)
         self.watched = Watched(policy or Algorithm1())
-        self.runner = FakeRunner(self.clock, machine.speed, machine.block_size, failing or {})
+        self.runner = FakeRunner(
+            self.clock, machine.speed, machine.block_size, failing or {}, sharing=machine.prefix_cache
+        )
         self.scheduler = Scheduler(
             policy=self.watched,
             tables=self.tables,
@@ -211,8 +251,7 @@ class Simulation:
     def add(self, *requests: Request) -> None:
         for request in requests:
             self.scheduler.add(request)
-            self.runner.requests[request.request_id] = request
-            self.runner.num_sampled[request.request_id] = 0
+            self.runner.add(request)
             self.arrived_s[request.request_id] = self.clock.now
             self.outputs[request.request_id] = []
 
@@ -278,16 +317,20 @@ def make_request(
     request_id: str,
     adapter: str | None = None,
     *,
-    prompt: int = 4,
+    prompt: int | tuple[int, ...] = 4,
     max_tokens: int = 4,
     head: str | None = None,
     ignore_eos: bool = True,
     max_latency_s: float | None = None,
+    images: Sequence[tuple[str, int]] = (),
 ) -> Request:
-    """A request with a prompt of that many tokens."""
+    """A request with a prompt of that many tokens, or of these. images: (content, placeholders) in their order."""
     return Request(
         request_id=request_id,
-        prompt_ids=tuple(range(1, prompt + 1)),
+        prompt_ids=tuple(range(1, prompt + 1)) if isinstance(prompt, int) else prompt,
+        vision=tuple(
+            VisionInput(kind="image", content_hash=content, num_tokens=count, fields={}) for content, count in images
+        ),
         adapter=adapter,
         head=head,
         sampling=SamplingParams(max_tokens=max_tokens, ignore_eos=ignore_eos),

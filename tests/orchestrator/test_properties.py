@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.orchestrator.simulation import Machine, Simulation, Speed, expected_tokens, make_request
+from tests.orchestrator.simulation import IMAGE, Machine, Simulation, Speed, expected_tokens, make_request
 from vlora.errors import PromptTooLong
 from vlora.orchestrator import POLICIES, make_policy
 from vlora.types import Mode, Request
@@ -40,20 +40,25 @@ def machines(draw: st.DrawFn) -> Machine:
         adapters=ADAPTERS,
         lossy=frozenset(draw(st.sets(st.sampled_from("abcd"), max_size=2))),
         speed=Speed(merge=draw(st.sampled_from([0.0, 0.02, 0.3]))),
+        prefix_cache=draw(st.booleans()),
     )
 
 
 @st.composite
 def loads(draw: st.DrawFn, *, max_prompt: int = 24, max_tokens: int = 8, bounded: bool = True) -> Arrivals:
-    """Requests of every kind, one after the other."""
+    """Requests of every kind, one after the other; prompts of a kind begin alike, with one of two pictures or none."""
     arrivals: Arrivals = []
     now = 0.0
     for number in range(draw(st.integers(1, 14))):
         adapter = draw(st.sampled_from([None, *ADAPTERS]))
+        length = draw(st.integers(1, max_prompt))
+        shown = min(length - 1, draw(st.integers(0, 9)))
+        picture = draw(st.sampled_from(["cat", "dog"]))
         request = make_request(
             f"r{number}",
             adapter,
-            prompt=draw(st.integers(1, max_prompt)),
+            prompt=(1, *[IMAGE] * shown, *range(2, length - shown + 1)),
+            images=[(picture, shown)] if shown else [],
             max_tokens=draw(st.integers(1, max_tokens)),
             head="h" if adapter is not None and draw(st.integers(0, 3)) == 0 else None,
             ignore_eos=draw(st.booleans()),
@@ -263,7 +268,9 @@ def test_the_same_inputs_give_the_same_decisions_in_every_process() -> None:
     assert len(sums) == 1
 
 
-@pytest.mark.parametrize("module", ["vlora.orchestrator", "vlora.memory.books", "vlora.memory.residency"])
+@pytest.mark.parametrize(
+    "module", ["vlora.orchestrator", "vlora.memory.books", "vlora.memory.residency", "vlora.memory.prefix"]
+)
 def test_a_fresh_process_loads_it_without_torch(module: str) -> None:
     program = f"import sys, {module}; print('torch' in sys.modules, 'numpy' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)

@@ -210,8 +210,7 @@ def test_adapters_are_wanted_by_the_credit_of_their_requests() -> None:
     view = MemoryView(resident=frozenset("a"), mergeable=frozenset())
     batch = simulation.scheduler.schedule(view)
     assert batch is not None
-    simulation.runner.requests["x"] = make_request("x", "a")
-    simulation.runner.num_sampled["x"] = 0
+    simulation.runner.add(make_request("x", "a"))
     simulation.scheduler.record(batch, simulation.runner.run(batch))
     assert simulation.scheduler.waiting_adapters() == ("b", "a"), "x has just run"
     assert simulation.scheduler.adapters_in_use() == {"a"}

@@ -61,6 +61,7 @@ def fit(decode_steps: int) -> Fit:
             max_step_tokens=_MAX_STEP_TOKENS,
             arena_bytes=3 * 2**30,
             merge_fidelity_floor=0.0,
+            prefix_cache=False,  # every prompt is to be computed
         )
         engine = LocalEngine(settings, model=model).engine
         for i in range(_NUM_ADAPTERS):

@@ -133,7 +133,12 @@ class _TimedEngine:
 
     def __init__(self, adapters: Mapping[str, str]) -> None:
         settings = EngineConfig(
-            model="dummy", max_batch_size=16, max_step_tokens=2048, arena_bytes=7 * 2**30, merge_fidelity_floor=0.0
+            model="dummy",
+            max_batch_size=16,
+            max_step_tokens=2048,
+            arena_bytes=7 * 2**30,
+            merge_fidelity_floor=0.0,
+            prefix_cache=False,  # the requests of a batch read KV of their own
         )
         self._engine = LocalEngine(
             settings, model=dummy_model(half_billion_config(), _DTYPE, torch.device("cpu"), 0)

@@ -23,6 +23,7 @@ from vlora.errors import (
 )
 from vlora.memory.arena import PAGE_BYTES, Arena, pages_for
 from vlora.memory.books import ArenaBooks, BlockTables, Run
+from vlora.memory.prefix import PrefixCache
 from vlora.memory.residency import Residency
 from vlora.models.bank import AdapterBank
 from vlora.models.in_place import InPlaceSwitcher
@@ -68,8 +69,9 @@ class Engine:
         originals = originals_if_in_place(config, seam, self._slabs, loaded=model is None)
         self.limits = compute_limits(config, seam, self._slabs.num_bytes if originals is None else 0)
         arena = Arena(self.limits.num_pages, seam.device)
-        self._books = ArenaBooks(self.limits.num_pages, self.limits.block_pages)
-        self._tables = BlockTables(self._books, config.block_size)
+        prefix = PrefixCache(seam.placeholders)
+        self._books = ArenaBooks(self.limits.num_pages, self.limits.block_pages, displaced=prefix.drop)
+        self._tables = BlockTables(self._books, config.block_size, prefix if config.prefix_cache else None)
         self._residency = Residency(self._books, self.limits.max_adapter_pages)
         self._bank = AdapterBank(arena, self._residency, seam.language_linears, seam.vision_linears, self._slabs.order)
         self._bank.compile_ahead()
@@ -227,6 +229,7 @@ class Engine:
             self._scheduler.stats(self.config.model),
             arena_bytes=self._books.num_pages * PAGE_BYTES,
             kv_bytes=len(self._books.taken_blocks) * self.limits.block_pages * PAGE_BYTES,
+            cached_kv_bytes=self._tables.num_cached_blocks * self.limits.block_pages * PAGE_BYTES,
             adapter_bytes=self._residency.num_pages * PAGE_BYTES,
             num_adapters=len(self._registry.names),
             num_resident_adapters=len(self._bank.resident),
@@ -324,6 +327,7 @@ class Engine:
         self._switcher.forget(key)
         self._bank.drop(key)
         self._vision.forget(key)
+        self._tables.forget(key)
         self._versions.pop(key, None)
         self._fidelity.pop(key, None)
 

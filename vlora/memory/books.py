@@ -11,14 +11,22 @@ An adapter takes one contiguous *run* of pages at the low end. A KV *block* take
 its number: block b owns pages [b * pages_per_block, (b + 1) * pages_per_block). Blocks are handed out from the high
 end and may use every free page, so the border between the two moves with demand; runs stay below a limit (see
 `Residency`), so what lies above it is always to be had for blocks.
+
+A *cached* block is used by nobody, but what it holds may be used again (`PrefixCache`). Its pages count as free: a
+block or a run takes them where no others are left, the least recently used block's first, or those in the way.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterable, Set
 from typing import NamedTuple
 
-_FREE, _RUN, _BLOCK = 0, 1, 2
+from vlora.memory.prefix import Key, PrefixCache, TokenChain
+from vlora.types import Request
+
+_FREE, _RUN, _BLOCK, _CACHED = 0, 1, 2, 3
+_CACHED_AS_FREE = bytes.maketrans(bytes([_CACHED]), bytes([_FREE]))
 
 
 class Run(NamedTuple):
@@ -33,17 +41,24 @@ class Run(NamedTuple):
 
 
 class ArenaBooks:
-    """Counts pages: every page is in exactly one run, in exactly one block, or free."""
+    """Counts pages: every page is in exactly one run, in exactly one block (taken or cached), or free.
 
-    def __init__(self, num_pages: int, pages_per_block: int) -> None:
+    displaced: told of each cached block whose pages somebody else takes.
+    """
+
+    def __init__(
+        self, num_pages: int, pages_per_block: int, displaced: Callable[[int], None] = lambda block: None
+    ) -> None:
         assert num_pages >= pages_per_block >= 1
         self.num_pages = num_pages
         self.pages_per_block = pages_per_block
         self.num_blocks = num_pages // pages_per_block
         self._runs: set[Run] = set()
         self._taken: set[int] = set()
+        self._cached: OrderedDict[int, None] = OrderedDict()  # least recently used first
+        self._displaced = displaced
         # Byte maps: searching them is a memory scan in C, which stays quick with a million pages.
-        self._pages = bytearray(num_pages)  # _FREE, _RUN or _BLOCK
+        self._pages = bytearray(num_pages)  # _FREE, _RUN, _BLOCK or _CACHED
         self._blocks = bytearray(self.num_blocks)  # _FREE when all pages of the block are, else who has some of them
         self._num_free_blocks = self.num_blocks
 
@@ -56,15 +71,22 @@ class ArenaBooks:
         return frozenset(self._taken)
 
     @property
+    def cached_blocks(self) -> Set[int]:
+        return self._cached.keys()
+
+    @property
     def num_free_blocks(self) -> int:
-        """Blocks that could be taken right now."""
+        """Blocks that could be taken right now, cached ones included."""
         return self._num_free_blocks
 
     def take_block(self) -> int | None:
-        """The highest free block, or None when there is none."""
+        """The highest free block, else the least recently used cached one; None when there is neither."""
         block = self._blocks.rfind(_FREE)
         if block < 0:
-            return None
+            if not self._cached:
+                return None
+            block = next(iter(self._cached))
+            self._displace(block)
         self._taken.add(block)
         self._blocks[block] = _BLOCK
         self._mark(self._pages_of(block), _BLOCK)
@@ -78,13 +100,43 @@ class ArenaBooks:
         self._mark(self._pages_of(block), _FREE)
         self._num_free_blocks += 1
 
+    def cache_block(self, block: int) -> None:
+        """Give a block back, its content to be kept for as long as nobody needs the pages."""
+        self.return_block(block)
+        self._cached[block] = None
+        self._blocks[block] = _CACHED
+        self._mark(self._pages_of(block), _CACHED)
+
+    def take_cached_block(self, block: int) -> None:
+        """Take one certain block for what it holds."""
+        self.free_cached_block(block)
+        self._taken.add(block)
+        self._blocks[block] = _BLOCK
+        self._mark(self._pages_of(block), _BLOCK)
+        self._num_free_blocks -= 1
+
+    def free_cached_block(self, block: int) -> None:
+        """Forget a cached block's content: it is free like any other."""
+        del self._cached[block]
+        self._blocks[block] = _FREE
+        self._mark(self._pages_of(block), _FREE)
+
     def allocate_run(self, num_pages: int, limit: int | None = None) -> Run | None:
-        """The lowest gap of `num_pages` contiguous free pages below page `limit`, or None when there is no such gap."""
+        """The lowest gap of `num_pages` contiguous pages below page `limit`, or None when there is no such gap.
+
+        Cached blocks give way where no gap is free without them.
+        """
         assert num_pages >= 1
-        first = self._pages.find(bytes(num_pages), 0, self.num_pages if limit is None else limit)
+        wanted, stop = bytes(num_pages), self.num_pages if limit is None else limit
+        first = self._pages.find(wanted, 0, stop)
+        if first < 0 and self._cached:
+            first = self._pages.translate(_CACHED_AS_FREE).find(wanted, 0, stop)
         if first < 0:
             return None
         run = Run(first, num_pages)
+        for block in self._blocks_touched(run):
+            if self._blocks[block] == _CACHED:
+                self._displace(block)
         self._runs.add(run)
         self._mark(run, _RUN)
         for block in self._blocks_touched(run):
@@ -104,7 +156,7 @@ class ArenaBooks:
 
     def would_fit(self, num_pages: int, limit: int, freed: Iterable[Run]) -> bool:
         """Whether a run of `num_pages` could be allocated below page `limit` if the runs `freed` were gone."""
-        pages = bytearray(self._pages)
+        pages = self._pages.translate(_CACHED_AS_FREE)
         for run in freed:
             pages[run.first_page : run.end] = bytes(run.num_pages)
         return pages.find(bytes(num_pages), 0, limit) >= 0
@@ -112,7 +164,9 @@ class ArenaBooks:
     def check_integrity(self) -> None:
         """Prove that every page has exactly one place and that the sums add up."""
         pages = bytearray(self.num_pages)
-        owners = [(run, _RUN) for run in self._runs] + [(self._pages_of(block), _BLOCK) for block in self._taken]
+        owners = [(run, _RUN) for run in self._runs]
+        owners += [(self._pages_of(block), _BLOCK) for block in self._taken]
+        owners += [(self._pages_of(block), _CACHED) for block in self._cached]
         for owner, kind in owners:
             assert 0 <= owner.first_page < owner.end <= self.num_pages, f"{owner} lies outside the arena"
             assert not any(pages[owner.first_page : owner.end]), f"a page of {owner} has two owners"
@@ -123,9 +177,13 @@ class ArenaBooks:
             own = self._pages_of(block)
             kinds = set(pages[own.first_page : own.end]) - {_FREE}
             assert self._blocks[block] == (kinds.pop() if kinds else _FREE), f"block {block} is marked wrongly"
-            if self._blocks[block] == _FREE:
+            if self._blocks[block] in (_FREE, _CACHED):
                 free.append(block)
         assert len(free) == self._num_free_blocks, f"{len(free)} blocks are free, {self._num_free_blocks} counted"
+
+    def _displace(self, block: int) -> None:
+        self.free_cached_block(block)
+        self._displaced(block)
 
     def _mark(self, pages: Run, kind: int) -> None:
         self._pages[pages.first_page : pages.end] = bytes([kind]) * pages.num_pages
@@ -139,16 +197,27 @@ class ArenaBooks:
 
 
 class BlockTables:
-    """Each request's KV blocks, in token order."""
+    """Each request's KV blocks, in token order. With a prefix cache, requests whose tokens begin alike share blocks.
 
-    def __init__(self, books: ArenaBooks, block_size: int) -> None:
+    Shared and known blocks are full and never written: a request writes behind them only.
+    """
+
+    def __init__(self, books: ArenaBooks, block_size: int, prefix: PrefixCache | None = None) -> None:
         self.books = books
         self.block_size = block_size
+        self._prefix = prefix
         self._tables: dict[str, tuple[int, ...]] = {}
+        self._num_users: Counter[int] = Counter()
 
     @property
     def num_free_blocks(self) -> int:
+        """Blocks to be had, cached ones included."""
         return self.books.num_free_blocks
+
+    @property
+    def num_cached_blocks(self) -> int:
+        """Blocks that nobody uses and whose content is kept."""
+        return len(self.books.cached_blocks)
 
     @property
     def total_blocks(self) -> int:
@@ -164,6 +233,10 @@ class BlockTables:
 
     def table(self, request_id: str) -> tuple[int, ...]:
         return self._tables.get(request_id, ())
+
+    def num_users(self, block: int) -> int:
+        """How many requests hold a block."""
+        return self._num_users[block]
 
     def missing(self, request_id: str, num_tokens: int) -> int:
         """How many more blocks would have to be free for `grow` to succeed; 0 when it would."""
@@ -181,22 +254,99 @@ class BlockTables:
         return True
 
     def free(self, request_id: str) -> int:
-        """Give back all of a request's blocks; returns how many."""
+        """Give back all of a request's blocks; returns how many. Known ones that nobody else uses stay cached."""
         table = self._tables.pop(request_id, ())
-        for block in table:
-            self.books.return_block(block)
+        for block in reversed(table):  # a prefix is worth nothing without its beginning, so its end leaves first
+            self._leave(block)
         return len(table)
 
+    # -- what requests have in common ---------------------------------------------------------------------------------
+
+    @property
+    def known(self) -> Set[Key]:
+        """Keys of the blocks that `reuse` finds."""
+        return self._prefix.keys if self._prefix is not None else frozenset()
+
+    def chain(self, request: Request) -> TokenChain | None:
+        """The keys of a request's blocks; None without a prefix cache."""
+        return None if self._prefix is None else TokenChain(request, self.block_size, self._prefix.placeholders)
+
+    def reuse(self, request_id: str, chain: TokenChain, cached_len: int, device_len: int) -> int:
+        """Put known blocks into the table, from `cached_len` on as far as they go; returns the tokens in place then.
+
+        A block of the request's own that was only begun gives way to a known one. The last of the `device_len` known
+        tokens is left to be computed: its hidden state is needed.
+        """
+        assert self._prefix is not None
+        table = list(self.table(request_id))
+        place = cached_len // self.block_size
+        while (place + 1) * self.block_size < device_len:
+            block = self._prefix.find(chain.key(place))
+            if block is None:
+                break
+            if not self._num_users[block]:
+                self.books.take_cached_block(block)
+            self._num_users[block] += 1
+            if place < len(table):
+                self._leave(table[place])
+                table[place] = block
+            else:
+                table.append(block)
+            place += 1
+        if table:
+            self._tables[request_id] = tuple(table)
+        return max(cached_len, place * self.block_size)
+
+    def learn(self, request_id: str, chain: TokenChain, start: int, stop: int) -> None:
+        """The KV of a request's tokens [start, stop) has been computed: blocks that are full now become known."""
+        assert self._prefix is not None
+        table = self.table(request_id)
+        for place in range(start // self.block_size, stop // self.block_size):
+            self._prefix.learn(chain.key(place), table[place], chain.adapter)
+
+    def forget(self, adapter: str) -> None:
+        """Nothing computed with this version of an adapter may be found any more."""
+        if self._prefix is None:
+            return
+        for block in self._prefix.blocks_of(adapter):
+            self._prefix.drop(block)
+            if not self._num_users[block]:
+                self.books.free_cached_block(block)
+
+    def writable(self, request_id: str, first_token: int) -> bool:
+        """Whether all blocks from that token on are the request's alone, and not known."""
+        known = frozenset() if self._prefix is None else self._prefix.blocks
+        own = self.table(request_id)[first_token // self.block_size :]
+        return all(self._num_users[block] == 1 and block not in known for block in own)
+
     def check_integrity(self) -> None:
-        """Prove that the taken blocks are exactly those in the tables, each in one place of one table."""
-        placed = [block for table in self._tables.values() for block in table]
+        """Prove that each block is in tables, as often as counted, or cached, and known if it is; or is not taken."""
         assert all(self._tables.values()), "a request without blocks is listed as a holder"
-        assert len(placed) == len(set(placed)), "a block is in two places"
-        assert set(placed) == self.books.taken_blocks, (
+        assert all(len(table) == len(set(table)) for table in self._tables.values()), "a block is twice in one table"
+        placed = Counter(block for table in self._tables.values() for block in table)
+        assert placed == self._num_users, f"blocks are in tables {placed}, but counted {self._num_users}"
+        assert placed.keys() == self.books.taken_blocks, (
             f"{len(placed)} blocks are in tables, {len(self.books.taken_blocks)} are taken"
         )
+        known = frozenset() if self._prefix is None else self._prefix.blocks
+        assert known - placed.keys() == self.books.cached_blocks, (
+            f"{len(known - placed.keys())} known blocks are in no table, {len(self.books.cached_blocks)} are cached"
+        )
+        if self._prefix is not None:
+            self._prefix.check_integrity()
 
     def _take(self) -> int:
         block = self.books.take_block()
         assert block is not None, "free blocks were counted but none could be taken"
+        self._num_users[block] = 1
         return block
+
+    def _leave(self, block: int) -> None:
+        self._num_users[block] -= 1
+        if self._num_users[block]:
+            return
+        del self._num_users[block]
+        if self._prefix is not None and block in self._prefix.blocks:
+            self.books.cache_block(block)
+        else:
+            self.books.return_block(block)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import torch
@@ -11,16 +11,16 @@ import torch
 from vlora.errors import BadRequest
 from vlora.models.processing import to_tensor
 from vlora.models.sampling import seed_of
-from vlora.models.seam import Positions, Seam, VisionFeatures
+from vlora.models.seam import Positions, VisionFeatures
 from vlora.types import Request
 
 
 @dataclasses.dataclass(frozen=True)
 class Visual:
-    """A prompt's image and video embeddings, in the order of their placeholder tokens.
+    """Embeddings of a prompt's images and videos (all, or the later ones), in the order of their placeholder tokens.
 
-    before: [n + 1], how many placeholders stand before each token. features [placeholders, hidden]; deepstack: the same
-    rows once per level (Qwen3-VL).
+    before: [n + 1], how many of these placeholders stand before each token. features [placeholders, hidden]; deepstack:
+    the same rows once per level (Qwen3-VL).
     """
 
     before: np.ndarray
@@ -28,65 +28,65 @@ class Visual:
     deepstack: tuple[torch.Tensor, ...]
 
     @classmethod
-    def build(cls, seam: Seam, request: Request, features: Sequence[VisionFeatures]) -> Visual | None:
-        """Raises BadRequest when placeholders and embeddings do not match in number."""
-        if not request.vision:
-            return None
-        ids = np.asarray(request.prompt_ids)
-        token_of = {"image": seam.image_token_id, "video": seam.video_token_id}
-        is_visual = np.zeros(len(ids), dtype=bool)
-        where: dict[str, np.ndarray] = {}
-        for kind in ("image", "video"):
-            where[kind] = ids == token_of[kind] if token_of[kind] is not None else np.zeros(len(ids), dtype=bool)
-            is_visual |= where[kind]
-        levels = len(features[0].deepstack)
-        slots = torch.empty(int(is_visual.sum()), dtype=torch.int64)
-        joined: list[VisionFeatures] = []
-        count = 0
-        for kind in ("image", "video"):
-            own = [f for item, f in zip(request.vision, features, strict=True) if item.kind == kind]
-            made = sum(len(f.rows) for f in own)
-            if made != int(where[kind].sum()):
+    def build(
+        cls, request: Request, places: Sequence[np.ndarray], features: Sequence[VisionFeatures], device: torch.device
+    ) -> Visual:
+        """places: of each item of `features`, its placeholders' indices in the prompt.
+
+        Raises BadRequest when placeholders and embeddings do not match in number.
+        """
+        for own, made in zip(places, features, strict=True):
+            if len(own) != len(made.rows):
                 raise BadRequest(
-                    f"the prompt has {int(where[kind].sum())} {kind} placeholder tokens, but its "
-                    f"{len(own)} {kind}s make {made} embeddings"
+                    f"an image or video of request {request.request_id!r} makes {len(made.rows)} embeddings, but fills "
+                    f"{len(own)} placeholder tokens"
                 )
-            slots[torch.from_numpy(where[kind][is_visual])] = torch.arange(count, count + made)
-            count += made
-            joined += own
-        slots = slots.to(seam.device)
+        joined = np.concatenate(places)
+        is_visual = np.zeros(len(request.prompt_ids), dtype=bool)
+        is_visual[joined] = True
+        slots = torch.from_numpy(np.argsort(joined)).to(device)
+        levels = range(len(features[0].deepstack))
         return cls(
             before=np.concatenate([[0], is_visual.cumsum()]),
-            features=torch.cat([f.rows for f in joined]).index_select(0, slots),
-            deepstack=tuple(
-                torch.cat([f.deepstack[level] for f in joined]).index_select(0, slots) for level in range(levels)
-            ),
+            features=torch.cat([f.rows for f in features]).index_select(0, slots),
+            deepstack=tuple(torch.cat([f.deepstack[i] for f in features]).index_select(0, slots) for i in levels),
         )
 
 
 class RequestState:
-    """tokens: prompt and answer so far. Positions and visuals are there once the request has been prepared."""
+    """tokens: prompt and answer so far. Positions and visuals are there once the request has been prepared.
 
-    def __init__(self, request: Request, vision_key: str | None) -> None:
+    placeholders: token id by kind of visual item.
+    """
+
+    def __init__(self, request: Request, vision_key: str | None, placeholders: Mapping[str, int]) -> None:
         self.request = request
         self.vision_key = vision_key
         self.tokens: list[int] = list(request.prompt_ids)
         self.seed = seed_of(request.request_id, request.sampling)
         self.positions: Positions | None = None
         self.visual: Visual | None = None
+        self.places = _places(request, placeholders)
+        self._last = [int(own[-1]) if len(own) else len(request.prompt_ids) for own in self.places]
+        self._visual_from = len(request.prompt_ids) + 1  # images and videos that reach this token are there
         self._block_table: tuple[int, ...] = ()
         self._rows = np.empty(0, dtype=np.int64)
 
-    @property
-    def prepared(self) -> bool:
-        return self.positions is not None
+    def prepared(self, start: int) -> bool:
+        """Whether everything is there to compute tokens from `start` on."""
+        return self.positions is not None and all(last < start or last >= self._visual_from for last in self._last)
+
+    def visible(self, start: int) -> list[int]:
+        """Which images and videos are needed from token `start` on: what lies wholly before it is in the KV cache."""
+        return [i for i, last in enumerate(self._last) if last >= start]
 
     @property
     def num_answered(self) -> int:
         return len(self.tokens) - len(self.request.prompt_ids)
 
-    def prepare(self, positions: Positions, visual: Visual | None) -> None:
-        self.positions, self.visual = positions, visual
+    def prepare(self, positions: Positions, visual: Visual | None, start: int) -> None:
+        """Everything needed from token `start` on is there."""
+        self.positions, self.visual, self._visual_from = positions, visual, start
 
     def grids(self) -> list[tuple[str, dict[str, torch.Tensor]]]:
         """The small tensors positions depend on, per image or video; pixels are left out."""
@@ -102,3 +102,18 @@ class RequestState:
             self._rows = (first[:, None] + np.arange(block_size)).reshape(-1)
             self._block_table = block_table
         return self._rows
+
+
+def _places(request: Request, placeholders: Mapping[str, int]) -> list[np.ndarray]:
+    """Indices of each image's or video's placeholder tokens in the prompt; each kind's tokens belong to its items in
+    order."""
+    if not request.vision:
+        return []
+    ids = np.asarray(request.prompt_ids)
+    left = {kind: np.flatnonzero(ids == token) for kind, token in placeholders.items()}
+    places = []
+    for item in request.vision:
+        of_kind = left.get(item.kind, ids[:0])
+        places.append(of_kind[: item.num_tokens])
+        left[item.kind] = of_kind[item.num_tokens :]
+    return places

@@ -54,7 +54,7 @@ class ModelRunner:
 
     def add(self, request: Request, vision_key: str | None) -> None:
         """Take a request's tensors in. vision_key: its adapter's key if that adapter changes the vision side."""
-        self._states[request.request_id] = RequestState(request, vision_key)
+        self._states[request.request_id] = RequestState(request, vision_key, self._seam.placeholders)
 
     def release(self, request_id: str) -> None:
         """Forget a request; unknown ids are ignored."""
@@ -105,8 +105,11 @@ class ModelRunner:
     # -- before the first forward -----------------------------------------------------------------------------------
 
     def _prepare(self, items: Sequence[BatchItem]) -> dict[str, ErrorValue]:
-        """Encode images of requests that run for the first time, all in as few vision calls as possible."""
-        new = [self._states[item.request_id] for item in items if not self._states[item.request_id].prepared]
+        """Encode images of requests that start, all in as few vision calls as possible; what a request reuses the KV of
+        is not encoded."""
+        new = [
+            (state, item.start) for item in items if not (state := self._states[item.request_id]).prepared(item.start)
+        ]
         if not new:
             return {}
         errors: dict[str, ErrorValue] = {}
@@ -114,9 +117,9 @@ class ModelRunner:
             self._encode(new)
         except (VLoraError, RuntimeError, ValueError, IndexError) as together:
             log.warning("vision batch failed (%s); encoding its requests one by one", together)
-            for state in new:
+            for state, start in new:
                 try:
-                    self._encode([state])
+                    self._encode([(state, start)])
                 except VLoraError as error:
                     errors[state.request.request_id] = ErrorValue.of(error)
                 except (RuntimeError, ValueError, IndexError) as error:
@@ -125,13 +128,20 @@ class ModelRunner:
                     )
         return errors
 
-    def _encode(self, states: Sequence[RequestState]) -> None:
-        tasks = [VisionTask(item, state.vision_key) for state in states for item in state.request.vision]
+    def _encode(self, starting: Sequence[tuple[RequestState, int]]) -> None:
+        needed = [state.visible(start) for state, start in starting]
+        tasks = [
+            VisionTask(state.request.vision[i], state.vision_key)
+            for (state, _), items in zip(starting, needed, strict=True)
+            for i in items
+        ]
         features = iter(self._vision.encode(tasks) if tasks else ())
-        for state in states:
-            own = [next(features) for _ in state.request.vision]
+        for (state, start), items in zip(starting, needed, strict=True):
+            own = [next(features) for _ in items]
+            places = [state.places[i] for i in items]
+            visual = Visual.build(state.request, places, own, self._seam.device) if own else None
             ids = torch.tensor(state.request.prompt_ids)
-            state.prepare(self._seam.positions(ids, state.grids()), Visual.build(self._seam, state.request, own))
+            state.prepare(self._seam.positions(ids, state.grids()), visual, start)
 
     # -- the packed batch -------------------------------------------------------------------------------------------
 

@@ -87,6 +87,12 @@ class Seam:
         return self.text_config.max_position_embeddings
 
     @property
+    def placeholders(self) -> dict[str, int]:
+        """Token id that stands for one embedding of an image, and of a video where the family takes them."""
+        ids = {"image": self.image_token_id, "video": self.video_token_id}
+        return {kind: token for kind, token in ids.items() if token is not None}
+
+    @property
     def eos_ids(self) -> frozenset[int]:
         eos = getattr(self.model.generation_config, "eos_token_id", None)
         if eos is None:

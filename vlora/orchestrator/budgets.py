@@ -6,8 +6,9 @@ from collections.abc import Mapping, Sequence, Set
 from typing import NamedTuple
 
 from vlora.memory.books import BlockTables
+from vlora.memory.prefix import Key
 from vlora.orchestrator.tracked import Tracked
-from vlora.types import BatchItem
+from vlora.types import BatchItem, RequestStatus
 
 
 class Grants(NamedTuple):
@@ -21,20 +22,25 @@ def share_tokens(order: Sequence[Tracked], starving: Set[str], max_step_tokens: 
     """Tokens of this step by request_id; a request left out gets none.
 
     One for every decoding request and at least one for every starving one, so that a long prompt ahead of it cannot
-    keep a starving request from running; the rest goes to prefill chunks in the given order. At most max_step_tokens
+    keep a starving request from running; the rest goes to prefill chunks in the given order, and none of it to a
+    request whose next block another one computes in this very step: it finds it in the next. At most max_step_tokens
     requests.
     """
     shares = {t.request_id: 1 for t in order if t.new_tokens == 1 or t.request_id in starving}
     left = max_step_tokens - len(shares)
     assert left >= 0, "more requests were chosen than a step has tokens"
+    being_computed: set[Key] = set()
     for tracked in order:
         if left == 0:
             break
+        if tracked.next_key in being_computed:
+            continue
         share = shares.get(tracked.request_id, 0)
         more = min(tracked.new_tokens - share, left)
         if more:
             shares[tracked.request_id] = share + more
             left -= more
+            being_computed.update(tracked.keys(tracked.cached_len, tracked.cached_len + share + more))
     return shares
 
 
@@ -46,6 +52,9 @@ def grant_blocks(
     ready: Sequence[Tracked],
 ) -> Grants:
     """Find blocks for each share, most important request first; all of a share or nothing.
+
+    A request that starts takes over what the prefix cache has of it. It may be less than was thought when shares were
+    made, where those before it took blocks; then its share covers less of its prompt.
 
     Where blocks are short they are taken back (preemption by recompute) from requests that do not run in this step,
     then from those further back in the order, newest arrival first each time; never from one that has its grant
@@ -61,7 +70,10 @@ def grant_blocks(
         request_id = candidate.request_id
         if request_id not in shares or candidate in preempted:
             continue
-        wanted = candidate.cached_len + shares[request_id]
+        if candidate.chain is not None and candidate.status is RequestStatus.WAITING:
+            candidate.place(tables.reuse(request_id, candidate.chain, 0, candidate.device_len))
+        share = min(shares[request_id], candidate.new_tokens)
+        wanted = candidate.cached_len + share
         missing = tables.missing(request_id, wanted)
         if missing:
             victims = victims or _Victims(tables, tracked, shares.keys(), ready)
@@ -71,6 +83,8 @@ def grant_blocks(
                 victim.preempt()
             preempted += taken
         if not tables.grow(request_id, wanted):
+            if candidate.status is RequestStatus.WAITING:
+                tables.free(request_id)
             continue
         granted.add(request_id)
         items.append(
@@ -78,7 +92,7 @@ def grant_blocks(
                 request_id,
                 candidate.request.adapter,
                 candidate.cached_len,
-                shares[request_id],
+                share,
                 tables.table(request_id),
                 wanted == candidate.device_len,
             )
@@ -102,13 +116,19 @@ class _Victims:
     def for_blocks(self, num_blocks: int, taker: Tracked, granted: Set[str]) -> list[Tracked]:
         """Whom to preempt so that `num_blocks` more are free; empty when there is no way."""
         chosen: list[Tracked] = []
+        users: dict[int, int] = {}  # of the blocks of those chosen, once these have gone
         for victim in self._order:
             if num_blocks <= 0:
                 break
             # One that is not ready cannot run, so it could hold its blocks for good.
             shielded = victim.protected and victim.arrival < taker.arrival and victim in self._ready
-            held = len(self._tables.table(victim.request_id))
-            if held and not shielded and victim is not taker and victim.request_id not in granted:
+            table = self._tables.table(victim.request_id)
+            if table and not shielded and victim is not taker and victim.request_id not in granted:
                 chosen.append(victim)
-                num_blocks -= held
-        return chosen if num_blocks <= 0 else []
+                for block in table:
+                    users[block] = users.get(block, self._tables.num_users(block)) - 1
+                    num_blocks -= not users[block]
+        if num_blocks > 0:
+            return []
+        # Whose blocks are all needed by others as well gives way for nothing.
+        return [t for t in chosen if not all(users[block] for block in self._tables.table(t.request_id))]

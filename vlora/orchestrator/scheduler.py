@@ -12,6 +12,7 @@ from vlora.memory.books import BlockTables
 from vlora.orchestrator.budgets import grant_blocks, share_tokens
 from vlora.orchestrator.cost import CostModel, Costs
 from vlora.orchestrator.policy import Candidate, Decision, Policy, PolicyState
+from vlora.orchestrator.reuse import look_up
 from vlora.orchestrator.tracked import Tracked
 from vlora.types import (
     Batch,
@@ -88,6 +89,8 @@ class Scheduler:
         self._num_failed = 0
         self._num_cancelled = 0
         self._num_preemptions = 0
+        self._num_reused = 0
+        self._num_computed = 0
 
     # -- arrival and early ends ---------------------------------------------------------------------------------------
 
@@ -99,7 +102,7 @@ class Scheduler:
     def add(self, request: Request) -> None:
         """Take a request in. Raises PromptTooLong when its KV could not fit in memory even alone."""
         assert request.request_id not in self._tracked
-        tracked = Tracked(request, self._arrivals, self._clock())
+        tracked = Tracked(request, self._arrivals, self._clock(), self._tables.chain(request))
         needed = self._tables.blocks_for(tracked.max_len)
         if needed > self._max_request_blocks:
             raise PromptTooLong(
@@ -177,15 +180,25 @@ class Scheduler:
             num_preemptions=self._num_preemptions,
             free_blocks=self._tables.num_free_blocks,
             total_blocks=self._tables.total_blocks,
+            cached_blocks=self._tables.num_cached_blocks,
+            num_reused_tokens=self._num_reused,
+            num_computed_tokens=self._num_computed,
         )
 
     def check_integrity(self) -> None:
-        """Prove that each request's lengths are in order and that exactly the running ones hold blocks, and enough."""
+        """Prove that each request's lengths are in order, that exactly the running ones hold blocks, and enough, and
+        that none of them will write to what another one may read."""
         for tracked in self._tracked.values():
             tracked.check_integrity()
             held = len(self._tables.table(tracked.request_id))
-            assert held >= self._tables.blocks_for(tracked.cached_len), f"{tracked.request_id} lacks blocks"
-            assert bool(held) == (tracked.status is RequestStatus.RUNNING), f"{tracked.request_id} holds {held} blocks"
+            running = tracked.status is RequestStatus.RUNNING
+            assert bool(held) == running, f"{tracked.request_id} holds {held} blocks"
+            assert not running or held >= self._tables.blocks_for(tracked.cached_len), (
+                f"{tracked.request_id} lacks blocks"
+            )
+            assert self._tables.writable(tracked.request_id, tracked.cached_len), (
+                f"{tracked.request_id} would write to known blocks"
+            )
         assert self._tables.holders <= self._tracked.keys(), "an ended request still holds blocks"
 
     # -- decide -------------------------------------------------------------------------------------------------------
@@ -194,6 +207,7 @@ class Scheduler:
         """The next step's batch, or None when nobody is ready."""
         now = self._clock()
         self._expire(now)
+        look_up(self._tracked.values(), self._tables)
         resident = view.resident
         ready: list[Tracked] = []
         waiting: list[Tracked] = []
@@ -310,21 +324,33 @@ class Scheduler:
             if item.request_id in result.errors:
                 outputs.append(self._end(tracked, "error", now, error=result.errors[item.request_id]))
                 continue
-            tracked.cached_len = item.start + item.num_tokens
+            self._computed(tracked, item)
             tracked.last_ran_s = now
             if item.answers:
                 outputs.append(self._answer(tracked, result, now))
         return tuple(outputs)
 
+    def _computed(self, tracked: Tracked, item: BatchItem) -> None:
+        """A step brought the KV of an item's tokens; what failed never comes here, so it is never known."""
+        stop = item.start + item.num_tokens
+        of_prompt = max(0, min(stop, tracked.prompt_len) - item.start)
+        tracked.num_computed += of_prompt
+        self._num_computed += of_prompt
+        if tracked.chain is not None:
+            self._tables.learn(item.request_id, tracked.chain, item.start, stop)
+        tracked.place(stop)
+
     def _answer(self, tracked: Tracked, result: StepResult, now: float) -> RequestOutput:
         if tracked.first_answer_s is None:
             tracked.first_answer_s = now
+            tracked.num_reused = max(0, tracked.prompt_len - tracked.num_computed)
+            self._num_reused += tracked.num_reused
         tracked.protected = False
         if tracked.is_head:
             return self._end(tracked, "head", now, head=result.heads[tracked.request_id])
         token = result.tokens[tracked.request_id]
         scores = (result.scores[tracked.request_id],) if tracked.request_id in result.scores else ()
-        tracked.device_len += 1
+        tracked.append(token)
         sampling = tracked.request.sampling
         if token in self._eos_ids and not sampling.ignore_eos:
             return self._end(tracked, "stop", now, tokens=(token,), scores=scores)

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from vlora.memory.prefix import Key, TokenChain
 from vlora.types import Mode, Request, RequestStatus, Timings
 
 
 class Tracked:
     """Three lengths and their order: cached_len <= device_len <= max_len.
 
-    cached_len: tokens whose KV is in place. device_len: tokens known (prompt and sampled). max_len: the ceiling.
-    Times are in seconds of the scheduler's clock.
+    cached_len: tokens whose KV is in place; of a request that waits, what the prefix cache has of it. device_len:
+    tokens known (prompt and sampled). max_len: the ceiling. Times are in seconds of the scheduler's clock.
+
+    chain: the keys of its blocks, None without a prefix cache. last_key, next_key: of the last block in place, and of
+    the one that it would be worth finding; None where there is none.
     """
 
     __slots__ = (
@@ -17,13 +21,18 @@ class Tracked:
         "arrival",
         "arrival_s",
         "cached_len",
+        "chain",
         "device_len",
         "first_answer_s",
         "first_run_s",
         "is_head",
+        "last_key",
         "last_ran_s",
         "max_len",
+        "next_key",
+        "num_computed",
         "num_preemptions",
+        "num_reused",
         "prompt_len",
         "protected",
         "request",
@@ -32,7 +41,7 @@ class Tracked:
         "steps_by_mode",
     )
 
-    def __init__(self, request: Request, arrival: int, now: float) -> None:
+    def __init__(self, request: Request, arrival: int, now: float, chain: TokenChain | None) -> None:
         self.request = request
         self.request_id = request.request_id
         self.adapter = request.adapter
@@ -42,14 +51,42 @@ class Tracked:
         self.last_ran_s = now
         self.prompt_len = len(request.prompt_ids)
         self.max_len = self.prompt_len + (0 if self.is_head else request.sampling.max_tokens)
-        self.cached_len = 0
         self.device_len = self.prompt_len
+        self.chain = chain
+        self.place(0)
+        self.num_computed = 0  # tokens of the prompt, again after a preemption included
+        self.num_reused = 0  # tokens of the prompt, known with the first answer
         self.status = RequestStatus.WAITING
         self.first_run_s: float | None = None
         self.first_answer_s: float | None = None
         self.num_preemptions = 0
         self.protected = False  # preempted, and has not yielded a token since
         self.steps_by_mode: dict[Mode, int] = {}
+
+    def place(self, cached_len: int) -> None:
+        """Say how many tokens' KV is in place."""
+        self.cached_len = cached_len
+        self.last_key: Key | None = None
+        self.next_key: Key | None = None
+        if self.chain is not None:
+            full = cached_len // self.chain.block_size
+            if full:
+                self.last_key = self.chain.key(full - 1)
+            # The last known token is computed in any case, so no block that holds it is worth finding.
+            if (full + 1) * self.chain.block_size < self.device_len:
+                self.next_key = self.chain.key(full)
+
+    def append(self, token: int) -> None:
+        """One more token was sampled."""
+        self.device_len += 1
+        if self.chain is not None:
+            self.chain.append(token)
+
+    def keys(self, start: int, stop: int) -> list[Key]:
+        """Keys of the blocks that computing tokens [start, stop) fills."""
+        if self.chain is None:
+            return []
+        return [self.chain.key(at) for at in range(start // self.chain.block_size, stop // self.chain.block_size)]
 
     @property
     def num_sampled(self) -> int:
@@ -66,8 +103,8 @@ class Tracked:
         return bound is not None and now - self.arrival_s > bound
 
     def preempt(self) -> None:
-        """Back to waiting: the KV is gone, the sampled tokens stay."""
-        self.cached_len = 0
+        """Back to waiting: the blocks are gone, the sampled tokens stay."""
+        self.place(0)
         self.status = RequestStatus.WAITING
         self.num_preemptions += 1
         self.protected = True
@@ -80,6 +117,7 @@ class Tracked:
             num_prompt_tokens=self.prompt_len,
             num_completion_tokens=self.num_sampled,
             num_preemptions=self.num_preemptions,
+            num_cached_tokens=self.num_reused,
             steps_by_mode={mode.value: count for mode, count in self.steps_by_mode.items()},
         )
 
@@ -87,4 +125,6 @@ class Tracked:
         """Prove the order of the three lengths, and that what is answered or preempted looks like it."""
         assert 0 <= self.cached_len <= self.device_len <= self.max_len, f"{self.request_id}: lengths out of order"
         assert self.new_tokens >= 1, f"{self.request_id} has nothing left to compute but was not ended"
-        assert (self.status is RequestStatus.RUNNING) or self.cached_len == 0, f"{self.request_id} waits but holds KV"
+        assert self.chain is not None or self.status is RequestStatus.RUNNING or self.cached_len == 0, (
+            f"{self.request_id} waits but holds KV"
+        )
