@@ -1,0 +1,169 @@
+"""What the scheduler makes of the prefix cache: who computes, who waits for it, who gives way, and what is counted."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+
+from tests.orchestrator.simulation import IMAGE, Simulation, make_request, token_at
+from tests.orchestrator.test_scheduler import Script, box, last, shares
+from vlora.orchestrator import Candidate, Decision, PolicyState, reuse
+from vlora.types import Batch
+
+
+def sharing(policy: object = None, **settings: object) -> Simulation:
+    """Blocks of four tokens, one second per step."""
+    return box(policy, prefix_cache=True, **settings)
+
+
+def preempted(batch: Batch | None) -> tuple[str, ...]:
+    assert batch is not None
+    return batch.preempted
+
+
+def test_the_next_turn_computes_what_is_new() -> None:
+    simulation = sharing()
+    simulation.add(make_request("first", prompt=10, max_tokens=7))
+    simulation.run()
+    answer = tuple(token_at("first", place) for place in range(7))
+    turn = (*range(1, 11), *answer, 30, 31)
+    simulation.add(make_request("second", prompt=turn, max_tokens=1))
+    # 16 of its tokens were in the first turn's KV: the last one of the answer was never computed.
+    assert shares(simulation.step()) == {"second": (16, 19)}
+    timings = last(simulation, "second").timings
+    assert timings is not None and (timings.num_prompt_tokens, timings.num_cached_tokens) == (19, 16)
+    stats = simulation.scheduler.stats("paper")
+    assert (stats.num_computed_tokens, stats.num_reused_tokens) == (10 + 3, 16)
+    assert stats.free_blocks == stats.total_blocks and stats.cached_blocks == 4
+
+
+def test_other_pictures_under_the_same_words_are_computed() -> None:
+    simulation = sharing()
+    prompt = (1, *[IMAGE] * 9, 2, 3)
+    for name, picture, found in (("a", "cat", 0), ("b", "dog", 0), ("c", "cat", 8)):
+        simulation.add(make_request(name, prompt=prompt, images=[(picture, 9)], max_tokens=1))
+        assert shares(simulation.step()) == {name: (found, 12)}
+
+
+def test_of_many_that_begin_alike_one_computes_and_the_others_wait_for_it() -> None:
+    simulation = sharing(max_step_tokens=32)
+    simulation.add(*(make_request(f"q{i}", prompt=(*range(1, 17), 20 + i, 30), max_tokens=1) for i in range(4)))
+    assert shares(simulation.step()) == {"q0": (0, 18)}
+    assert shares(simulation.step()) == {f"q{i}": (16, 18) for i in (1, 2, 3)}
+    assert simulation.scheduler.stats("paper").num_computed_tokens == 18 + 3 * 2
+
+
+def test_it_waits_with_a_prompt_longer_than_a_step_too() -> None:
+    simulation = sharing(max_step_tokens=10)
+    simulation.add(*(make_request(f"q{i}", prompt=(*range(1, 25), 30 + i), max_tokens=1) for i in range(2)))
+    assert [shares(simulation.step()) for _ in range(3)] == [
+        {"q0": (0, 10)},
+        {
+            "q0": (10, 20),
+        },
+        {"q0": (20, 25)},
+    ]
+    assert shares(simulation.step()) == {"q1": (24, 25)}
+
+
+def test_one_that_starves_runs_all_the_same_and_takes_over_what_others_computed() -> None:
+    simulation = sharing(Script(), max_step_tokens=10)
+    simulation.add(*(make_request(f"q{i}", prompt=(*range(1, 25), 30 + i), max_tokens=1) for i in range(2)))
+    simulation.step()
+    simulation.clock.now += 20
+    assert shares(simulation.step()) == {"q0": (10, 19), "q1": (8, 9)}, "one token, behind the blocks that are known"
+    assert shares(simulation.step()) == {"q0": (19, 25)}
+    assert shares(simulation.step()) == {"q1": (24, 25)}
+    assert simulation.scheduler.stats("paper").num_computed_tokens == 25 + 2
+
+
+def test_policies_see_what_is_left_to_compute() -> None:
+    seen: list[tuple[int, int]] = []
+
+    class Spy(Script):
+        def decide(self, ready: Sequence[Candidate], state: PolicyState) -> Decision:
+            seen.extend((c.new_tokens, c.cached_len) for c in ready)
+            return super().decide(ready, state)
+
+    simulation = sharing(Spy())
+    for name in "ab":
+        simulation.add(make_request(name, prompt=18, max_tokens=1))
+        simulation.run()
+    assert seen == [(18, 0), (2, 16)]
+
+
+def test_a_crowd_s_forecasts_are_spread_over_steps_and_exact_when_they_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reuse, "_MOST_KEYS", 3)
+    simulation = sharing(Script("a", *["b"] * 3), max_step_tokens=64)
+    simulation.add(make_request("a", prompt=30, max_tokens=1))
+    simulation.step()
+    simulation.add(make_request("c", prompt=30, max_tokens=1), make_request("b", prompt=30, max_tokens=1))
+    assert shares(simulation.step()) == {"b": (28, 30)}, "b's forecast was nothing yet"
+
+
+def test_a_failed_step_s_blocks_are_never_known() -> None:
+    simulation = sharing(failing={"bad": 2}, max_step_tokens=8)
+    simulation.add(make_request("bad", prompt=20, max_tokens=1))
+    simulation.run()
+    assert last(simulation, "bad").finish_reason == "error"
+    simulation.add(make_request("good", prompt=20, max_tokens=1))
+    assert shares(simulation.step()) == {"good": (8, 16)}, "the first step's tokens are in order"
+
+
+def test_what_gave_way_is_computed_again() -> None:
+    simulation = sharing(Script("a", "b", "c"), num_pages=5, max_adapter_pages=0)
+    simulation.add(make_request("a", prompt=17, max_tokens=1))
+    simulation.step()
+    simulation.add(make_request("b", prompt=(99, *range(10)), max_tokens=1))
+    simulation.step()  # takes one block that is free, and two of a's
+    simulation.add(make_request("c", prompt=17, max_tokens=1))
+    assert shares(simulation.step()) == {"c": (8, 17)}
+
+
+# -- preemption -------------------------------------------------------------------------------------------------------
+
+
+def tight(policy: object, num_blocks: int, **settings: object) -> Simulation:
+    return sharing(policy, num_pages=num_blocks, max_adapter_pages=0, **settings)
+
+
+def test_who_holds_nothing_of_its_own_gives_way_only_together_with_those_it_shares_with() -> None:
+    # x and y share three blocks and have one each; z needs four of six.
+    simulation = tight(Script("x", "xy", "z"), 6)
+    simulation.add(make_request("x", prompt=13, max_tokens=4), make_request("y", prompt=13, max_tokens=4))
+    simulation.step()
+    simulation.step()
+    assert simulation.books.num_free_blocks == 1
+    simulation.add(make_request("z", prompt=tuple(range(50, 66)), max_tokens=1))
+    assert set(preempted(simulation.step())) == {"x", "y"}
+    simulation.run()
+    assert all(last(simulation, name).finish_reason == "length" for name in "xyz")
+
+
+def test_nobody_gives_way_whose_blocks_all_stay_in_use() -> None:
+    # w shares its only full block with x and has not begun another; y frees what z needs.
+    simulation = tight(Script("x", "xw", "xwy", "z"), 6)
+    simulation.add(make_request("x", prompt=8, max_tokens=9), make_request("w", prompt=5, max_tokens=9))
+    simulation.step()
+    simulation.step()
+    users = [simulation.tables.num_users(block) for block in simulation.tables.table("w")]
+    assert users == [2, 1]
+    simulation.add(make_request("y", prompt=(80, 81, 82, 83, 84), max_tokens=9))
+    simulation.step()
+    simulation.add(make_request("z", prompt=(90, 91, 92, 93, 94), max_tokens=1))
+    assert preempted(simulation.step()) == ("y",)
+    simulation.run()
+
+
+def test_a_preempted_request_goes_on_where_its_blocks_still_are() -> None:
+    simulation = tight(Script("x", "x", "x", "y", "x"), 3)
+    simulation.add(make_request("x", prompt=6, max_tokens=5), make_request("y", prompt=(40, 41, 42, 43, 44)))
+    for _ in range(3):
+        simulation.step()
+    assert preempted(simulation.step()) == ("x",)
+    # Two blocks held its first eight tokens; y took the free one, and of the two the one that is worth less.
+    assert shares(simulation.step()) == {"x": (4, 9)}
+    simulation.run()
+    tokens = [token for output in simulation.outputs["x"] for token in output.token_ids]
+    assert tokens == [token_at("x", place) for place in range(5)]
