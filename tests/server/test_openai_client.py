@@ -128,7 +128,9 @@ def test_a_stream_joins_to_the_whole_answer(client: openai.OpenAI) -> None:
         for score in chunk.choices[0].logprobs.content
     ]
     assert tokens == [score.token for score in whole.choices[0].logprobs.content]
-    assert chunks[-1].usage == whole.usage and chunks[-1].choices == []
+    usage = chunks[-1].usage
+    assert usage.total_tokens == whole.usage.total_tokens and chunks[-1].choices == []
+    assert usage.prompt_tokens_details.cached_tokens >= usage.prompt_tokens - 16, "asked before, but for the last block"
     assert [chunk.choices[0].finish_reason for chunk in chunks if chunk.choices][-1] == whole.choices[0].finish_reason
 
 
@@ -200,6 +202,7 @@ def test_a_conversation_goes_on_with_what_was_answered(client: openai.OpenAI) ->
     messages += [first.choices[0].message, {"role": "user", "content": "what color ?"}]
     second = client.chat.completions.create(model="embedded", messages=messages, max_tokens=4)
     assert second.usage.prompt_tokens > first.usage.prompt_tokens
+    assert second.usage.prompt_tokens_details.cached_tokens >= first.usage.prompt_tokens // 16 * 16 > 0
 
 
 def test_paths_in_names_reach_no_file(api: Api, tmp_path: Path) -> None:
@@ -235,4 +238,7 @@ def test_metrics_of_a_real_engine(api: Api, tmp_path: Path) -> None:
     assert float(values['vlora_arena_bytes{use="adapters"}']) > 0
     assert float(values['vlora_arena_bytes{use="kv"}']) == 0  # nobody is being answered
     assert float(values['vlora_arena_bytes{use="free"}']) > 0
+    assert float(values['vlora_arena_bytes{use="cached"}']) > 0 and float(values["vlora_prefix_cache_blocks"]) > 0
+    for source in ("computed", "reused"):
+        assert float(values[f'vlora_engine_prompt_tokens_total{{source="{source}"}}']) > 0
     assert TOKEN not in text and ADMIN not in text

@@ -14,14 +14,15 @@ from transformers import Qwen2VLConfig
 _IMAGE, _VIDEO, _VISION_START, _VISION_END = 151655, 151656, 151652, 151653
 
 
-def half_billion_config() -> Qwen2VLConfig:
-    """Qwen2-VL with the language model of Qwen2-0.5B and a small vision tower, which these benches do not run."""
+def half_billion_config(num_layers: int = 24) -> Qwen2VLConfig:
+    """Qwen2-VL with the language model of Qwen2-0.5B, or its first layers, and a vision tower that takes next to no
+    time."""
     return Qwen2VLConfig(
         text_config={
             "vocab_size": 151936,
             "hidden_size": 896,
             "intermediate_size": 4864,
-            "num_hidden_layers": 24,
+            "num_hidden_layers": num_layers,
             "num_attention_heads": 14,
             "num_key_value_heads": 2,
             "max_position_embeddings": 4096,

@@ -219,11 +219,17 @@ def event(value: dict[str, Any]) -> str:
     return f"data: {json.dumps(value)}\n\n"
 
 
-def usage(answers: Sequence[Answer]) -> dict[str, int]:
-    """The prompt counts once, whatever the number of choices."""
+def usage(answers: Sequence[Answer]) -> dict[str, Any]:
+    """The prompt counts once, whatever the number of choices; cached_tokens is what the first of them had not to
+    compute."""
     prompt = answers[0].num_prompt_tokens
     completion = sum(answer.num_completion_tokens for answer in answers)
-    return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
+    return {
+        "prompt_tokens": prompt,
+        "completion_tokens": completion,
+        "total_tokens": prompt + completion,
+        "prompt_tokens_details": {"cached_tokens": answers[0].timings.num_cached_tokens},
+    }
 
 
 def _score(token: str, logprob: float) -> dict[str, Any]:

@@ -100,12 +100,20 @@ class _EngineCollector(Collector):
         )
         arena = {
             "kv": stats.kv_bytes,
+            "cached": stats.cached_kv_bytes,
             "adapters": stats.adapter_bytes,
-            "free": stats.arena_bytes - stats.kv_bytes - stats.adapter_bytes,
+            "free": stats.arena_bytes - stats.kv_bytes - stats.cached_kv_bytes - stats.adapter_bytes,
         }
         yield _gauge("vlora_arena_bytes", "The arena, by use.", "use", arena)
         adapters = {"registered": stats.num_adapters, "resident": stats.num_resident_adapters}
         yield _gauge("vlora_adapters", "Adapters, registered and on the device.", "state", adapters)
+        prompts = {"computed": stats.num_computed_tokens, "reused": stats.num_reused_tokens}
+        yield _counter(
+            "vlora_engine_prompt_tokens", "Prompt tokens, computed and found in the prefix cache.", "source", prompts
+        )
+        yield GaugeMetricFamily(
+            "vlora_prefix_cache_blocks", "KV blocks kept while nobody needs their room.", value=stats.cached_blocks
+        )
         looked_up = {"hit": stats.num_vision_hits, "miss": stats.num_vision_encoded}
         yield _counter("vlora_vision_cache", "Images looked up among the embeddings kept.", "result", looked_up)
         yield GaugeMetricFamily("vlora_vision_cache_bytes", "Image embeddings kept.", value=stats.vision_cache_bytes)

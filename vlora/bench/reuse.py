@@ -1,0 +1,106 @@
+"""What ten questions on one picture cost, with the prefix cache and without it, in prefills of one.
+
+The floor is tokens: what stands before the questions once, then each question and the block it begins in. All engines
+keep picture embeddings, so what differs is the language model's part alone.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+import torch
+
+from vlora.bench.dummy import half_billion_config
+from vlora.bench.form import Goal, Report
+from vlora.bench.timing import interleaved, median_ms, median_ratio
+from vlora.config import EngineConfig
+from vlora.engine import LocalEngine
+from vlora.models.loading import dummy_model
+from vlora.models.processing import vision_input
+from vlora.types import Request, SamplingParams, VisionInput
+
+_NUM_QUESTIONS = 10
+_QUESTION = 32  # tokens
+_SIDE = 64  # patches of a picture's side; four patches make a token
+_AT_ONCE, _IN_TURN, _WITHOUT = "ten at once", "ten in turn", "ten at once, no cache"
+
+
+def run(quick: bool) -> Report:
+    """Questions on pictures of 1,024 tokens to a 0.5 B-parameter model in bfloat16, one thread, CPU time.
+
+    quick: the model's first four layers, one round.
+    """
+    torch.set_num_threads(1)
+    config = half_billion_config(4 if quick else 24)
+    cached, plain = (_Asked(config, prefix_cache) for prefix_cache in (True, False))
+    calls: dict[str, Callable[[], object]] = {
+        "one": lambda: plain.ask(1),
+        _AT_ONCE: lambda: cached.ask(_NUM_QUESTIONS),
+        _IN_TURN: lambda: cached.ask(_NUM_QUESTIONS, in_turn=True),
+        _WITHOUT: lambda: plain.ask(_NUM_QUESTIONS),
+    }
+    seconds = interleaved(calls, 1 if quick else 3, warmup=1)
+    rows: list[dict[str, Any]] = []
+    for what, spent in seconds.items():
+        engine, num_questions = plain if what in ("one", _WITHOUT) else cached, 1 if what == "one" else _NUM_QUESTIONS
+        rows.append(
+            {
+                "what": what,
+                "prompt tokens": num_questions * engine.prompt_len,
+                "computed tokens": engine.computed[num_questions, what == _IN_TURN],
+                "ms": median_ms(spent),
+                "worst ms": max(spent) * 1e3,
+                "/ one": median_ratio(spent, seconds["one"]),
+            }
+        )
+    goals = [
+        Goal(f"{row['what']} / one", row["/ one"], 1.5, True) for row in rows if row["what"] in (_AT_ONCE, _IN_TURN)
+    ]
+    return Report("reuse", rows, goals)
+
+
+class _Asked:
+    """An engine that is asked questions, each time on a picture it has not seen yet."""
+
+    def __init__(self, config: Any, prefix_cache: bool) -> None:
+        settings = EngineConfig(
+            model="dummy", arena_bytes=2**29, max_batch_size=16, max_step_tokens=512, prefix_cache=prefix_cache
+        )
+        self._local = LocalEngine(settings, model=dummy_model(config, "bfloat16", torch.device("cpu"), seed=0))
+        self._draws = torch.Generator().manual_seed(0)
+        patch = 3 * config.vision_config.temporal_patch_size * config.vision_config.patch_size**2
+        fields = {
+            "pixel_values": torch.randn(_SIDE**2, patch, generator=self._draws),
+            "image_grid_thw": torch.tensor([[1, _SIDE, _SIDE]]),
+        }
+        picture = vision_input("image", fields, _SIDE**2 // 4)
+        # Speed does not depend on the pixels: what makes a picture another one is its hash.
+        self._pictures = (msgspec.structs.replace(picture, content_hash=f"picture {n}") for n in itertools.count())
+        shown = [config.image_token_id] * picture.num_tokens
+        self._before = (*self._words(8), config.vision_start_token_id, *shown, config.vision_end_token_id)
+        self.prompt_len = len(self._before) + _QUESTION
+        self.computed: dict[tuple[int, bool], int] = {}  # tokens, by number of questions and whether asked in turn
+
+    def ask(self, num_questions: int, *, in_turn: bool = False) -> None:
+        """Answer with one token each; `in_turn`: one question after the other, instead of all at once."""
+        before = self._local.engine.stats().num_computed_tokens
+        picture = next(self._pictures)
+        requests = [self._request(f"question {n}", picture) for n in range(num_questions)]
+        for together in ([request] for request in requests) if in_turn else [requests]:
+            outputs = self._local.run(together)
+            assert all(parts[-1].finish_reason == "length" for parts in outputs.values()), "a question has no answer"
+        self.computed[num_questions, in_turn] = self._local.engine.stats().num_computed_tokens - before
+
+    def _request(self, name: str, picture: VisionInput) -> Request:
+        return Request(
+            request_id=name,
+            prompt_ids=(*self._before, *self._words(_QUESTION)),
+            vision=(picture,),
+            sampling=SamplingParams(max_tokens=1, ignore_eos=True),
+        )
+
+    def _words(self, count: int) -> list[int]:
+        return torch.randint(3, 1000, (count,), generator=self._draws).tolist()
