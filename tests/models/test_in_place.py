@@ -185,3 +185,19 @@ def test_what_cannot_even_be_restored_is_restored_before_anything_else(monkeypat
     assert box.is_original()
     box.switcher.switch(second)
     assert box.drift() <= ROUNDING[torch.bfloat16]
+
+
+@pytest.mark.parametrize("size", [1e3, 1e38])
+def test_an_adapter_that_drowns_a_row_nobody_looks_at_costs_others_nothing(
+    monkeypatch: pytest.MonkeyPatch, size: float
+) -> None:
+    monkeypatch.setattr("vlora.models.in_place._SAMPLE_VALUES", 1)
+    box = Box(torch.bfloat16, subtracting=True, ratio=0.01, ranks=(8, 8))
+    drowning = next(iter(box.adapters))
+    for name in box.adapters[drowning].factors:
+        box.bank.factors(drowning, name).bt[:, 1] = size
+    box.switcher.switch(drowning)
+    assert not box.is_original()
+    box.switcher.switch(None)
+    assert box.drift() <= MAX_DRIFT
+    assert all(torch.equal(box.slabs.entry(name)[1], weight[1]) for name, weight in box.before.items())

@@ -62,7 +62,7 @@ class InPlaceSwitcher:
             if subtracting:
                 self._add(left, -1.0)
                 self._add(key, 1.0)
-                self._rewrite(self._drifted(key), key)
+                self._rewrite((self._outgrown(left) | self._drifted(key)) & self._changed, key)
             else:
                 self._rewrite(self._changed | self._layers(key), key)
         except BaseException:
@@ -116,7 +116,7 @@ class InPlaceSwitcher:
                 self._changed.discard(name)
 
     def _drifted(self, key: str | None) -> set[str]:
-        """Changed layers whose sampled rows are too far from what rewriting them would have given."""
+        """Layers whose sampled rows are too far from what rewriting them would have given."""
         runs = () if key is None else merge_runs(self._slabs, self._bank.ranks(key))
         drifted: set[str] = set()
         for shape, names, step, base in self._samples:
@@ -128,8 +128,25 @@ class InPlaceSwitcher:
                     atmm.merge(rows, rows, a, bt[:, :, ::step].contiguous())
             error = (self._slabs.base[shape][:, ::step].float() - wanted.float()).square().sum((1, 2))
             allowed = (_SAMPLE_SHARE * MAX_DRIFT) ** 2 * wanted.float().square().sum((1, 2))
-            drifted.update(names[index] for index in (error > allowed).nonzero()[:, 0].tolist())
-        return drifted & self._changed
+            # Written so that a NaN counts as too far.
+            drifted.update(names[index] for index in (~(error <= allowed)).nonzero()[:, 0].tolist())
+        return drifted
+
+    def _outgrown(self, key: str | None) -> set[str]:
+        """Layers with a row whose delta is larger than the layer's rows of W0 are.
+
+        Adding it rounds away most of that row, and subtracting would not bring it back; no sample need show it.
+        """
+        if key is None:
+            return set()
+        outgrown: set[str] = set()
+        sizes = {sample.shape: sample.rows.float().square().sum(2).mean(1) for sample in self._samples}
+        for run in merge_runs(self._slabs, self._bank.ranks(key)):
+            a, bt = (factors.float() for factors in self._bank.stacked(key, run.names))
+            rows = ((a @ a.transpose(1, 2)) @ bt).mul_(bt).sum(1)  # |row of bt^T a| squared, [layers, out]
+            large = ~(rows.amax(1) <= sizes[run.shape][run.first : run.last])
+            outgrown.update(run.names[index] for index in large.nonzero()[:, 0].tolist())
+        return outgrown
 
 
 class _Sample(NamedTuple):
