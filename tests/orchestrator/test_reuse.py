@@ -142,17 +142,16 @@ def test_who_holds_nothing_of_its_own_gives_way_only_together_with_those_it_shar
 
 
 def test_nobody_gives_way_whose_blocks_all_stay_in_use() -> None:
-    # w shares its only full block with x and has not begun another; y frees what z needs.
-    simulation = tight(Script("x", "xw", "xwy", "z"), 6)
-    simulation.add(make_request("x", prompt=8, max_tokens=9), make_request("w", prompt=5, max_tokens=9))
+    simulation = tight(Script("xw", "y", "z"), 6, max_step_tokens=10)
+    simulation.add(make_request("x", prompt=13), make_request("y", prompt=(80, 81, 82, 83, 84)))
+    simulation.add(make_request("w", prompt=13))
+    simulation.clock.now += 20
+    assert shares(simulation.step()) == {"x": (0, 9), "w": (0, 1)}
     simulation.step()
-    simulation.step()
-    users = [simulation.tables.num_users(block) for block in simulation.tables.table("w")]
-    assert users == [2, 1]
-    simulation.add(make_request("y", prompt=(80, 81, 82, 83, 84), max_tokens=9))
-    simulation.step()
-    simulation.add(make_request("z", prompt=(90, 91, 92, 93, 94), max_tokens=1))
-    assert preempted(simulation.step()) == ("y",)
+    assert simulation.tables.table("w") == simulation.tables.table("x")[:2], "w took over what x computed"
+    simulation.add(make_request("z", prompt=tuple(range(90, 99)), max_tokens=1))
+    assert simulation.books.num_free_blocks == 1
+    assert preempted(simulation.step()) == ("y",), "w is newer, but would free nothing"
     simulation.run()
 
 
