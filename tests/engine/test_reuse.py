@@ -4,17 +4,20 @@ computed."""
 from __future__ import annotations
 
 import dataclasses
+import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+from heads import HeadSpec, TaskHead, save_heads
 from tests.engine.test_same_answers import TOLERANCE, assert_same
-from tests.families import Prompt, build_model, make_prompt
+from tests.families import HIDDEN, VIDEO_FAMILIES, Prompt, build_model, make_prompt
 from tests.harness import FixedModes, Recorded
 from tests.oracle import Oracle
 from vlora.memory import prefix
-from vlora.types import Mode
+from vlora.types import Mode, Request
 
 pytestmark = pytest.mark.gpu
 
@@ -190,6 +193,68 @@ def test_a_picture_cut_by_a_block_s_end_is_encoded_for_what_is_left_of_it(qwen: 
         qwen.expect(answer, "everywhere64", prompt)
     assert recorded.cached_tokens == [len(picture.prompt_ids) // BLOCK * BLOCK]
     assert recorded.engine.stats().num_vision_encoded == (2 if recorded.cached_tokens[0] <= last else 1)
+
+
+@pytest.mark.parametrize("family", VIDEO_FAMILIES)
+def test_two_turns_on_videos(family: str, tmp_path: Path) -> None:
+    reference = Reference(family, tmp_path)
+    recorded = Recorded(reference, MODES["unmerged"], vision_cache_bytes=0)
+    count = 1 if family == "llava_onevision" else 2
+    first = make_prompt(family, reference.model, 3, num_videos=count, text=(5, 9))
+    (answer,) = recorded.answer([("everywhere64", first)], NUM_TOKENS)
+    reference.expect(answer, "everywhere64", first)
+    second = continued(first, answer[0] + words(2, 7))
+    (again,) = recorded.answer([("everywhere64", second)], NUM_TOKENS)
+    reference.expect(again, "everywhere64", second)
+    assert recorded.cached_tokens == [(len(first.prompt_ids) + NUM_TOKENS - 1) // BLOCK * BLOCK]
+    assert recorded.engine.stats().num_vision_encoded == count
+
+
+def test_a_head_reads_the_same_behind_what_was_reused(qwen: Reference, tmp_path: Path) -> None:
+    spec = HeadSpec(
+        name="kind", task="classification", labels=("cat", "dog"), prompt="what is it", num_frames=1, hidden_size=HIDDEN
+    )
+    folder = shutil.copytree(qwen.adapters["wide8"], tmp_path / "headed")
+    weight = torch.randn(2, HIDDEN, generator=torch.Generator().manual_seed(0)) / 4
+    save_heads(str(folder), {"kind": TaskHead(spec, weight, torch.zeros(2))})
+    prompt = continued(qwen.picture(1), words(1, 11))
+    scores: dict[bool, tuple[float, ...]] = {}
+    for prefix_cache in (True, False):
+        recorded = Recorded(qwen, MODES["unmerged"], prefix_cache=prefix_cache)
+        recorded.engine.load_adapter("headed", str(folder))
+        (answer,) = recorded.answer([("headed", prompt)], NUM_TOKENS)
+        qwen.expect(answer, "wide8", prompt)
+        request = Request(
+            request_id="head", prompt_ids=prompt.prompt_ids, vision=prompt.vision, adapter="headed", head="kind"
+        )
+        (output,) = recorded.local.run([request])["head"]
+        assert output.head is not None and output.timings is not None
+        assert output.timings.num_cached_tokens == (found(prompt) if prefix_cache else 0)
+        scores[prefix_cache] = output.head.scores
+    assert scores[True] == pytest.approx(scores[False], abs=TOLERANCE)
+
+
+def test_nobody_reads_what_a_failed_step_left_behind(qwen: Reference, monkeypatch: pytest.MonkeyPatch) -> None:
+    recorded = Recorded(qwen, MODES["unmerged"], max_step_tokens=16)
+    seam = recorded.engine._seam
+    forward, calls = seam.forward, 0
+
+    def fails_once_it_has_written(embeddings: torch.Tensor, *args: Any) -> torch.Tensor:
+        nonlocal calls
+        calls += 1
+        if calls == 2:
+            forward(torch.full_like(embeddings, torch.nan), *args)
+            raise RuntimeError("out of luck")
+        return forward(embeddings, *args)
+
+    prompt = continued(qwen.picture(2), words(2, 30))
+    monkeypatch.setattr(seam, "forward", fails_once_it_has_written)
+    lost = Request(request_id="lost", prompt_ids=prompt.prompt_ids, vision=prompt.vision)
+    (output,) = recorded.local.run([lost])["lost"]
+    assert output.error is not None and output.error.code == "step_failed"
+    (answer,) = recorded.answer([(None, prompt)], NUM_TOKENS)
+    qwen.expect(answer, None, prompt)
+    assert recorded.cached_tokens == [16], "the step before it was in order"
 
 
 # -- the tests can fail -----------------------------------------------------------------------------------------------
