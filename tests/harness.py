@@ -12,6 +12,7 @@ from tests.families import Prompt, build_model
 from vlora.config import EngineConfig
 from vlora.engine import LocalEngine
 from vlora.memory.arena import PAGE_BYTES
+from vlora.memory.transfer import Inline
 from vlora.models import runner
 from vlora.orchestrator.policy import Candidate, Decision, PolicyState
 from vlora.types import Mode, Request, SamplingParams
@@ -48,6 +49,8 @@ class Run:
     modes: set[Mode]
     num_switches: int
     num_preemptions: int
+    num_loads: int
+    num_resident: int
 
 
 class Recorded:
@@ -63,9 +66,11 @@ class Recorded:
         dtype: torch.dtype = torch.float32,
         model: Any = None,
         checkpoint: str | None = None,
+        background: bool = False,
         **settings: Any,
     ) -> None:
-        """checkpoint: a folder to load the model from, instead of making it here. settings: see `EngineConfig`."""
+        """checkpoint: a folder to load the model from, instead of making it here. background: adapters are only
+        registered, and read and brought by threads as requests need them. settings: see `EngineConfig`."""
         config = EngineConfig(
             model=checkpoint or reference.family,
             device=DEVICE,
@@ -78,16 +83,20 @@ class Recorded:
             merge_fidelity_floor=0.0,
             **settings,
         )
+        executor = None if background else Inline()
         if checkpoint is None:
             made = model if model is not None else build_model(reference.family, dtype)
-            self.local = LocalEngine(config, model=made.to(DEVICE))
+            self.local = LocalEngine(config, model=made.to(DEVICE), executor=executor)
         else:
-            self.local = LocalEngine(config)
+            self.local = LocalEngine(config, executor=executor)
         self.engine = self.local.engine
         if policy is not None:
             self.engine._scheduler._policy = policy
-        for name, path in reference.adapters.items():
-            self.engine.load_adapter(name, path)
+        if background:
+            self.engine.register_adapters(reference.adapters)
+        else:
+            for name, path in reference.adapters.items():
+                self.engine.load_adapter(name, path)
         self.modes: set[Mode] = set()
         inner_run = self.engine._runner.run
 
@@ -154,4 +163,11 @@ def run_engine(
     recorded = Recorded(reference, policy, **settings)
     answers = recorded.answer(chosen, num_tokens)
     stats = recorded.engine.stats()
-    return Run(answers, recorded.modes, stats.num_switches, stats.num_preemptions)
+    return Run(
+        answers,
+        recorded.modes,
+        stats.num_switches,
+        stats.num_preemptions,
+        stats.num_adapter_loads,
+        stats.num_resident_adapters,
+    )

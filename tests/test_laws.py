@@ -105,13 +105,13 @@ PUBLIC = {
     "vlora.engine": {"Engine", "EngineInterface", "LocalEngine"},
     "vlora.models": {"EncodedPrompt", "InputProcessor"},
     "vlora.adapters": {
-        "AdapterHeader",
         "AdapterRegistry",
         "HostAdapter",
         "HostFactors",
+        "Registration",
         "SiteShape",
-        "load_adapter",
-        "read_header",
+        "aligned",
+        "carve",
     },
     "heads": {"TASKS", "Box", "Decision", "HeadSpec", "Task", "TaskHead", "load_heads", "save_heads"},
 }

@@ -346,6 +346,8 @@ def adapters(client: Client, as_json: bool) -> None:
         click.echo("no adapters")
     for adapter in found:
         merge = "mergeable" if adapter.mergeable else "never merged"
+        if not adapter.loaded:
+            merge = f"cannot be served: {adapter.error}" if adapter.error else "read at first use"
         click.echo(f"{adapter.name}  rank {adapter.rank}  {adapter.num_bytes / 2**20:.1f} MiB  {merge}")
         for head in adapter.heads:
             frames = f"{head.num_frames} frame{'s' * (head.num_frames != 1)}"

@@ -233,10 +233,11 @@ class StepResult(msgspec.Struct, frozen=True, kw_only=True):
 
 class MemoryView(msgspec.Struct, frozen=True, kw_only=True):
     """What policies may know of memory. resident: adapters on the device. mergeable: those whose merge fidelity
-    holds."""
+    holds. loading: needed ones on their way or yet to be read; who waits for one of them does not wait for room."""
 
     resident: frozenset[str]
     mergeable: frozenset[str]
+    loading: frozenset[str] = frozenset()
 
 
 class HeadSummary(msgspec.Struct, frozen=True, kw_only=True):
@@ -252,7 +253,8 @@ class HeadSummary(msgspec.Struct, frozen=True, kw_only=True):
 class AdapterStatus(msgspec.Struct, frozen=True, kw_only=True):
     """One registered adapter as operators see it. version is the content hash; merge_fidelity 1.0 loses nothing.
 
-    pinned: an operator keeps it on the device.
+    pinned: an operator keeps it on the device. loaded: its content was read, at load or at first use; until then
+    version is empty, merge_fidelity 0 and mergeable False. error: why it cannot be served, once reading it has failed.
     """
 
     name: str
@@ -265,6 +267,8 @@ class AdapterStatus(msgspec.Struct, frozen=True, kw_only=True):
     touches_vision: bool
     heads: tuple[HeadSummary, ...]
     pinned: bool = False
+    loaded: bool = True
+    error: str | None = None
 
 
 class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
@@ -274,6 +278,9 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     memory and caches, which the engine adds to what its scheduler counts.
     cached_blocks: of free_blocks, those whose content is kept for reuse; kv_bytes are those in use, cached_kv_bytes
     these. num_computed_tokens, num_reused_tokens: of prompts, computed and found in the prefix cache.
+    host_adapter_bytes: adapters in host memory.
+    num_adapter_loads: how often one was brought to the device. num_load_waits, load_wait_s: steps in which every
+    request waited for an adapter to be read or brought, and how long they waited.
     """
 
     model: str
@@ -302,3 +309,7 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     cached_kv_bytes: int = 0
     num_computed_tokens: int = 0
     num_reused_tokens: int = 0
+    host_adapter_bytes: int = 0
+    num_adapter_loads: int = 0
+    num_load_waits: int = 0
+    load_wait_s: float = 0.0

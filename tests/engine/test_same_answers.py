@@ -3,6 +3,7 @@ mode."""
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -109,6 +110,18 @@ def test_preempted_requests_go_on_where_they_were(reference: Reference) -> None:
     run = run_engine(reference, FixedModes(Mode.MIXED, "wide8"), NUM_TOKENS, scarce_memory=True)
     assert run.num_preemptions > 0
     for got, want in zip(run.answers, reference.answers, strict=True):
+        assert_same(got, want)
+
+
+@pytest.mark.parametrize("policy", [None, FixedModes(Mode.MIXED, "wide8-1")], ids=["paper", "mixed"])
+def test_adapters_come_and_go_in_a_tiny_arena(reference: Reference, policy: FixedModes | None) -> None:
+    """Every adapter under two names, of which the largest have no room side by side; read and brought by threads."""
+    twice = copy.copy(reference)
+    twice.adapters = {f"{name}-{i}": path for i in (0, 1) for name, path in reference.adapters.items()}
+    cases = [(name and f"{name}-{i}", prompt) for i in (0, 1) for name, prompt in reference.cases]
+    run = run_engine(twice, policy, NUM_TOKENS, cases=cases, scarce_memory=True, background=True)
+    assert run.num_loads >= len(twice.adapters) > run.num_resident
+    for got, want in zip(run.answers, 2 * reference.answers, strict=True):
         assert_same(got, want)
 
 

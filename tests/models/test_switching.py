@@ -10,9 +10,16 @@ import torch
 
 from tests.families import build_model
 from tests.oracle import ADAPTERS, Oracle
+from vlora.adapters import HostAdapter
 from vlora.config import EngineConfig
 from vlora.engine import LocalEngine
+from vlora.memory.transfer import Inline
 from vlora.models.switcher import merge_fidelity, merge_runs
+
+
+def content(local: LocalEngine, name: str) -> HostAdapter:
+    registry = local.engine._registry
+    return registry.read(registry.get(name).key)
 
 
 @pytest.fixture(scope="module", params=[torch.float32, torch.bfloat16], ids=str)
@@ -21,10 +28,12 @@ def engine(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     folders = Oracle("qwen2_vl", model.float() if request.param is torch.float32 else build_model("qwen2_vl")).save(
         Path(tmp_path_factory.mktemp("adapters"))
     )
-    local = LocalEngine(EngineConfig(model="qwen2_vl", arena_bytes=64 * 2**20), model=model.to(request.param))
+    local = LocalEngine(
+        EngineConfig(model="qwen2_vl", arena_bytes=64 * 2**20), model=model.to(request.param), executor=Inline()
+    )
     for name, folder in folders.items():
         local.engine.load_adapter(name, folder)
-        assert local.engine._bank.bring(local.engine._registry.get(name))
+        assert local.engine._bank.bring(content(local, name))
     return local
 
 
@@ -45,7 +54,7 @@ def test_weights_are_bit_identical_after_a_thousand_switches(engine: LocalEngine
 @pytest.mark.parametrize("name", ADAPTERS)
 def test_merged_weights_are_base_plus_delta(engine: LocalEngine, name: str) -> None:
     inner = engine.engine
-    adapter = inner._registry.get(name)
+    adapter = content(engine, name)
     linears = inner._seam.language_linears
     with torch.no_grad():
         inner._switcher.switch(None)

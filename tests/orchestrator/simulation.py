@@ -22,6 +22,7 @@ from vlora.orchestrator import (
     Scheduler,
     bring_wanted,
 )
+from vlora.simulator.loader import Loader
 from vlora.types import (
     Batch,
     ErrorValue,
@@ -202,7 +203,10 @@ class Step:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Machine:
-    """The box a simulation runs on. adapters: pages by name. Adapters named in `lossy` may not be merged."""
+    """The box a simulation runs on. adapters: pages by name. Adapters named in `lossy` may not be merged.
+
+    load_s: seconds until an adapter brought into memory may be used.
+    """
 
     num_pages: int = 256
     pages_per_block: int = 1
@@ -213,6 +217,7 @@ class Machine:
     theta_s: float = 0.2
     adapters: Mapping[str, int] = dataclasses.field(default_factory=dict)
     lossy: frozenset[str] = frozenset()
+    load_s: float = 0.0
     speed: Speed = Speed()
     prefix_cache: bool = False
 
@@ -229,6 +234,7 @@ class Simulation:
         self.books = ArenaBooks(machine.num_pages, machine.pages_per_block, displaced=prefix.drop)
         self.tables = BlockTables(self.books, machine.block_size, prefix if machine.prefix_cache else None)
         self.residency = Residency(self.books, machine.max_adapter_pages)
+        self.loader = Loader(self.residency, self.clock, machine.load_s)
         self.watched = Watched(policy or Algorithm1())
         self.runner = FakeRunner(
             self.clock, machine.speed, machine.block_size, failing or {}, sharing=machine.prefix_cache
@@ -262,9 +268,11 @@ class Simulation:
 
     def step(self) -> Batch | None:
         self._bring_adapters()
-        resident = self.residency.resident
+        resident, arriving = self.loader.resident, self.loader.arriving
         start_s = self.clock.now
-        batch = self.scheduler.schedule(MemoryView(resident=resident, mergeable=resident - self.machine.lossy))
+        batch = self.scheduler.schedule(
+            MemoryView(resident=resident, mergeable=resident - self.machine.lossy, loading=arriving)
+        )
         outputs = list(self.scheduler.drain_outputs())
         self.check_integrity()
         if batch is not None:
@@ -273,7 +281,10 @@ class Simulation:
             assert batch.merged_adapter is None or batch.merged_adapter in resident - self.machine.lossy
             outputs += self.scheduler.record(batch, self.runner.run(batch))
             self.check_integrity()
+            assert {item.adapter for item in batch.items} <= resident | {None}
             self.log.append(Step(start_s, self.clock.now, self.watched.theta_s, self.watched.num_ready, batch))
+        elif self.loader.next_s is not None:
+            self.clock.now = self.loader.next_s
         for output in outputs:
             self.outputs[output.request_id].append(output)
         return batch
@@ -309,7 +320,8 @@ class Simulation:
 
     def _bring_adapters(self) -> None:
         pages = self.machine.adapters
-        bring_wanted(self.scheduler, self.residency, lambda name: self.residency.bring(name, pages[name]) is not None)
+        self.loader.collect()
+        bring_wanted(self.scheduler, self.residency, lambda name: self.loader.bring(name, pages[name]))
         self.residency.drain_evicted()
 
 

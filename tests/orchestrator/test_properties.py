@@ -39,6 +39,7 @@ def machines(draw: st.DrawFn) -> Machine:
         theta_s=draw(st.sampled_from([0.001, 0.05, 0.5])),
         adapters=ADAPTERS,
         lossy=frozenset(draw(st.sets(st.sampled_from("abcd"), max_size=2))),
+        load_s=draw(st.sampled_from([0.0, 0.0, 0.02, 0.3])),
         speed=Speed(merge=draw(st.sampled_from([0.0, 0.02, 0.3]))),
         prefix_cache=draw(st.booleans()),
     )

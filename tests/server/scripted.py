@@ -14,7 +14,7 @@ import os
 import re
 import sys
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -176,6 +176,10 @@ class ScriptedEngine:
                     outputs.append(RequestOutput(request_id=request_id, token_ids=(token,)))
         return tuple(outputs)
 
+    def register_adapters(self, paths: Mapping[str, str]) -> None:
+        for name, path in paths.items():
+            self.load_adapter(name, path)
+
     def load_adapter(self, name: str, path: str) -> AdapterStatus:
         file = Path(path) / "adapter_config.json"
         if not file.exists():
@@ -197,9 +201,11 @@ class ScriptedEngine:
         )
         return self._adapters[name]
 
-    def unload_adapter(self, name: str) -> tuple[RequestOutput, ...]:
+    def unload_adapter(self, name: str, drain: bool = False) -> tuple[RequestOutput, ...]:
         if self._adapters.pop(name, None) is None:
             raise UnknownAdapter(f"no adapter named {name!r}")
+        if drain:
+            return ()
         mine = [request_id for request_id, (request, _) in self.running.items() if request.adapter == name]
         return tuple(self._end(each, "error", error=Aborted(f"adapter {name!r} was unloaded")) for each in mine)
 
@@ -296,11 +302,14 @@ class ScriptedInterface:
         if (output := self.engine.cancel(request_id)) is not None:
             self._deliver(output)
 
+    async def register_adapters(self, paths: Mapping[str, str]) -> None:
+        self.engine.register_adapters(paths)
+
     async def load_adapter(self, name: str, path: str) -> AdapterStatus:
         return self.engine.load_adapter(name, path)
 
-    async def unload_adapter(self, name: str) -> None:
-        for output in self.engine.unload_adapter(name):
+    async def unload_adapter(self, name: str, drain: bool = False) -> None:
+        for output in self.engine.unload_adapter(name, drain):
             self._deliver(output)
 
     async def pin_adapter(self, name: str, pinned: bool) -> AdapterStatus:

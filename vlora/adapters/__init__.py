@@ -1,16 +1,17 @@
 """Adapters on disk and in host memory: reading PEFT folders, validation, versions, the registry. No device memory
 here."""
 
-from vlora.adapters.host import HostAdapter, HostFactors, load_adapter
-from vlora.adapters.peft_format import AdapterHeader, SiteShape, read_header
-from vlora.adapters.registry import AdapterRegistry
+from vlora.adapters.host import HostAdapter
+from vlora.adapters.layout import HostFactors, aligned, carve
+from vlora.adapters.peft_format import SiteShape
+from vlora.adapters.registry import AdapterRegistry, Registration
 
 __all__ = [
-    "AdapterHeader",
     "AdapterRegistry",
     "HostAdapter",
     "HostFactors",
+    "Registration",
     "SiteShape",
-    "load_adapter",
-    "read_header",
+    "aligned",
+    "carve",
 ]

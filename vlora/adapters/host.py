@@ -4,94 +4,80 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-from collections.abc import Mapping
-from pathlib import Path
-from typing import NamedTuple
+from collections.abc import Callable, Mapping
 
 import torch
 from safetensors import SafetensorError, safe_open
 
-from heads import TaskHead, load_heads
-from vlora.adapters.peft_format import CONFIG_FILE, WEIGHTS_FILE, AdapterHeader, SiteShape
+from heads import TaskHead
+from vlora.adapters.layout import FactorShape, HostFactors, carve
+from vlora.adapters.peft_format import CONFIG_FILE, HEAD_FILES, WEIGHTS_FILE, AdapterHeader
 from vlora.errors import BadAdapter
 
-_HEAD_FILES = ("heads.json", "heads.safetensors")
+Measure = Callable[[Mapping[str, HostFactors]], float]
+"""Merge fidelity of an adapter's factors: how much of it survives merging, 1.0 being all of it."""
 
 
-class HostFactors(NamedTuple):
-    """One layer's factors: a [r, d_in] and bt [r, d_out], scaling folded into bt. delta = (x a^T) bt."""
-
-    a: torch.Tensor
-    bt: torch.Tensor
-
-
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class HostAdapter:
-    """version: hash of the folder's content; reloading a name with other content is another version."""
+    """One registered content. key: what every cache and table on the device is keyed by, never the name alone.
 
-    name: str
+    version: hash of the folder's content. run: all factors as bytes, as they will lie in the arena; `factors` are views
+    of it.
+    """
+
+    key: str
     version: str
+    run: torch.Tensor
+    shapes: Mapping[str, FactorShape]
     factors: Mapping[str, HostFactors]
     heads: Mapping[str, TaskHead]
     rank: int
     touches_vision: bool
-
-    @property
-    def key(self) -> str:
-        """What every cache and table on the device is keyed by: never the name alone."""
-        return f"{self.name}@{self.version}"
+    merge_fidelity: float
 
 
-def load_adapter(
-    name: str, header: AdapterHeader, sites: Mapping[str, SiteShape], dtype: torch.dtype, hidden_size: int
-) -> HostAdapter:
+def load_adapter(key: str, header: AdapterHeader, dtype: torch.dtype, measure: Measure) -> HostAdapter:
     """Read an adapter's tensors: finite check, scaling folded in float32, cast to the model's dtype.
 
-    Raises BadAdapter for values that are not finite and for heads that do not fit the model.
+    Raises BadAdapter for values that are not finite, and for files that are not those the header was read from.
     """
-    factors: dict[str, HostFactors] = {}
     file = header.path / WEIGHTS_FILE
+    run = torch.zeros(header.num_bytes(dtype), dtype=torch.uint8)
+    factors = carve(run, header.shapes, dtype)
     try:
+        version = _content_hash(header)
         with safe_open(file, framework="pt") as tensors:
             for target in header.targets:
-                a = tensors.get_tensor(target.tensor_a)
-                bt = (tensors.get_tensor(target.tensor_b).float() * target.scale).t()
+                a, b = tensors.get_tensor(target.tensor_a), tensors.get_tensor(target.tensor_b)
+                shape = target.shape
+                if (a.shape, b.shape) != ((shape.rank, shape.d_in), (shape.d_out, shape.rank)):
+                    raise BadAdapter(f"{header.path}: the files changed while they were read; load the adapter again")
+                bt = (b.float() * target.scale).t()
                 for tensor, label in ((a, target.tensor_a), (bt, target.tensor_b)):
                     if not torch.isfinite(tensor).all():
                         raise BadAdapter(f"{file}: tensor {label!r} holds values that are not finite (NaN or infinity)")
-                factors[target.site] = HostFactors(a.to(dtype).contiguous(), bt.to(dtype).contiguous())
+                factors[target.site].a.copy_(a)
+                factors[target.site].bt.copy_(bt)
     except (SafetensorError, OSError) as error:
         raise BadAdapter(f"{file}: cannot be read as safetensors ({error})") from error
     return HostAdapter(
-        name=name,
-        version=_content_hash(header.path),
+        key=key,
+        version=version,
+        run=run,
+        shapes=header.shapes,
         factors=factors,
-        heads=_read_heads(header.path, hidden_size),
+        heads=header.heads,
         rank=header.rank,
-        touches_vision=any(sites[site].vision for site in factors),
+        touches_vision=header.touches_vision,
+        merge_fidelity=measure(factors),
     )
 
 
-def _read_heads(path: Path, hidden_size: int) -> dict[str, TaskHead]:
-    if not any((path / file).exists() for file in _HEAD_FILES):
-        return {}
-    try:
-        found = load_heads(path)
-    except (ValueError, OSError, SafetensorError) as error:
-        raise BadAdapter(f"{path}: its task heads cannot be read: {error}") from error
-    for head_name, head in found.items():
-        if head.weight.shape[1] != hidden_size:
-            raise BadAdapter(
-                f"{path}: head {head_name!r} reads {head.weight.shape[1]} features, but the base model's hidden states "
-                f"have {hidden_size}; the head was made for another model"
-            )
-    return found
-
-
-def _content_hash(path: Path) -> str:
+def _content_hash(header: AdapterHeader) -> str:
     digest = hashlib.blake2b(digest_size=16)
-    for name in (CONFIG_FILE, WEIGHTS_FILE, *_HEAD_FILES):
-        file = path / name
+    for name in (CONFIG_FILE, WEIGHTS_FILE, *HEAD_FILES):
+        file = header.path / name
         if file.exists():
             digest.update(name.encode())
             with file.open("rb") as stream:

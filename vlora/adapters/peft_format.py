@@ -1,4 +1,5 @@
-"""Reading the header of a LoRA adapter folder in PEFT's format: configuration and tensor shapes, no tensor data.
+"""Reading the header of a LoRA adapter folder in PEFT's format: configuration, tensor shapes and task heads, which
+are small; none of the factors.
 
 Whatever cannot be served exactly is refused here by name. No tensor of the file is ever silently ignored.
 """
@@ -13,13 +14,17 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import SafetensorError, safe_open
 
+from heads import HeadSpec, TaskHead, load_heads
+from vlora.adapters.layout import FactorShape, run_bytes
 from vlora.adapters.names import resolve
 from vlora.errors import BadAdapter
 
 CONFIG_FILE = "adapter_config.json"
 WEIGHTS_FILE = "adapter_model.safetensors"
+HEAD_FILES = ("heads.json", "heads.safetensors")
 
 # Setting -> why it cannot be served. A setting counts as used when it is neither absent nor empty nor False.
 _REFUSED = {
@@ -55,26 +60,51 @@ class TargetHeader:
     """One adapted layer: where it is in the model, which tensors of the file hold its factors, and its scale."""
 
     site: str
+    shape: FactorShape
+    vision: bool
     tensor_a: str
     tensor_b: str
-    rank: int
     scale: float
 
 
 @dataclasses.dataclass(frozen=True)
 class AdapterHeader:
-    """All that is known of an adapter before its tensors are read."""
+    """All that is known of an adapter before its factors are read. targets: in the order of the model's sites."""
 
     path: Path
     targets: tuple[TargetHeader, ...]
+    heads: Mapping[str, TaskHead]
 
     @property
     def rank(self) -> int:
-        return max(target.rank for target in self.targets)
+        return max(target.shape.rank for target in self.targets)
+
+    @property
+    def touches_vision(self) -> bool:
+        return any(target.vision for target in self.targets)
+
+    @property
+    def shapes(self) -> dict[str, FactorShape]:
+        """The factors' shapes by site."""
+        return {target.site: target.shape for target in self.targets}
+
+    def num_bytes(self, dtype: torch.dtype) -> int:
+        """Bytes of the factors in memory, as values of `dtype`."""
+        return run_bytes(self.shapes, dtype)
+
+    def says_the_same(self, other: AdapterHeader) -> bool:
+        """Whether what was promised of one holds for the other: layers, ranks, scales and the heads' questions."""
+        return self.targets == other.targets and self._specs() == other._specs()
+
+    def _specs(self) -> dict[str, HeadSpec]:
+        return {name: head.spec for name, head in self.heads.items()}
 
 
-def read_header(path: Path, sites: Mapping[str, SiteShape]) -> AdapterHeader:
-    """Read and check an adapter folder against the base model's layers. Raises BadAdapter with the reason."""
+def read_header(path: Path, sites: Mapping[str, SiteShape], hidden_size: int) -> AdapterHeader:
+    """Read and check an adapter folder against the base model: its layers, in order, and its hidden states' width.
+
+    Raises BadAdapter with the reason.
+    """
     config = _read_config(path)
     _refuse_unsupported(path, config)
     shapes = _read_shapes(path / WEIGHTS_FILE)
@@ -94,7 +124,24 @@ def read_header(path: Path, sites: Mapping[str, SiteShape]) -> AdapterHeader:
                 f"{path}: {seen[target.site]!r} and {target.tensor_a!r} adapt the same layer {target.site!r}"
             )
         seen[target.site] = target.tensor_a
-    return AdapterHeader(path, targets)
+    by_site = {target.site: target for target in targets}
+    return AdapterHeader(path, tuple(by_site[site] for site in sites if site in by_site), _heads(path, hidden_size))
+
+
+def _heads(path: Path, hidden_size: int) -> dict[str, TaskHead]:
+    if not any((path / file).exists() for file in HEAD_FILES):
+        return {}
+    try:
+        found = load_heads(path)
+    except (ValueError, OSError, SafetensorError) as error:
+        raise BadAdapter(f"{path}: its task heads cannot be read: {error}") from error
+    for head_name, head in found.items():
+        if head.weight.shape[1] != hidden_size:
+            raise BadAdapter(
+                f"{path}: head {head_name!r} reads {head.weight.shape[1]} features, but the base model's hidden states "
+                f"have {hidden_size}; the head was made for another model"
+            )
+    return found
 
 
 def _read_config(path: Path) -> dict[str, Any]:
@@ -167,7 +214,14 @@ def _target(
             f"{expected.d_in} to {expected.d_out}; the adapter was made for another model"
         )
     rank = shape_a[0]
-    return TargetHeader(site, sides["A"], sides["B"], rank, _scale(path, config, (module, site), rank))
+    return TargetHeader(
+        site=site,
+        shape=FactorShape(rank, expected.d_in, expected.d_out),
+        vision=expected.vision,
+        tensor_a=sides["A"],
+        tensor_b=sides["B"],
+        scale=_scale(path, config, (module, site), rank),
+    )
 
 
 def _scale(path: Path, config: Mapping[str, Any], names: tuple[str, ...], rank: int) -> float:

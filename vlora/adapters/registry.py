@@ -1,63 +1,215 @@
-"""Every adapter the engine knows by name, in host memory."""
+"""Every adapter the engine knows by name, in host memory once it was needed."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import dataclasses
+import itertools
+import logging
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from pathlib import Path
 
 import torch
 
-from vlora.adapters.host import HostAdapter, load_adapter
+from vlora.adapters.host import HostAdapter, Measure, load_adapter
 from vlora.adapters.peft_format import AdapterHeader, SiteShape, read_header
 from vlora.errors import BadAdapter, UnknownAdapter
 
+log = logging.getLogger(__name__)
+
 MAX_NAME = 128
+_MAX_READS = 8  # under way or queued: few, so that the next to be read is the one most wanted by then
+
+
+@dataclasses.dataclass(eq=False)
+class Registration:
+    """One content under one name, known by its key from the moment its header was read; no two ever share a key.
+
+    num_bytes: what its factors take in memory. adapter: its content, None before it was read. error: why it cannot be
+    served, once reading it has failed.
+    """
+
+    key: str
+    name: str
+    header: AdapterHeader
+    num_bytes: int
+    adapter: HostAdapter | None = None
+    error: str | None = None
+
+
+Check = Callable[[str, int], None]
+"""Told of a name and its adapter's bytes before the name changes hands; what it raises refuses the adapter."""
+
+
+def _accept(name: str, num_bytes: int) -> None:
+    pass
 
 
 class AdapterRegistry:
-    """Names to adapters. Registering reads headers only; tensors are read when an adapter is first needed."""
+    """Names to registrations. Registering reads headers only; factors are read when an adapter is first needed.
 
-    def __init__(self, sites: Mapping[str, SiteShape], dtype: torch.dtype, hidden_size: int) -> None:
+    A name that is registered again stands for a new registration from then on. The old one stays known by its key, for
+    the requests under way on it, until `forget`.
+
+    sites: the model's adaptable layers, in the order factors are laid out. executor: reads in the background; None
+    makes a thread. measure: an adapter's merge fidelity, called where it is read.
+    """
+
+    def __init__(
+        self,
+        sites: Mapping[str, SiteShape],
+        dtype: torch.dtype,
+        hidden_size: int,
+        *,
+        executor: Executor | None = None,
+        measure: Measure = lambda _: 1.0,
+    ) -> None:
         self._sites = sites
         self._dtype = dtype
         self._hidden_size = hidden_size
-        self._headers: dict[str, AdapterHeader] = {}
-        self._loaded: dict[str, HostAdapter] = {}
+        self._executor = executor or ThreadPoolExecutor(1, thread_name_prefix="vlora-read")
+        self._measure = measure
+        self._numbers = itertools.count(1)
+        self._current: dict[str, Registration] = {}
+        self._known: dict[str, Registration] = {}  # by key
+        self._reading: dict[str, Future[HostAdapter]] = {}
+        self._failed: list[str] = []
 
     @property
     def names(self) -> tuple[str, ...]:
-        return tuple(sorted(self._headers))
+        return tuple(sorted(self._current))
+
+    @property
+    def num_bytes(self) -> int:
+        """Host memory that factors take."""
+        return sum(known.adapter.run.nbytes for known in self._known.values() if known.adapter is not None)
 
     def __contains__(self, name: str) -> bool:
-        return name in self._headers
+        return name in self._current
 
-    def register(self, name: str, path: str) -> None:
-        """Register a folder under a name; a name already taken gets the new content. Raises BadAdapter."""
-        self._headers[name] = self._read(name, path)
-        self._loaded.pop(name, None)
+    # -- names --------------------------------------------------------------------------------------------------------
 
-    def load(self, name: str, path: str, check: Callable[[HostAdapter], None] = lambda _: None) -> HostAdapter:
-        """Register a folder and read its tensors now. When it is refused, what the name stood for before stays.
+    def register(self, paths: Mapping[str, str], check: Check = _accept) -> None:
+        """Register folders under names by their headers: all of them, or none. Raises BadAdapter, and what `check`
+        raises."""
+        made = [self._registration(name, path) for name, path in paths.items()]
+        for registration in made:
+            check(registration.name, registration.num_bytes)
+        for registration in made:
+            self._enter(registration)
 
-        check: told of the adapter before its name changes hands; what it raises refuses the adapter.
+    def load(self, name: str, path: str, check: Check = _accept) -> HostAdapter:
+        """Register a folder and read all of it now. When it is refused, what the name stood for before stays.
+
+        Content that the name already stands for changes nothing. Raises BadAdapter, and what `check` raises.
         """
-        header = self._read(name, path)
-        adapter = load_adapter(name, header, self._sites, self._dtype, self._hidden_size)
-        check(adapter)
-        self._headers[name] = header
-        self._loaded[name] = adapter
+        registration = self._registration(name, path)
+        check(name, registration.num_bytes)
+        adapter = self._read(registration)
+        before = self._current.get(name)
+        if before is not None and before.adapter is not None and before.adapter.version == adapter.version:
+            return before.adapter
+        registration.adapter = adapter
+        self._enter(registration)
         return adapter
 
-    def get(self, name: str) -> HostAdapter:
-        """The adapter's tensors, read at first use. Raises UnknownAdapter, BadAdapter."""
-        if name not in self._headers:
+    def get(self, name: str) -> Registration:
+        """What a name stands for now. Raises UnknownAdapter."""
+        if name not in self._current:
             raise UnknownAdapter(f"no adapter named {name!r}; registered: {', '.join(self.names) or 'none'}")
-        if name not in self._loaded:
-            header = self._headers[name]
-            self._loaded[name] = load_adapter(name, header, self._sites, self._dtype, self._hidden_size)
-        return self._loaded[name]
+        return self._current[name]
 
-    def _read(self, name: str, path: str) -> AdapterHeader:
+    def remove(self, name: str) -> None:
+        """Take a name away; its registration stays known by its key. Raises UnknownAdapter."""
+        del self._current[self.get(name).name]
+
+    # -- content ------------------------------------------------------------------------------------------------------
+
+    def is_current(self, key: str) -> bool:
+        """Whether a name stands for this registration."""
+        known = self._known.get(key)
+        return known is not None and self._current.get(known.name) is known
+
+    def known(self, key: str) -> Registration:
+        """The registration of a key that was not forgotten."""
+        return self._known[key]
+
+    def fetch(self, key: str) -> HostAdapter | None:
+        """A known adapter's content; None while it is being read in the background, or waits for its turn.
+
+        Call in the order of want: few are read at a time.
+        """
+        known = self._known[key]
+        is_unread = known.adapter is None and known.error is None and key not in self._reading
+        if is_unread and len(self._reading) < _MAX_READS:
+            self._reading[key] = self._executor.submit(self._read, known)
+            self._settle((key,))
+        return known.adapter
+
+    def read(self, key: str) -> HostAdapter:
+        """A known adapter's content, read now if it was not yet. Raises BadAdapter."""
+        known = self._known[key]
+        if known.adapter is None and known.error is None:
+            under_way = self._reading.pop(key, None)
+            read_here = under_way is None or under_way.cancel()
+            known.adapter = self._read(known) if read_here or under_way is None else under_way.result()
+        if known.error is not None:
+            raise BadAdapter(known.error)
+        assert known.adapter is not None
+        return known.adapter
+
+    def collect(self) -> list[Registration]:
+        """Take in what was read since the last call; returns those that turned out bad, with their `error`."""
+        self._settle(tuple(self._reading))
+        failed, self._failed = self._failed, []
+        return [self._known[key] for key in failed if key in self._known]
+
+    @property
+    def pending(self) -> tuple[Future[HostAdapter], ...]:
+        """Reads under way."""
+        return tuple(self._reading.values())
+
+    def forget(self, key: str) -> None:
+        """Let go of a registration that no name stands for and nobody uses; unknown keys are ignored."""
+        self._known.pop(key, None)
+        if (reading := self._reading.pop(key, None)) is not None:
+            reading.cancel()  # one under way ends by itself, and nobody takes its result
+
+    def close(self) -> None:
+        """Read no more."""
+        self._executor.shutdown(wait=False, cancel_futures=True)
+
+    # -- inside -------------------------------------------------------------------------------------------------------
+
+    def _enter(self, registration: Registration) -> None:
+        self._current[registration.name] = self._known[registration.key] = registration
+
+    def _settle(self, keys: Iterable[str]) -> None:
+        for key in keys:
+            if self._reading[key].done():
+                known, future = self._known[key], self._reading.pop(key)
+                try:
+                    known.adapter = future.result()
+                except BadAdapter as error:
+                    known.error = str(error)
+                except Exception as error:
+                    # A mistake of ours, or no memory: whoever asks for this adapter pays, and nobody else.
+                    log.exception("reading adapter %r failed", known.name)
+                    known.error = f"adapter {known.name!r} could not be read: {type(error).__name__}: {error}"
+                if known.error is not None:
+                    self._failed.append(key)
+
+    def _read(self, registration: Registration) -> HostAdapter:
+        """Everything is read again, so that what was promised by the header is what is served."""
+        header = read_header(registration.header.path, self._sites, self._hidden_size)
+        if not header.says_the_same(registration.header):
+            raise BadAdapter(
+                f"{header.path}: its layers, ranks or heads changed since it was registered as {registration.name!r}; "
+                "load it again"
+            )
+        return load_adapter(registration.key, header, self._dtype, self._measure)
+
+    def _registration(self, name: str, path: str) -> Registration:
         if (
             not 0 < len(name) <= MAX_NAME
             or name != name.strip()
@@ -71,10 +223,5 @@ class AdapterRegistry:
             )
         if "\0" in path:
             raise BadAdapter(f"adapter {name!r}: a path cannot hold a zero byte")
-        return read_header(Path(path), self._sites)
-
-    def remove(self, name: str) -> None:
-        """Forget an adapter. Raises UnknownAdapter."""
-        if self._headers.pop(name, None) is None:
-            raise UnknownAdapter(f"no adapter named {name!r}; registered: {', '.join(self.names) or 'none'}")
-        self._loaded.pop(name, None)
+        header = read_header(Path(path), self._sites, self._hidden_size)
+        return Registration(f"{name}@{next(self._numbers)}", name, header, header.num_bytes(self._dtype))

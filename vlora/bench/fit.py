@@ -14,6 +14,7 @@ import torch
 from vlora.bench.dummy import half_billion_config, language_shapes, write_adapter
 from vlora.config import EngineConfig
 from vlora.engine import LocalEngine
+from vlora.memory.transfer import Inline
 from vlora.models.loading import dummy_model
 from vlora.orchestrator import CostModel, Costs
 from vlora.types import Request, SamplingParams
@@ -63,7 +64,7 @@ def fit(decode_steps: int) -> Fit:
             merge_fidelity_floor=0.0,
             prefix_cache=False,  # every prompt is to be computed
         )
-        engine = LocalEngine(settings, model=model).engine
+        engine = LocalEngine(settings, model=model, executor=Inline()).engine
         for i in range(_NUM_ADAPTERS):
             path = write_adapter(Path(folder) / f"a{i}", shapes, RANK, seed=i)
             engine.load_adapter(f"a{i}", path)

@@ -20,13 +20,14 @@ import torch
 from peft import LoraConfig, get_peft_model
 
 import atmm
-from vlora.adapters import AdapterRegistry, SiteShape
+from vlora.adapters import AdapterRegistry
 from vlora.bench.dummy import half_billion_config, language_shapes, write_adapter
 from vlora.bench.form import Goal, Report
 from vlora.bench.timing import interleaved, median_ms, median_ratio
 from vlora.memory.arena import PAGE_BYTES, Arena
 from vlora.memory.books import ArenaBooks
 from vlora.memory.residency import Residency
+from vlora.memory.transfer import Inline, make_transfer
 from vlora.models.bank import AdapterBank
 from vlora.models.in_place import MAX_DRIFT, InPlaceSwitcher
 from vlora.models.loading import dummy_model
@@ -90,16 +91,17 @@ class _Model:
         arena = Arena(2**30 // PAGE_BYTES, _CPU)
         residency = Residency(ArenaBooks(arena.num_pages, 1), arena.num_pages)
         self.bank = AdapterBank(
-            arena, residency, self.seam.language_linears, self.seam.vision_linears, self.slabs.order
+            arena,
+            residency,
+            make_transfer(_CPU, Inline()),
+            self.seam.language_linears,
+            self.seam.vision_linears,
+            self.slabs.order,
         )
 
     def bring(self, ranks: Sequence[int]) -> list[str]:
         """Random adapters of these ranks, resident; their keys."""
-        sites = {
-            name: SiteShape(linear.in_features, linear.out_features, vision=False)
-            for name, linear in self.seam.language_linears.items()
-        }
-        registry = AdapterRegistry(sites, self.seam.dtype, self.seam.hidden_size)
+        registry = AdapterRegistry(self.bank.sites, self.seam.dtype, self.seam.hidden_size)
         keys: list[str] = []
         with tempfile.TemporaryDirectory() as folder:
             for number, rank in enumerate(ranks):

@@ -112,9 +112,9 @@ class AsyncClient:
         """See Client."""
         return await self._wait(await self._connection(), calls.load_adapter(name, path))
 
-    async def unload_adapter(self, name: str) -> None:
+    async def unload_adapter(self, name: str, *, drain: bool = False) -> None:
         """See Client."""
-        await self._wait(await self._connection(), calls.unload_adapter(name))
+        await self._wait(await self._connection(), calls.unload_adapter(name, drain))
 
     async def pin_adapter(self, name: str, pinned: bool = True) -> AdapterStatus:
         """See Client."""

@@ -105,8 +105,8 @@ def load_adapter(name: str, path: str | os.PathLike[str]) -> Call[AdapterStatus]
     return Call("load_adapter", (name, os.fspath(path)), AdapterStatus)
 
 
-def unload_adapter(name: str) -> Call[None]:
-    return Call("unload_adapter", (name,), type(None))
+def unload_adapter(name: str, drain: bool) -> Call[None]:
+    return Call("unload_adapter", (name, drain), type(None))
 
 
 def pin_adapter(name: str, pinned: bool) -> Call[AdapterStatus]:

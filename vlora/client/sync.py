@@ -125,9 +125,12 @@ class Client:
         """Register an adapter folder of the server's file system under a name. Raises BadAdapter with the reason."""
         return self._wait(self.connection(), calls.load_adapter(name, path))
 
-    def unload_adapter(self, name: str) -> None:
-        """Cancel the adapter's requests and forget it. Raises UnknownAdapter."""
-        self._wait(self.connection(), calls.unload_adapter(name))
+    def unload_adapter(self, name: str, *, drain: bool = False) -> None:
+        """Forget an adapter: new requests for it are refused at once. Raises UnknownAdapter.
+
+        Its requests under way are cancelled; with `drain` they finish, and its memory is freed with the last of them.
+        """
+        self._wait(self.connection(), calls.unload_adapter(name, drain))
 
     def pin_adapter(self, name: str, pinned: bool = True) -> AdapterStatus:
         """Keep an adapter on the server's device, or let it go. Raises UnknownAdapter, OverCapacity."""

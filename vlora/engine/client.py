@@ -8,7 +8,7 @@ import shutil
 import signal
 import sys
 import tempfile
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from pathlib import Path
 
 import zmq
@@ -112,13 +112,17 @@ class EngineClient:
         self._check_alive()
         self._post(wire.Cancel(request_id))
 
+    async def register_adapters(self, paths: Mapping[str, str]) -> None:
+        """See EngineInterface."""
+        await self._call(wire.RegisterAdapters(next(self._call_ids), dict(paths)))
+
     async def load_adapter(self, name: str, path: str) -> AdapterStatus:
         """See EngineInterface."""
         return (await self._call(wire.LoadAdapter(next(self._call_ids), name, path))).adapters[0]
 
-    async def unload_adapter(self, name: str) -> None:
+    async def unload_adapter(self, name: str, drain: bool = False) -> None:
         """See EngineInterface."""
-        await self._call(wire.UnloadAdapter(next(self._call_ids), name))
+        await self._call(wire.UnloadAdapter(next(self._call_ids), name, drain))
 
     async def pin_adapter(self, name: str, pinned: bool) -> AdapterStatus:
         """See EngineInterface."""

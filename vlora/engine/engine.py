@@ -2,29 +2,35 @@
 
 from __future__ import annotations
 
+import functools
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from concurrent.futures import FIRST_COMPLETED, Executor, Future, wait
+from typing import Any
 
 import msgspec
 import torch
 
 import atmm
-from vlora.adapters import AdapterRegistry, HostAdapter, SiteShape
+from vlora.adapters import AdapterRegistry, Registration
 from vlora.config import EngineConfig
 from vlora.engine.limits import compute_limits
 from vlora.engine.switching import originals_if_in_place
 from vlora.errors import (
     Aborted,
+    BadAdapter,
     BadRequest,
     OverCapacity,
     PromptTooLong,
     StepFailed,
     UnknownHead,
+    VLoraError,
 )
 from vlora.memory.arena import PAGE_BYTES, Arena, pages_for
 from vlora.memory.books import ArenaBooks, BlockTables, Run
 from vlora.memory.prefix import PrefixCache
 from vlora.memory.residency import Residency
+from vlora.memory.transfer import make_transfer
 from vlora.models.bank import AdapterBank
 from vlora.models.in_place import InPlaceSwitcher
 from vlora.models.loading import load_model
@@ -46,18 +52,28 @@ from vlora.types import (
     StepResult,
 )
 
+_LOAD_WAIT_S = 0.005  # how long a step without anything to run waits for a load before others may speak
+
 
 class Engine:
     """Scheduler, memory and model of one replica. Not thread-safe: one thread owns it.
 
-    Inside, an adapter is known by its key (name and content version), never by its name alone: reloading a name makes
-    a new version for new requests, while requests under way finish on the one they started with.
+    Inside, an adapter is known by its key (name and registration), never by its name alone: reloading a name makes
+    a new registration for new requests, while requests under way finish on the one they started with.
     """
 
     def __init__(
-        self, config: EngineConfig, *, model: object | None = None, clock: Callable[[], float] = time.monotonic
+        self,
+        config: EngineConfig,
+        *,
+        model: object | None = None,
+        clock: Callable[[], float] = time.monotonic,
+        executor: Executor | None = None,
     ) -> None:
-        """Load the model and lay out memory; `model` gives an already built transformers model. Raises BadConfig."""
+        """Load the model and lay out memory; `model` gives an already built transformers model. Raises BadConfig.
+
+        executor: reads adapters and brings them to the device; None makes two threads, one for each.
+        """
         policy = make_policy(config.policy)  # before the model: a wrong name should not cost a load
         if config.threads is not None:
             torch.set_num_threads(config.threads)
@@ -73,7 +89,14 @@ class Engine:
         self._books = ArenaBooks(self.limits.num_pages, self.limits.block_pages, displaced=prefix.drop)
         self._tables = BlockTables(self._books, config.block_size, prefix if config.prefix_cache else None)
         self._residency = Residency(self._books, self.limits.max_adapter_pages)
-        self._bank = AdapterBank(arena, self._residency, seam.language_linears, seam.vision_linears, self._slabs.order)
+        self._bank = AdapterBank(
+            arena,
+            self._residency,
+            make_transfer(seam.device, executor),
+            seam.language_linears,
+            seam.vision_linears,
+            self._slabs.order,
+        )
         self._bank.compile_ahead()
         self._switcher: ModeSwitcher
         if originals is None:
@@ -91,12 +114,13 @@ class Engine:
             block_size=config.block_size,
             block_pages=self.limits.block_pages,
         )
-        sites = {
-            name: SiteShape(linear.in_features, linear.out_features, vision)
-            for vision, linears in ((False, seam.language_linears), (True, seam.vision_linears))
-            for name, linear in linears.items()
-        }
-        self._registry = AdapterRegistry(sites, seam.dtype, seam.hidden_size)
+        self._registry = AdapterRegistry(
+            self._bank.sites,
+            seam.dtype,
+            seam.hidden_size,
+            executor=executor,
+            measure=functools.partial(merge_fidelity, self._slabs, self._switcher),
+        )
         self._scheduler = Scheduler(
             policy=policy,
             tables=self._tables,
@@ -109,12 +133,11 @@ class Engine:
             clock=clock,
             in_place=self._switcher.in_place,
         )
-        # Every adapter version that is current or that a request under way still uses.
-        self._versions: dict[str, HostAdapter] = {}
-        self._fidelity: dict[str, float] = {}
-        self._users: dict[str, set[str]] = {}
+        self._users: dict[str, set[str]] = {}  # requests under way by the key of their adapter
         self._pinned: dict[str, Run] = {}  # by an operator, by name
         self._key_of: dict[str, str | None] = {}
+        self._num_load_waits = 0
+        self._load_wait_s = 0.0
 
     # -- requests -----------------------------------------------------------------------------------------------------
 
@@ -131,7 +154,7 @@ class Engine:
         key = adapter.key if adapter else None
         inner = msgspec.structs.replace(request, adapter=key)
         self._scheduler.add(inner)
-        self._runner.add(inner, key if adapter and adapter.touches_vision and request.vision else None)
+        self._runner.add(inner, key if adapter and adapter.header.touches_vision and request.vision else None)
         self._key_of[request.request_id] = key
         if key is not None:
             self._users.setdefault(key, set()).add(request.request_id)
@@ -144,9 +167,12 @@ class Engine:
 
     def step(self) -> tuple[RequestOutput, ...]:
         """Decide, run, record. Returns what became known for each request, in no particular order."""
+        outputs = self._collect_loads()
         self._bring_adapters()
         batch = self._scheduler.schedule(self._memory_view())
-        outputs = list(self._scheduler.drain_outputs())
+        outputs += self._scheduler.drain_outputs()
+        if batch is None and not outputs:
+            self._wait_for_load()
         if batch is not None:
             try:
                 result = self._runner.run(batch)
@@ -161,65 +187,75 @@ class Engine:
 
     # -- adapters -----------------------------------------------------------------------------------------------------
 
+    def register_adapters(self, paths: Mapping[str, str]) -> None:
+        """Register adapter folders by name, all or none, reading their headers only: thousands in seconds.
+
+        The factors are read in the background when a request first needs them; values that are not finite then fail
+        the adapter's requests with BadAdapter. Raises BadAdapter, OverCapacity, BadRequest for a pinned name.
+        """
+        before = [self._key_before(name) for name in paths]
+        self._registry.register(paths, self._check_room)
+        for key in before:
+            self._retire(key)
+
     def load_adapter(self, name: str, path: str) -> AdapterStatus:
         """Register an adapter folder, reading and checking all of it.
 
         Raises BadAdapter or OverCapacity, and the old content then stays; BadRequest for a pinned one.
         """
-        if name in self._pinned:
-            raise BadRequest(f"adapter {name!r} is pinned; unpin it before other content is loaded under its name")
-        before = self._registry.get(name).key if name in self._registry else None
-        adapter = self._registry.load(name, path, self._check_room)
-        self._versions[adapter.key] = adapter
-        with torch.no_grad():
-            self._fidelity[adapter.key] = merge_fidelity(self._slabs, self._switcher, adapter.factors)
-        if before is not None and before != adapter.key:
-            self._retire(before)
-        return self._status(adapter)
+        before = self._key_before(name)
+        self._registry.load(name, path, self._check_room)
+        self._retire(before)
+        return self._status(self._registry.get(name))
 
-    def unload_adapter(self, name: str) -> tuple[RequestOutput, ...]:
-        """Cancel the adapter's requests, free its memory and forget it. Raises UnknownAdapter."""
-        adapter = self._registry.get(name)
+    def unload_adapter(self, name: str, drain: bool = False) -> tuple[RequestOutput, ...]:
+        """Forget an adapter: its name is free at once. Raises UnknownAdapter.
+
+        Its requests are cancelled and all it held is freed before this returns. With `drain` those under way finish
+        instead, and what it held is freed with the last of them.
+        """
+        key = self._registry.get(name).key
         self.pin_adapter(name, False)
         self._registry.remove(name)
-        reason = ErrorValue.of(Aborted(f"adapter {name!r} was unloaded"))
-        outputs = [self._scheduler.fail(request_id, reason) for request_id in tuple(self._users.get(adapter.key, ()))]
-        for output in outputs:
-            if output is not None:
-                self._release(output.request_id)
-        self._retire(adapter.key)
-        return tuple(output for output in outputs if output is not None)
+        outputs = () if drain else self._fail_users(key, Aborted(f"adapter {name!r} was unloaded"))
+        self._retire(key)
+        return outputs
 
     def pin_adapter(self, name: str, pinned: bool) -> AdapterStatus:
-        """Bring an adapter to the device and keep it there, or let it be evicted again.
+        """Bring an adapter to the device before this returns and keep it there, or let it be evicted again.
 
-        Raises UnknownAdapter; OverCapacity when there is no room for it, or it would leave none for another adapter.
+        Raises UnknownAdapter, BadAdapter when reading it fails; OverCapacity when there is no room for it, or it would
+        leave none for another adapter.
         """
-        adapter = self._registry.get(name)
+        registration = self._registry.get(name)
+        key = registration.key
         if pinned and name not in self._pinned:
+            adapter = self._registry.read(key)
             in_use = self._pin_in_use()
             here = self._bank.bring(adapter)
-            for key in in_use:
-                self._residency.unpin(key)
+            for other in in_use:
+                self._residency.unpin(other)
             if not here:
                 raise OverCapacity(
                     f"there is no room to bring adapter {name!r} now: others are in use; try again later"
                 )
-            run = self._residency.run(adapter.key)
+            if key in self._bank.arriving:
+                self._bank.settle(key)
+            run = self._residency.run(key)
             room = self._residency.room_beside((*self._pinned.values(), run))
             for other in self._registry.names:
-                needed = pages_for(self._bank.num_bytes(self._registry.get(other)))
+                needed = pages_for(self._registry.get(other).num_bytes)
                 if other != name and other not in self._pinned and needed > room:
                     raise OverCapacity(
                         f"pinning adapter {name!r} would leave {room} pages of the arena in a row, and adapter "
                         f"{other!r} needs {needed}; unpin another, or start with a larger arena_bytes"
                     )
-            self._residency.pin(adapter.key)
+            self._residency.pin(key)
             self._pinned[name] = run
         elif not pinned and name in self._pinned:
-            self._residency.unpin(adapter.key)
+            self._residency.unpin(key)
             del self._pinned[name]
-        return self._status(adapter)
+        return self._status(registration)
 
     def adapters(self) -> tuple[AdapterStatus, ...]:
         return tuple(self._status(self._registry.get(name)) for name in self._registry.names)
@@ -236,6 +272,10 @@ class Engine:
             num_vision_hits=self._vision.num_hits,
             num_vision_encoded=self._vision.num_encoded,
             vision_cache_bytes=self._vision.num_bytes,
+            host_adapter_bytes=self._registry.num_bytes,
+            num_adapter_loads=self._bank.num_loads,
+            num_load_waits=self._num_load_waits,
+            load_wait_s=self._load_wait_s,
         )
 
     def check_integrity(self) -> None:
@@ -245,8 +285,10 @@ class Engine:
         self._residency.check_integrity()
 
     def close(self) -> tuple[RequestOutput, ...]:
-        """Cancel everything still running."""
+        """Cancel everything still running, and load no more adapters."""
         outputs = [self.cancel(request_id) for request_id in tuple(self._key_of)]
+        self._registry.close()
+        self._bank.close()
         return tuple(output for output in outputs if output is not None)
 
     # -- inside -------------------------------------------------------------------------------------------------------
@@ -268,31 +310,71 @@ class Engine:
             if placed != sent:
                 raise BadRequest(f"the prompt has {placed} {kind} placeholder tokens, but the {kind}s sent fill {sent}")
 
-    def _adapter_for(self, request: Request) -> HostAdapter | None:
+    def _adapter_for(self, request: Request) -> Registration | None:
         if request.adapter is None:
             return None
         adapter = self._registry.get(request.adapter)
-        if request.head is not None and request.head not in adapter.heads:
+        if adapter.error is not None:
+            raise BadAdapter(adapter.error)
+        heads = adapter.header.heads
+        if request.head is not None and request.head not in heads:
             raise UnknownHead(
-                f"adapter {request.adapter!r} has no head {request.head!r}; "
-                f"its heads: {', '.join(sorted(adapter.heads)) or 'none'}"
+                f"adapter {request.adapter!r} has no head {request.head!r}; its heads: "
+                f"{', '.join(sorted(heads)) or 'none'}"
             )
         return adapter
 
-    def _check_room(self, adapter: HostAdapter) -> None:
+    def _key_before(self, name: str) -> str | None:
+        """What a name stands for that is about to get new content. Raises BadRequest for a pinned one."""
+        if name in self._pinned:
+            raise BadRequest(f"adapter {name!r} is pinned; unpin it before other content is loaded under its name")
+        return self._registry.get(name).key if name in self._registry else None
+
+    def _check_room(self, name: str, num_bytes: int) -> None:
         """Raises OverCapacity when the adapter could never be brought beside those that are pinned."""
-        needed, allowed = pages_for(self._bank.num_bytes(adapter)), self._residency.room_beside(self._pinned.values())
+        needed, allowed = pages_for(num_bytes), self._residency.room_beside(self._pinned.values())
         if needed > allowed:
             raise OverCapacity(
-                f"adapter {adapter.name!r} needs {needed} pages of the arena in a row, but adapters find at most "
+                f"adapter {name!r} needs {needed} pages of the arena in a row, but adapters find at most "
                 f"{allowed} beside {len(self._pinned)} pinned ones; unpin some, or start with a larger arena_bytes"
             )
 
+    def _collect_loads(self) -> list[RequestOutput]:
+        """Take in adapters that were read or brought meanwhile; the last words of requests whose adapter failed."""
+        outputs: list[RequestOutput] = []
+        for bad in self._registry.collect():
+            outputs += self._fail_users(bad.key, BadAdapter(bad.error or ""))
+        for key, error in self._bank.collect().items():
+            outputs += self._fail_users(key, StepFailed(f"its adapter could not be brought to the device: {error}"))
+        return outputs
+
     def _bring_adapters(self) -> None:
-        bring_wanted(self._scheduler, self._residency, lambda key: self._bank.bring(self._versions[key]))
+        bring_wanted(self._scheduler, self._residency, self._bring)
         gone = self._switcher.merged_key
         if gone is not None and gone not in self._bank.resident:
             self._switcher.forget(gone)
+
+    def _bring(self, key: str) -> bool:
+        adapter = self._registry.fetch(key)
+        return adapter is not None and self._bank.bring(adapter)
+
+    def _wait_for_load(self) -> None:
+        """Nobody can run before an adapter has come: give its thread the machine, and messages a turn soon."""
+        pending: tuple[Future[Any], ...] = (*self._registry.pending, *self._bank.pending)
+        if pending:
+            started = time.perf_counter()
+            wait(pending, _LOAD_WAIT_S, FIRST_COMPLETED)
+            self._num_load_waits += 1
+            self._load_wait_s += time.perf_counter() - started
+
+    def _fail_users(self, key: str, error: VLoraError) -> tuple[RequestOutput, ...]:
+        """End all requests of an adapter with an error."""
+        value = ErrorValue.of(error)
+        failed = [self._scheduler.fail(request_id, value) for request_id in tuple(self._users.get(key, ()))]
+        outputs = tuple(output for output in failed if output is not None)
+        for output in outputs:
+            self._release(output.request_id)
+        return outputs
 
     def _pin_in_use(self) -> list[str]:
         """Keep what requests under way need from being evicted; the caller unpins."""
@@ -303,11 +385,20 @@ class Engine:
         return pinned
 
     def _memory_view(self) -> MemoryView:
-        resident = self._bank.resident
-        floor = self.config.merge_fidelity_floor
+        resident, arriving = self._bank.resident, self._bank.arriving
         return MemoryView(
-            resident=resident, mergeable=frozenset(key for key in resident if self._fidelity[key] >= floor)
+            resident=resident,
+            mergeable=frozenset(key for key in resident if self._is_mergeable(key)),
+            loading=frozenset(
+                key
+                for key in self._scheduler.needed_adapters - resident
+                if key in arriving or self._registry.known(key).adapter is None
+            ),
         )
+
+    def _is_mergeable(self, key: str) -> bool:
+        adapter = self._registry.known(key).adapter
+        return adapter is not None and adapter.merge_fidelity >= self.config.merge_fidelity_floor
 
     def _release(self, request_id: str) -> None:
         self._runner.release(request_id)
@@ -318,30 +409,27 @@ class Engine:
                 del self._users[key]
                 self._retire(key)
 
-    def _retire(self, key: str) -> None:
-        """Drop a version that is neither current nor in use."""
-        name = key.rpartition("@")[0]
-        current = name in self._registry and self._registry.get(name).key == key
-        if current or self._users.get(key):
+    def _retire(self, key: str | None) -> None:
+        """Drop a registration that neither a name stands for nor a request uses."""
+        if key is None or self._registry.is_current(key) or self._users.get(key):
             return
         self._switcher.forget(key)
         self._bank.drop(key)
         self._vision.forget(key)
         self._tables.forget(key)
-        self._versions.pop(key, None)
-        self._fidelity.pop(key, None)
+        self._registry.forget(key)
 
-    def _status(self, adapter: HostAdapter) -> AdapterStatus:
-        fidelity = self._fidelity[adapter.key]
+    def _status(self, registration: Registration) -> AdapterStatus:
+        adapter, header = registration.adapter, registration.header
         return AdapterStatus(
-            name=adapter.name,
-            version=adapter.version,
-            rank=adapter.rank,
-            num_bytes=self._bank.num_bytes(adapter),
-            resident=adapter.key in self._bank.resident,
-            mergeable=fidelity >= self.config.merge_fidelity_floor,
-            merge_fidelity=fidelity,
-            touches_vision=adapter.touches_vision,
+            name=registration.name,
+            version=adapter.version if adapter else "",
+            rank=header.rank,
+            num_bytes=registration.num_bytes,
+            resident=registration.key in self._bank.resident,
+            mergeable=self._is_mergeable(registration.key),
+            merge_fidelity=adapter.merge_fidelity if adapter else 0.0,
+            touches_vision=header.touches_vision,
             heads=tuple(
                 HeadSummary(
                     name=head.spec.name,
@@ -350,7 +438,9 @@ class Engine:
                     prompt=head.spec.prompt,
                     num_frames=head.spec.num_frames,
                 )
-                for head in adapter.heads.values()
+                for head in header.heads.values()
             ),
-            pinned=adapter.name in self._pinned,
+            pinned=registration.name in self._pinned,
+            loaded=adapter is not None,
+            error=registration.error,
         )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from typing import Protocol
 
 from vlora.types import AdapterStatus, EngineStats, Request, RequestOutput
@@ -23,12 +23,22 @@ class EngineInterface(Protocol):
         """Cancel a request; its iterator ends with finish_reason "cancelled". Unknown ids are ignored."""
         ...
 
-    async def load_adapter(self, name: str, path: str) -> AdapterStatus:
-        """Register the adapter folder `path` as `name`. Raises BadAdapter with the reason."""
+    async def register_adapters(self, paths: Mapping[str, str]) -> None:
+        """Register adapter folders by name, all or none: only headers are read now, the rest at first use.
+
+        Raises BadAdapter with the reason, OverCapacity for one that could never be brought to the device.
+        """
         ...
 
-    async def unload_adapter(self, name: str) -> None:
-        """Cancel the adapter's requests, free its memory and forget it. Raises UnknownAdapter."""
+    async def load_adapter(self, name: str, path: str) -> AdapterStatus:
+        """Register the adapter folder `path` as `name`, reading all of it. Raises BadAdapter with the reason."""
+        ...
+
+    async def unload_adapter(self, name: str, drain: bool = False) -> None:
+        """Forget an adapter; requests by its name are refused from now on. Raises UnknownAdapter.
+
+        Its requests under way are cancelled and its memory is freed; with `drain` they finish first.
+        """
         ...
 
     async def pin_adapter(self, name: str, pinned: bool) -> AdapterStatus:

@@ -6,7 +6,8 @@ from __future__ import annotations
 import asyncio
 import queue
 import threading
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping
+from concurrent.futures import Executor
 from typing import Any, TypeVar
 
 from vlora.config import EngineConfig
@@ -20,8 +21,9 @@ T = TypeVar("T")
 class LocalEngine:
     """`EngineInterface` without a socket. Use either `run` or the asyncio calls at a time, not both."""
 
-    def __init__(self, config: EngineConfig, *, model: object | None = None) -> None:
-        self.engine = Engine(config, model=model)
+    def __init__(self, config: EngineConfig, *, model: object | None = None, executor: Executor | None = None) -> None:
+        """model, executor: see Engine."""
+        self.engine = Engine(config, model=model, executor=executor)
         self._calls: queue.Queue[Callable[[], None] | None] = queue.Queue()
         self._streams: dict[str, Callable[[RequestOutput], None]] = {}
         self._thread: threading.Thread | None = None
@@ -81,15 +83,19 @@ class LocalEngine:
         """See EngineInterface."""
         await self._call(lambda: self._cancel(request_id))
 
+    async def register_adapters(self, paths: Mapping[str, str]) -> None:
+        """See EngineInterface."""
+        await self._call(lambda: self.engine.register_adapters(paths))
+
     async def load_adapter(self, name: str, path: str) -> AdapterStatus:
         """See EngineInterface."""
         return await self._call(lambda: self.engine.load_adapter(name, path))
 
-    async def unload_adapter(self, name: str) -> None:
+    async def unload_adapter(self, name: str, drain: bool = False) -> None:
         """See EngineInterface."""
 
         def unload() -> None:
-            for output in self.engine.unload_adapter(name):
+            for output in self.engine.unload_adapter(name, drain):
                 self._deliver(output)
 
         await self._call(unload)

@@ -134,10 +134,13 @@ class EngineWorker:
     def _reply(self, call: wire.Call) -> wire.Reply:
         try:
             match call:
+                case wire.RegisterAdapters():
+                    self._engine.register_adapters(call.paths)
+                    return wire.Reply(call_id=call.call_id)
                 case wire.LoadAdapter():
                     return wire.Reply(call_id=call.call_id, adapters=(self._engine.load_adapter(call.name, call.path),))
                 case wire.UnloadAdapter():
-                    self._send_outputs(self._engine.unload_adapter(call.name))
+                    self._send_outputs(self._engine.unload_adapter(call.name, call.drain))
                     return wire.Reply(call_id=call.call_id)
                 case wire.PinAdapter():
                     return wire.Reply(

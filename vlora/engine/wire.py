@@ -24,6 +24,13 @@ class Cancel(msgspec.Struct, frozen=True, tag=True):
     request_id: str
 
 
+class RegisterAdapters(msgspec.Struct, frozen=True, tag=True):
+    """paths: by name."""
+
+    call_id: int
+    paths: dict[str, str]
+
+
 class LoadAdapter(msgspec.Struct, frozen=True, tag=True):
     call_id: int
     name: str
@@ -33,6 +40,7 @@ class LoadAdapter(msgspec.Struct, frozen=True, tag=True):
 class UnloadAdapter(msgspec.Struct, frozen=True, tag=True):
     call_id: int
     name: str
+    drain: bool
 
 
 class PinAdapter(msgspec.Struct, frozen=True, tag=True):
@@ -53,7 +61,7 @@ class Stop(msgspec.Struct, frozen=True, tag=True):
     """Cancel what still runs and end the process."""
 
 
-Call = LoadAdapter | UnloadAdapter | PinAdapter | ListAdapters | GetStats
+Call = RegisterAdapters | LoadAdapter | UnloadAdapter | PinAdapter | ListAdapters | GetStats
 """What is answered by a Reply of the same call_id."""
 
 ToEngine = Start | Add | Cancel | Call | Stop

@@ -4,14 +4,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 
 import torch
 
 from vlora.memory.allocation import empty
 
 PAGE_BYTES = 64 * 1024
-ALIGNMENT = 256  # bytes at which every tensor in an adapter run starts: one full GPU cache line pair, any vector width
 
 
 def block_pages(num_layers: int, block_size: int, kv_dim: int, dtype: torch.dtype) -> int:
@@ -44,18 +42,6 @@ class Arena:
     def buffer(self, first_page: int, num_pages: int) -> torch.Tensor:
         """A run of pages as uint8 `[num_pages * PAGE_BYTES]`."""
         return self.bytes[first_page * PAGE_BYTES : (first_page + num_pages) * PAGE_BYTES]
-
-    @staticmethod
-    def carve(buffer: torch.Tensor, offset: int, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        """A contiguous tensor at a byte offset of a buffer. The offset must be a multiple of ALIGNMENT."""
-        assert offset % ALIGNMENT == 0
-        num_bytes = math.prod(shape) * dtype.itemsize
-        return buffer[offset : offset + num_bytes].view(dtype).view(*shape)
-
-
-def aligned(num_bytes: int) -> int:
-    """`num_bytes` rounded up to ALIGNMENT."""
-    return -(-num_bytes // ALIGNMENT) * ALIGNMENT
 
 
 def pages_for(num_bytes: int) -> int:

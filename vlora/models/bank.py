@@ -5,15 +5,17 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import Future, wait
 
 import torch
 
 import atmm
 from heads import TaskHead
-from vlora.adapters import HostAdapter
-from vlora.memory.arena import Arena, aligned, pages_for
+from vlora.adapters import HostAdapter, SiteShape, aligned, carve
+from vlora.memory.arena import Arena, pages_for
 from vlora.memory.books import Run
 from vlora.memory.residency import Residency
+from vlora.memory.transfer import Transfer
 from vlora.models.adapted import AdaptedLinear, Siblings
 
 
@@ -23,33 +25,64 @@ class _Resident:
     heads: Mapping[str, TaskHead]
 
 
+@dataclasses.dataclass(frozen=True)
+class _Arriving:
+    adapter: HostAdapter
+    factors: Mapping[str, atmm.Factors]
+    copy: Future[None]
+
+
 class AdapterBank:
     """Brings adapters into the arena, hands their factors to the sites, and takes them away again.
 
-    A run holds first every layer's A, then every layer's Bt, in slab order, each tensor at a 256-byte boundary:
-    neighbouring layers of one rank are then one strided view [layers, rank, dim], which merging reads in one call.
+    An adapter is on its way first and resident then: its pages are taken in the books at once and stay pinned while
+    they are written, beside the steps; only when all is there may a step use it.
     """
 
     def __init__(
         self,
         arena: Arena,
         residency: Residency,
+        transfer: Transfer,
         language: Mapping[str, AdaptedLinear],
         vision: Mapping[str, AdaptedLinear],
         language_order: Sequence[str],
     ) -> None:
         self._arena = arena
         self._residency = residency
+        self._transfer = transfer
         self._linears = {**language, **vision}
         self._order = (*language_order, *vision)
+        self._vision = vision.keys()
+        self._arriving: dict[str, _Arriving] = {}
         self._residents: dict[str, _Resident] = {}
         self._groups = site_groups(language)
         self._packed: _Packed | None = None
         self._waiting_to_pack: tuple[tuple[str, ...], int] = ((), 0)
+        self.num_loads = 0
+
+    @property
+    def sites(self) -> dict[str, SiteShape]:
+        """The model's adaptable layers, in the order that factors lie in a run."""
+        linears = ((name, self._linears[name]) for name in self._order)
+        return {
+            name: SiteShape(linear.in_features, linear.out_features, name in self._vision) for name, linear in linears
+        }
 
     @property
     def resident(self) -> frozenset[str]:
+        """Adapters that a step may use."""
         return frozenset(self._residents)
+
+    @property
+    def arriving(self) -> frozenset[str]:
+        """Adapters on their way."""
+        return frozenset(self._arriving)
+
+    @property
+    def pending(self) -> tuple[Future[None], ...]:
+        """Copies under way."""
+        return tuple(arriving.copy for arriving in self._arriving.values())
 
     def compile_ahead(self) -> None:
         """On a GPU: have the kernels of any step ready. On a CPU nothing is compiled per shape."""
@@ -57,49 +90,75 @@ class AdapterBank:
         if weight.device.type == "cuda":
             atmm.compile_ahead(self._groups, weight.dtype, weight.device)
 
-    @staticmethod
-    def num_bytes(adapter: HostAdapter) -> int:
-        """Bytes the adapter takes in the arena."""
-        return sum(aligned(t.numel() * t.element_size()) for pair in adapter.factors.values() for t in pair)
-
     def bring(self, adapter: HostAdapter) -> bool:
-        """Make an adapter resident, evicting cold ones if it must. False when it cannot fit now."""
-        if adapter.key in self._residents:
-            self._residency.touch(adapter.key)
+        """Start to make an adapter resident, evicting cold ones if it must; True when it is here or on its way.
+
+        False, and nothing changed, when it cannot fit now.
+        """
+        key, num_pages = adapter.key, pages_for(adapter.run.nbytes)
+        if key in self._residents or key in self._arriving:
+            self._residency.touch(key)
             return True
-        run = self._residency.bring(adapter.key, pages_for(self.num_bytes(adapter)))
+        run = self._residency.bring(key, num_pages)
         if run is None and self._packed is not None:
             self._unpack()
-            run = self._residency.bring(adapter.key, pages_for(self.num_bytes(adapter)))
+            run = self._residency.bring(key, num_pages)
         for evicted in self._residency.drain_evicted():
             self._forget(evicted)
         if run is None:
             return False
-        buffer = self._arena.buffer(run.first_page, run.num_pages)
-        names = [name for name in self._order if name in adapter.factors]
-        views: dict[str, list[torch.Tensor]] = {name: [] for name in names}
-        offset = 0
-        for side in (0, 1):
-            for name in names:
-                source = adapter.factors[name][side]
-                view = Arena.carve(buffer, offset, source.shape, source.dtype)
-                view.copy_(source)
-                views[name].append(view)
-                offset += aligned(source.numel() * source.element_size())
-        factors = {name: atmm.Factors(*views[name]) for name in names}
-        for name, pair in factors.items():
-            self._linears[name].site.factors[adapter.key] = pair
-        device = self._arena.bytes.device
-        self._residents[adapter.key] = _Resident(
-            factors, {name: head.to(device) for name, head in adapter.heads.items()}
-        )
+        self._residency.pin(key)
+        self.num_loads += 1
+        target = self._arena.buffer(run.first_page, run.num_pages)[: adapter.run.nbytes]
+        views = carve(target, adapter.shapes, next(iter(adapter.factors.values())).a.dtype)
+        factors = {name: atmm.Factors(*pair) for name, pair in views.items()}
+        self._arriving[key] = _Arriving(adapter, factors, self._transfer.start(adapter.run, target))
+        copy = self._arriving[key].copy
+        if copy.done() and copy.exception() is None:
+            self.settle(key)
         return True
 
+    def settle(self, key: str) -> None:
+        """Wait until an adapter that is on its way is resident. Raises what went wrong; its pages are free then."""
+        arriving = self._arriving[key]
+        wait((arriving.copy,))
+        del self._arriving[key]
+        self._residency.unpin(key)
+        if (error := arriving.copy.exception()) is not None:
+            self._residency.drop(key)
+            raise error
+        for name, pair in arriving.factors.items():
+            self._linears[name].site.factors[key] = pair
+        device = self._arena.bytes.device
+        self._residents[key] = _Resident(
+            arriving.factors, {name: head.to(device) for name, head in arriving.adapter.heads.items()}
+        )
+
+    def collect(self) -> dict[str, Exception]:
+        """Make resident what has arrived; the keys of those whose copy failed, and why."""
+        failed: dict[str, Exception] = {}
+        for key in [key for key, arriving in self._arriving.items() if arriving.copy.done()]:
+            try:
+                self.settle(key)
+            except Exception as error:
+                failed[key] = error
+        return failed
+
     def drop(self, key: str) -> None:
-        """Forget an adapter and free its memory; unknown keys are ignored."""
-        if key in self._residents:
+        """Forget an adapter and free its memory; unknown keys are ignored. A copy that already runs is waited for."""
+        arriving = self._arriving.pop(key, None)
+        if arriving is not None:
+            if not arriving.copy.cancel():
+                wait((arriving.copy,))
+            self._residency.unpin(key)
+            self._residency.drop(key)
+        elif key in self._residents:
             self._residency.drop(key)
             self._forget(key)
+
+    def close(self) -> None:
+        """Bring no more."""
+        self._transfer.close()
 
     def head(self, key: str, name: str) -> TaskHead:
         return self._residents[key].heads[name]

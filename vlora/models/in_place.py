@@ -77,11 +77,8 @@ class InPlaceSwitcher:
             self._restore()
 
     def base_rows(self, name: str, step: int) -> torch.Tensor:
-        """See ModeSwitcher."""
-        entry = self._slabs.entry(name)
-        if name not in self._changed:
-            return entry[::step]
-        return self._originals.weight(name)[::step].to(entry.device)
+        """See ModeSwitcher. Never from the slabs: who asks may be a thread that reads adapters while weights change."""
+        return self._originals.weight(name)[::step].to(self._slabs.entry(name).device)
 
     def _restore(self) -> None:
         """W0 everywhere, bit for bit. Until it is done, no weights count as merged and the next switch rewrites all."""

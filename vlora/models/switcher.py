@@ -59,6 +59,7 @@ def merge_runs(slabs: WeightSlabs, ranks: dict[str, int]) -> list[MergeRun]:
     return runs
 
 
+@torch.no_grad()
 def merge_fidelity(
     slabs: WeightSlabs, switcher: ModeSwitcher, factors: Mapping[str, HostFactors], num_rows: int = 64
 ) -> float:

@@ -240,7 +240,8 @@ class Scheduler:
         assert len(decision.order) <= self._max_batch_size, "the policy chose more requests than a batch takes"
         self._carried = decision.carried
         starving = {c.request_id for c in candidates if c.credit > theta_s}
-        self._starved_of_adapter = any(credit > theta_s for credit in self._credits(waiting, now, merged))
+        roomless = [t for t in waiting if t.adapter not in view.loading]
+        self._starved_of_adapter = any(credit > theta_s for credit in self._credits(roomless, now, merged))
         batch = self._fit(decision, starving, ready, now)
         if batch is None:
             # Everybody chosen waits for blocks of requests that may not be preempted. The oldest can always move.

@@ -223,17 +223,23 @@ class FrontEnd:
         """Raises UnknownAdapter, UnknownHead with the names there are."""
         return _find_head(await self._status(adapter), head, self._adapters or {})
 
+    async def register_adapters(self, paths: Mapping[str, str]) -> None:
+        """Register adapter folders by name, all or none; their content is read at first use. Raises BadAdapter."""
+        for name in paths:
+            self._check_name(name)
+        await self._engine.register_adapters(paths)
+        self._adapters = None
+
     async def load_adapter(self, name: str, path: str) -> AdapterStatus:
         """Register an adapter folder of the server's file system. Raises BadAdapter with the reason."""
-        if name == self._model:
-            raise BadAdapter(f"{name!r} is the base model's name; requests could not tell them apart. Choose another")
+        self._check_name(name)
         status = await self._engine.load_adapter(name, path)
         self._adapters = None
         return status
 
-    async def unload_adapter(self, name: str) -> None:
-        """Cancel the adapter's requests and forget it. Raises UnknownAdapter."""
-        await self._engine.unload_adapter(name)
+    async def unload_adapter(self, name: str, drain: bool = False) -> None:
+        """Forget an adapter, cancelling its requests or, with `drain`, letting them finish. Raises UnknownAdapter."""
+        await self._engine.unload_adapter(name, drain)
         self._adapters = None
 
     async def pin_adapter(self, name: str, pinned: bool) -> AdapterStatus:
@@ -309,6 +315,10 @@ class FrontEnd:
             self.metrics.active(-num_choices)
             if self._num_active == 0:
                 self._idle.set()
+
+    def _check_name(self, name: str) -> None:
+        if name == self._model:
+            raise BadAdapter(f"{name!r} is the base model's name; requests could not tell them apart. Choose another")
 
     async def _status(self, name: str) -> AdapterStatus:
         """Raises UnknownAdapter with the names there are."""

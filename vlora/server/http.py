@@ -165,9 +165,9 @@ def _administering(app: FastAPI, front_end: FrontEnd) -> None:
         return _adapter(await front_end.load_adapter(body.name, body.path))
 
     @app.delete(ADMIN_PATHS + "/{name}", status_code=204)
-    async def unload_adapter(name: str) -> None:
-        """Cancel an adapter's requests and forget it."""
-        await front_end.unload_adapter(name)
+    async def unload_adapter(name: str, drain: bool = False) -> None:
+        """Forget an adapter, cancelling its requests or, with `?drain=true`, letting them finish."""
+        await front_end.unload_adapter(name, drain)
 
     @app.put(ADMIN_PATHS + "/{name}/pin")
     async def pin_adapter(name: str) -> dict[str, Any]:

@@ -114,6 +114,13 @@ class _EngineCollector(Collector):
         yield GaugeMetricFamily(
             "vlora_prefix_cache_blocks", "KV blocks kept while nobody needs their room.", value=stats.cached_blocks
         )
+        yield GaugeMetricFamily("vlora_host_adapter_bytes", "Adapters in host memory.", value=stats.host_adapter_bytes)
+        yield CounterMetricFamily(
+            "vlora_adapter_loads", "Adapters brought to the device.", value=stats.num_adapter_loads
+        )
+        yield CounterMetricFamily(
+            "vlora_load_wait_seconds", "Time in which every request waited for an adapter.", value=stats.load_wait_s
+        )
         looked_up = {"hit": stats.num_vision_hits, "miss": stats.num_vision_encoded}
         yield _counter("vlora_vision_cache", "Images looked up among the embeddings kept.", "result", looked_up)
         yield GaugeMetricFamily("vlora_vision_cache_bytes", "Image embeddings kept.", value=stats.vision_cache_bytes)

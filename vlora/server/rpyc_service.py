@@ -237,9 +237,12 @@ class VLoraService(rpyc.Service):
             lambda: self._front_end.load_adapter(_checked("name", name, str), _checked("path", path, str)), admin=True
         )
 
-    def exposed_unload_adapter(self, name: Any) -> Future[Reply]:
-        """Cancel an adapter's requests and forget it."""
-        return self._run(lambda: self._front_end.unload_adapter(_checked("name", name, str)), admin=True)
+    def exposed_unload_adapter(self, name: Any, drain: Any = False) -> Future[Reply]:
+        """Forget an adapter, cancelling its requests or letting them finish."""
+        return self._run(
+            lambda: self._front_end.unload_adapter(_checked("name", name, str), _checked("drain", drain, bool)),
+            admin=True,
+        )
 
     def exposed_pin_adapter(self, name: Any, pinned: Any) -> Future[Reply]:
         """Keep an adapter on the device, or let it go -> AdapterStatus"""

@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from vlora.models.processing import InputProcessor
     from vlora.server.http_server import HttpServer
 
+_NAMES_SHOWN = 20  # of the adapters, in the line that says that all is ready
+
 
 async def serve(
     engine_config: EngineConfig,
@@ -71,6 +73,8 @@ async def serve(
             http_server.start(make_app(front_end, model, access, others_listen=lambda: rpyc_server.listening))
         web = f" | {'http' if tls is None else 'https'} {http_server.address}" if http_server else ""
         names = ", ".join(sorted(adapters)) or "none"
+        if len(adapters) > _NAMES_SHOWN:
+            names = f"{len(adapters)}, by `vlora adapters`"
         rpyc = f"{'rpyc' if tls is None else 'rpyc+tls'} {rpyc_server.host}:{rpyc_server.port}"
         announce(f"ready: {rpyc}{web} | model {model} | adapters: {names}")
         watch = asyncio.create_task(_tell_death(engine))
@@ -109,8 +113,7 @@ async def _start(
         raise
     try:
         front_end = FrontEnd(engine, await loading, server_config, model)
-        for name, path in adapters.items():
-            await front_end.load_adapter(name, path)
+        await front_end.register_adapters(adapters)
     except BaseException:
         await engine.close()
         raise

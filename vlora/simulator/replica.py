@@ -11,6 +11,7 @@ from vlora.memory.books import ArenaBooks, BlockTables
 from vlora.memory.residency import Residency
 from vlora.orchestrator import CostModel, Costs, Scheduler, bring_wanted, make_policy
 from vlora.simulator.arrivals import Arrival
+from vlora.simulator.loader import Loader
 from vlora.simulator.machine import Clock, Machine
 from vlora.types import Batch, EngineStats, MemoryView, Request, RequestOutput, SamplingParams
 
@@ -19,7 +20,8 @@ from vlora.types import Batch, EngineStats, MemoryView, Request, RequestOutput, 
 class Box:
     """What a replica has. kv_tokens: room for KV. resident_adapters: how many adapters fit beside it, of one size.
 
-    load_s: seconds that bringing an adapter into memory holds the next step up. The rest is `EngineConfig`'s.
+    load_s: seconds from when an adapter's pages are taken until a step may use it; the copies run one after the other,
+    beside the steps. The rest is `EngineConfig`'s.
 
     Raises BadConfig when a value cannot work.
     """
@@ -52,12 +54,12 @@ class Replica:
     """Takes arrivals in order of time and steps through them; answers come as `RequestOutput`s, as from an engine."""
 
     def __init__(self, box: Box) -> None:
-        self._box = box
         self.clock = Clock()
         # A page holds one adapter, or one KV block.
         num_blocks = -(-box.kv_tokens // box.block_size)
         books = ArenaBooks(box.resident_adapters + num_blocks, 1)
         self._residency = Residency(books, box.resident_adapters)
+        self._loader = Loader(self._residency, self.clock, box.load_s)
         self._machine = Machine(self.clock, box.costs)
         self.scheduler = Scheduler(
             policy=make_policy(box.policy),
@@ -72,7 +74,11 @@ class Replica:
             in_place=box.costs.back_s > 0,
         )
         self._view = MemoryView(resident=frozenset(), mergeable=frozenset())
-        self.num_loads = 0
+
+    @property
+    def num_loads(self) -> int:
+        """How often an adapter was brought into memory."""
+        return self._loader.num_loads
 
     def add(self, request_id: str, arrival: Arrival) -> None:
         """Take an arrival in. Raises PromptTooLong when it could not fit in memory even alone."""
@@ -90,19 +96,24 @@ class Replica:
         """Step until the clock has reached `time_s`, or to the end of all work; finished outputs only."""
         finished: list[RequestOutput] = []
         while self.clock.now < time_s and self.scheduler.has_work:
-            finished += [o for o in self.record(self.decide()) if o.finish_reason is not None]
+            batch = self.decide()
+            if batch is None:
+                arrival_s = self._loader.next_s
+                assert arrival_s is not None, "somebody's adapter always finds room"
+                self.wait_until(min(time_s, arrival_s))
+            else:
+                finished += [o for o in self.record(batch) if o.finish_reason is not None]
         return finished
 
-    def decide(self) -> Batch:
-        """The next step's batch, with the adapters it needs in memory. There must be work."""
-        bring_wanted(self.scheduler, self._residency, self._bring)
-        resident = self._residency.resident
-        if resident is not self._view.resident:
-            self._residency.drain_evicted()
-            self._view = MemoryView(resident=resident, mergeable=resident)
-        batch = self.scheduler.schedule(self._view)
-        assert batch is not None, "somebody's adapter always finds room"
-        return batch
+    def decide(self) -> Batch | None:
+        """The next step's batch; None while all that there is to do waits for adapters on their way."""
+        self._loader.collect()
+        bring_wanted(self.scheduler, self._residency, lambda name: self._loader.bring(name, 1))
+        self._residency.drain_evicted()
+        resident, arriving = self._loader.resident, self._loader.arriving
+        if resident is not self._view.resident or arriving is not self._view.loading:
+            self._view = MemoryView(resident=resident, mergeable=resident, loading=arriving)
+        return self.scheduler.schedule(self._view)
 
     def record(self, batch: Batch) -> tuple[RequestOutput, ...]:
         """Let the batch's time pass and take its answers in."""
@@ -114,15 +125,6 @@ class Replica:
 
     def stats(self) -> EngineStats:
         return self.scheduler.stats("simulated")
-
-    def _bring(self, name: str) -> bool:
-        known = name in self._residency.resident
-        if self._residency.bring(name, 1) is None:
-            return False
-        if not known:
-            self.num_loads += 1
-            self.clock.now += self._box.load_s
-        return True
 
 
 @functools.lru_cache(maxsize=4096)

@@ -1,0 +1,405 @@
+"""Adapters are read and brought beside the steps: nobody waits for another's, and what leaves leaves nothing behind."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import shutil
+import weakref
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from tests.engine.on_demand import OnDemand
+from tests.families import Prompt, build_model, make_prompt
+from tests.oracle import Oracle
+from vlora.config import EngineConfig
+from vlora.engine import Engine, LocalEngine
+from vlora.errors import BadAdapter, BadRequest, OverCapacity, UnknownAdapter
+from vlora.types import Request, RequestOutput, SamplingParams
+
+FAMILY = "llava"
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    return Oracle(FAMILY, build_model(FAMILY)).save(tmp_path_factory.mktemp("adapters"))
+
+
+@pytest.fixture(scope="module")
+def prompt() -> Prompt:
+    return make_prompt(FAMILY, build_model(FAMILY), 0, num_images=1)
+
+
+@pytest.fixture
+def background() -> OnDemand:
+    return OnDemand()
+
+
+def make_engine(executor: OnDemand | None = None, num_bytes: int = 64 * 2**20) -> LocalEngine:
+    config = EngineConfig(model=FAMILY, arena_bytes=num_bytes, max_context=256, block_size=8)
+    return LocalEngine(config, model=build_model(FAMILY), executor=executor)
+
+
+def ask(prompt: Prompt, name: str, adapter: str | None, **changes: Any) -> Request:
+    sampling = SamplingParams(max_tokens=5, ignore_eos=True)
+    return Request(
+        request_id=name,
+        prompt_ids=prompt.prompt_ids,
+        vision=prompt.vision,
+        adapter=adapter,
+        sampling=sampling,
+        **changes,
+    )
+
+
+def tokens(outputs: Iterable[RequestOutput], request_id: str) -> list[int]:
+    return [token for output in outputs if output.request_id == request_id for token in output.token_ids]
+
+
+def ends(outputs: Iterable[RequestOutput]) -> dict[str, str | None]:
+    """How each request ended: its finish reason, or its error's code."""
+    return {o.request_id: o.error.code if o.error else o.finish_reason for o in outputs if o.finished}
+
+
+def steps(engine: Engine, number: int) -> list[RequestOutput]:
+    outputs: list[RequestOutput] = []
+    for _ in range(number):
+        outputs += engine.step()
+        engine.check_integrity()
+    return outputs
+
+
+def finish(engine: Engine, background: OnDemand | None = None) -> list[RequestOutput]:
+    """Step to the end of all work, running one thing in the background before each step."""
+    outputs: list[RequestOutput] = []
+    while engine.has_work:
+        if background is not None:
+            background.run()
+        outputs += steps(engine, 1)
+    return outputs
+
+
+@pytest.fixture(scope="module")
+def answers(folders: dict[str, str], prompt: Prompt) -> dict[str | None, list[int]]:
+    """What every adapter says, loaded and asked one by one."""
+    local = make_engine()
+    for name, path in folders.items():
+        local.engine.load_adapter(name, path)
+    found = {}
+    for name in (None, *folders):
+        found[name] = tokens(local.run([ask(prompt, "r", name)])["r"], "r")
+    assert len({tuple(said) for said in found.values()}) == len(found), "answers that are alike would prove nothing"
+    return found
+
+
+def test_a_cold_adapter_never_stalls_the_running_batch(
+    folders: dict[str, str], prompt: Prompt, answers: dict[str | None, list[int]], background: OnDemand
+) -> None:
+    engine = make_engine(background).engine
+    engine.register_adapters(folders)
+    (status, *_) = engine.adapters()
+    assert not status.loaded and not status.version and not status.mergeable and not background.waiting
+    engine.add(ask(prompt, "cold", "wide8"))
+    engine.add(ask(prompt, "base", None))
+    # Nothing is read: every step is the running request's own.
+    outputs = steps(engine, 5)
+    assert tokens(outputs, "base") == answers[None] and ends(outputs) == {"base": "length"}
+    engine.add(ask(prompt, "next", None))
+    assert background.run(), "the adapter was to be read"
+    outputs = steps(engine, 5)
+    assert tokens(outputs, "next") == answers[None] and not engine._bank.resident
+    assert engine.stats().host_adapter_bytes == engine._registry.get("wide8").num_bytes
+    assert background.run(), "the adapter was to be brought"
+    assert not background.waiting
+    outputs = finish(engine)
+    assert tokens(outputs, "cold") == answers["wide8"]
+    (status,) = (status for status in engine.adapters() if status.name == "wide8")
+    assert status.loaded and status.version and status.resident
+
+
+def test_the_most_wanted_adapters_are_read_first(folders: dict[str, str], prompt: Prompt, background: OnDemand) -> None:
+    now = 0.0
+    config = EngineConfig(model=FAMILY, arena_bytes=64 * 2**20, max_context=256)
+    engine = Engine(config, model=build_model(FAMILY), clock=lambda: now, executor=background)
+    names = [f"a{i}" for i in range(20)]
+    engine.register_adapters(dict.fromkeys(names, folders["narrow4"]))
+    for name in names[:10]:
+        engine.add(ask(prompt, name, name))
+        now += 1.0
+    engine.step()
+    assert len(background.waiting) == 8, "few are read ahead of all others"
+    first: list[str] = []
+    while len(first) < 10:
+        background.run()
+        engine.step()
+        first += [s.name for s in engine.adapters() if s.loaded and s.name not in first]
+    assert first == names[:10]
+
+
+def test_a_request_without_a_model_to_run_on_waits_without_spinning(
+    folders: dict[str, str], prompt: Prompt, background: OnDemand
+) -> None:
+    engine = make_engine(background).engine
+    engine.register_adapters(folders)
+    engine.add(ask(prompt, "cold", "wide8"))
+    assert steps(engine, 3) == []
+    stats = engine.stats()
+    assert stats.num_steps == 0 and stats.num_load_waits == 3 and stats.load_wait_s >= 3 * 0.004
+
+
+def test_many_at_once_over_threads_and_a_tiny_arena(
+    folders: dict[str, str], prompt: Prompt, answers: dict[str | None, list[int]]
+) -> None:
+    local = make_engine(num_bytes=128 * 65536)
+    engine = local.engine
+    copies = {f"{name}-{i}": path for i in range(6) for name, path in folders.items()}
+    engine.register_adapters(copies)
+    outputs = local.run(ask(prompt, name, name) for name in copies)
+    for name in copies:
+        assert tokens(outputs[name], name) == answers[name.rpartition("-")[0]], name
+    stats = engine.stats()
+    assert stats.num_adapter_loads >= len(copies) > stats.num_resident_adapters
+    engine.check_integrity()
+
+
+# -- reloading --------------------------------------------------------------------------------------------------------
+
+
+def test_a_reload_while_the_old_content_is_still_to_be_read(
+    folders: dict[str, str], prompt: Prompt, answers: dict[str | None, list[int]], background: OnDemand
+) -> None:
+    engine = make_engine(background).engine
+    engine.register_adapters({"a": folders["wide8"]})
+    engine.add(ask(prompt, "before", "a"))
+    assert steps(engine, 1) == []
+    engine.load_adapter("a", folders["narrow4"])
+    engine.add(ask(prompt, "after", "a"))
+    outputs = finish(engine, background)
+    assert tokens(outputs, "before") == answers["wide8"] and tokens(outputs, "after") == answers["narrow4"]
+    # Of the old registration nothing is left.
+    assert len(engine._bank.resident) == 1 == engine.stats().num_adapters
+    assert engine.stats().host_adapter_bytes == engine._registry.get("a").num_bytes
+
+
+def test_registering_a_name_again_serves_the_new_weights_at_once(
+    folders: dict[str, str], prompt: Prompt, answers: dict[str | None, list[int]]
+) -> None:
+    local = make_engine()
+    local.engine.load_adapter("a", folders["wide8"])
+    assert tokens(local.run([ask(prompt, "r", "a")])["r"], "r") == answers["wide8"]
+    local.engine.register_adapters({"a": folders["narrow4"]})
+    assert tokens(local.run([ask(prompt, "r", "a")])["r"], "r") == answers["narrow4"]
+    assert local.engine.stats().host_adapter_bytes == local.engine._registry.get("a").num_bytes
+    local.engine.pin_adapter("a", True)
+    with pytest.raises(BadRequest, match="'a' is pinned"):
+        local.engine.register_adapters({"b": folders["wide8"], "a": folders["wide8"]})
+    assert [status.name for status in local.engine.adapters()] == ["a"]
+
+
+def test_loading_the_same_content_again_changes_nothing(folders: dict[str, str], prompt: Prompt) -> None:
+    local = make_engine()
+    first = local.engine.load_adapter("a", folders["wide8"])
+    local.run([ask(prompt, "r", "a")])
+    again = local.engine.load_adapter("a", folders["wide8"])
+    assert again.version == first.version and again.resident, "it stays on the device"
+
+
+def test_registering_is_all_or_nothing(folders: dict[str, str], tmp_path: Path) -> None:
+    engine = make_engine().engine
+    with pytest.raises(BadAdapter, match=r"no adapter_config\.json"):
+        engine.register_adapters({**folders, "bad": str(tmp_path)})
+    with pytest.raises(OverCapacity, match="adapter 'everywhere64' needs"):
+        make_engine(num_bytes=8 * 65536).engine.register_adapters(folders)
+    assert engine.adapters() == ()
+
+
+# -- what goes wrong --------------------------------------------------------------------------------------------------
+
+
+def spoiled(folders: dict[str, str], folder: Path) -> str:
+    """An adapter whose header is in order, with a value that is not finite."""
+    shutil.copytree(folders["narrow4"], folder)
+    tensors = load_file(str(folder / "adapter_model.safetensors"))
+    tensors[min(tensors)][0, 0] = torch.inf
+    save_file(tensors, str(folder / "adapter_model.safetensors"))
+    return str(folder)
+
+
+def test_an_adapter_that_turns_out_bad_fails_its_own_requests_only(
+    folders: dict[str, str], prompt: Prompt, answers: dict[str | None, list[int]], background: OnDemand, tmp_path: Path
+) -> None:
+    engine = make_engine(background).engine
+    engine.register_adapters({"bad": spoiled(folders, tmp_path / "bad"), "good": folders["wide8"]})
+    for name, adapter in (("one", "bad"), ("two", "bad"), ("other", "good")):
+        engine.add(ask(prompt, name, adapter))
+    outputs = finish(engine, background)
+    assert ends(outputs) == {"one": "bad_adapter", "two": "bad_adapter", "other": "length"}
+    assert tokens(outputs, "other") == answers["wide8"]
+    (error,) = {o.error.message for o in outputs if o.error}
+    assert "not finite" in error and "adapter_model.safetensors" in error
+    # From now on it is known; nothing is read again.
+    with pytest.raises(BadAdapter, match="not finite"):
+        engine.add(ask(prompt, "three", "bad"))
+    (status,) = (status for status in engine.adapters() if status.name == "bad")
+    assert not status.loaded and status.error == error
+    engine.load_adapter("bad", folders["narrow4"])
+    engine.add(ask(prompt, "healed", "bad"))
+    assert tokens(finish(engine, background), "healed") == answers["narrow4"]
+
+
+def test_files_that_changed_since_they_were_registered(
+    folders: dict[str, str], prompt: Prompt, background: OnDemand, tmp_path: Path
+) -> None:
+    """What was promised of an adapter (heads, vision side, size) must be what is served."""
+    engine = make_engine(background).engine
+    path = shutil.copytree(folders["narrow4"], tmp_path / "a")
+    engine.register_adapters({"a": str(path)})
+    shutil.rmtree(path)
+    shutil.copytree(folders["everywhere64"], path)
+    engine.add(ask(prompt, "r", "a"))
+    (last,) = (output for output in finish(engine, background) if output.finished)
+    assert last.error is not None and "changed since it was registered as 'a'" in last.error.message
+
+
+def test_a_copy_that_fails_costs_its_requests_only(
+    folders: dict[str, str], prompt: Prompt, answers: dict[str | None, list[int]], background: OnDemand
+) -> None:
+    engine = make_engine(background).engine
+    engine.register_adapters(folders)
+    engine.add(ask(prompt, "lost", "wide8"))
+    engine.add(ask(prompt, "base", None))
+    outputs = steps(engine, 1)
+    background.run()
+    outputs += steps(engine, 1)
+    future, _ = background.waiting.popleft()
+    assert engine.stats().adapter_bytes > 0
+    future.set_exception(RuntimeError("the bus is down"))
+    outputs += finish(engine)
+    assert ends(outputs) == {"lost": "step_failed", "base": "length"} and tokens(outputs, "base") == answers[None]
+    assert engine.stats().adapter_bytes == 0
+    engine.add(ask(prompt, "again", "wide8"))
+    assert tokens(finish(engine, background), "again") == answers["wide8"]
+
+
+# -- unloading --------------------------------------------------------------------------------------------------------
+
+
+def held(engine: Engine) -> tuple[int, int, int, int]:
+    """Bytes an engine without requests holds for adapters: arena, host memory, vision cache; and KV."""
+    stats = engine.stats()
+    return stats.adapter_bytes, stats.host_adapter_bytes, stats.vision_cache_bytes, stats.kv_bytes
+
+
+@pytest.mark.parametrize("drain", [False, True])
+@pytest.mark.parametrize("moment", ["registered", "reading", "read", "copying", "running"])
+def test_unloading_frees_every_byte_whenever_it_comes(
+    moment: str,
+    drain: bool,
+    folders: dict[str, str],
+    prompt: Prompt,
+    answers: dict[str | None, list[int]],
+    background: OnDemand,
+) -> None:
+    engine = make_engine(background).engine
+    engine.register_adapters({"a": folders["everywhere64"]})
+    number = ["registered", "reading", "read", "copying", "running"].index(moment)
+    outputs: list[RequestOutput] = []
+    if number:
+        engine.add(ask(prompt, "one", "a"))
+        engine.add(ask(prompt, "two", "a"))
+        outputs += steps(engine, 1)
+    for _ in range(number // 2):
+        background.run()
+        if moment != "read":
+            outputs += steps(engine, 1)
+    outputs += engine.unload_adapter("a", drain)
+    engine.check_integrity()
+    assert engine.adapters() == ()
+    with pytest.raises(UnknownAdapter):
+        engine.add(ask(prompt, "late", "a"))
+    if not drain:
+        assert held(engine) == (0, 0, 0, 0), "freed before the call returns"
+    outputs += finish(engine, background)
+    assert ends(outputs) == ({} if not number else dict.fromkeys(("one", "two"), "length" if drain else "aborted"))
+    if drain and number:
+        assert tokens(outputs, "one") == tokens(outputs, "two") == answers["everywhere64"]
+    assert held(engine) == (0, 0, 0, 0)
+    assert not engine._registry._known and not engine._users and not engine._key_of
+
+
+def test_unloading_lets_go_of_host_memory(folders: dict[str, str], prompt: Prompt) -> None:
+    local = make_engine()
+    local.engine.register_adapters(folders)
+    local.run(ask(prompt, name, name) for name in folders)
+    runs = [weakref.ref(local.engine._registry.known(key).adapter) for key in local.engine._bank.resident]
+    assert len(runs) == 4 and all(run() is not None for run in runs)
+    for name in folders:
+        local.engine.unload_adapter(name)
+    gc.collect()
+    assert not any(run() is not None for run in runs)
+    arena, host, _, kv = held(local.engine)  # the image as the base model sees it stays in the vision cache
+    assert arena == host == kv == 0
+
+
+def test_a_name_serves_new_content_while_the_old_one_drains(
+    folders: dict[str, str], prompt: Prompt, answers: dict[str | None, list[int]], background: OnDemand
+) -> None:
+    engine = make_engine(background).engine
+    engine.register_adapters({"a": folders["wide8"]})
+    engine.add(ask(prompt, "old", "a"))
+    outputs = steps(engine, 1)
+    assert engine.unload_adapter("a", drain=True) == ()
+    engine.load_adapter("a", folders["narrow4"])
+    engine.add(ask(prompt, "new", "a"))
+    outputs += finish(engine, background)
+    assert tokens(outputs, "old") == answers["wide8"] and tokens(outputs, "new") == answers["narrow4"]
+    assert engine.stats().num_resident_adapters == 1
+
+
+def test_a_cancelled_request_leaves_its_adapter_on_its_way(
+    folders: dict[str, str], prompt: Prompt, answers: dict[str | None, list[int]], background: OnDemand
+) -> None:
+    engine = make_engine(background).engine
+    engine.register_adapters(folders)
+    engine.add(ask(prompt, "gone", "wide8"))
+    steps(engine, 1)
+    background.run()
+    steps(engine, 1)
+    last = engine.cancel("gone")
+    assert last is not None and last.finish_reason == "cancelled" and not engine.has_work
+    engine.check_integrity()
+    engine.add(ask(prompt, "next", "wide8"))
+    assert tokens(finish(engine, background), "next") == answers["wide8"]
+
+
+def test_pinning_reads_and_brings_before_it_answers(folders: dict[str, str], prompt: Prompt) -> None:
+    local = make_engine()
+    local.engine.register_adapters(folders)
+    status = local.engine.pin_adapter("wide8", True)
+    assert status.loaded and status.resident and status.pinned
+    local.engine.check_integrity()
+
+
+def test_draining_over_the_engine_s_own_thread(
+    folders: dict[str, str], prompt: Prompt, answers: dict[str | None, list[int]]
+) -> None:
+    local = make_engine()
+
+    async def story() -> list[RequestOutput]:
+        await local.register_adapters({"a": folders["wide8"]})
+        stream = local.generate(ask(prompt, "r", "a"))
+        outputs = [await anext(stream)]
+        await local.unload_adapter("a", drain=True)
+        with pytest.raises(UnknownAdapter):
+            await local.pin_adapter("a", True)
+        outputs += [output async for output in stream]
+        assert (await local.stats()).adapter_bytes == 0
+        await local.close()
+        return outputs
+
+    assert tokens(asyncio.run(story()), "r") == answers["wide8"]

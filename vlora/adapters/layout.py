@@ -1,0 +1,57 @@
+"""An adapter as one run of bytes, laid out the same way in host memory and in the arena: bringing it is one copy.
+
+First every layer's A, then every layer's Bt, in the order of the model's sites, each tensor at a 256-byte boundary:
+neighbouring layers of one rank are then one strided view [layers, rank, dim], which merging reads in one call.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from typing import NamedTuple
+
+import torch
+
+ALIGNMENT = 256  # bytes at which every tensor starts: one full GPU cache line pair, any vector width
+
+
+class FactorShape(NamedTuple):
+    """One layer's factors: a [rank, d_in] and bt [rank, d_out]."""
+
+    rank: int
+    d_in: int
+    d_out: int
+
+
+class HostFactors(NamedTuple):
+    """One layer's factors: a [r, d_in] and bt [r, d_out], scaling folded into bt. delta = (x a^T) bt."""
+
+    a: torch.Tensor
+    bt: torch.Tensor
+
+
+def aligned(num_bytes: int) -> int:
+    """`num_bytes` rounded up to ALIGNMENT."""
+    return -(-num_bytes // ALIGNMENT) * ALIGNMENT
+
+
+def run_bytes(shapes: Mapping[str, FactorShape], dtype: torch.dtype) -> int:
+    """Bytes of a run that holds factors of these shapes, by layer."""
+    return sum(aligned(math.prod(size) * dtype.itemsize) for _, _, size in _tensors(shapes))
+
+
+def carve(run: torch.Tensor, shapes: Mapping[str, FactorShape], dtype: torch.dtype) -> dict[str, HostFactors]:
+    """Views of every layer's factors in a run of bytes (uint8, at least `run_bytes` long), in the order of `shapes`."""
+    views: dict[tuple[str, int], torch.Tensor] = {}
+    offset = 0
+    for name, side, size in _tensors(shapes):
+        num_bytes = math.prod(size) * dtype.itemsize
+        views[name, side] = run[offset : offset + num_bytes].view(dtype).view(*size)
+        offset += aligned(num_bytes)
+    return {name: HostFactors(views[name, 0], views[name, 1]) for name in shapes}
+
+
+def _tensors(shapes: Mapping[str, FactorShape]) -> Iterator[tuple[str, int, tuple[int, int]]]:
+    for side in (0, 1):
+        for name, shape in shapes.items():
+            yield name, side, (shape.rank, shape[1 + side])

@@ -1,0 +1,57 @@
+"""Adapters on their way into memory, on paper: one after the other, beside the steps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from vlora.memory.residency import Residency
+
+
+class Loader:
+    """Takes an adapter's pages at once, as the engine does, and lets it be used `load_s` seconds of copying later."""
+
+    def __init__(self, residency: Residency, clock: Callable[[], float], load_s: float) -> None:
+        self._residency = residency
+        self._clock = clock
+        self._load_s = load_s
+        self._ready_s: dict[str, float] = {}  # by adapter on its way, in order of arrival
+        self._resident: frozenset[str] = frozenset()
+        self.arriving: frozenset[str] = frozenset()
+        self.num_loads = 0
+
+    @property
+    def resident(self) -> frozenset[str]:
+        """Adapters that a step may use. The same object as long as nothing comes or goes."""
+        usable = self._residency.resident
+        if not self.arriving:
+            return usable
+        usable -= self.arriving
+        if usable != self._resident:
+            self._resident = usable
+        return self._resident
+
+    @property
+    def next_s(self) -> float | None:
+        """When the next adapter is there; None when none is on its way."""
+        return next(iter(self._ready_s.values()), None)
+
+    def bring(self, name: str, num_pages: int) -> bool:
+        """Whether the adapter is in memory or on its way there. False when it cannot fit now."""
+        known = name in self._residency.resident
+        if self._residency.bring(name, num_pages) is None:
+            return False
+        if not known:
+            self.num_loads += 1
+            if self._load_s > 0:
+                self._residency.pin(name)
+                copier_free_s = max([self._clock(), *self._ready_s.values()])
+                self._ready_s[name] = copier_free_s + self._load_s
+                self.arriving = frozenset(self._ready_s)
+        return True
+
+    def collect(self) -> None:
+        """Make usable what has arrived by now."""
+        for name in [name for name, ready_s in self._ready_s.items() if ready_s <= self._clock()]:
+            self._residency.unpin(name)
+            del self._ready_s[name]
+            self.arriving = frozenset(self._ready_s)
