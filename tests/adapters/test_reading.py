@@ -125,6 +125,13 @@ def test_values_that_are_not_finite(copied: Path, registry: AdapterRegistry) -> 
         registry.load("a", str(copied))
 
 
+def test_values_too_large_for_the_model_s_precision(copied: Path, sites: dict[str, SiteShape]) -> None:
+    edit_tensors(copied, lambda tensors: tensors[min(tensors)].fill_(1e5))
+    with pytest.raises(BadAdapter, match=r"not finite \(NaN or infinity\) in torch.float16"):
+        AdapterRegistry(sites, torch.float16, 64).load("a", str(copied))
+    assert AdapterRegistry(sites, torch.float32, 64).load("a", str(copied)).factors
+
+
 def test_truncated_weights(copied: Path, registry: AdapterRegistry) -> None:
     file = copied / "adapter_model.safetensors"
     file.write_bytes(file.read_bytes()[:1000])

@@ -142,6 +142,13 @@ def test_the_server_may_come_from_the_environment(
     assert [json.loads(line)["name"] for line in out.splitlines()] == ["cam", "signs"]
 
 
+def test_adapters_that_were_only_registered_are_told_apart(vlora_command: Vlora, tmp_path: Path) -> None:
+    with running_server() as running:
+        running.on_loop(running.front_end.register_adapters({"later": write_adapter(tmp_path / "later")}))
+        code, out, _ = vlora_command("adapters", "--server", f"127.0.0.1:{running.port}")
+    assert code == 0 and out == "later  rank 8  0.0 MiB  read at first use\n"
+
+
 def test_stream_prints_a_line_per_second_of_video(vlora_command: Vlora, address: str, video: str) -> None:
     args = ("stream", video, *NIGHT, "--server", address)
     code, out, err = vlora_command(*args)

@@ -187,6 +187,16 @@ def test_an_unloaded_adapter_aborts_its_requests(client: Client, tmp_path: Path)
         list(stream)
 
 
+def test_an_adapter_unloaded_with_drain_lets_its_requests_finish(client: Client, tmp_path: Path) -> None:
+    client.load_adapter("going", write_adapter(tmp_path / "going"))
+    stream = client.stream("forever", adapter="going", max_tokens=50)
+    first = next(stream)
+    client.unload_adapter("going", drain=True)
+    with pytest.raises(UnknownAdapter):
+        client.generate("say:x", adapter="going")
+    assert len(first + "".join(stream)) == 50
+
+
 def test_no_server_and_a_lost_server_are_told_and_a_new_one_is_found() -> None:
     with pytest.raises(Disconnected, match=r"cannot reach a server at 127.0.0.1:1: .*vlora serve"):
         Client(port=1).stats()

@@ -216,6 +216,23 @@ def test_adapters_are_wanted_by_the_credit_of_their_requests() -> None:
     assert simulation.scheduler.adapters_in_use() == {"a"}
 
 
+@pytest.mark.parametrize("on_its_way", [True, False])
+def test_who_starves_for_a_load_takes_no_room_from_those_who_run(on_its_way: bool) -> None:
+    """Evicting running requests' adapters helps who found no room; a file that is slow to read it would not hurry."""
+    simulation = box()
+    simulation.add(make_request("runs", "a", max_tokens=50))
+    simulation.scheduler.add(make_request("waits", "b"))
+    loading = frozenset("b") if on_its_way else frozenset[str]()
+    for _ in range(2):
+        simulation.clock.now += 5.0
+        batch = simulation.scheduler.schedule(
+            MemoryView(resident=frozenset("a"), mergeable=frozenset(), loading=loading)
+        )
+        assert batch is not None and list(shares(batch)) == ["runs"]
+        simulation.scheduler.record(batch, simulation.runner.run(batch))
+    assert simulation.scheduler.adapters_in_use() == (frozenset("a") if on_its_way else frozenset())
+
+
 def test_an_adapter_that_left_memory_is_not_taken_for_merged() -> None:
     seen: list[str | None] = []
 

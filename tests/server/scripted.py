@@ -178,7 +178,8 @@ class ScriptedEngine:
 
     def register_adapters(self, paths: Mapping[str, str]) -> None:
         for name, path in paths.items():
-            self.load_adapter(name, path)
+            status = self.load_adapter(name, path)
+            self._adapters[name] = msgspec.structs.replace(status, version="", loaded=False, mergeable=False)
 
     def load_adapter(self, name: str, path: str) -> AdapterStatus:
         file = Path(path) / "adapter_config.json"

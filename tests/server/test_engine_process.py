@@ -76,6 +76,12 @@ def test_requests_calls_refusals_and_a_clean_stop(tmp_path: Path) -> None:
         await engine.unload_adapter("signs")
         with pytest.raises(UnknownAdapter):
             await engine.unload_adapter("signs")
+        await engine.register_adapters({name: write_adapter(tmp_path / name) for name in ("one", "two")})
+        assert [each.name for each in await engine.adapters()] == ["one", "two"]
+        draining = engine.generate(request("draining", "forever", adapter="one", sampling=SamplingParams(max_tokens=9)))
+        await anext(draining)
+        await engine.unload_adapter("one", drain=True)
+        assert [output async for output in draining][-1].finish_reason == "length"
         # A stop ends what runs, and everything after it says so.
         running = asyncio.create_task(answer(engine, request("running", "never")))
         await asyncio.sleep(0.05)

@@ -274,7 +274,8 @@ def test_adapters_come_are_pinned_and_go(api: Api, tmp_path: Path) -> None:
     (listed,) = [each for each in api.call("GET", "/v1/adapters")[1]["data"] if each["name"] == "signs"]
     assert listed["pinned"] and listed["rank"] == 8
     assert api.call("DELETE", "/v1/adapters/signs/pin")[1]["pinned"] is False
-    assert api.call("DELETE", "/v1/adapters/signs") == (204, "")
+    assert api.call("DELETE", "/v1/adapters/signs?drain=perhaps")[0] == 400
+    assert api.call("DELETE", "/v1/adapters/signs?drain=true") == (204, "")
     assert api.call("DELETE", "/v1/adapters/signs")[1]["error"]["code"] == "unknown_adapter"
     assert api.call("GET", "/v1/models/signs")[0] == 404
     status, answer = api.call("POST", "/v1/adapters", {"name": "x", "path": "/nowhere"})

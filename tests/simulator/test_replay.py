@@ -38,6 +38,21 @@ def test_one_request_alone_takes_what_its_steps_cost() -> None:
     assert found["simulated_s"] == pytest.approx(3.0 + latency)
 
 
+def test_steps_go_on_while_an_adapter_is_on_its_way() -> None:
+    box = Box(costs=COSTS, load_s=0.5, policy="unmerged_only")
+    alone = replay([Arrival(3.0, None, 100, 20)], box).as_dict()
+    both = replay([Arrival(3.0, None, 100, 20), Arrival(3.0, "a", 1, 1)], box).as_dict()
+    # The base model's request answers long before 3.5 s; only the adapter's own waits.
+    assert both["ttft_s"]["p50"] == pytest.approx(alone["ttft_s"]["p50"])
+    assert both["ttft_s"]["p99"] > 0.5
+
+
+def test_loads_run_one_after_the_other() -> None:
+    box = Box(costs=COSTS, load_s=10.0, policy="unmerged_only")
+    found = replay([Arrival(0.0, name, 1, 1) for name in "abc"], box).as_dict()
+    assert found["adapter_loads"] == 3 and 30 < found["simulated_s"] < 31
+
+
 def test_what_never_fits_is_refused_and_the_rest_answered() -> None:
     box = Box(costs=COSTS, kv_tokens=64)
     found = replay([Arrival(0.0, "a", 100, 3), Arrival(0.0, "a", 10, 3)], box).as_dict()

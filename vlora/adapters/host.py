@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import math
 from collections.abc import Callable, Mapping
 
 import torch
@@ -53,14 +54,11 @@ def load_adapter(key: str, header: AdapterHeader, dtype: torch.dtype, measure: M
                 shape = target.shape
                 if (a.shape, b.shape) != ((shape.rank, shape.d_in), (shape.d_out, shape.rank)):
                     raise BadAdapter(f"{header.path}: the files changed while they were read; load the adapter again")
-                bt = (b.float() * target.scale).t()
-                for tensor, label in ((a, target.tensor_a), (bt, target.tensor_b)):
-                    if not torch.isfinite(tensor).all():
-                        raise BadAdapter(f"{file}: tensor {label!r} holds values that are not finite (NaN or infinity)")
                 factors[target.site].a.copy_(a)
-                factors[target.site].bt.copy_(bt)
+                factors[target.site].bt.copy_((b.float() * target.scale).t())
     except (SafetensorError, OSError) as error:
         raise BadAdapter(f"{file}: cannot be read as safetensors ({error})") from error
+    _check_finite(header, run.view(dtype), factors)
     return HostAdapter(
         key=key,
         version=version,
@@ -72,6 +70,19 @@ def load_adapter(key: str, header: AdapterHeader, dtype: torch.dtype, measure: M
         touches_vision=header.touches_vision,
         merge_fidelity=measure(factors),
     )
+
+
+def _check_finite(header: AdapterHeader, values: torch.Tensor, factors: Mapping[str, HostFactors]) -> None:
+    """One NaN or infinity makes the sum one, too. A sum may also be too large, so then each tensor is asked."""
+    if math.isfinite(values.sum(dtype=torch.float32).item()):
+        return
+    for target in header.targets:
+        for tensor, label in zip(factors[target.site], (target.tensor_a, target.tensor_b), strict=True):
+            if not torch.isfinite(tensor).all():
+                raise BadAdapter(
+                    f"{header.path / WEIGHTS_FILE}: tensor {label!r} holds values that are not finite "
+                    f"(NaN or infinity) in {tensor.dtype}"
+                )
 
 
 def _content_hash(header: AdapterHeader) -> str:

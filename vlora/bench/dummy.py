@@ -11,19 +11,40 @@ import torch
 from safetensors.torch import save_file
 from transformers import Qwen2VLConfig
 
-_IMAGE, _VIDEO, _VISION_START, _VISION_END = 151655, 151656, 151652, 151653
-
 
 def half_billion_config(num_layers: int = 24) -> Qwen2VLConfig:
     """Qwen2-VL with the language model of Qwen2-0.5B, or its first layers, and a vision tower that takes next to no
     time."""
+    return _config(
+        vocab_size=151936,
+        special_tokens=151652,
+        hidden_size=896,
+        intermediate_size=4864,
+        num_hidden_layers=num_layers,
+        num_attention_heads=14,
+    )
+
+
+def small_config() -> Qwen2VLConfig:
+    """The same with 5 million parameters: for what depends on the number of adapters more than on the model."""
+    return _config(
+        vocab_size=8192,
+        special_tokens=8187,
+        hidden_size=256,
+        intermediate_size=704,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        bos_token_id=0,
+        eos_token_id=1,
+    )
+
+
+def _config(special_tokens: int, hidden_size: int, **text: int) -> Qwen2VLConfig:
+    """special_tokens: the first of the ids that mark vision input. Attention heads are 64 wide, two for keys."""
     return Qwen2VLConfig(
         text_config={
-            "vocab_size": 151936,
-            "hidden_size": 896,
-            "intermediate_size": 4864,
-            "num_hidden_layers": num_layers,
-            "num_attention_heads": 14,
+            **text,
+            "hidden_size": hidden_size,
             "num_key_value_heads": 2,
             "max_position_embeddings": 4096,
             "tie_word_embeddings": True,
@@ -32,15 +53,15 @@ def half_billion_config(num_layers: int = 24) -> Qwen2VLConfig:
         vision_config={
             "depth": 1,
             "embed_dim": 64,
-            "hidden_size": 896,
+            "hidden_size": hidden_size,
             "num_heads": 2,
             "patch_size": 14,
             "mlp_ratio": 2,
         },
-        image_token_id=_IMAGE,
-        video_token_id=_VIDEO,
-        vision_start_token_id=_VISION_START,
-        vision_end_token_id=_VISION_END,
+        vision_start_token_id=special_tokens,
+        vision_end_token_id=special_tokens + 1,
+        image_token_id=special_tokens + 3,
+        video_token_id=special_tokens + 4,
         tie_word_embeddings=True,
     )
 

@@ -73,11 +73,12 @@ def merge_fidelity(
         if name not in slabs.slots:
             continue
         step = max(1, slabs.slots[name].shape[0] // num_rows)
-        weight = switcher.base_rows(name, step)
-        delta = (pair.bt[:, ::step].float().t() @ pair.a.float()).to(weight.device)
+        base = switcher.base_rows(name, step)
         # The difference is taken in float32: exact enough for W0 of 16 bits, and 1.0 within rounding for float32
         # weights.
-        merged = (weight.float() + delta).to(weight.dtype).float()
-        lost += float((merged - weight.float() - delta).square().sum())
+        weight = base.float()
+        delta = (pair.bt[:, ::step].float().t() @ pair.a.float()).to(weight.device)
+        merged = (weight + delta).to(base.dtype).float()
+        lost += float((merged - weight - delta).square().sum())
         total += float(delta.square().sum())
     return 1.0 if total == 0 else max(0.0, 1.0 - (lost / total) ** 0.5)

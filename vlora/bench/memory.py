@@ -1,0 +1,194 @@
+"""What thousands of adapters cost, where the arena holds a few dozen: registering, memory, and throughput.
+
+Requests ask for adapters by a power law (S-LoRA section 7.2, exponent 1), a fixed number of them under way at any time.
+The baseline is the same engine asked for its 100 most popular adapters only. Throughput counts from when the first few
+dozen requests are done: before, everybody waits for a first adapter.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from vlora.bench.dummy import language_shapes, small_config, write_adapter
+from vlora.bench.form import Goal, Report
+from vlora.config import EngineConfig
+from vlora.engine import Engine, LocalEngine
+from vlora.memory.arena import PAGE_BYTES
+from vlora.models.loading import dummy_model
+from vlora.simulator.popularity import power_law
+from vlora.types import Request, SamplingParams
+
+_NUM_ADAPTERS = 2000
+_FEW = 100
+_NUM_RESIDENT = 64
+_RANK = 8
+_UNDER_WAY = 96  # three batches: one runs, the others wait, and what they need is brought meanwhile
+_PROMPT, _ANSWER = 32, 16  # tokens
+_WARM_UP = 64  # requests
+
+
+def run(quick: bool) -> Report:
+    """A model of 5 million parameters, one thread. quick: fewer requests, once."""
+    torch.set_num_threads(1)
+    num_requests, rounds = (200, 1) if quick else (600, 5)
+    with tempfile.TemporaryDirectory() as folder:
+        model = dummy_model(small_config(), "bfloat16", torch.device("cpu"), seed=0)
+        shapes = language_shapes(model)
+        paths = {f"a{i}": write_adapter(Path(folder) / f"a{i}", shapes, _RANK, seed=i) for i in range(_NUM_ADAPTERS)}
+        pages = -(-_own_bytes(shapes, _RANK) // PAGE_BYTES)
+        settings = EngineConfig(model="dummy", max_context=256, arena_bytes=2 * _NUM_RESIDENT * pages * PAGE_BYTES)
+        engine = LocalEngine(settings, model=model).engine
+        started = time.perf_counter()
+        engine.register_adapters(paths)
+        register_s = time.perf_counter() - started
+        bringing = _timed(engine)
+        ids = itertools.count()
+
+        def load(num_adapters: int, seed: int) -> _Measured:
+            return _serve(engine, num_adapters, num_requests, seed, ids, bringing)
+
+        # All of it is read from files once, and then lies in host memory.
+        first_use = load(_NUM_ADAPTERS, seed=0)
+        for seed in range(rounds):
+            for num_adapters in (_FEW, _NUM_ADAPTERS):
+                load(num_adapters, seed)
+        few, many = [], []
+        for seed in range(rounds):
+            few.append(load(_FEW, seed))
+            many.append(load(_NUM_ADAPTERS, seed))
+        engine.check_integrity()
+        most_resident = engine.stats().num_resident_adapters
+        worst_overhead = max(_overhead(engine, Path(folder), shapes, rank) for rank in (1, 4, 8, 12, 16, 64))
+    ratio = statistics.median(m.requests_s / f.requests_s for m, f in zip(many, few, strict=True))
+    rows = [
+        _row(f"{_NUM_ADAPTERS}, read at first use", [first_use]),
+        _row(f"{_FEW}, in host memory", few),
+        _row(f"{_NUM_ADAPTERS}, in host memory", many),
+    ]
+    goals = [
+        Goal(f"throughput, {_NUM_ADAPTERS} adapters / {_FEW}, the arena holding {most_resident}", ratio, 0.9, False),
+        Goal("steps that waited for a load", sum(each.load_waits for each in (*few, *many)), 0, True),
+        Goal(f"registering {_NUM_ADAPTERS} adapters, s", register_s, 10.0, True),
+        Goal("an adapter's memory beyond its own bytes, of 1 % or 64 KiB allowed", worst_overhead, 1.0, True),
+    ]
+    return Report("memory", rows, goals)
+
+
+class _Measured(NamedTuple):
+    """One run of requests. distinct: adapters asked for. bring_ms: what each step spent on collecting and starting
+    loads. load_waits: steps in which nobody could run before an adapter had come."""
+
+    requests_s: float
+    distinct: int
+    loads: int
+    load_waits: int
+    bring_ms: list[float]
+    step_ms: list[float]
+
+
+def _serve(
+    engine: Engine, num_adapters: int, num_requests: int, seed: int, ids: itertools.count[int], bringing: list[float]
+) -> _Measured:
+    draws = random.Random(seed)
+    names = draws.choices(
+        [f"a{i}" for i in range(num_adapters)], power_law(num_adapters, 1.0), k=_WARM_UP + num_requests + _UNDER_WAY
+    )
+    wanted = iter(names)
+    sampling = SamplingParams(max_tokens=_ANSWER, ignore_eos=True)
+
+    def add() -> str:
+        request_id = f"r{next(ids)}"
+        prompt = tuple(draws.choices(range(3, 8000), k=_PROMPT))
+        engine.add(Request(request_id=request_id, prompt_ids=prompt, adapter=next(wanted), sampling=sampling))
+        return request_id
+
+    under_way = [add() for _ in range(_UNDER_WAY)]
+    done = 0
+    started, before, step_ms = 0.0, engine.stats(), list[float]()
+    while done < _WARM_UP + num_requests:
+        began = time.perf_counter()
+        outputs = engine.step()
+        step_ms.append((time.perf_counter() - began) * 1e3)
+        for output in outputs:
+            if output.finished:
+                assert output.error is None, output.error
+                done += 1
+                under_way.remove(output.request_id)
+                if len(under_way) + done < len(names):
+                    under_way.append(add())
+        if not started and done >= _WARM_UP:
+            started, before, counted = time.perf_counter(), engine.stats(), done
+            step_ms.clear()
+            bringing.clear()
+    seconds = time.perf_counter() - started
+    after = engine.stats()
+    found = _Measured(
+        requests_s=(done - counted) / seconds,
+        distinct=len(set(names)),
+        loads=after.num_adapter_loads - before.num_adapter_loads,
+        load_waits=after.num_load_waits - before.num_load_waits,
+        bring_ms=[each * 1e3 for each in bringing],
+        step_ms=step_ms,
+    )
+    for request_id in under_way:
+        engine.cancel(request_id)
+    return found
+
+
+def _timed(engine: Engine) -> list[float]:
+    """Seconds that each step from now on spends on its adapters: collecting, evicting, starting copies and reads."""
+    spent: list[float] = []
+    inner: Callable[[], None] = engine._bring_adapters
+
+    def bring() -> None:
+        started = time.perf_counter()
+        inner()
+        spent.append(time.perf_counter() - started)
+
+    engine._bring_adapters = bring  # type: ignore[method-assign]
+    return spent
+
+
+def _own_bytes(shapes: Mapping[str, tuple[int, int]], rank: int) -> int:
+    return sum(2 * rank * (d_out + d_in) for d_out, d_in in shapes.values())
+
+
+def _overhead(engine: Engine, folder: Path, shapes: Mapping[str, tuple[int, int]], rank: int) -> float:
+    """What the arena and host memory hold for an adapter beyond its own bytes, the larger of the two, in units of what
+    is allowed: 1 % of it, or 64 KiB where that is more."""
+    own = _own_bytes(shapes, rank)
+    before = engine.stats()
+    name = f"rank{rank}"
+    engine.load_adapter(name, write_adapter(folder / name, shapes, rank, seed=rank))
+    in_host = engine.stats().host_adapter_bytes - before.host_adapter_bytes
+    for status in engine.adapters():
+        if status.resident:
+            engine.unload_adapter(status.name)
+    nothing = engine.stats().adapter_bytes
+    engine.pin_adapter(name, True)
+    in_arena = engine.stats().adapter_bytes - nothing
+    engine.unload_adapter(name)
+    return (max(in_host, in_arena) - own) / max(own / 100, 64 * 1024)
+
+
+def _row(what: str, found: list[_Measured]) -> dict[str, Any]:
+    steps = sorted(itertools.chain.from_iterable(each.step_ms for each in found))
+    return {
+        "adapters": what,
+        "asked for": round(statistics.mean(each.distinct for each in found)),
+        "requests/s": statistics.median(each.requests_s for each in found),
+        "loads": sum(each.loads for each in found),
+        "load waits": sum(each.load_waits for each in found),
+        "step ms": statistics.median(steps),
+        "longest step ms": steps[-1],
+        "on adapters ms": statistics.mean(itertools.chain.from_iterable(each.bring_ms for each in found)),
+    }
