@@ -170,16 +170,20 @@ def test_many_at_once_over_threads_and_a_tiny_arena(
 # -- reloading --------------------------------------------------------------------------------------------------------
 
 
-def test_a_reload_while_the_old_content_is_still_to_be_read(
-    folders: dict[str, str], prompt: Prompt, answers: dict[str | None, list[int]], background: OnDemand
+@pytest.mark.parametrize("done", ["nothing", "read", "copied"])
+def test_a_reload_while_the_old_content_is_on_its_way(
+    done: str, folders: dict[str, str], prompt: Prompt, answers: dict[str | None, list[int]], background: OnDemand
 ) -> None:
     engine = make_engine(background).engine
     engine.register_adapters({"a": folders["wide8"]})
     engine.add(ask(prompt, "before", "a"))
-    assert steps(engine, 1) == []
+    outputs = steps(engine, 1)
+    for _ in range(["nothing", "read", "copied"].index(done)):
+        background.run()
+        outputs += steps(engine, 1)
     engine.load_adapter("a", folders["narrow4"])
     engine.add(ask(prompt, "after", "a"))
-    outputs = finish(engine, background)
+    outputs += finish(engine, background)
     assert tokens(outputs, "before") == answers["wide8"] and tokens(outputs, "after") == answers["narrow4"]
     # Of the old registration nothing is left.
     assert len(engine._bank.resident) == 1 == engine.stats().num_adapters

@@ -7,9 +7,11 @@ Whatever cannot be served exactly is refused here by name. No tensor of the file
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import math
 import re
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -55,9 +57,12 @@ class SiteShape:
     vision: bool
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, slots=True)
 class TargetHeader:
-    """One adapted layer: where it is in the model, which tensors of the file hold its factors, and its scale."""
+    """One adapted layer: where it is in the model, which tensors of the file hold its factors, and its scale.
+
+    Thousands of adapters have hundreds of these each, so their names are shared between all of them.
+    """
 
     site: str
     shape: FactorShape
@@ -75,11 +80,11 @@ class AdapterHeader:
     targets: tuple[TargetHeader, ...]
     heads: Mapping[str, TaskHead]
 
-    @property
+    @functools.cached_property
     def rank(self) -> int:
         return max(target.shape.rank for target in self.targets)
 
-    @property
+    @functools.cached_property
     def touches_vision(self) -> bool:
         return any(target.vision for target in self.targets)
 
@@ -215,11 +220,11 @@ def _target(
         )
     rank = shape_a[0]
     return TargetHeader(
-        site=site,
+        site=sys.intern(site),
         shape=FactorShape(rank, expected.d_in, expected.d_out),
         vision=expected.vision,
-        tensor_a=sides["A"],
-        tensor_b=sides["B"],
+        tensor_a=sys.intern(sides["A"]),
+        tensor_b=sys.intern(sides["B"]),
         scale=_scale(path, config, (module, site), rank),
     )
 

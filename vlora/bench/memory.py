@@ -39,7 +39,7 @@ _WARM_UP = 64  # requests
 def run(quick: bool) -> Report:
     """A model of 5 million parameters, one thread. quick: fewer requests, once."""
     torch.set_num_threads(1)
-    num_requests, rounds = (200, 1) if quick else (600, 5)
+    num_requests, rounds = (200, 1) if quick else (600, 3)
     with tempfile.TemporaryDirectory() as folder:
         model = dummy_model(small_config(), "bfloat16", torch.device("cpu"), seed=0)
         shapes = language_shapes(model)
