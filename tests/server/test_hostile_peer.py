@@ -164,6 +164,7 @@ def test_values_of_the_wrong_kind_are_named(peer: Any, method: str, args: tuple[
         ("cancel", (None,)),
         ("load_adapter", (1, 2)),
         ("unload_adapter", (b"x",)),
+        ("unload_adapter", ("x", 1)),
     ],
 )
 def test_every_call_checks_its_values(peer: Any, method: str, args: tuple[Any, ...]) -> None:

@@ -42,12 +42,12 @@ def run_bytes(shapes: Mapping[str, FactorShape], dtype: torch.dtype) -> int:
 
 def carve(run: torch.Tensor, shapes: Mapping[str, FactorShape], dtype: torch.dtype) -> dict[str, HostFactors]:
     """Views of every layer's factors in a run of bytes (uint8, at least `run_bytes` long), in the order of `shapes`."""
+    values = run.view(dtype)
     views: dict[tuple[str, int], torch.Tensor] = {}
-    offset = 0
+    offset = values.storage_offset()
     for name, side, size in _tensors(shapes):
-        num_bytes = math.prod(size) * dtype.itemsize
-        views[name, side] = run[offset : offset + num_bytes].view(dtype).view(*size)
-        offset += aligned(num_bytes)
+        views[name, side] = values.as_strided(size, (size[1], 1), offset)
+        offset += aligned(math.prod(size) * dtype.itemsize) // dtype.itemsize
     return {name: HostFactors(views[name, 0], views[name, 1]) for name in shapes}
 
 
