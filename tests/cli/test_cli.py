@@ -120,6 +120,12 @@ def test_every_setting_is_a_flag_with_its_own_default_and_a_help_text(config: ty
             assert option.default == field.default
 
 
+def test_what_is_on_by_default_can_be_switched_off() -> None:
+    serve = vlora.cli.cli.commands["serve"]
+    for flag, value in (("--no-prefix-cache", False), ("--prefix-cache", True)):
+        assert serve.make_context("serve", [flag]).params["prefix_cache"] is value
+
+
 # -- asking -----------------------------------------------------------------------------------------------------------
 
 

@@ -30,7 +30,7 @@ def look_up(requests: Iterable[Tracked], tables: BlockTables) -> None:
             while left and tracked.next_key in known:
                 tracked.place(tracked.cached_len + tracked.chain.block_size)
                 left -= 1
-        elif tracked.last_key is not None and tracked.last_key not in known:
-            assert tracked.chain is not None
-            while tracked.status is RequestStatus.WAITING and tracked.last_key not in known and tracked.cached_len:
+        elif tracked.status is RequestStatus.WAITING:
+            while tracked.last_key is not None and tracked.last_key not in known:
+                assert tracked.chain is not None
                 tracked.place(tracked.cached_len - tracked.chain.block_size)
