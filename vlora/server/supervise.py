@@ -74,7 +74,7 @@ async def serve(
         web = f" | {'http' if tls is None else 'https'} {http_server.address}" if http_server else ""
         names = ", ".join(sorted(adapters)) or "none"
         if len(adapters) > _NAMES_SHOWN:
-            names = f"{len(adapters)}, by `vlora adapters`"
+            names = f"{len(adapters)} (`vlora adapters` lists them)"
         rpyc = f"{'rpyc' if tls is None else 'rpyc+tls'} {rpyc_server.host}:{rpyc_server.port}"
         announce(f"ready: {rpyc}{web} | model {model} | adapters: {names}")
         watch = asyncio.create_task(_tell_death(engine))
