@@ -34,6 +34,8 @@ _SETTING_HELP = {
     "block_size": "Tokens per KV block.",
     "arena_bytes": "Memory for KV cache and adapters together; sized from free memory if not given.",
     "theta_s": "Seconds of credit after which a request starves.",
+    "max_ttft_s": "Longest time to the first token of requests without a bound of their own; none if not given.",
+    "weight": "NAME=WEIGHT of an adapter's fair share, * for all others; may be repeated. No shares if not given.",
     "merge_fidelity_floor": "Adapters that lose more than this when merged are never merged.",
     "switching": "How merged weights come into place: from a shadow copy, in_place (slower, no copy), or by memory.",
     "vision_cache_bytes": "Image embeddings kept for reuse.",
@@ -277,6 +279,8 @@ def _print_json(value: Any) -> None:
 @click.option("--max-tokens", type=int, default=128, show_default=True, help="Longest answer, in tokens.")
 @click.option("--temperature", type=float, default=0.0, show_default=True, help="0 always takes the likeliest token.")
 @click.option("--stop", multiple=True, help="End the answer before this text; may be repeated.")
+@click.option("--max-ttft-s", type=float, help="Longest time to the first token; no bound if not given.")
+@click.option("--priority", type=int, default=0, show_default=True, help="From -10 to 10; a higher one comes first.")
 @_server_option
 @_json_option
 def query(
@@ -286,6 +290,8 @@ def query(
     max_tokens: int,
     temperature: float,
     stop: tuple[str, ...],
+    max_ttft_s: float | None,
+    priority: int,
     client: Client,
     as_json: bool,
 ) -> None:
@@ -295,11 +301,17 @@ def query(
         vlora query photo.png "What is this?" --adapter signs
     """
     with client:
-        sampling: dict[str, Any] = {"max_tokens": max_tokens, "temperature": temperature, "stop": stop}
+        options: dict[str, Any] = {
+            "max_tokens": max_tokens,
+            "temperature": temperature,
+            "stop": stop,
+            "max_ttft_s": max_ttft_s,
+            "priority": priority,
+        }
         if as_json:
-            _print_json(client.generate(question, [image], adapter, **sampling))
+            _print_json(client.generate(question, [image], adapter, **options))
             return
-        for piece in client.stream(question, [image], adapter, **sampling):
+        for piece in client.stream(question, [image], adapter, **options):
             click.echo(piece, nl=False)
         click.echo()
 
@@ -454,7 +466,7 @@ def model_eval(checkpoint: str | None, quick: bool) -> None:
 
 @cli.command()
 @click.argument("trace")
-@_settings(EngineConfig, only=("policy", "theta_s", "max_batch_size", "max_step_tokens"))
+@_settings(EngineConfig, only=("policy", "theta_s", "max_batch_size", "max_step_tokens", "max_ttft_s", "weight"))
 @click.option("--adapters", type=click.IntRange(min=1), default=20, show_default=True, help="Adapters asked for.")
 @click.option("--replicas", type=click.IntRange(min=1), default=1, show_default=True, help="Boxes that share the load.")
 @click.option(
@@ -488,10 +500,11 @@ def simulate(
     \b
         vlora simulate hottest:rate=0.3,skew=0.6 --policy vlora_cost
         vlora simulate gamma:rate=1,cv=2 --adapters 10000 --replicas 4 --requests 10000
+        vlora simulate hottest:rate=1.3 --max-ttft-s 5 --requests 500
         vlora simulate AzureLLMInferenceTrace_conv.csv --policy unmerged_only --json
 
-    TRACE is a CSV file with columns TIMESTAMP, ContextTokens, GeneratedTokens and perhaps Adapter, or a workload
-    NAME:KEY=VALUE,...:
+    TRACE is a CSV file with columns TIMESTAMP, ContextTokens, GeneratedTokens and perhaps Adapter, MaxTTFT and
+    Priority, or a workload NAME:KEY=VALUE,...:
 
     \b
         hottest   rate, skew                  Poisson arrivals; the hottest adapter's share (V-LoRA 6.3.3)

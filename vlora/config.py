@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
+import math
 import os
+from collections.abc import Sequence
 from typing import Literal
 
 from vlora.errors import BadConfig
@@ -23,6 +25,9 @@ class EngineConfig:
     max_context: prompt and answer together, in tokens; None takes the model's own limit.
     block_size: tokens per KV block. arena_bytes: KV cache and adapters together; None sizes it from free memory.
     theta_s: how much credit (seconds) makes a request starve. merge_fidelity_floor: adapters below it are never merged.
+    max_ttft_s: bound on the first token (or head's answer) of requests that come without one of their own, or None.
+    weight: NAME=WEIGHT of adapters, for fair shares between them in tokens served; the name "*" is for all others.
+    Empty keeps no shares: who comes first is served first.
     switching: how merged weights come into place; "shadow" keeps a second copy of the language model's target weights,
     "in_place" writes over them and goes back with the checkpoint's files; "auto" takes shadow where memory allows.
     vision_cache_bytes: image embeddings kept for reuse. prefix_cache: KV blocks of prompts and answers are kept while
@@ -43,6 +48,8 @@ class EngineConfig:
     block_size: int = 16
     arena_bytes: int | None = None
     theta_s: float = 0.1
+    max_ttft_s: float | None = None
+    weight: tuple[str, ...] = ()
     merge_fidelity_floor: float = 0.8
     switching: Literal["auto", "shadow", "in_place"] = "auto"
     vision_cache_bytes: int = 256 * 2**20
@@ -70,10 +77,35 @@ class EngineConfig:
             )
         if self.theta_s <= 0:
             raise BadConfig(f"theta_s is {self.theta_s}; it must be above 0")
+        if self.max_ttft_s is not None and not self.max_ttft_s > 0:
+            raise BadConfig(f"max_ttft_s is {self.max_ttft_s}; it must be above 0, or left away for no bound")
+        _parse_weights(self.weight)
         if not 0 <= self.merge_fidelity_floor <= 1:
             raise BadConfig(f"merge_fidelity_floor is {self.merge_fidelity_floor}; it must lie between 0 and 1")
         if self.vision_cache_bytes < 0:
             raise BadConfig(f"vision_cache_bytes is {self.vision_cache_bytes}; it must be 0 (off) or more")
+
+    @property
+    def weights(self) -> dict[str, float]:
+        """`weight` by adapter's name."""
+        return _parse_weights(self.weight)
+
+
+def _parse_weights(pairs: Sequence[str]) -> dict[str, float]:
+    """Raises BadConfig for what is no pair, no number above 0, or given twice."""
+    found: dict[str, float] = {}
+    for pair in pairs:
+        name, _, text = pair.rpartition("=")
+        try:
+            value = float(text)
+        except ValueError:
+            value = math.nan
+        if not (name and math.isfinite(value) and value > 0):
+            raise BadConfig(f"weight is {pair!r}; write NAME=WEIGHT with a weight above 0, or *=WEIGHT for all others")
+        if name in found:
+            raise BadConfig(f"weight gives {name!r} twice; one is enough")
+        found[name] = value
+    return found
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -18,6 +18,7 @@
     |-- Forbidden            the token is good, but not for this call
     |-- OverCapacity         the server is full; try again later
     |-- DeadlineMissed       the answer could not be given within the request's latency bound
+    |   `-- DeadlineUnreachable  it could not have been: refused ahead of time, with nothing computed
     |-- Aborted              the request was cancelled, by its client or by an operator
     |-- StepFailed           a batch failed inside the engine; only its own requests are lost
     |-- EngineDead           the engine process is gone; the message carries the cause
@@ -106,6 +107,11 @@ class OverCapacity(VLoraError):
 class DeadlineMissed(VLoraError):
     code = "deadline_missed"
     http_status = 504
+
+
+class DeadlineUnreachable(DeadlineMissed):
+    code = "deadline_unreachable"
+    http_status = 503
 
 
 class Aborted(VLoraError):

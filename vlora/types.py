@@ -30,6 +30,7 @@ class RequestStatus(enum.StrEnum):
 
 
 MAX_LOGPROBS = 20
+MAX_PRIORITY = 10
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
@@ -93,7 +94,10 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
 
     adapter None is the base model. head None asks for text; otherwise the named task head of the adapter answers in
     one pass.
-    max_latency_s: the caller's bound on the whole request, or None.
+    max_latency_s: the caller's bound on the whole request, or None; a later answer is no answer.
+    max_ttft_s: the caller's bound on the first token, or on the head's answer, or None. A request that cannot keep a
+    bound is refused ahead of time; one that was let in is answered, even when its first token comes late after all.
+    priority: who waits with a higher one comes first, from -MAX_PRIORITY to MAX_PRIORITY.
     """
 
     request_id: str
@@ -103,14 +107,25 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     head: str | None = None
     sampling: SamplingParams = SamplingParams()
     max_latency_s: float | None = None
+    max_ttft_s: float | None = None
+    priority: int = 0
 
     def __post_init__(self) -> None:
         if not self.prompt_ids:
             raise BadRequest("the prompt is empty; send at least one token")
         if self.head is not None and self.adapter is None:
             raise BadRequest(f"head {self.head!r} was asked for without an adapter; heads belong to adapters")
-        if self.max_latency_s is not None and not self.max_latency_s > 0:
-            raise BadRequest(f"max_latency_s is {self.max_latency_s}; it must be above 0")
+        for field in ("max_latency_s", "max_ttft_s"):
+            bound = getattr(self, field)
+            if bound is not None and not bound > 0:
+                raise BadRequest(f"{field} is {bound}; it must be above 0")
+        check_priority(self.priority)
+
+
+def check_priority(priority: int) -> None:
+    """Raises BadRequest for one out of range."""
+    if not -MAX_PRIORITY <= priority <= MAX_PRIORITY:
+        raise BadRequest(f"priority is {priority}; it must lie between {-MAX_PRIORITY} and {MAX_PRIORITY}")
 
 
 class ErrorValue(msgspec.Struct, frozen=True):

@@ -25,6 +25,7 @@ from vlora.errors import (
     BadImage,
     BadRequest,
     DeadlineMissed,
+    DeadlineUnreachable,
     Disconnected,
     TooLarge,
     UnknownAdapter,
@@ -169,6 +170,33 @@ def test_requests_of_one_client_are_under_way_together(server: Running, client: 
     for stream in slow:
         stream.close()
     assert idle(server)
+
+
+def test_service_levels_reach_the_engine(server: Running, client: Client, tmp_path: Path) -> None:
+    client.load_adapter("levels", write_adapter(tmp_path, {"overloaded": 1}))
+    with pytest.raises(DeadlineUnreachable, match=r"latency 9\.0 ttft 0\.5 -3"):
+        client.generate("overloaded", max_latency_s=9, max_ttft_s=0.5, priority=-3)
+    with pytest.raises(DeadlineMissed, match=r"latency None ttft 0\.5 \+10"):
+        list(client.stream("overloaded", max_ttft_s=0.5, priority=10))
+    with pytest.raises(DeadlineUnreachable, match=r"latency 2\.0 ttft None \+1"):
+        client.ask_head([png()], "levels", "overloaded", max_latency_s=2.0, priority=1)
+    with client.open_stream(adapter="levels", head="overloaded", priority=4) as stream:
+        stream.send(png())
+        result = next(iter(stream))
+        assert result.error is not None and result.error.code == "deadline_unreachable"
+        assert result.error.message == "latency None ttft None +4"
+    with pytest.raises(BadRequest, match="priority is 11"):
+        client.generate("say:x", priority=11)
+
+    async def ask() -> None:
+        async with AsyncClient(port=server.port) as other:
+            with pytest.raises(DeadlineUnreachable, match=r"latency None ttft 1\.5 \+2"):
+                await other.generate("overloaded", max_ttft_s=1.5, priority=2)
+            with pytest.raises(DeadlineUnreachable, match=r"latency 2\.0 ttft None -2"):
+                await other.ask_head([png()], "levels", "overloaded", max_latency_s=2.0, priority=-2)
+
+    asyncio.run(ask())
+    client.unload_adapter("levels")
 
 
 def test_a_client_that_gives_up_cancels(server: Running) -> None:

@@ -220,6 +220,7 @@ class Machine:
     load_s: float = 0.0
     speed: Speed = Speed()
     prefix_cache: bool = False
+    weights: Mapping[str, float] = dataclasses.field(default_factory=dict)
 
 
 class Simulation:
@@ -249,16 +250,18 @@ class Simulation:
             eos_ids=frozenset({EOS}),
             cost=CostModel(),
             clock=self.clock,
+            weights=machine.weights,
         )
         self.log: list[Step] = []
-        self.arrived_s: dict[str, float] = {}
+        self.let_in_s: dict[str, float] = {}  # when each request arrived for the policy
         self.outputs: dict[str, list[RequestOutput]] = {}
 
     def add(self, *requests: Request) -> None:
         for request in requests:
             self.scheduler.add(request)
             self.runner.add(request)
-            self.arrived_s[request.request_id] = self.clock.now
+            if request.max_ttft_s is None and request.max_latency_s is None:
+                self.let_in_s[request.request_id] = self.clock.now
             self.outputs[request.request_id] = []
 
     def cancel(self, request_id: str) -> None:
@@ -267,6 +270,7 @@ class Simulation:
             self.outputs[request_id].append(output)
 
     def step(self) -> Batch | None:
+        self.scheduler.admit(self.loader.resident | self.loader.arriving)
         self._bring_adapters()
         resident, arriving = self.loader.resident, self.loader.arriving
         start_s = self.clock.now
@@ -276,6 +280,8 @@ class Simulation:
         outputs = list(self.scheduler.drain_outputs())
         self.check_integrity()
         if batch is not None:
+            for request_id in self.watched.credits:
+                self.let_in_s.setdefault(request_id, start_s)
             assert len(batch.items) <= self.machine.max_batch_size
             assert batch.num_tokens <= self.machine.max_step_tokens
             assert batch.merged_adapter is None or batch.merged_adapter in resident - self.machine.lossy
@@ -335,6 +341,8 @@ def make_request(
     ignore_eos: bool = True,
     max_latency_s: float | None = None,
     images: Sequence[tuple[str, int]] = (),
+    max_ttft_s: float | None = None,
+    priority: int = 0,
 ) -> Request:
     """A request with a prompt of that many tokens, or of these. images: (content, placeholders) in their order."""
     return Request(
@@ -347,4 +355,6 @@ def make_request(
         head=head,
         sampling=SamplingParams(max_tokens=max_tokens, ignore_eos=ignore_eos),
         max_latency_s=max_latency_s,
+        max_ttft_s=max_ttft_s,
+        priority=priority,
     )

@@ -42,6 +42,7 @@ def machines(draw: st.DrawFn) -> Machine:
         load_s=draw(st.sampled_from([0.0, 0.0, 0.02, 0.3])),
         speed=Speed(merge=draw(st.sampled_from([0.0, 0.02, 0.3]))),
         prefix_cache=draw(st.booleans()),
+        weights=draw(st.sampled_from([{}, {"*": 1.0}, {"a": 3.0, "c": 0.2}])),
     )
 
 
@@ -64,6 +65,8 @@ def loads(draw: st.DrawFn, *, max_prompt: int = 24, max_tokens: int = 8, bounded
             head="h" if adapter is not None and draw(st.integers(0, 3)) == 0 else None,
             ignore_eos=draw(st.booleans()),
             max_latency_s=draw(st.sampled_from([None, None, None, 0.05, 1.0])) if bounded else None,
+            max_ttft_s=draw(st.sampled_from([None, None, 0.05, 0.3, 2.0])) if bounded else None,
+            priority=draw(st.sampled_from([0, 0, 0, 3, -10])),
         )
         arrivals.append((now, request))
         now += draw(st.sampled_from([0.0, 0.0, 0.01, 0.2]))
@@ -98,6 +101,10 @@ def assert_answered(simulation: Simulation, request: Request) -> None:
         assert last.head is not None and not tokens
     if last.error is None and request.max_latency_s is not None:
         assert last.timings.latency_s <= request.max_latency_s
+    if last.error is not None and last.error.code == "deadline_unreachable":
+        assert not tokens and last.timings.ttft_s is None, "refused after it was let in"
+        bounds = [bound for bound in (request.max_ttft_s, request.max_latency_s) if bound is not None]
+        assert last.timings.steps_by_mode == {} and bounds, "only who has a bound is ever refused"
 
 
 @settings(max_examples=300, deadline=None)
@@ -146,12 +153,12 @@ def test_memory_pressure_changes_when_but_never_what(machine: Machine, arrivals:
 def longest_over_bound(simulation: Simulation) -> float:
     """By how much the worst wait exceeds theta + ceil(ready / MaxBS) * longest step; not above 0 when the bound holds.
 
-    A wait goes from a request's arrival, or the end of its last step, to the start of its next one.
+    A wait goes from when a request was let in, or the end of its last step, to the start of its next one.
     """
     limit = simulation.machine.max_batch_size
     longest = max(step.end_s - step.start_s for step in simulation.log)
     worst = float("-inf")
-    for request_id, waits_since in simulation.arrived_s.items():
+    for request_id, waits_since in simulation.let_in_s.items():
         theta_s, num_ready = 0.0, 1
         for step in simulation.log:
             if step.start_s < waits_since:
@@ -176,7 +183,7 @@ def all_resident(machine: Machine, policy: str) -> Simulation:
 @settings(max_examples=160, deadline=None)
 @given(
     machine=machines(),
-    arrivals=loads(max_prompt=60, max_tokens=20, bounded=False),
+    arrivals=loads(max_prompt=60, max_tokens=20),
     policy=every_bounded_policy,
 )
 def test_waiting_is_bounded_however_long_the_prompts(machine: Machine, arrivals: Arrivals, policy: str) -> None:
@@ -192,7 +199,7 @@ def test_waiting_is_bounded_however_long_the_prompts(machine: Machine, arrivals:
 
 
 @settings(max_examples=160, deadline=None)
-@given(machine=machines(), arrivals=loads(bounded=False), policy=every_bounded_policy)
+@given(machine=machines(), arrivals=loads(), policy=every_bounded_policy)
 def test_waiting_is_bounded_under_preemption(machine: Machine, arrivals: Arrivals, policy: str) -> None:
     """With memory for one full batch only, and prompts that fit in a step: paused requests hold nobody up."""
     longest = 24 + 8

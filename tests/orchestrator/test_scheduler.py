@@ -156,7 +156,7 @@ def test_an_answer_that_comes_too_late_is_no_answer() -> None:
     output = last(simulation, "text")
     assert output.error is not None and output.error.code == "deadline_missed"
     assert output.token_ids == (token_at("text", 2),), "tokens are handed over, but it does not count as finished"
-    for bound, reason in ((1.0, "error"), (1.5, "head")):
+    for bound, reason in ((0.9, "error"), (1.5, "head")):
         simulation = box()
         simulation.add(make_request("head", "a", head="kind", max_latency_s=bound))
         simulation.run()

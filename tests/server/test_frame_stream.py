@@ -47,7 +47,7 @@ class Head:
         self._gates: dict[bytes, asyncio.Event] = {}
 
     async def __call__(
-        self, images: Sequence[Any], adapter: str, head: str, *, max_latency_s: float | None
+        self, images: Sequence[Any], adapter: str, head: str, *, max_latency_s: float | None, priority: int
     ) -> HeadResult:
         (image,) = images
         self.asked.append(image)

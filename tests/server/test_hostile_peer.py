@@ -105,7 +105,7 @@ def test_references_to_the_peers_objects_are_refused(peer: Any) -> None:
 
     for value in (Trap(), [b"a list"], {"a": 1}, lambda: 1, bytearray(b"x")):
         with pytest.raises(ValueError, match="only values can be sent"):
-            call(peer, "ask_head", 1, value, "a", "b", None)
+            call(peer, "ask_head", 1, value, "a", "b", None, 0)
 
 
 def test_no_traceback_of_the_server_is_shown(peer: Any) -> None:
@@ -124,22 +124,26 @@ def test_inspection_shows_exposed_methods_only(peer: Any) -> None:
     [
         (),
         (1,),
-        (1, 2, 3, 4, 5, 6),
-        (None, "say:x", (), None, (), None),
-        (1, "say:x", "not a tuple", None, (), None),
-        (1, "say:x", (1, 2), None, (), None),
-        (1, "say:x", ("text",), None, (), None),
-        (1, b"bytes", (), None, (), None),
-        (1, "say:x", (), 7, (), None),
-        (1, "say:x", (), None, "nonsense", None),
-        (1, "say:x", (), None, (("max_tokens", "many"),), None),
-        (1, "say:x", (), None, (("max_tokens", -1),), None),
-        (1, "say:x", (), None, (("temperature", float("nan")),), None),
-        (1, "say:x", (), None, (("__class__", 1),), None),
-        (1, "say:x", (), None, ((frozenset(), ...),), None),
-        (1, "say:x", (), None, (), -1.0),
-        (1, "say:x", (), None, (), 2j),
-        (True, "say:x", (), None, (), None),
+        (1, 2, 3, 4, 5, 6, 7, 8),
+        (None, "say:x", (), None, (), None, None, 0),
+        (1, "say:x", "not a tuple", None, (), None, None, 0),
+        (1, "say:x", (1, 2), None, (), None, None, 0),
+        (1, "say:x", ("text",), None, (), None, None, 0),
+        (1, b"bytes", (), None, (), None, None, 0),
+        (1, "say:x", (), 7, (), None, None, 0),
+        (1, "say:x", (), None, "nonsense", None, None, 0),
+        (1, "say:x", (), None, (("max_tokens", "many"),), None, None, 0),
+        (1, "say:x", (), None, (("max_tokens", -1),), None, None, 0),
+        (1, "say:x", (), None, (("temperature", float("nan")),), None, None, 0),
+        (1, "say:x", (), None, (("__class__", 1),), None, None, 0),
+        (1, "say:x", (), None, ((frozenset(), ...),), None, None, 0),
+        (1, "say:x", (), None, (), -1.0, None, 0),
+        (1, "say:x", (), None, (), 2j, None, 0),
+        (True, "say:x", (), None, (), None, None, 0),
+        (1, "say:x", (), None, (), None, 0.0, 0),
+        (1, "say:x", (), None, (), None, "soon", 0),
+        (1, "say:x", (), None, (), None, None, 11),
+        (1, "say:x", (), None, (), None, None, 0.5),
     ],
 )
 @pytest.mark.parametrize("method", ["generate", "open_stream"])
@@ -154,7 +158,7 @@ def test_values_of_the_wrong_kind_are_named(peer: Any, method: str, args: tuple[
     ("method", "args"),
     [
         ("ask_head", ()),
-        ("ask_head", (1, (png(),), None, "h", None)),
+        ("ask_head", (1, (png(),), None, "h", None, 0)),
         ("next_part", (5, 1.0)),
         ("next_part", ("x", 1.0)),
         ("next_part", (5, None)),
@@ -228,7 +232,7 @@ def test_a_peer_that_asks_and_never_reads_holds_up_nobody(server: Running) -> No
 
 
 def test_a_duplicate_call_id_is_refused(peer: Any) -> None:
-    args = (3, "forever", (), None, (("max_tokens", 100_000),), None)
+    args = (3, "forever", (), None, (("max_tokens", 100_000),), None, None, 0)
     assert call(peer, "open_stream", *args)[0]
     assert call(peer, "open_stream", *args)[:2] == (False, "bad_request")
     assert call(peer, "generate", *args)[:2] == (False, "bad_request")
@@ -239,7 +243,7 @@ def test_a_broken_connection_cancels_its_requests(server: Running) -> None:
     connection = rpyc.connect("127.0.0.1", server.port)
     for call_id in range(3):
         pairs = (("max_tokens", 90_000),)
-        assert call(connection, "open_stream", call_id, "forever", (), None, pairs, None)[0]
+        assert call(connection, "open_stream", call_id, "forever", (), None, pairs, None, None, 0)[0]
     deadline = time.monotonic() + 5
     while len(server.engine.engine.running) < 3 and time.monotonic() < deadline:
         time.sleep(0.01)
@@ -251,13 +255,13 @@ def test_a_broken_connection_cancels_its_requests(server: Running) -> None:
 
 
 def test_errors_are_values_not_exceptions(peer: Any) -> None:
-    reply = call(peer, "ask_head", 1, (), "nobody", "h", None)
+    reply = call(peer, "ask_head", 1, (), "nobody", "h", None, 0)
     assert reply[:2] == (False, "unknown_adapter") and isinstance(reply[2], str)
     assert not isinstance(reply, VLoraError)
 
 
 @pytest.mark.parametrize("wait_s", [float("nan"), float("inf"), -1.0])
 def test_a_wait_without_an_end_is_refused(peer: Any, wait_s: float) -> None:
-    assert call(peer, "open_stream", 9, "never", (), None, (), None)[0]
+    assert call(peer, "open_stream", 9, "never", (), None, (), None, None, 0)[0]
     assert "wait_s is" in call(peer, "next_part", 9, wait_s)[2]
     assert call(peer, "cancel", 9)[0]

@@ -260,10 +260,28 @@ def test_heads_answer_in_one_pass(api: Api) -> None:
         ("cam/night", {"images": ["data:image/png;base64,AAAA"]}, 400, "image 1 (3 bytes) is none of"),
         ("cam/night", {"images": []}, 400, "images: "),
         ("cam/night", {"images": [image], "max_latency_s": 0}, 400, "max_latency_s: "),
+        ("cam/night", {"images": [image], "priority": 11}, 400, "priority: "),
         ("cam/night", {"images": [image], "question": "?"}, 400, "question: this field is not served"),
     ):
         status, answer = api.call("POST", f"/v1/heads/{path}", body)
         assert status == code and message in answer["error"]["message"], answer
+
+
+def test_service_levels_reach_the_engine_and_a_refusal_says_when_to_come_again(api: Api, tmp_path: Path) -> None:
+    fields = {"max_latency_s": 9, "max_ttft_s": 0.5, "priority": -3}
+    status, answer = api.chat("overloaded", **fields)
+    assert status == 503 and answer["error"]["code"] == "deadline_unreachable"
+    assert answer["error"]["message"] == "latency 9.0 ttft 0.5 -3"
+    assert api.chat("overloaded", **dict.fromkeys(fields))[1]["error"]["message"] == "latency None ttft None +0"
+    for field, value in (("max_latency_s", 0), ("max_ttft_s", -1), ("priority", 11), ("priority", 0.5)):
+        status, answer = api.chat("say:x", **{field: value})
+        assert status == 400 and answer["error"]["param"] == field
+    path = write_adapter(tmp_path, {"overloaded": 1})
+    api.call("POST", "/v1/adapters", {"name": "levels", "path": path})
+    body = {"images": [image_part(png())["image_url"]["url"]], "max_latency_s": 2, "priority": 10}
+    status, answer = api.call("POST", "/v1/heads/levels/overloaded", body)
+    assert status == 503 and answer["error"]["message"] == "latency 2.0 ttft None +10"
+    api.call("DELETE", "/v1/adapters/levels")
 
 
 def test_adapters_come_are_pinned_and_go(api: Api, tmp_path: Path) -> None:

@@ -59,6 +59,35 @@ def test_what_never_fits_is_refused_and_the_rest_answered() -> None:
     assert (found["requests"], found["refused"]) == (1, 1)
 
 
+@pytest.mark.parametrize("replicas", [1, 3])
+def test_overload_with_a_bound_is_refused_in_part_and_the_rest_is_in_time(replicas: int) -> None:
+    workload = make_workload("hottest:rate=20,answer_min=5,answer_max=30")
+    found = replay(workload.arrivals(200, 5, 0), Box(costs=COSTS, max_ttft_s=4.0), replicas).as_dict()
+    assert found["requests"] + found["unreachable"] == 200 and found["unreachable"] > 40
+    assert found["late"] <= 0.05 * found["requests"]
+    assert found["refusal_s"]["p99"] <= 4.0
+
+
+def test_with_a_bound_no_more_adapters_are_in_use_than_fit() -> None:
+    """Sixty adapters on a box for eight: each is brought for several requests, not for one step."""
+    workload = make_workload("gamma:rate=3,alpha=0.3,answer_min=5,answer_max=30")
+    found = replay(workload.arrivals(400, 60, 0), Box(costs=COSTS, load_s=0.3, resident_adapters=8, max_ttft_s=8.0))
+    roomy = replay(workload.arrivals(400, 60, 0), Box(costs=COSTS, load_s=0.3, resident_adapters=60, max_ttft_s=8.0))
+    unbounded = replay(workload.arrivals(400, 60, 0), Box(costs=COSTS, load_s=0.3, resident_adapters=8))
+    assert found.num_loads < found.num_finished
+    assert unbounded.num_loads > 4 * unbounded.num_finished, "this is what letting everybody in does"
+    assert found.num_finished / found.end_s > 0.6 * roomy.num_finished / roomy.end_s
+    assert found.num_late <= 0.05 * found.num_finished
+
+
+def test_a_bound_counts_from_the_arrival_not_from_the_end_of_the_step_it_fell_into() -> None:
+    """A step of 100 s is under way when the second comes, whose bound has passed when it ends."""
+    costs = Costs(base_s=100.0)
+    arrivals = [Arrival(0.0, "a", 10, 5), Arrival(1.0, "a", 10, 1, max_ttft_s=50.0), Arrival(2.0, "a", 10, 1)]
+    found = replay(arrivals, Box(costs=costs)).as_dict()
+    assert (found["requests"], found["unreachable"], found["late"]) == (2, 1, 0)
+
+
 def test_replicas_share_the_load() -> None:
     workload = make_workload("hottest:rate=2")
     alone, shared = (replay(workload.arrivals(80, 5, 0), Box(costs=COSTS), n).as_dict() for n in (1, 4))
@@ -124,7 +153,22 @@ def test_the_command_tells_what_it_found() -> None:
     )
     assert found["requests"] == 20 and found["policy"] == "vlora_cost"
     text = "\n".join(lines(found))
-    assert "average token latency" in text and "2 replicas" in text
+    assert "average token latency" in text and "2 replicas" in text and "bound" not in text
+    settings = {"max_ttft_s": 2.0, "weight": ("*=1",)}
+    found = simulate(
+        "hottest:rate=50", num_adapters=4, num_replicas=1, num_requests=80, seed=0, costs=None, settings=settings
+    )
+    assert f"{found['unreachable']} refused as out of reach" in "\n".join(lines(found)) and found["unreachable"] > 20
+    with pytest.raises(BadConfig, match="weight is 'adapter-0=none'"):
+        simulate(
+            "gamma",
+            num_adapters=1,
+            num_replicas=1,
+            num_requests=1,
+            seed=0,
+            costs=None,
+            settings={"weight": ("adapter-0=none",)},
+        )
     with pytest.raises(BadConfig, match="policy is 'fifo'"):
         simulate(
             "gamma", num_adapters=4, num_replicas=1, num_requests=1, seed=0, costs=None, settings={"policy": "fifo"}

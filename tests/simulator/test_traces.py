@@ -21,7 +21,7 @@ def test_azure_s_own_form_is_read_with_times_from_the_first_row_on(tmp_path: Pat
     path = trace(tmp_path, HEADER, "2023-11-16 18:17:03.9799600,4808,10", "2023-11-16 18:17:04.4799600,110,27")
     first, second = read_trace(path, 1, 0)
     assert first == Arrival(0.0, "adapter-0", 4808, 10)
-    assert second.time_s == pytest.approx(0.5) and second[2:] == (110, 27)
+    assert second.time_s == pytest.approx(0.5) and second[2:] == (110, 27, None, 0)
 
 
 def test_named_adapters_are_kept_and_others_drawn_the_same_each_time(tmp_path: Path) -> None:
@@ -30,6 +30,11 @@ def test_named_adapters_are_kept_and_others_drawn_the_same_each_time(tmp_path: P
     path = trace(tmp_path, HEADER, *(f"{i},10,3" for i in range(50)))
     drawn = list(read_trace(path, 9, 0))
     assert drawn == list(read_trace(path, 9, 0)) and len({a.adapter for a in drawn}) > 3
+
+
+def test_bounds_and_priorities_are_read_where_there_are_any(tmp_path: Path) -> None:
+    path = trace(tmp_path, HEADER + ",Adapter,MaxTTFT,Priority", "5,10,3,gate,0.5,-2", "6,10,3,gate,,")
+    assert [arrival[4:] for arrival in read_trace(path, 1, 0)] == [(0.5, -2), (None, 0)]
 
 
 @pytest.mark.parametrize(
@@ -41,6 +46,10 @@ def test_named_adapters_are_kept_and_others_drawn_the_same_each_time(tmp_path: P
         ([HEADER, "1,0,3"], "line 2, field ContextTokens: '0'"),
         ([HEADER, "1,2,-3"], "line 2, field GeneratedTokens: '-3'"),
         ([HEADER, "1,2"], "line 2, field GeneratedTokens: None"),
+        ([HEADER + ",MaxTTFT", "1,2,3,0"], "line 2, field MaxTTFT: '0' is not above 0"),
+        ([HEADER + ",MaxTTFT", "1,2,3,soon"], "line 2, field MaxTTFT: 'soon'"),
+        ([HEADER + ",Priority", "1,2,3,11"], "line 2, field Priority: '11'"),
+        ([HEADER + ",Priority", "1,2,3,0.5"], "line 2, field Priority: '0.5'"),
         ([HEADER + ",Adapter", "1,2,0,"], "line 2, field GeneratedTokens: 0 asks a task head"),
     ],
 )

@@ -110,11 +110,12 @@ def _capacity(costs: Costs, prompt: int, answer: int) -> float:
     return 1 / (prompt_s + answer * (each + costs.context_token_s * (prompt + answer / 2)))
 
 
-def decision_ms(policy: str, costs: Costs, num_waiting: int = 1000) -> float:
-    """Median CPU milliseconds of bringing adapters and deciding, over steps with `num_waiting` requests waiting."""
-    replica = Replica(Box(costs=costs, policy=policy, resident_adapters=100, kv_tokens=10**6))
+def decision_ms(policy: str, costs: Costs, num_waiting: int = 1000, **settings: Any) -> float:
+    """Median CPU milliseconds of letting in, bringing adapters and deciding, over steps with `num_waiting` requests
+    waiting. settings: more fields of `Box`."""
+    replica = Replica(Box(costs=costs, policy=policy, resident_adapters=100, kv_tokens=10**6, **settings))
     for number in range(num_waiting + EngineConfig.max_batch_size):
-        replica.add(str(number), Arrival(0.0, f"adapter-{number % 100}", 256, 10_000))
+        replica.add(str(number), Arrival(0.0, f"adapter-{number % 100}", 192 + number % 128, 10_000))
     spent = []
     for _ in range(60):
         started = time.process_time()

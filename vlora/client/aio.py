@@ -44,12 +44,14 @@ class AsyncClient:
         adapter: str | None = None,
         *,
         max_latency_s: float | None = None,
+        max_ttft_s: float | None = None,
+        priority: int = 0,
         **sampling: Any,
     ) -> Answer:
         """See Client."""
         connection = await self._connection()
         call_id = connection.new_id()
-        call = calls.generate(call_id, question, images, adapter, max_latency_s, sampling)
+        call = calls.generate(call_id, question, images, adapter, max_latency_s, max_ttft_s, priority, sampling)
         return await self._wait(connection, call, call_id)
 
     async def stream(
@@ -59,6 +61,8 @@ class AsyncClient:
         adapter: str | None = None,
         *,
         max_latency_s: float | None = None,
+        max_ttft_s: float | None = None,
+        priority: int = 0,
         **sampling: Any,
     ) -> AsyncIterator[str | Answer]:
         """Pieces of text as they come, then the whole Answer. Closing the iterator early cancels the request."""
@@ -66,7 +70,10 @@ class AsyncClient:
         call_id = connection.new_id()
         finished = False
         try:
-            await self._wait(connection, calls.open_stream(call_id, question, images, adapter, max_latency_s, sampling))
+            await self._wait(
+                connection,
+                calls.open_stream(call_id, question, images, adapter, max_latency_s, max_ttft_s, priority, sampling),
+            )
             while not finished:
                 part = await self._wait(connection, calls.next_part(call_id, PULL_S))
                 finished = part.answer is not None
@@ -79,12 +86,20 @@ class AsyncClient:
                 abandon(connection, call_id)
 
     async def ask_head(
-        self, images: Sequence[Image], adapter: str, head: str, *, max_latency_s: float | None = None
+        self,
+        images: Sequence[Image],
+        adapter: str,
+        head: str,
+        *,
+        max_latency_s: float | None = None,
+        priority: int = 0,
     ) -> HeadResult:
         """See Client."""
         connection = await self._connection()
         call_id = connection.new_id()
-        return await self._wait(connection, calls.ask_head(call_id, images, adapter, head, max_latency_s), call_id)
+        return await self._wait(
+            connection, calls.ask_head(call_id, images, adapter, head, max_latency_s, priority), call_id
+        )
 
     async def open_stream(
         self,
@@ -94,9 +109,12 @@ class AsyncClient:
         max_latency_s: float | None = None,
         fps: float | None = None,
         drop: Literal["newest", "none"] = "newest",
+        priority: int = 0,
     ) -> AsyncFrameStream:
         """See Client."""
-        options = StreamOptions(adapter=adapter, head=head, max_latency_s=max_latency_s, fps=fps, drop=drop)
+        options = StreamOptions(
+            adapter=adapter, head=head, max_latency_s=max_latency_s, fps=fps, drop=drop, priority=priority
+        )
         stream_id = await self._wait(await self._connection(), calls.open_frames(options))
 
         async def ask(call: Call[Any]) -> Any:

@@ -7,6 +7,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Generic, NamedTuple, TypeVar
 
+import msgspec
+
 from vlora.client.values import (
     Answer,
     FrameResults,
@@ -43,9 +45,11 @@ def generate(
     images: Sequence[Image],
     adapter: str | None,
     max_latency_s: float | None,
+    max_ttft_s: float | None,
+    priority: int,
     sampling: Mapping[str, Any],
 ) -> Call[Answer]:
-    args, num_bytes = _text_args(call_id, question, images, adapter, max_latency_s, sampling)
+    args, num_bytes = _text_args(call_id, question, images, adapter, max_latency_s, max_ttft_s, priority, sampling)
     return Call("generate", args, Answer, num_bytes)
 
 
@@ -55,9 +59,11 @@ def open_stream(
     images: Sequence[Image],
     adapter: str | None,
     max_latency_s: float | None,
+    max_ttft_s: float | None,
+    priority: int,
     sampling: Mapping[str, Any],
 ) -> Call[None]:
-    args, num_bytes = _text_args(call_id, question, images, adapter, max_latency_s, sampling)
+    args, num_bytes = _text_args(call_id, question, images, adapter, max_latency_s, max_ttft_s, priority, sampling)
     return Call("open_stream", args, type(None), num_bytes)
 
 
@@ -70,14 +76,15 @@ def cancel(call_id: int) -> Call[None]:
 
 
 def ask_head(
-    call_id: int, images: Sequence[Image], adapter: str, head: str, max_latency_s: float | None
+    call_id: int, images: Sequence[Image], adapter: str, head: str, max_latency_s: float | None, priority: int
 ) -> Call[HeadResult]:
     encoded = read_images(images)
-    return Call("ask_head", (call_id, encoded, adapter, head, max_latency_s), HeadResult, sum(map(len, encoded)))
+    args = (call_id, encoded, adapter, head, max_latency_s, priority)
+    return Call("ask_head", args, HeadResult, sum(map(len, encoded)))
 
 
 def open_frames(options: StreamOptions) -> Call[str]:
-    return Call("open_frames", (options.adapter, options.head, options.max_latency_s, options.fps, options.drop), str)
+    return Call("open_frames", msgspec.structs.astuple(options), str)
 
 
 def send_frame(stream_id: str, number: int, images: tuple[Any, ...], wait_s: float) -> Call[bool]:
@@ -153,6 +160,8 @@ def _text_args(
     images: Sequence[Image],
     adapter: str | None,
     max_latency_s: float | None,
+    max_ttft_s: float | None,
+    priority: int,
     sampling: Mapping[str, Any],
 ) -> tuple[tuple[Any, ...], int]:
     encoded = read_images(images)
@@ -160,7 +169,8 @@ def _text_args(
     if isinstance(options.get("stop"), str):
         options["stop"] = (options["stop"],)
     pairs = sampling_pairs(sampling_params(options))
-    return (call_id, question, encoded, adapter, pairs, max_latency_s), sum(map(len, encoded))
+    args = (call_id, question, encoded, adapter, pairs, max_latency_s, max_ttft_s, priority)
+    return args, sum(map(len, encoded))
 
 
 def _read(image: Image) -> bytes:

@@ -64,13 +64,22 @@ class Client:
         adapter: str | None = None,
         *,
         max_latency_s: float | None = None,
+        max_ttft_s: float | None = None,
+        priority: int = 0,
         **sampling: Any,
     ) -> Answer:
-        """Ask in words, about images if there are any. sampling: fields of `vlora.types.SamplingParams`."""
+        """Ask in words, about images if there are any. sampling: fields of `vlora.types.SamplingParams`.
+
+        max_latency_s: an answer after that is none (DeadlineMissed). max_ttft_s: bound on the first token. Where the
+        server sees that it cannot keep a bound, it says so at once (DeadlineUnreachable). priority: who waits with a
+        higher one comes first, from -10 to 10.
+        """
         connection = self.connection()
         call_id = connection.new_id()
         return self._wait(
-            connection, calls.generate(call_id, question, images, adapter, max_latency_s, sampling), call_id
+            connection,
+            calls.generate(call_id, question, images, adapter, max_latency_s, max_ttft_s, priority, sampling),
+            call_id,
         )
 
     def stream(
@@ -80,22 +89,30 @@ class Client:
         adapter: str | None = None,
         *,
         max_latency_s: float | None = None,
+        max_ttft_s: float | None = None,
+        priority: int = 0,
         **sampling: Any,
     ) -> TextStream:
         """As `generate`, but pieces of text as they come. Leaving the stream early cancels the request."""
         connection = self.connection()
         call_id = connection.new_id()
-        call = calls.open_stream(call_id, question, images, adapter, max_latency_s, sampling)
+        call = calls.open_stream(call_id, question, images, adapter, max_latency_s, max_ttft_s, priority, sampling)
         self._wait(connection, call)
         return TextStream(_pull(connection, call_id, self._timeout_s))
 
     def ask_head(
-        self, images: Sequence[Image], adapter: str, head: str, *, max_latency_s: float | None = None
+        self,
+        images: Sequence[Image],
+        adapter: str,
+        head: str,
+        *,
+        max_latency_s: float | None = None,
+        priority: int = 0,
     ) -> HeadResult:
         """Ask a task head, which answers in one pass and brings its own question; images: as many as it has frames."""
         connection = self.connection()
         call_id = connection.new_id()
-        return self._wait(connection, calls.ask_head(call_id, images, adapter, head, max_latency_s), call_id)
+        return self._wait(connection, calls.ask_head(call_id, images, adapter, head, max_latency_s, priority), call_id)
 
     def open_stream(
         self,
@@ -105,15 +122,18 @@ class Client:
         max_latency_s: float | None = None,
         fps: float | None = None,
         drop: Literal["newest", "none"] = "newest",
+        priority: int = 0,
     ) -> FrameStream:
         """A stream of frames to one head; each frame gets a result, in order. Raises UnknownAdapter, UnknownHead,
         OverCapacity when the server has too many streams.
 
         max_latency_s bounds each frame; fps is how many a second are started at most; drop is what happens when frames
         come faster than they are answered: "newest" lets a newer one take the place of one that waits (whose result
-        then says so), "none" makes sending wait.
+        then says so), "none" makes sending wait; priority is that of its requests among all that wait.
         """
-        options = StreamOptions(adapter=adapter, head=head, max_latency_s=max_latency_s, fps=fps, drop=drop)
+        options = StreamOptions(
+            adapter=adapter, head=head, max_latency_s=max_latency_s, fps=fps, drop=drop, priority=priority
+        )
         stream_id = self._wait(self.connection(), calls.open_frames(options))
         return FrameStream(stream_id, lambda call: self._wait(self.connection(), call), self._timeout_s)
 

@@ -8,9 +8,9 @@ from typing import Any, Literal, TypeVar
 import msgspec
 
 from vlora.errors import BadRequest, VLoraError, error_from_code
-from vlora.types import AdapterStatus, EngineStats, ErrorValue, SamplingParams, Timings
+from vlora.types import AdapterStatus, EngineStats, ErrorValue, SamplingParams, Timings, check_priority
 
-PROTOCOL_VERSION = 3
+PROTOCOL_VERSION = 4
 DEFAULT_HOST = "127.0.0.1"
 DEFAULT_PORT = 18861
 
@@ -80,7 +80,7 @@ class StreamPart(msgspec.Struct, frozen=True, kw_only=True):
 
 class StreamOptions(msgspec.Struct, frozen=True, kw_only=True):
     """What a stream of frames is for. max_latency_s bounds each frame, from its arrival; fps is how many are started a
-    second at most.
+    second at most; priority is that of its requests.
 
     drop: what becomes of frames that come faster than they are answered. "newest": a newer one takes the place of one
     that waits; "none": sending waits.
@@ -93,6 +93,7 @@ class StreamOptions(msgspec.Struct, frozen=True, kw_only=True):
     max_latency_s: float | None = None
     fps: float | None = None
     drop: Literal["newest", "none"] = "newest"
+    priority: int = 0
 
     def __post_init__(self) -> None:
         for field in ("max_latency_s", "fps"):
@@ -101,6 +102,7 @@ class StreamOptions(msgspec.Struct, frozen=True, kw_only=True):
                 raise BadRequest(f"{field} is {value}; it must be above 0")
         if self.drop not in ("newest", "none"):
             raise BadRequest(f"drop is {self.drop[:20]!r}; choose newest or none")
+        check_priority(self.priority)
 
 
 class FrameResult(msgspec.Struct, frozen=True, kw_only=True):

@@ -132,6 +132,7 @@ class Engine:
             cost=CostModel(),
             clock=clock,
             in_place=self._switcher.in_place,
+            weights=config.weights,
         )
         self._users: dict[str, set[str]] = {}  # requests under way by the key of their adapter
         self._pinned: dict[str, Run] = {}  # by an operator, by name
@@ -152,7 +153,8 @@ class Engine:
         self._check_tokens(request)
         adapter = self._adapter_for(request)
         key = adapter.key if adapter else None
-        inner = msgspec.structs.replace(request, adapter=key)
+        bound_s = self.config.max_ttft_s if request.max_ttft_s is None else request.max_ttft_s
+        inner = msgspec.structs.replace(request, adapter=key, max_ttft_s=bound_s)
         self._scheduler.add(inner)
         self._runner.add(inner, key if adapter and adapter.header.touches_vision and request.vision else None)
         self._key_of[request.request_id] = key
@@ -168,6 +170,7 @@ class Engine:
     def step(self) -> tuple[RequestOutput, ...]:
         """Decide, run, record. Returns what became known for each request, in no particular order."""
         outputs = self._collect_loads()
+        self._scheduler.admit(self._bank.resident | self._loading())
         self._bring_adapters()
         batch = self._scheduler.schedule(self._memory_view())
         outputs += self._scheduler.drain_outputs()
@@ -385,15 +388,20 @@ class Engine:
         return pinned
 
     def _memory_view(self) -> MemoryView:
-        resident, arriving = self._bank.resident, self._bank.arriving
+        resident = self._bank.resident
         return MemoryView(
             resident=resident,
             mergeable=frozenset(key for key in resident if self._is_mergeable(key)),
-            loading=frozenset(
-                key
-                for key in self._scheduler.needed_adapters - resident
-                if key in arriving or self._registry.known(key).adapter is None
-            ),
+            loading=self._loading(),
+        )
+
+    def _loading(self) -> frozenset[str]:
+        """Needed adapters on their way to the device, or yet to be read."""
+        arriving = self._bank.arriving
+        return frozenset(
+            key
+            for key in self._scheduler.needed_adapters - self._bank.resident
+            if key in arriving or self._registry.known(key).adapter is None
         )
 
     def _is_mergeable(self, key: str) -> bool:

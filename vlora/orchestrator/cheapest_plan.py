@@ -100,7 +100,7 @@ class CheapestPlan:
 
 def _works(ready: Sequence[Candidate], max_step_tokens: int) -> dict[str | None, _Work]:
     sums: dict[str | None, list[int]] = {}
-    for _, adapter, _, new_tokens, cached_len, _ in ready:
+    for _, adapter, _, new_tokens, cached_len, _, _ in ready:
         # A prompt of many steps has its lane in each of them.
         num_steps = 1 if new_tokens <= max_step_tokens else -(-new_tokens // max_step_tokens)
         found = sums.get(adapter)
@@ -162,7 +162,7 @@ def _decision(
     state: PolicyState,
 ) -> Decision:
     """Who runs now, with which weights."""
-    decoding = [c for c in starving if c.new_tokens == 1]
+    decoding = [c for c in starving if c.new_tokens == 1 or c.urgent]
     merged, half = _turn(plan, works, total, decoding, ready, state)
     order = list(in_order(decoding, half, state))
     chosen = set(order)

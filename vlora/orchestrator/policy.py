@@ -14,6 +14,7 @@ class Candidate(NamedTuple):
 
     credit: seconds, see `Scheduler`. new_tokens: still to compute before its next answer; 1 while it decodes.
     cached_len: tokens whose KV is in place and will be read. head: whether the next answer is its only one.
+    urgent: it starves because waiting theta would break its bound on the first answer.
     """
 
     request_id: str
@@ -22,6 +23,7 @@ class Candidate(NamedTuple):
     new_tokens: int = 1
     cached_len: int = 0
     head: bool = False
+    urgent: bool = False
 
 
 class PolicyState(NamedTuple):
@@ -60,6 +62,7 @@ class Decision(NamedTuple):
 
 
 class Policy(Protocol):
-    """A pure function of its arguments. Candidates come in order of arrival and are never empty."""
+    """A pure function of its arguments. Candidates come in the order in which they get their turn (priority, fair
+    share, arrival) and are never empty."""
 
     def decide(self, ready: Sequence[Candidate], state: PolicyState) -> Decision: ...

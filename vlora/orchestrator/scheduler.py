@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import heapq
+import itertools
+import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence, Set
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from typing import Any
 
-from vlora.errors import Aborted, DeadlineMissed, PromptTooLong
+from vlora.errors import Aborted, DeadlineMissed, DeadlineUnreachable, PromptTooLong
 from vlora.memory.books import BlockTables
+from vlora.orchestrator.admission import Admission, Load
 from vlora.orchestrator.budgets import grant_blocks, share_tokens
 from vlora.orchestrator.cost import CostModel, Costs
 from vlora.orchestrator.policy import Candidate, Decision, Policy, PolicyState
 from vlora.orchestrator.reuse import look_up
 from vlora.orchestrator.tracked import Tracked
+from vlora.orchestrator.turns import FairShares, in_turn
 from vlora.types import (
     Batch,
     BatchItem,
@@ -30,6 +34,8 @@ from vlora.types import (
     TokenScore,
 )
 
+_MORE_ADAPTERS = 1 / 256  # a step: adapters differ in size, and some are unloaded
+
 
 class Scheduler:
     """Decides each step: who runs, how many tokens each, in which mode, on which blocks.
@@ -38,12 +44,17 @@ class Scheduler:
     + the switch it would take to leave another adapter's merged weights (V-LoRA section 4.4.3). Above theta it
     starves.
 
-    The engine calls `schedule`, then `drain_outputs`, then `record` with what the step brought, and may add, cancel
-    and fail requests between steps. Every request ends with exactly one finished output, from whichever of these
-    calls.
+    The engine calls `admit`, then `schedule`, then `drain_outputs`, then `record` with what the step brought, and may
+    add, cancel and fail requests between steps. Every request ends with exactly one finished output, from whichever of
+    these calls.
+
+    A request with a bound on its first answer waits outside until `admit` lets it in or refuses it; all others are let
+    in as they come. Who is in is never refused, and the waiting bound holds for it whatever its priority: priority and
+    fair shares order those that do not starve.
 
     max_request_blocks: KV blocks that are always to be had for one request alone, whatever adapters are resident.
     in_place: merged weights are written over W0, so nothing but what is in place is at hand, and going back costs time.
+    weights: for fair shares between adapters, see `FairShares`; none are kept where it is empty.
     """
 
     def __init__(
@@ -59,6 +70,7 @@ class Scheduler:
         cost: CostModel,
         clock: Callable[[], float],
         in_place: bool = False,
+        weights: Mapping[str, float] | None = None,
     ) -> None:
         assert max_step_tokens >= max_batch_size >= 1
         self._policy = policy
@@ -71,10 +83,15 @@ class Scheduler:
         self._cost = cost
         self._clock = clock
         self._in_place = in_place
-        self._tracked: dict[str, Tracked] = {}  # in order of arrival
-        self._arrivals = 0
-        self._num_of: Counter[str] = Counter()  # unfinished requests by adapter
-        self._bounds: list[tuple[float, int, str]] = []  # heap of (latest time, arrival, request_id)
+        self._shares = FairShares(weights) if weights else None
+        self._admission = Admission(self._shares)
+        self._tracked: dict[str, Tracked] = {}  # those that were let in, in order of arrival
+        self._arrivals = itertools.count()
+        self._num_of: Counter[str] = Counter()  # of those, by adapter
+        self._bounds: list[tuple[float, int, Tracked]] = []  # heap of (latest time, a number of its own, request)
+        self._num_bounds = itertools.count()
+        self._judged_s = -math.inf  # when `admit` last decided
+        self._most_adapters = math.inf
         self._merged_adapter: str | None = None
         self._shadow_adapter: str | None = None  # merged last, so that its weights are at hand
         self._carried: Any = None
@@ -97,12 +114,13 @@ class Scheduler:
     @property
     def has_work(self) -> bool:
         """Requests to run, or outputs to hand over."""
-        return bool(self._tracked or self._outputs)
+        return bool(self._tracked or self._outputs or self._admission)
 
     def add(self, request: Request) -> None:
         """Take a request in. Raises PromptTooLong when its KV could not fit in memory even alone."""
-        assert request.request_id not in self._tracked
-        tracked = Tracked(request, self._arrivals, self._clock(), self._tables.chain(request))
+        assert self._find(request.request_id) is None
+        now = self._clock()
+        tracked = Tracked(request, now, self._tables.chain(request))
         needed = self._tables.blocks_for(tracked.max_len)
         if needed > self._max_request_blocks:
             raise PromptTooLong(
@@ -110,14 +128,14 @@ class Scheduler:
                 f"{self._tables.block_size}; {self._max_request_blocks} are there for one request. Shorten the prompt, "
                 "lower max_tokens, or start the engine with a larger arena_bytes"
             )
-        self._arrivals += 1
-        self._tracked[request.request_id] = tracked
-        if tracked.adapter is not None:
-            self._num_of[tracked.adapter] += 1
+        if self._shares is not None:
+            self._shares.arrived(tracked.adapter)
         if request.max_latency_s is not None:
-            heapq.heappush(
-                self._bounds, (tracked.arrival_s + request.max_latency_s, tracked.arrival, request.request_id)
-            )
+            heapq.heappush(self._bounds, (now + request.max_latency_s, next(self._num_bounds), tracked))
+        if tracked.answer_by is None:
+            self._let_in(tracked, now)
+        else:
+            self._admission.add(tracked)
 
     def cancel(self, request_id: str) -> RequestOutput | None:
         """End a request as cancelled; None when it is unknown or already ended."""
@@ -128,7 +146,7 @@ class Scheduler:
         return self._end_early(request_id, "error", error)
 
     def drain_outputs(self) -> tuple[RequestOutput, ...]:
-        """Last words of requests that ended while scheduling (missed deadlines)."""
+        """Last words of requests that ended while admitting and scheduling (deadlines missed or out of reach)."""
         outputs, self._outputs = tuple(self._outputs), []
         return outputs
 
@@ -136,11 +154,11 @@ class Scheduler:
 
     @property
     def needed_adapters(self) -> Set[str]:
-        """Adapters that unfinished requests need."""
+        """Adapters that requests need; of those that wait to be let in nobody knows yet whether they ever run."""
         return self._num_of.keys()
 
     def waiting_adapters(self) -> tuple[str, ...]:
-        """Adapters that unfinished requests need, the one with the highest credit first."""
+        """The needed adapters, the one with the highest credit first."""
         highest: dict[str, float] = {}
         tracked = [t for t in self._tracked.values() if t.adapter is not None]
         for t, credit in zip(tracked, self._credits(tracked, self._clock(), self._merged_adapter), strict=True):
@@ -172,7 +190,7 @@ class Scheduler:
             requests_by_mode={mode.value: count for mode, count in self._requests_by_mode.items()},
             num_switches=self._num_switches,
             switch_s=self._switch_s,
-            num_waiting=len(self._tracked) - running,
+            num_waiting=len(self._tracked) + len(self._admission) - running,
             num_running=running,
             num_finished=self._num_finished,
             num_failed=self._num_failed,
@@ -203,6 +221,49 @@ class Scheduler:
 
     # -- decide -------------------------------------------------------------------------------------------------------
 
+    def admit(self, resident: Set[str]) -> None:
+        """Let in, or refuse, requests with a bound. Before adapters are brought: none is for who will be refused.
+
+        resident: adapters in memory, or on their way there.
+        """
+        now = self._clock()
+        self._expire(now)
+        if not self._admission:
+            self._admission.rest()
+            return
+        look_up(self._admission.waiting, self._tables)
+        load = Load(
+            tuple(self._tracked.values()),
+            self._cost.costs,
+            max_batch_size=self._max_batch_size,
+            max_step_tokens=self._max_step_tokens,
+            block_size=self._tables.block_size,
+            free_blocks=self._tables.num_free_blocks,
+            resident=resident,
+            most_adapters=self._most_adapters_in(resident),
+        )
+        self._judged_s = now
+        verdict = self._admission.judge(now, load)
+        for tracked in verdict.let_in:
+            self._let_in(tracked, now)
+        for tracked, needed_s in verdict.refused:
+            self._outputs.append(self._end(tracked, "error", now, error=_unreachable(tracked, needed_s, now)))
+
+    def _most_adapters_in(self, resident: Set[str]) -> float:
+        """How many adapters memory holds at once: as many as it held when one could not be brought, and now and then
+        one more is tried. Infinite while that has never happened."""
+        if any(t.adapter not in resident and t.let_in_s <= self._judged_s for t in self._tracked.values() if t.adapter):
+            self._most_adapters = len(resident)
+        else:
+            self._most_adapters = max(self._most_adapters + _MORE_ADAPTERS, len(resident))
+        return self._most_adapters
+
+    def _let_in(self, tracked: Tracked, now: float) -> None:
+        tracked.let_in(next(self._arrivals), now)
+        self._tracked[tracked.request_id] = tracked
+        if tracked.adapter is not None:
+            self._num_of[tracked.adapter] += 1
+
     def schedule(self, view: MemoryView) -> Batch | None:
         """The next step's batch, or None when nobody is ready."""
         now = self._clock()
@@ -220,10 +281,7 @@ class Scheduler:
         shadow = self._shadow_adapter if self._shadow_adapter in resident else None
         costs = self._cost.costs
         theta_s = self._theta(ready, merged, costs)
-        candidates = [
-            Candidate(t.request_id, t.adapter, credit, t.device_len - t.cached_len, t.cached_len, t.is_head)
-            for t, credit in zip(ready, self._credits(ready, now, merged), strict=True)
-        ]
+        candidates = self._candidates(in_turn(ready, self._shares), now, merged, theta_s)
         decision = self._policy.decide(
             candidates,
             PolicyState(
@@ -249,6 +307,21 @@ class Scheduler:
             batch = self._fit(Decision(Mode.UNMERGED, None, oldest), starving, ready, now)
             assert batch is not None, "the oldest request does not fit, although it was admitted"
         return batch
+
+    def _candidates(self, ready: Sequence[Tracked], now: float, merged: str | None, theta_s: float) -> list[Candidate]:
+        # Behind everybody who starves by waiting, so that the waiting bound knows nothing of those that are urgent.
+        starves = math.nextafter(theta_s, math.inf)
+        candidates: list[Candidate] = []
+        for t, credit in zip(ready, self._credits(ready, now, merged), strict=True):
+            urgent = (
+                t.answer_by is not None and t.first_answer_s is None and t.last_ran_s + credit + theta_s >= t.answer_by
+            )
+            if urgent and credit < starves:
+                credit = starves
+            candidates.append(
+                Candidate(t.request_id, t.adapter, credit, t.device_len - t.cached_len, t.cached_len, t.is_head, urgent)
+            )
+        return candidates
 
     def _credits(self, requests: Iterable[Tracked], now: float, merged: str | None) -> list[float]:
         costs, limit = self._cost.costs, self._max_step_tokens
@@ -298,14 +371,13 @@ class Scheduler:
     def _expire(self, now: float) -> None:
         late: list[Tracked] = []
         while self._bounds:
-            _, arrival, request_id = self._bounds[0]
-            tracked = self._tracked.get(request_id)
-            if tracked is not None and tracked.arrival == arrival:  # else it ended, and its id may be in use again
+            tracked = self._bounds[0][2]
+            if self._find(tracked.request_id) is tracked:  # else it ended, and its id may be in use again
                 if not tracked.expired(now):
                     break
                 late.append(tracked)
             heapq.heappop(self._bounds)
-        late.sort(key=lambda t: t.arrival)
+        late.sort(key=lambda t: t.arrival_s)
         self._outputs += [self._end(tracked, "error", now, error=_deadline_missed(tracked, now)) for tracked in late]
 
     # -- record -------------------------------------------------------------------------------------------------------
@@ -325,6 +397,8 @@ class Scheduler:
             if item.request_id in result.errors:
                 outputs.append(self._end(tracked, "error", now, error=result.errors[item.request_id]))
                 continue
+            if self._shares is not None:
+                self._shares.serve(item.adapter, item.num_tokens)
             self._computed(tracked, item)
             tracked.last_ran_s = now
             if item.answers:
@@ -346,6 +420,7 @@ class Scheduler:
             tracked.first_answer_s = now
             tracked.num_reused = max(0, tracked.prompt_len - tracked.num_computed)
             self._num_reused += tracked.num_reused
+            self._admission.observe(tracked.expected_s, now - tracked.let_in_s)
         tracked.protected = False
         if tracked.is_head:
             return self._end(tracked, "head", now, head=result.heads[tracked.request_id])
@@ -390,11 +465,7 @@ class Scheduler:
     ) -> RequestOutput:
         if error is None and tracked.expired(now):  # the bound is on the whole request: a late answer is no answer
             reason, head, error = "error", None, _deadline_missed(tracked, now)
-        del self._tracked[tracked.request_id]
-        if tracked.adapter is not None:
-            self._num_of[tracked.adapter] -= 1
-            if not self._num_of[tracked.adapter]:
-                del self._num_of[tracked.adapter]
+        self._forget(tracked)
         self._tables.free(tracked.request_id)
         tracked.status = RequestStatus.FINISHED if error is None else RequestStatus.FAILED
         self._num_finished += error is None
@@ -410,8 +481,21 @@ class Scheduler:
             timings=tracked.timings(now),
         )
 
+    def _forget(self, tracked: Tracked) -> None:
+        if self._shares is not None:
+            self._shares.ended(tracked.adapter)
+        if self._tracked.pop(tracked.request_id, None) is None:
+            self._admission.remove(tracked.request_id)
+        elif tracked.adapter is not None:
+            self._num_of[tracked.adapter] -= 1
+            if not self._num_of[tracked.adapter]:
+                del self._num_of[tracked.adapter]
+
+    def _find(self, request_id: str) -> Tracked | None:
+        return self._tracked.get(request_id) or self._admission.get(request_id)
+
     def _end_early(self, request_id: str, reason: FinishReason, error: ErrorValue) -> RequestOutput | None:
-        tracked = self._tracked.get(request_id)
+        tracked = self._find(request_id)
         return None if tracked is None else self._end(tracked, reason, self._clock(), error=error)
 
 
@@ -434,5 +518,15 @@ def _deadline_missed(tracked: Tracked, now: float) -> ErrorValue:
         DeadlineMissed(
             f"request {tracked.request_id!r} was not answered within its {tracked.request.max_latency_s:g} s; "
             f"{tracked.num_sampled} tokens were done after {now - tracked.arrival_s:.3f} s"
+        )
+    )
+
+
+def _unreachable(tracked: Tracked, needed_s: float, now: float) -> ErrorValue:
+    assert tracked.answer_by is not None
+    return ErrorValue.of(
+        DeadlineUnreachable(
+            f"the deadline cannot be met: {tracked.answer_by - now:.3f} s are left for the first answer of request "
+            f"{tracked.request_id!r}, which would take {needed_s:.3f} s; try again later, or with a longer bound"
         )
     )

@@ -14,25 +14,33 @@ class Tracked:
 
     chain: the keys of its blocks, None without a prefix cache. last_key, next_key: of the last block in place, and of
     the one that it would be worth finding; None where there is none.
+
+    arrival counts up as requests are let in, which is when they arrive for policies: whoever came without a bound is
+    let in at once. last_ran_s starts then, too. answer_by: until when the first answer must have come, if there is a
+    bound. expected_s: how long that was expected to take from being let in on.
     """
 
     __slots__ = (
         "adapter",
+        "answer_by",
         "arrival",
         "arrival_s",
         "cached_len",
         "chain",
         "device_len",
+        "expected_s",
         "first_answer_s",
         "first_run_s",
         "is_head",
         "last_key",
         "last_ran_s",
+        "let_in_s",
         "max_len",
         "next_key",
         "num_computed",
         "num_preemptions",
         "num_reused",
+        "priority",
         "prompt_len",
         "protected",
         "request",
@@ -41,14 +49,19 @@ class Tracked:
         "steps_by_mode",
     )
 
-    def __init__(self, request: Request, arrival: int, now: float, chain: TokenChain | None) -> None:
+    def __init__(self, request: Request, now: float, chain: TokenChain | None) -> None:
         self.request = request
         self.request_id = request.request_id
         self.adapter = request.adapter
         self.is_head = request.head is not None
-        self.arrival = arrival  # counts up, so that no two requests arrive together
+        self.priority = request.priority
+        self.arrival = -1
         self.arrival_s = now
+        self.let_in_s = now
         self.last_ran_s = now
+        bounds = [bound for bound in (request.max_ttft_s, request.max_latency_s) if bound is not None]
+        self.answer_by = now + min(bounds) if bounds else None
+        self.expected_s = 0.0
         self.prompt_len = len(request.prompt_ids)
         self.max_len = self.prompt_len + (0 if self.is_head else request.sampling.max_tokens)
         self.device_len = self.prompt_len
@@ -96,6 +109,11 @@ class Tracked:
     def new_tokens(self) -> int:
         """Tokens still to compute before the next answer."""
         return self.device_len - self.cached_len
+
+    def let_in(self, arrival: int, now: float) -> None:
+        """From now on it is one of those that policies choose from."""
+        self.arrival = arrival
+        self.let_in_s = self.last_ran_s = now
 
     def expired(self, now: float) -> bool:
         """Whether the caller's latency bound has passed."""

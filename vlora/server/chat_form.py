@@ -11,7 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from vlora.client.values import Answer, TokenLogprob
 from vlora.errors import BadRequest
 from vlora.server.text import MAX_STOP_STRINGS
-from vlora.types import MAX_LOGPROBS, SamplingParams
+from vlora.types import MAX_LOGPROBS, MAX_PRIORITY, SamplingParams
 
 MAX_CHOICES = 16
 MAX_MESSAGES = 1024
@@ -106,8 +106,19 @@ class ResponseFormat(Strict):
     json_schema: dict[str, Any] | None = None
 
 
-class ChatRequest(Strict):
-    """What is served of OpenAI's request. model: the base model's name, or an adapter's."""
+class Leveled(Strict):
+    """A request's service level: none of OpenAI's fields.
+
+    max_latency_s: an answer after that many seconds is no answer. priority: who waits with a higher one comes first.
+    """
+
+    max_latency_s: float | None = Field(None, gt=0)
+    priority: int = Field(0, ge=-MAX_PRIORITY, le=MAX_PRIORITY)
+
+
+class ChatRequest(Leveled):
+    """What is served of OpenAI's request. model: the base model's name, or an adapter's. max_ttft_s: bound on the first
+    token, in seconds."""
 
     model: str
     messages: list[ChatMessage] = Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)
@@ -123,6 +134,7 @@ class ChatRequest(Strict):
     response_format: ResponseFormat | None = None
     stream: bool = False
     stream_options: StreamOptions = StreamOptions()
+    max_ttft_s: float | None = Field(None, gt=0)
 
     @classmethod
     def asks_for_nothing(cls, name: str, value: Any) -> bool:

@@ -30,7 +30,13 @@ class Ask(Protocol):
     """`FrontEnd.ask_head`."""
 
     async def __call__(
-        self, images: Sequence[bytes | RawImage], adapter: str, head: str, *, max_latency_s: float | None
+        self,
+        images: Sequence[bytes | RawImage],
+        adapter: str,
+        head: str,
+        *,
+        max_latency_s: float | None,
+        priority: int,
     ) -> HeadResult: ...
 
 
@@ -202,7 +208,13 @@ class FrameStream:
             if left is not None and left <= 0:
                 raise TimeoutError
             async with asyncio.timeout(left):
-                answer = await self._ask(frame.images, self._options.adapter, self._options.head, max_latency_s=left)
+                answer = await self._ask(
+                    frame.images,
+                    self._options.adapter,
+                    self._options.head,
+                    max_latency_s=left,
+                    priority=self._options.priority,
+                )
         except TimeoutError:
             self._finish(frame, error=DeadlineMissed(f"the frame was not answered within the stream's {bound:g} s"))
         except Exception as error:

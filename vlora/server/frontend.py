@@ -79,13 +79,25 @@ class FrontEnd:
         adapter: str | None = None,
         sampling: SamplingParams | None = None,
         max_latency_s: float | None = None,
+        max_ttft_s: float | None = None,
+        priority: int = 0,
     ) -> AsyncIterator[str | Answer]:
         """Pieces of text as they become certain, then the whole Answer. Closing the iterator early cancels the request.
 
         prompt: a question (the images go before it) or whole messages. images: encoded bytes or URLs, in order.
-        Raises BadRequest's kinds for a request that is wrong, OverCapacity, DeadlineMissed, StepFailed, EngineDead.
+        max_latency_s, max_ttft_s, priority: as of `Request`.
+        Raises BadRequest's kinds for a request that is wrong, OverCapacity, DeadlineMissed, DeadlineUnreachable,
+        StepFailed, EngineDead.
         """
-        choices = self.choices(prompt, images, adapter=adapter, sampling=sampling, max_latency_s=max_latency_s)
+        choices = self.choices(
+            prompt,
+            images,
+            adapter=adapter,
+            sampling=sampling,
+            max_latency_s=max_latency_s,
+            max_ttft_s=max_ttft_s,
+            priority=priority,
+        )
         async with contextlib.aclosing(choices):
             async for _, part in choices:
                 if isinstance(part, Answer):
@@ -102,6 +114,8 @@ class FrontEnd:
         adapter: str | None = None,
         sampling: SamplingParams | None = None,
         max_latency_s: float | None = None,
+        max_ttft_s: float | None = None,
+        priority: int = 0,
     ) -> AsyncGenerator[tuple[int, Piece | Answer], None]:
         """As `generate`, several answers to one prompt side by side: each part with its choice's number.
 
@@ -122,6 +136,8 @@ class FrontEnd:
                     adapter=adapter,
                     sampling=msgspec.structs.replace(sampling, seed=_seed_of_choice(sampling.seed, choice)),
                     max_latency_s=max_latency_s,
+                    max_ttft_s=max_ttft_s,
+                    priority=priority,
                 )
                 for choice in range(num_choices)
             ]
@@ -131,7 +147,13 @@ class FrontEnd:
                     yield choice, part
 
     async def ask_head(
-        self, images: Sequence[Image], adapter: str, head: str, *, max_latency_s: float | None = None
+        self,
+        images: Sequence[Image],
+        adapter: str,
+        head: str,
+        *,
+        max_latency_s: float | None = None,
+        priority: int = 0,
     ) -> HeadResult:
         """One pass through a task head, with the question it was trained on.
 
@@ -152,6 +174,7 @@ class FrontEnd:
                 adapter=adapter,
                 head=head,
                 max_latency_s=max_latency_s,
+                priority=priority,
             )
             async with self._outputs(request, clock) as outputs:
                 *_, output = [output async for output in outputs]

@@ -20,7 +20,7 @@ from starlette.types import ASGIApp
 from vlora.client.values import Answer
 from vlora.errors import Aborted, UnknownAdapter, VLoraError
 from vlora.server.access import Access
-from vlora.server.chat_form import MAX_PARTS, ChatRequest, Completion, Strict, event
+from vlora.server.chat_form import MAX_PARTS, ChatRequest, Completion, Leveled, Strict, event
 from vlora.server.frontend import FrontEnd
 from vlora.server.http_errors import ErrorBody, error_body, handle_errors
 from vlora.server.http_guard import ADMIN_PATHS, guarded
@@ -32,11 +32,10 @@ T = TypeVar("T")
 Parts = AsyncGenerator[tuple[int, Piece | Answer], None]
 
 
-class HeadRequest(Strict):
-    """images: URLs, as many as the head reads. max_latency_s: an answer after that many seconds is no answer."""
+class HeadRequest(Leveled):
+    """images: URLs, as many as the head reads."""
 
     images: list[str] = Field(min_length=1, max_length=MAX_PARTS, fail_fast=True)
-    max_latency_s: float | None = Field(None, gt=0)
 
 
 class AdapterSource(Strict):
@@ -125,6 +124,9 @@ def _asking(app: FastAPI, front_end: FrontEnd, model: str) -> None:
             num_choices=body.n,
             adapter=None if body.model == model else body.model,
             sampling=body.sampling(),
+            max_latency_s=body.max_latency_s,
+            max_ttft_s=body.max_ttft_s,
+            priority=body.priority,
         )
         head = {"id": f"chatcmpl-{uuid.uuid4().hex}", "created": int(time.time()), "model": body.model}
         form = Completion(head, logprobs=body.logprobs)
@@ -140,7 +142,7 @@ def _asking(app: FastAPI, front_end: FrontEnd, model: str) -> None:
     @app.post("/v1/heads/{adapter}/{head}")
     async def ask_head(adapter: str, head: str, body: HeadRequest, request: Request) -> dict[str, Any]:
         """Ask a task head, which answers in one pass and brings its own question."""
-        asked = front_end.ask_head(body.images, adapter, head, max_latency_s=body.max_latency_s)
+        asked = front_end.ask_head(body.images, adapter, head, max_latency_s=body.max_latency_s, priority=body.priority)
         result = await _unless_disconnected(request, asked)
         return {
             "adapter": adapter,

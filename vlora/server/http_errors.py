@@ -10,7 +10,7 @@ from fastapi.responses import JSONResponse, Response
 from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 
-from vlora.errors import BadRequest, OverCapacity, Unauthorized, VLoraError
+from vlora.errors import BadRequest, DeadlineUnreachable, OverCapacity, Unauthorized, VLoraError
 
 log = logging.getLogger(__name__)
 
@@ -43,7 +43,7 @@ def error_response(error: VLoraError, *, status: int | None = None, param: str |
     headers: dict[str, str] = {}
     if isinstance(error, Unauthorized):
         headers["WWW-Authenticate"] = "Bearer"
-    elif isinstance(error, OverCapacity):
+    elif isinstance(error, OverCapacity | DeadlineUnreachable):
         headers["Retry-After"] = "1"
     body = error_body(error, status=status, param=param)
     return JSONResponse(body, error.http_status if status is None else status, headers)

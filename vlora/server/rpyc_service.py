@@ -85,7 +85,7 @@ class VLoraService(rpyc.Service):
         return self._run(work, greeting=True)
 
     def exposed_generate(self, *args: Any) -> Future[Reply]:
-        """(call_id, question, images, adapter, sampling pairs, max_latency_s) -> Answer"""
+        """(call_id, question, images, adapter, sampling pairs, max_latency_s, max_ttft_s, priority) -> Answer"""
 
         async def work() -> Answer:
             async with contextlib.aclosing(self._generate(args)) as parts:
@@ -131,15 +131,16 @@ class VLoraService(rpyc.Service):
         return self._run(work)
 
     def exposed_ask_head(self, *args: Any) -> Future[Reply]:
-        """(call_id, images, adapter, head, max_latency_s) -> HeadResult"""
+        """(call_id, images, adapter, head, max_latency_s, priority) -> HeadResult"""
 
         async def work() -> Any:
-            _, images, adapter, head, max_latency_s = _positional("ask_head", args, 5)
+            _, images, adapter, head, max_latency_s, priority = _positional("ask_head", args, 6)
             return await self._front_end.ask_head(
                 _images(images),
                 _checked("adapter", adapter, str),
                 _checked("head", head, str),
                 max_latency_s=_checked("max_latency_s", max_latency_s, float | None),
+                priority=_checked("priority", priority, int),
             )
 
         return self._run(work, call_id=args[:1])
@@ -156,16 +157,17 @@ class VLoraService(rpyc.Service):
         return self._run(work)
 
     def exposed_open_frames(self, *args: Any) -> Future[Reply]:
-        """(adapter, head, max_latency_s, fps, drop) -> id of a stream of frames"""
+        """(adapter, head, max_latency_s, fps, drop, priority) -> id of a stream of frames"""
 
         async def work() -> str:
-            adapter, head, max_latency_s, fps, drop = _positional("open_frames", args, 5)
+            adapter, head, max_latency_s, fps, drop, priority = _positional("open_frames", args, 6)
             options = StreamOptions(
                 adapter=_checked("adapter", adapter, str),
                 head=_checked("head", head, str),
                 max_latency_s=_checked("max_latency_s", max_latency_s, float | None),
                 fps=_checked("fps", fps, float | None),
                 drop=_checked("drop", drop, str),
+                priority=_checked("priority", priority, int),
             )
             summary = await self._front_end.find_head(options.adapter, options.head)
             owner = self._frames_owner()
@@ -309,7 +311,7 @@ class VLoraService(rpyc.Service):
         return number
 
     def _generate(self, args: tuple[Any, ...]) -> Any:
-        _, question, images, adapter, sampling, max_latency_s = _positional("generate", args, 6)
+        _, question, images, adapter, sampling, max_latency_s, max_ttft_s, priority = _positional("generate", args, 8)
         pairs = _checked("sampling", sampling, tuple[tuple[str, Any], ...])
         return self._front_end.generate(
             _checked("question", question, str),
@@ -317,6 +319,8 @@ class VLoraService(rpyc.Service):
             adapter=_checked("adapter", adapter, str | None),
             sampling=sampling_params(dict(pairs)),
             max_latency_s=_checked("max_latency_s", max_latency_s, float | None),
+            max_ttft_s=_checked("max_ttft_s", max_ttft_s, float | None),
+            priority=_checked("priority", priority, int),
         )
 
     def _frames_owner(self) -> Token | None:

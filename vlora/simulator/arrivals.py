@@ -8,13 +8,15 @@ from typing import NamedTuple
 class Arrival(NamedTuple):
     """time_s: seconds from the start, never falling within a workload. adapter None: the base model.
 
-    answer_tokens 0: a task head answers in one pass over the prompt.
+    answer_tokens 0: a task head answers in one pass over the prompt. max_ttft_s, priority: as of a request.
     """
 
     time_s: float
     adapter: str | None
     prompt_tokens: int
     answer_tokens: int
+    max_ttft_s: float | None = None
+    priority: int = 0
 
 
 def adapter_name(number: int) -> str:

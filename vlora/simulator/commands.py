@@ -47,7 +47,10 @@ def lines(found: Mapping[str, Any]) -> Iterator[str]:
     """The result for people, a line per fact."""
     yield f"{found['trace']}, policy {found['policy']}, {found['replicas']} replica{'s' * (found['replicas'] != 1)}"
     if not found["requests"]:
-        yield f"  nothing was answered; {found['refused']} requests were refused as too long for the memory"
+        yield (
+            f"  nothing was answered; {found['refused']} requests were refused as too long for the memory, "
+            f"{found['unreachable']} because their bound could not be kept"
+        )
         return
     yield (
         f"  throughput             {found['requests_per_s']:.3f} requests/s: {found['requests']} in "
@@ -56,6 +59,12 @@ def lines(found: Mapping[str, Any]) -> Iterator[str]:
     yield f"  average token latency  {found['average_token_latency_ms']:.2f} ms (all requests' latency / all tokens)"
     yield f"  request latency, mean  {found['mean_latency_s']:.3f} s"
     yield "  time to first token    " + ", ".join(f"{name} {value:.3f} s" for name, value in found["ttft_s"].items())
+    if found["unreachable"] or found["late"]:
+        yield (
+            f"  bound on first token   {found['unreachable']} refused as out of reach, after "
+            + ", ".join(f"{name} {value:.3f} s" for name, value in found["refusal_s"].items())
+            + f"; {found['late']} of {found['requests']} answered late"
+        )
     shares = ", ".join(f"{mode} {share:.1%}" for mode, share in found["steps_by_mode"].items())
     yield f"  steps                  {found['steps']}: {shares}"
     yield f"  switches               {found['switches']}, taking {found['switch_s']:.2f} s"

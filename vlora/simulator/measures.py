@@ -5,16 +5,21 @@ from __future__ import annotations
 import math
 from array import array
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
+from vlora.errors import DeadlineUnreachable
 from vlora.types import EngineStats, RequestOutput
 
 PERCENTILES = (50, 90, 99)
 
 
 class Measures:
-    """Sums over the requests that were answered. Times in seconds from a request's arrival."""
+    """Sums over the requests that were answered. Times in seconds from a request's arrival.
+
+    num_refused: too long for the memory. num_unreachable: refused because their bound on the first answer could not be
+    kept. num_late: let in, but over that bound after all.
+    """
 
     def __init__(self) -> None:
         self.num_finished = 0
@@ -23,13 +28,23 @@ class Measures:
         self._ttft_s = array("d")
         self._stats: list[EngineStats] = []
         self.num_refused = 0
+        self.num_unreachable = 0
+        self.num_late = 0
+        self._refusal_s = array("d")
         self.num_loads = 0
         self.end_s = 0.0
 
-    def add(self, output: RequestOutput) -> None:
-        """Count a finished output."""
+    def add(self, output: RequestOutput, max_ttft_s: float | None) -> None:
+        """Count a finished output of a request with that bound."""
         timings = output.timings
-        assert output.error is None and timings is not None and timings.ttft_s is not None
+        assert timings is not None
+        if output.error is not None:
+            assert output.error.code == DeadlineUnreachable.code
+            self.num_unreachable += 1
+            self._refusal_s.append(timings.latency_s)
+            return
+        assert timings.ttft_s is not None
+        self.num_late += max_ttft_s is not None and timings.ttft_s > max_ttft_s
         self.num_finished += 1
         self.num_tokens += timings.num_prompt_tokens + timings.num_completion_tokens
         self.latency_s += timings.latency_s
@@ -51,16 +66,18 @@ class Measures:
         for stats in self._stats:
             steps.update(stats.steps_by_mode)
         num_steps = sum(steps.values())
-        ordered = sorted(self._ttft_s)
         return {
             "requests": self.num_finished,
             "refused": self.num_refused,
+            "unreachable": self.num_unreachable,
+            "late": self.num_late,
             "tokens": self.num_tokens,
             "simulated_s": self.end_s,
             "requests_per_s": self.num_finished / self.end_s if self.end_s else 0.0,
             "average_token_latency_ms": 1e3 * self.average_token_latency_s if self.num_tokens else None,
             "mean_latency_s": self.latency_s / self.num_finished if self.num_finished else None,
-            "ttft_s": {f"p{share}": _percentile(ordered, share) for share in PERCENTILES} if ordered else {},
+            "ttft_s": _percentiles(self._ttft_s),
+            "refusal_s": _percentiles(self._refusal_s),
             "steps": num_steps,
             "steps_by_mode": {mode: count / num_steps for mode, count in sorted(steps.items())},
             "switches": sum(stats.num_switches for stats in self._stats),
@@ -68,6 +85,11 @@ class Measures:
             "preemptions": sum(stats.num_preemptions for stats in self._stats),
             "adapter_loads": self.num_loads,
         }
+
+
+def _percentiles(values: Iterable[float]) -> dict[str, float]:
+    ordered = sorted(values)
+    return {f"p{share}": _percentile(ordered, share) for share in PERCENTILES} if ordered else {}
 
 
 def _percentile(ordered: Sequence[float], share: int) -> float:

@@ -16,11 +16,12 @@ def replay(arrivals: Iterable[Arrival], box: Box, num_replicas: int = 1) -> Meas
     replicas = [Replica(box) for _ in range(num_replicas)]
     measures = Measures()
     unfinished = [0] * num_replicas
+    bounds: dict[str, float | None] = {}
 
     def run_until(time_s: float) -> None:
         for place, replica in enumerate(replicas):
             for output in replica.run_until(time_s):
-                measures.add(output)
+                measures.add(output, bounds.pop(output.request_id))
                 unfinished[place] -= 1
 
     for number, arrival in enumerate(arrivals):
@@ -28,7 +29,7 @@ def replay(arrivals: Iterable[Arrival], box: Box, num_replicas: int = 1) -> Meas
         place = unfinished.index(min(unfinished))
         replicas[place].wait_until(arrival.time_s)
         try:
-            replicas[place].add(str(number), arrival)
+            bounds[str(number)] = replicas[place].add(str(number), arrival)
         except PromptTooLong:
             measures.num_refused += 1
         else:

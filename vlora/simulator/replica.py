@@ -35,25 +35,37 @@ class Box:
     max_step_tokens: int = EngineConfig.max_step_tokens
     block_size: int = EngineConfig.block_size
     theta_s: float = EngineConfig.theta_s
+    max_ttft_s: float | None = EngineConfig.max_ttft_s
+    weight: tuple[str, ...] = EngineConfig.weight
 
     def __post_init__(self) -> None:
         for field in ("kv_tokens", "resident_adapters"):
             if getattr(self, field) < 1:
                 raise BadConfig(f"{field} is {getattr(self, field)}; it must be at least 1")
-        EngineConfig(
+        self.settings()
+
+    def settings(self) -> EngineConfig:
+        """The engine's settings, as far as they matter without a model. Raises BadConfig when a value cannot work."""
+        return EngineConfig(
             model="",
             policy=self.policy,
             max_batch_size=self.max_batch_size,
             max_step_tokens=self.max_step_tokens,
             block_size=self.block_size,
             theta_s=self.theta_s,
+            max_ttft_s=self.max_ttft_s,
+            weight=self.weight,
         )
+
+
+_NO_TIME_LEFT_S = 1e-9
 
 
 class Replica:
     """Takes arrivals in order of time and steps through them; answers come as `RequestOutput`s, as from an engine."""
 
     def __init__(self, box: Box) -> None:
+        self._box = box
         self.clock = Clock()
         # A page holds one adapter, or one KV block.
         num_blocks = -(-box.kv_tokens // box.block_size)
@@ -72,6 +84,7 @@ class Replica:
             cost=CostModel(),
             clock=self.clock,
             in_place=box.costs.back_s > 0,
+            weights=box.settings().weights,
         )
         self._view = MemoryView(resident=frozenset(), mergeable=frozenset())
 
@@ -80,8 +93,13 @@ class Replica:
         """How often an adapter was brought into memory."""
         return self._loader.num_loads
 
-    def add(self, request_id: str, arrival: Arrival) -> None:
-        """Take an arrival in. Raises PromptTooLong when it could not fit in memory even alone."""
+    def add(self, request_id: str, arrival: Arrival) -> float | None:
+        """Take an arrival in; what is left of its bound, which counts from its own time. Raises PromptTooLong when it
+        could not fit in memory even alone."""
+        bound_s = self._box.max_ttft_s if arrival.max_ttft_s is None else arrival.max_ttft_s
+        if bound_s is not None:
+            # It may have come in the middle of a step.
+            bound_s = max(bound_s - (self.clock.now - arrival.time_s), _NO_TIME_LEFT_S)
         self.scheduler.add(
             Request(
                 request_id=request_id,
@@ -89,25 +107,32 @@ class Replica:
                 adapter=arrival.adapter,
                 head=None if arrival.answer_tokens else "head",
                 sampling=_sampling(arrival.answer_tokens or 1),
+                max_ttft_s=bound_s,
+                priority=arrival.priority,
             )
         )
+        return bound_s
 
     def run_until(self, time_s: float) -> list[RequestOutput]:
         """Step until the clock has reached `time_s`, or to the end of all work; finished outputs only."""
         finished: list[RequestOutput] = []
         while self.clock.now < time_s and self.scheduler.has_work:
             batch = self.decide()
-            if batch is None:
+            refused = self.scheduler.drain_outputs()
+            finished += refused
+            if batch is None and not refused:
                 arrival_s = self._loader.next_s
                 assert arrival_s is not None, "somebody's adapter always finds room"
                 self.wait_until(min(time_s, arrival_s))
-            else:
+            elif batch is not None:
                 finished += [o for o in self.record(batch) if o.finish_reason is not None]
         return finished
 
     def decide(self) -> Batch | None:
-        """The next step's batch; None while all that there is to do waits for adapters on their way."""
+        """The next step's batch; None while all that there is to do waits for adapters on their way, and when all that
+        waited was refused."""
         self._loader.collect()
+        self.scheduler.admit(self._loader.resident | self._loader.arriving)
         bring_wanted(self.scheduler, self._residency, lambda name: self._loader.bring(name, 1))
         self._residency.drain_evicted()
         resident, arriving = self._loader.resident, self._loader.arriving

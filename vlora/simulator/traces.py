@@ -13,8 +13,10 @@ from pathlib import Path
 from vlora.errors import BadConfig
 from vlora.simulator.arrivals import Arrival, adapter_name
 from vlora.simulator.popularity import power_law
+from vlora.types import MAX_PRIORITY
 
 TIME, PROMPT, ANSWER, ADAPTER = "TIMESTAMP", "ContextTokens", "GeneratedTokens", "Adapter"
+BOUND, PRIORITY = "MaxTTFT", "Priority"
 
 
 def read_trace(path: Path, num_adapters: int, seed: int) -> Iterator[Arrival]:
@@ -22,7 +24,8 @@ def read_trace(path: Path, num_adapters: int, seed: int) -> Iterator[Arrival]:
 
     Columns: TIMESTAMP (seconds, or a date and time), ContextTokens, GeneratedTokens (0: a task head), and, if it is
     there, Adapter (empty: the base model). Without that column adapters are drawn, popularity by a power law with
-    exponent 1. Rows must be in order of time.
+    exponent 1. MaxTTFT (seconds; empty: no bound) and Priority (empty: 0) may be there, too. Rows must be in order of
+    time.
 
     Raises BadConfig with line and field for what cannot be read.
     """
@@ -53,7 +56,16 @@ def read_trace(path: Path, num_adapters: int, seed: int) -> Iterator[Arrival]:
             prompt, answer = _count(row[PROMPT], PROMPT, 1, where), _count(row[ANSWER], ANSWER, 0, where)
             if answer == 0 and adapter is None:
                 raise BadConfig(f"{where}, field {ANSWER}: 0 asks a task head, but the base model has none")
-            yield Arrival(now - first, adapter, prompt, answer)
+            bound = _number(row.get(BOUND), BOUND, where) if row.get(BOUND) else None
+            priority = _number(row.get(PRIORITY), PRIORITY, where) if row.get(PRIORITY) else 0
+            if bound is not None and bound <= 0:
+                raise BadConfig(f"{where}, field {BOUND}: {row[BOUND]!r} is not above 0; leave it empty for no bound")
+            if priority != int(priority) or abs(priority) > MAX_PRIORITY:
+                raise BadConfig(
+                    f"{where}, field {PRIORITY}: {row[PRIORITY]!r} is not a whole number from {-MAX_PRIORITY} to "
+                    f"{MAX_PRIORITY}"
+                )
+            yield Arrival(now - first, adapter, prompt, answer, bound, int(priority))
 
 
 def _seconds(text: str | None, where: str) -> float:
@@ -71,6 +83,16 @@ def _seconds(text: str | None, where: str) -> float:
     except ValueError:
         raise BadConfig(f"{where}, field {TIME}: {text!r} is neither seconds nor a date and time") from None
     return moment.replace(tzinfo=moment.tzinfo or datetime.UTC).timestamp()
+
+
+def _number(text: str | None, field: str, where: str) -> float:
+    try:
+        value = float(text or "")
+    except ValueError:
+        value = math.nan
+    if not math.isfinite(value):
+        raise BadConfig(f"{where}, field {field}: {text!r} is not a number")
+    return value
 
 
 def _count(text: str | None, field: str, least: int, where: str) -> int:

@@ -1,0 +1,83 @@
+"""More requests than the engine can answer in time: each gets its own answer, whole and right, or a typed refusal."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from tests.families import Prompt, build_model, make_prompt
+from tests.oracle import Oracle
+from vlora.config import EngineConfig
+from vlora.engine import LocalEngine
+from vlora.types import Request, RequestOutput, SamplingParams
+
+FAMILY = "llava"
+ADAPTERS = (None, "wide8", "everywhere64")
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    return Oracle(FAMILY, build_model(FAMILY)).save(Path(tmp_path_factory.mktemp("adapters")))
+
+
+def make_engine(folders: dict[str, str], **settings: object) -> LocalEngine:
+    config = EngineConfig(model=FAMILY, arena_bytes=64 * 2**20, max_context=256, max_batch_size=4, **settings)  # type: ignore[arg-type]
+    local = LocalEngine(config, model=build_model(FAMILY))
+    for name in ADAPTERS[1:]:
+        local.engine.load_adapter(name, folders[name])
+    return local
+
+
+def ask(prompt: Prompt, number: int, **changes: object) -> Request:
+    request = Request(
+        request_id=f"r{number}",
+        prompt_ids=prompt.prompt_ids,
+        vision=prompt.vision,
+        adapter=ADAPTERS[number % 3],
+        sampling=SamplingParams(max_tokens=4, ignore_eos=True),
+    )
+    return msgspec.structs.replace(request, **changes)
+
+
+def tokens(outputs: list[RequestOutput]) -> list[int]:
+    return [token for output in outputs for token in output.token_ids]
+
+
+@pytest.mark.parametrize("policy", ["vlora", "vlora_cost"])
+def test_a_crowd_with_bounds_is_answered_or_refused_and_nobody_is_lost(folders: dict[str, str], policy: str) -> None:
+    prompt = make_prompt(FAMILY, build_model(FAMILY), 0, num_images=1)
+    local = make_engine(folders, policy=policy, weight=("*=1",))
+    right = [tokens(local.run([ask(prompt, number)])[f"r{number}"]) for number in range(3)]
+    # What the engine learned above says that no step takes as little as the shortest bound.
+    bounds = (None, 60.0, 1e-5, 0.03)
+    crowd = [ask(prompt, i, max_ttft_s=bounds[i % 4], priority=i % 5 - 2) for i in range(60)]
+    outputs = local.run(crowd)
+    for number, request in enumerate(crowd):
+        found = outputs[request.request_id]
+        assert [output.finished for output in found].count(True) == 1 and found[-1].finished
+        last = found[-1]
+        assert last.timings is not None
+        if last.error is None:
+            assert tokens(found) == right[number % 3]
+        else:
+            assert last.error.code == "deadline_unreachable" and "deadline cannot be met" in last.error.message
+            assert not tokens(found) and last.timings.steps_by_mode == {}
+        assert (request.max_ttft_s is None and last.error is None) or request.max_ttft_s is not None
+    codes = {bound: {r.request_id for r in crowd if r.max_ttft_s == bound} for bound in bounds}
+    assert all(outputs[request_id][-1].error is None for request_id in codes[60.0])
+    assert all(outputs[request_id][-1].error is not None for request_id in codes[1e-5])
+    assert not local.engine.has_work
+    local.engine.check_integrity()
+
+
+def test_the_engine_s_own_bound_is_for_requests_that_bring_none(folders: dict[str, str]) -> None:
+    prompt = make_prompt(FAMILY, build_model(FAMILY), 0, num_images=1)
+    local = make_engine(folders, max_ttft_s=1e-5)
+    for number in range(3):
+        local.run([ask(prompt, number, max_ttft_s=60.0)])
+    outputs = local.run([ask(prompt, 3), ask(prompt, 4, max_ttft_s=60.0)])
+    error = outputs["r3"][-1].error
+    assert error is not None and error.code == "deadline_unreachable"
+    assert outputs["r4"][-1].finish_reason == "length"

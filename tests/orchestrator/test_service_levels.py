@@ -1,0 +1,376 @@
+"""Bounds, priorities and fair shares: who is let in, who is refused, who comes first."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Sequence
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.orchestrator.simulation import Machine, Simulation, Speed, make_request
+from vlora.orchestrator import POLICIES, make_policy
+from vlora.orchestrator.admission import Admission
+from vlora.orchestrator.tracked import Tracked
+from vlora.orchestrator.turns import FairShares, in_turn
+from vlora.types import Request
+
+PLAIN = Speed(step=1.0, token=0.0, lane=0.0, context=0.0, merge=0.5)
+
+
+def box(policy: str = "unmerged_only", **changes: object) -> Simulation:
+    """One second per step, everything resident."""
+    machine = Machine(**{"adapters": {"a": 2, "b": 2}, "speed": PLAIN, "theta_s": 10.0, **changes})  # type: ignore[arg-type]
+    simulation = Simulation(machine, policy=make_policy(policy))
+    for name, pages in machine.adapters.items():
+        simulation.residency.bring(name, pages)
+    return simulation
+
+
+def ended(simulation: Simulation, request_id: str) -> str | None:
+    """How a request ended: its finish reason, or its error's code; None while it has not."""
+    outputs = simulation.outputs[request_id]
+    if not outputs or not outputs[-1].finished:
+        return None
+    error = outputs[-1].error
+    return outputs[-1].finish_reason if error is None else error.code
+
+
+def first_answer_s(simulation: Simulation, request_id: str) -> float:
+    timings = simulation.outputs[request_id][-1].timings
+    assert timings is not None and timings.ttft_s is not None
+    return timings.ttft_s
+
+
+# -- early abort ------------------------------------------------------------------------------------------------------
+
+
+class Minibatch:
+    """S-LoRA's view of the machine: so many more requests fit in, and a prefill takes so long."""
+
+    will_tell = True
+
+    def __init__(self, num_places: int, prefill_s: float) -> None:
+        self.num_places = num_places
+        self.prefill_s = prefill_s
+
+    def has_room(self, tracked: Tracked) -> bool:
+        return self.num_places > 0
+
+    def has_adapter(self, tracked: Tracked) -> bool:
+        return True
+
+    def first_answer_s(self, new_tokens: int) -> float:
+        return self.prefill_s
+
+    def take(self, tracked: Tracked) -> None:
+        self.num_places -= 1
+
+
+class SLora:
+    """S-LoRA's appendix B as it stands; R2 is known from the periods in which not everybody found room."""
+
+    def __init__(self) -> None:
+        self.r1: float | None = None
+        self.r2: float | None = None
+
+    def period(
+        self, now: float, came: int, waiting: Sequence[tuple[float, str]], minibatch: Minibatch, tl_max: float
+    ) -> tuple[list[str], list[str]]:
+        """Whom it aborts, and whom it fetches, of (time of coming, name)."""
+        self.r1 = came if self.r1 is None else 0.9 * self.r1 + 0.1 * came
+        aborted = [name for rt, name in waiting if now - rt + minibatch.prefill_s > tl_max]
+        left = sorted((rt, number, name) for number, (rt, name) in enumerate(waiting) if name not in aborted)
+        if self.r2 is not None and self.r1 > self.r2:
+            left.reverse()  # temporarily overloaded: the newest
+        fetched = [name for _, _, name in left[: minibatch.num_places]]
+        if len(left) > len(fetched):
+            self.r2 = len(fetched) if self.r2 is None else 0.9 * self.r2 + 0.1 * len(fetched)
+        return aborted, fetched
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    periods=st.lists(
+        st.tuples(st.integers(0, 6), st.integers(0, 4), st.sampled_from([0.125, 0.5, 1.0])), min_size=1, max_size=40
+    ),
+    prefill_s=st.sampled_from([0.0, 0.5, 1.0]),
+    tl_max=st.sampled_from([1.0, 2.5, 8.0]),
+)
+def test_it_lets_in_whom_s_lora_fetches(periods: list[tuple[int, int, float]], prefill_s: float, tl_max: float) -> None:
+    admission, oracle = Admission(None), SLora()
+    waiting: dict[str, float] = {}
+    now = 0.0
+    for came, num_places, step_s in periods:
+        for _ in range(came):
+            name = f"r{len(waiting)}-{now}"
+            waiting[name] = now
+            admission.add(Tracked(make_request(name, max_ttft_s=tl_max), now, None))
+        pairs = [(rt, name) for name, rt in waiting.items()]
+        aborted, fetched = oracle.period(now, came, pairs, Minibatch(num_places, prefill_s), tl_max)
+        if waiting:
+            verdict = admission.judge(now, Minibatch(num_places, prefill_s))  # type: ignore[arg-type]
+            refused = {tracked.request_id: needed_s for tracked, needed_s in verdict.refused}
+            assert [tracked.request_id for tracked in verdict.let_in] == fetched
+            assert set(aborted) <= refused.keys()
+            for name, needed_s in refused.items():
+                assert now - waiting[name] + needed_s > tl_max and needed_s >= prefill_s
+                admission.remove(name)
+            for name in (*fetched, *refused):
+                del waiting[name]
+        else:
+            admission.rest()
+        assert len(admission) == len(waiting)
+        now += step_s
+
+
+def test_who_cannot_be_answered_in_time_is_told_at_once_and_others_go_on() -> None:
+    simulation = box()
+    simulation.add(make_request("x", max_tokens=9))
+    for _ in range(3):
+        simulation.step()
+    simulation.add(make_request("late", max_ttft_s=0.5), make_request("fine", max_ttft_s=5.0, max_tokens=3))
+    simulation.step()
+    (output,) = simulation.outputs["late"]
+    assert output.error is not None and output.error.code == "deadline_unreachable"
+    assert "0.500 s are left for the first answer of request 'late', which would take" in output.error.message
+    assert output.timings is not None and output.timings.latency_s == 0.0 and not output.token_ids
+    simulation.run()
+    assert ended(simulation, "fine") == ended(simulation, "x") == "length"
+    assert first_answer_s(simulation, "fine") == 1.0
+    stats = simulation.scheduler.stats("paper")
+    assert (stats.num_finished, stats.num_failed, stats.num_waiting) == (2, 1, 0)
+
+
+def test_a_bound_on_the_whole_request_counts_for_its_first_answer_too() -> None:
+    simulation = box()
+    simulation.add(make_request("x", max_tokens=9))
+    for _ in range(3):
+        simulation.step()
+    simulation.add(make_request("late", "a", head="kind", max_latency_s=0.5))
+    simulation.step()
+    assert ended(simulation, "late") == "deadline_unreachable"
+
+
+def test_a_first_token_that_comes_late_after_all_is_an_answer() -> None:
+    """Nothing is known of the machine yet, so the request is let in."""
+    simulation = box()
+    simulation.add(make_request("x", max_ttft_s=0.5, max_tokens=2))
+    simulation.run()
+    assert ended(simulation, "x") == "length" and first_answer_s(simulation, "x") == 1.0
+
+
+@pytest.mark.parametrize("only_first", [True, False])
+def test_a_machine_that_was_slow_once_is_given_another_chance(only_first: bool) -> None:
+    """One step of a hundred seconds, of a request that nobody bounded or of one that was let in."""
+    simulation = box()
+    simulation.runner.speed = Speed(step=100.0, token=0.0, lane=0.0, context=0.0)
+    simulation.add(make_request("first", max_tokens=1, max_ttft_s=None if only_first else 500.0))
+    simulation.run()
+    simulation.runner.speed = PLAIN
+    requests = [make_request(f"r{number}", max_tokens=2, max_ttft_s=4.0) for number in range(400)]
+    simulation.run([(1000.0 + 10 * number, request) for number, request in enumerate(requests)])
+    ends = [ended(simulation, request.request_id) for request in requests]
+    assert ends[0] == "deadline_unreachable"
+    assert ends[200:] == ["length"] * 200
+
+
+def test_requests_that_wait_outside_can_be_cancelled_and_bring_no_adapter() -> None:
+    simulation = box(max_batch_size=1)
+    simulation.add(make_request("x", max_ttft_s=50.0), make_request("y", "b", max_ttft_s=50.0))
+    simulation.step()
+    assert simulation.scheduler.needed_adapters == set()
+    assert simulation.scheduler.stats("paper").num_waiting == 1
+    output = simulation.scheduler.cancel("y")
+    assert output is not None and output.finish_reason == "cancelled"
+    assert simulation.scheduler.cancel("y") is None
+    simulation.run()
+    assert ended(simulation, "x") == "length"
+
+
+def test_a_bound_that_is_shorter_than_theta_breaks_into_a_merged_phase() -> None:
+    waited = {}
+    for bound in (None, 3.0):
+        simulation = box("vlora", theta_s=5.0, max_batch_size=4)
+        simulation.add(*(make_request(f"a{i}", "a", max_tokens=20) for i in range(3)))
+        for _ in range(4):
+            simulation.step()
+        simulation.add(make_request("b", "b", head="kind", max_ttft_s=bound))
+        simulation.run()
+        waited[bound] = first_answer_s(simulation, "b")
+    assert waited[3.0] <= 3.0 < 5.0 <= waited[None]
+
+
+def overload(simulation: Simulation, rate: float, bound: float, seed: int = 0) -> list[Request]:
+    """A hundred and fifty requests, a third of them heads, at `rate` a second, each with that bound."""
+    draws = random.Random(seed)
+    arrivals, now = [], 0.0
+    for number in range(150):
+        now += draws.expovariate(rate)
+        request = make_request(
+            f"r{number}",
+            draws.choices(("a", "b", "c"), (6, 3, 1))[0],
+            prompt=draws.randint(8, 40),
+            max_tokens=draws.randint(5, 30),
+            head="kind" if number % 3 == 0 else None,
+            max_ttft_s=bound,
+        )
+        arrivals.append((now, request))
+    simulation.run(arrivals, max_steps=50_000)
+    return [request for _, request in arrivals]
+
+
+@pytest.mark.parametrize("policy", sorted(POLICIES.keys() - {"merged_only"}))
+def test_at_three_times_capacity_the_bound_is_kept_and_the_machine_stays_busy(policy: str) -> None:
+    def machine() -> Simulation:
+        adapters = {"a": 2, "b": 5, "c": 3}
+        simulation = Simulation(Machine(adapters=adapters, theta_s=0.05, num_pages=512), policy=make_policy(policy))
+        for name, pages in adapters.items():
+            simulation.residency.bring(name, pages)
+        return simulation
+
+    full = machine()
+    overload(full, rate=1e6, bound=1e6)
+    capacity = 150 / full.clock.now
+    simulation = machine()
+    bound = 0.6
+    requests = overload(simulation, rate=3 * capacity, bound=bound)
+    by_end = Counter(ended(simulation, request.request_id) for request in requests)
+    assert by_end.keys() == {"length", "head", "deadline_unreachable"}
+    answered = [r for r in requests if ended(simulation, r.request_id) != "deadline_unreachable"]
+    kept = [r for r in answered if first_answer_s(simulation, r.request_id) <= bound]
+    assert len(kept) >= 0.95 * len(answered)
+    assert len(answered) / simulation.clock.now >= 0.8 * capacity
+    for request in requests:
+        (last,) = [output for output in simulation.outputs[request.request_id] if output.finished]
+        if last.error is not None:
+            assert last.timings is not None and last.timings.latency_s <= bound and not last.token_ids
+
+
+# -- priority ---------------------------------------------------------------------------------------------------------
+
+
+def order_of_ends(simulation: Simulation) -> list[str]:
+    simulation.run()
+    return [item.request_id for step in simulation.log for item in step.batch.items if item.answers]
+
+
+def test_who_waits_with_a_higher_priority_comes_first() -> None:
+    simulation = box(max_batch_size=1)
+    for name, priority in (("low", -1), ("first", 0), ("second", 0), ("high", 5)):
+        simulation.add(make_request(name, "a", head="kind", priority=priority))
+    assert order_of_ends(simulation) == ["high", "first", "second", "low"]
+
+
+def test_who_starves_comes_before_any_priority() -> None:
+    simulation = box(max_batch_size=1, theta_s=2.5)
+    crowd = [(0.9 * i, make_request(f"high{i}", "a", head="kind", priority=9)) for i in range(30)]
+    simulation.run([(0.0, make_request("low", "a", head="kind", priority=-9)), *crowd])
+    assert 2.5 < first_answer_s(simulation, "low") <= 2.5 + 3.0
+
+
+def test_priority_decides_who_is_let_in() -> None:
+    simulation = box(max_batch_size=1)
+    simulation.add(make_request("x", max_ttft_s=100.0))
+    simulation.step()
+    simulation.add(*(make_request(name, head="h", adapter="a", max_ttft_s=100.0) for name in ("one", "two")))
+    simulation.add(make_request("high", head="h", adapter="a", max_ttft_s=100.0, priority=1))
+    ends = order_of_ends(simulation)
+    assert ends.index("high") < min(ends.index("one"), ends.index("two"))
+
+
+# -- fair shares ------------------------------------------------------------------------------------------------------
+
+
+def served(simulation: Simulation, num_steps: int) -> Counter[str | None]:
+    tokens: Counter[str | None] = Counter()
+    for step in simulation.log[:num_steps]:
+        for item in step.batch.items:
+            tokens[item.adapter] += item.num_tokens
+    return tokens
+
+
+@settings(max_examples=12, deadline=None)
+@given(
+    weight=st.sampled_from([1.0, 2.0, 5.0]),
+    flood=st.integers(20, 40),
+    batch=st.integers(1, 6),
+    bounded=st.booleans(),
+)
+def test_served_tokens_follow_the_weights_however_many_requests_each_adapter_has(
+    weight: float, flood: int, batch: int, bounded: bool
+) -> None:
+    """While both have requests waiting, neither gets ahead by more than two full steps' tokens."""
+    simulation = box(
+        max_batch_size=batch,
+        max_step_tokens=64,
+        theta_s=1e6,
+        weights={"b": weight},
+        num_pages=320,
+        max_adapter_pages=8,
+    )
+    bound = 1e6 if bounded else None
+    for number in range(flood):
+        simulation.add(make_request(f"a{number}", "a", max_tokens=6, max_ttft_s=bound))
+    for number in range(20):
+        simulation.add(make_request(f"b{number}", "b", max_tokens=6, max_ttft_s=bound))
+    simulation.run()
+    a = b = 0.0
+    left = {"a": flood, "b": 20}
+    for step in simulation.log:
+        for item in step.batch.items:
+            if item.adapter == "a":
+                a += item.num_tokens
+            else:
+                b += item.num_tokens / weight
+        for request_id in {item.request_id for item in step.batch.items}:
+            ends = simulation.outputs[request_id][-1].timings
+            assert ends is not None
+            left[request_id[0]] -= abs(ends.latency_s - step.end_s) < 1e-9
+        if min(left.values()) <= batch:
+            break  # one of them cannot fill a batch any more
+        # A request that was let in is served to its end, so that shares even out a batch later.
+        assert abs(a - b) <= 2 * 64 + (batch * 10 if bounded else 0)
+
+
+def test_nobody_is_held_back_for_a_share_that_is_not_asked_for() -> None:
+    fair, plain = (box(max_batch_size=2, weights=weights, theta_s=1e6) for weights in ({"a": 0.1, "b": 9.0}, {}))
+    for simulation in (fair, plain):
+        simulation.add(*(make_request(f"a{i}", "a") for i in range(7)))
+        simulation.run()
+    assert [step.batch for step in fair.log] == [step.batch for step in plain.log]
+
+
+def test_idle_time_is_not_saved_up() -> None:
+    shares = FairShares({"*": 1.0, "b": 2.0})
+    shares.arrived("a@1")
+    shares.serve("a@1", 100)
+    shares.arrived("a@2")
+    shares.arrived("b@7")
+    waiting = [Tracked(make_request(name, name[0] + "@1"), 0.0, None) for name in ("a1", "b1", "b2", "b3", "a2")]
+    assert [t.request_id for t in in_turn(waiting[:1] + waiting[2:3], shares)] == ["a1", "b2"], "b starts where a is"
+    # A prompt of four tokens: b stands at 100, 102, 104; a at 100, 104.
+    assert [t.request_id for t in in_turn(waiting, shares)] == ["a1", "b1", "b2", "b3", "a2"]
+    shares.serve("a@2", 1)
+    assert [t.request_id for t in in_turn(waiting, shares)] == ["b1", "a1", "b2", "b3", "a2"]
+    for adapter in ("a@1", "a@2", "b@7"):
+        shares.ended(adapter)
+    shares.arrived("c@1")
+    shares.arrived("a@3")
+    late = [Tracked(make_request(name, f"{name}@3"), 0.0, None) for name in "ac"]
+    assert [t.request_id for t in in_turn(late, shares)] == ["c", "a"], "what a was served is remembered"
+
+
+def test_a_flood_of_one_adapter_does_not_drown_another_s_requests() -> None:
+    """b asks for less than half of what there is: far fewer of its requests are refused where shares are kept."""
+    refused = {}
+    for weights in ({}, {"*": 1.0}):
+        draws = random.Random(0)
+        simulation = box(max_batch_size=2, weights=weights, theta_s=1.0)
+        flood = [(draws.uniform(0, 200), make_request(f"a{i}", "a", max_tokens=4, max_ttft_s=6.0)) for i in range(300)]
+        few = [(draws.uniform(0, 200), make_request(f"b{i}", "b", max_tokens=4, max_ttft_s=6.0)) for i in range(40)]
+        simulation.run(sorted([*flood, *few], key=lambda pair: pair[0]))
+        refused[bool(weights)] = sum(ended(simulation, f"b{i}") == "deadline_unreachable" for i in range(40))
+    assert 3 * refused[True] < refused[False]

@@ -1,0 +1,250 @@
+"""Early abort: requests with a bound on their first answer wait here until the next step has room for them, or until
+it is certain enough that they cannot keep it (S-LoRA section 4.3 and appendix B)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence, Set
+from typing import NamedTuple
+
+from vlora.orchestrator.cost import Costs
+from vlora.orchestrator.tracked import Tracked
+from vlora.orchestrator.turns import FairShares, in_turn
+
+_SMOOTH = 0.1  # weight of the newest period in the moving averages of rates
+# How a measured time scatters about the expected one, as TCP's retransmission timer has it (RFC 6298).
+_MEAN, _DEVIATION, _DEVIATIONS = 1 / 8, 1 / 4, 2
+_RELAX = 1 / 32  # how much of a pessimism that nothing can correct is dropped in a period
+
+
+class Verdict(NamedTuple):
+    """let_in: in the order in which they come in. refused: each with the seconds that its first answer was expected
+    to take."""
+
+    let_in: Sequence[Tracked]
+    refused: Sequence[tuple[Tracked, float]]
+
+
+class Load:
+    """What is under way, as far as it delays the first answer of whoever is let in next, and what still has room.
+
+    Requests without a bound are let in whatever there is, so they take no places here; nor do their prompts delay a
+    request that is about to miss its bound, which starves, and starving requests come first.
+    """
+
+    def __init__(
+        self,
+        accepted: Sequence[Tracked],
+        costs: Costs,
+        *,
+        max_batch_size: int,
+        max_step_tokens: int,
+        block_size: int,
+        free_blocks: int,
+        resident: Set[str],
+        most_adapters: float,
+    ) -> None:
+        """accepted: everybody who was let in and has not ended. resident: adapters in memory, which holds at most
+        `most_adapters` as far as anybody knows."""
+        self._costs = costs
+        self._max_batch_size = max_batch_size
+        self._max_step_tokens = max_step_tokens
+        self._block_size = block_size
+        self._free_blocks = free_blocks
+        self._num_accepted = len(accepted)
+        bounded = [t for t in accepted if t.answer_by is not None]
+        self._num_bounded = len(bounded)
+        self._due = 0  # tokens until everybody with a bound has a first answer
+        for tracked in bounded:
+            if tracked.first_answer_s is None:
+                self._due += tracked.new_tokens
+                self._free_blocks -= -(-tracked.new_tokens // block_size)
+        new_tokens = [t.new_tokens for t in accepted]
+        self._num_decoding = min(new_tokens.count(1), max_batch_size - 1)
+        self._prompts = sum(new_tokens) - new_tokens.count(1)
+        self._context = sum(t.cached_len for t in accepted)
+        self._tokens_a_step = max_step_tokens - self._num_decoding
+        self._known: dict[int, float] = {}
+        self._resident = resident
+        self._most_adapters = most_adapters
+        self._needed = {t.adapter for t in accepted if t.adapter is not None}
+
+    @property
+    def will_tell(self) -> bool:
+        """Whether somebody is under way whose first answer shows what predictions are worth."""
+        return self._due > 0
+
+    def has_room(self, tracked: Tracked) -> bool:
+        """Whether the next step could begin with this one: a place in the batch, a token of the budget, KV blocks."""
+        if not self._num_bounded:
+            return True  # one at a time always goes, whatever others hold
+        blocks = -(-tracked.new_tokens // self._block_size)
+        return (
+            self._num_bounded < self._max_batch_size and self._due < self._tokens_a_step and blocks <= self._free_blocks
+        )
+
+    def has_adapter(self, tracked: Tracked) -> bool:
+        """Whether its adapter is in memory, or can be brought before the step: nobody else waits for one, and fewer are
+        in use than memory holds.
+
+        This is adapter clustering where it pays (S-LoRA section 4.2): with more adapters among those let in than
+        memory holds, each step would bring adapters that the next one evicts.
+        """
+        return (
+            tracked.adapter is None
+            or tracked.adapter in self._resident
+            or not self._num_bounded
+            or (self._needed <= self._resident and len(self._needed) + 1 <= self._most_adapters)
+        )
+
+    def first_answer_s(self, new_tokens: int) -> float:
+        """Predicted seconds to the first answer of a request with so many tokens to compute that is let in now."""
+        seconds = self._known.get(new_tokens)
+        if seconds is None:
+            seconds = self._known[new_tokens] = self._predict_s(new_tokens)
+        return seconds
+
+    def take(self, tracked: Tracked) -> None:
+        """Count one in that is let in."""
+        self._num_accepted += 1
+        self._num_bounded += 1
+        self._due += tracked.new_tokens
+        self._prompts += tracked.new_tokens
+        self._free_blocks -= -(-tracked.new_tokens // self._block_size)
+        self._known.clear()
+        if tracked.adapter is not None:
+            self._needed.add(tracked.adapter)
+
+    def _predict_s(self, new_tokens: int) -> float:
+        due = self._due + new_tokens
+        num_steps = -(-due // self._tokens_a_step) + self._num_accepted // self._max_batch_size
+        tokens = min(
+            num_steps * self._max_step_tokens,
+            num_steps * self._num_decoding + max(due, self._prompts + new_tokens),
+        )
+        lanes = num_steps * min(self._num_accepted + 1, self._max_batch_size)
+        step_s = self._costs.step_s(tokens, tokens, lanes, num_steps * self._context)
+        return step_s + (num_steps - 1) * self._costs.base_s
+
+
+class Admission:
+    """Holds requests with a bound until they are let in or refused, whichever comes first; both in a step's time.
+
+    Every period (a step) ends with a verdict:
+
+    1. Who could not answer in time even if it were let in now is refused.
+    2. If more requests come in a period than can be let in, by moving averages, the newest are let in first, otherwise
+       the oldest: under overload somebody must be refused, and who came last has most time left. Priority and fair
+       shares come before age.
+    3. They are let in as long as the next step has room. Who needs an adapter that cannot be brought is passed over.
+    4. Who is left, and so far behind that at the present rate it would be let in too late, is refused as well.
+
+    S-LoRA's rule is 1 to 3 with the longest prefill seen as the expected time; here that is the cost model's
+    prediction, times how much longer than predicted first answers took of late. While all are refused nothing is
+    learned, so that one step that took far too long would close the door for good: then predictions are trusted a
+    little less in each period, until somebody is let in and shows what they are worth.
+    """
+
+    def __init__(self, shares: FairShares | None) -> None:
+        self._shares = shares
+        self._waiting: dict[str, Tracked] = {}  # in order of arrival
+        self._num_arrived = 0
+        self._arrivals = _Average()  # a period
+        self._entries = _Average()  # a period in which not all found room
+        self._period_s = _Average()
+        self._full_since: float | None = None
+        self._slowness = 1.0
+        self._scatter = 0.0
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    @property
+    def waiting(self) -> Iterable[Tracked]:
+        """In order of arrival."""
+        return self._waiting.values()
+
+    def get(self, request_id: str) -> Tracked | None:
+        return self._waiting.get(request_id)
+
+    def add(self, tracked: Tracked) -> None:
+        self._waiting[tracked.request_id] = tracked
+        self._num_arrived += 1
+
+    def remove(self, request_id: str) -> None:
+        """Forget a request that has ended."""
+        del self._waiting[request_id]
+
+    @property
+    def overloaded(self) -> bool:
+        """Whether more requests come than can be let in."""
+        return self._entries.known and self._arrivals.value > self._entries.value
+
+    def observe(self, expected_s: float, seconds: float) -> None:
+        """Learn from a first answer how far predictions can be trusted."""
+        if expected_s > 0:
+            error = seconds / expected_s - self._slowness
+            self._scatter += _DEVIATION * (abs(error) - self._scatter)
+            self._slowness += _MEAN * error
+
+    def rest(self) -> None:
+        """End a period in which nobody waits."""
+        self._arrivals.add(0)
+        self._full_since = None
+
+    def judge(self, now: float, load: Load) -> Verdict:
+        """End a period: who is let in and does not wait here any more, and who is to be refused and removed."""
+        self._arrivals.add(self._num_arrived)
+        self._num_arrived = 0
+        if self._full_since is not None:
+            self._period_s.add(now - self._full_since)
+        margin = self._slowness + _DEVIATIONS * self._scatter
+        refused: list[tuple[Tracked, float]] = []
+
+        def in_time(tracked: Tracked, wait_s: float = 0.0) -> bool:
+            needed_s = wait_s + margin * load.first_answer_s(tracked.new_tokens)
+            if now + needed_s <= tracked.answer_by:  # type: ignore[operator]  # who waits here has a bound
+                return True
+            refused.append((tracked, needed_s))
+            return False
+
+        queue = [tracked for tracked in self._waiting.values() if in_time(tracked)]
+        if self.overloaded:
+            queue.reverse()
+        queue = list(in_turn(queue, self._shares))
+        let_in: list[Tracked] = []
+        left: list[Tracked] = []
+        for place, tracked in enumerate(queue):
+            if not load.has_room(tracked):
+                left += queue[place:]
+                break
+            if not load.has_adapter(tracked):
+                left.append(tracked)
+            elif in_time(tracked):  # those let in just now have made it longer
+                tracked.expected_s = load.first_answer_s(tracked.new_tokens)
+                load.take(tracked)
+                let_in.append(tracked)
+        if left:
+            self._entries.add(len(let_in))
+        self._full_since = now if left else None
+        entry_s = self._period_s.value / self._entries.value if self._entries.value else 0.0
+        num_ahead = 0
+        for tracked in left:
+            num_ahead += in_time(tracked, num_ahead * entry_s)
+        if refused and not let_in and not load.will_tell:
+            self._slowness *= 1 - _RELAX
+            self._scatter *= 1 - _RELAX
+        for tracked in let_in:
+            del self._waiting[tracked.request_id]
+        return Verdict(let_in, refused)
+
+
+class _Average:
+    """An exponential moving average; the first value starts it."""
+
+    def __init__(self) -> None:
+        self.known = False
+        self.value = 0.0
+
+    def add(self, value: float) -> None:
+        self.value = (1 - _SMOOTH) * self.value + _SMOOTH * value if self.known else value
+        self.known = True
