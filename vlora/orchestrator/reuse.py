@@ -8,7 +8,7 @@ from vlora.memory.books import BlockTables
 from vlora.orchestrator.tracked import Tracked
 from vlora.types import RequestStatus
 
-_MOST_KEYS = 256  # found in one step: a crowd that asks about one picture shall not hold up a decision
+_MOST_KEYS = 128  # found in one step: a crowd that asks about one picture shall not hold up a decision
 
 
 def look_up(requests: Iterable[Tracked], tables: BlockTables) -> None:
