@@ -94,8 +94,9 @@ def test_bfloat16_weights_and_answers_are_the_shadow_s(saved: Saved, subtracting
         name = draw.choice(["wide8", "narrow4", None])
         for engine in engines:
             key = None if name is None else engine._registry.get(name).key
-            if key is not None:
-                assert engine._bank.bring(engine._registry.get(name))
+            if name is not None:
+                engine.pin_adapter(name, True)  # which waits until it is there
+                engine.pin_adapter(name, False)
             with torch.no_grad():
                 engine._switcher.switch(key)
         for site, linear in in_place.items():

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 from tests.engine.on_demand import OnDemand
-from vlora.adapters import HostAdapter, carve
-from vlora.adapters.layout import FactorShape, run_bytes
+from tests.models import made_adapters
+from vlora.adapters import HostAdapter, HostFactors
 from vlora.memory.arena import Arena, pages_for
 from vlora.memory.books import ArenaBooks
 from vlora.memory.residency import Residency
@@ -24,24 +24,12 @@ RANKS = {"a": 8, "b": 20, "c": 40, "d": 64, "e": 90}  # 1 to 5 pages
 
 
 def host_adapter(name: str) -> HostAdapter:
-    shapes = {f"layers.{i}.q_proj": FactorShape(RANKS[name], 256, 64) for i in range(2)}
-    run = torch.zeros(run_bytes(shapes, torch.float32), dtype=torch.uint8)
-    factors = carve(run, shapes, torch.float32)
     generator = torch.Generator().manual_seed(ord(name))
-    for pair in factors.values():
-        for tensor in pair:
-            tensor.copy_(torch.randn(tensor.shape, generator=generator))
-    return HostAdapter(
-        key=f"{name}@1",
-        version="",
-        run=run,
-        shapes=shapes,
-        factors=factors,
-        heads={},
-        rank=RANKS[name],
-        touches_vision=False,
-        merge_fidelity=1.0,
-    )
+    factors = {
+        f"layers.{i}.q_proj": HostFactors(*(torch.randn(RANKS[name], d, generator=generator) for d in (256, 64)))
+        for i in range(2)
+    }
+    return made_adapters.host_adapter(f"{name}@1", factors)
 
 
 ADAPTERS = {name: host_adapter(name) for name in RANKS}

@@ -12,10 +12,12 @@ from hypothesis import strategies as st
 from torch import nn
 
 import atmm
+from tests.models.made_adapters import host_adapter
 from vlora.adapters import HostAdapter, HostFactors
 from vlora.memory.arena import PAGE_BYTES, Arena
 from vlora.memory.books import ArenaBooks
 from vlora.memory.residency import Residency
+from vlora.memory.transfer import Inline, make_transfer
 from vlora.models.adapted import LaneScope, adapt
 from vlora.models.bank import AdapterBank
 from vlora.models.in_place import MAX_DRIFT, InPlaceSwitcher
@@ -45,7 +47,12 @@ class Box:
         self.slabs = WeightSlabs(linears)
         arena = Arena(2**24 // PAGE_BYTES, torch.device("cpu"))
         self.bank = AdapterBank(
-            arena, Residency(ArenaBooks(arena.num_pages, 1), arena.num_pages), linears, {}, self.slabs.order
+            arena,
+            Residency(ArenaBooks(arena.num_pages, 1), arena.num_pages),
+            make_transfer(torch.device("cpu"), Inline()),
+            linears,
+            {},
+            self.slabs.order,
         )
         self.originals = CopiedOriginals(self.slabs)
         self.switcher = InPlaceSwitcher(self.slabs, self.bank, self.originals, subtracting=subtracting)
@@ -53,7 +60,7 @@ class Box:
         self.known: dict[tuple[str, str], torch.Tensor] = {}
         for number, rank in enumerate(ranks):
             # Every third adapter leaves a kind of layer alone.
-            names = [name for name in linears if number % 3 or "k_proj" not in name]
+            names = [name for name in self.slabs.order if number % 3 or "k_proj" not in name]
             scale = (ratio * 0.02 / rank**0.5) ** 0.5
             factors = {
                 name: HostFactors(
@@ -62,7 +69,7 @@ class Box:
                 )
                 for name in names
             }
-            adapter = HostAdapter(f"a{number}", "1", factors, {}, rank, False)
+            adapter = host_adapter(f"a{number}@1", factors)
             assert self.bank.bring(adapter)
             self.adapters[adapter.key] = adapter
 
