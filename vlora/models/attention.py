@@ -72,9 +72,11 @@ def decode_rows(index: torch.Tensor | None, contexts: list[torch.Tensor], device
     longest = max(lengths)
     if device.type == "cpu" and len(lengths) * longest > _MOST_PADDING * sum(lengths):
         return DecodeRows(index, torch.cat(contexts).to(device), tuple(lengths), None)
-    padded = torch.zeros(len(lengths), longest, dtype=torch.int64)
+    padded = torch.empty(len(lengths), longest, dtype=torch.int64)
     for i, rows in enumerate(contexts):
         padded[i, : lengths[i]] = rows
+        # Masked, and of the request's own: what is not a number in another's KV would pass a mask (0 times NaN is NaN).
+        padded[i, lengths[i] :] = rows[-1]
     mask = None
     if min(lengths) != longest:
         mask = (torch.arange(longest)[None] < torch.tensor(lengths)[:, None])[:, None, None].to(device)
