@@ -132,12 +132,24 @@ void add(T* y, const float* sums, int64_t count) {
   for (; o < count; ++o) store_one(y + o, load_one(y + o) + sums[o]);
 }
 
+// to[o * tokens + t] = sums[t * kPitch + o]. A store of sixteen tokens may reach into the values behind, which are
+// written later: `to` has room for kWidth more than it holds.
+inline void turn(float* to, const float* sums, int64_t tokens, int64_t width) {
+  for (int64_t t = (tokens - 1) / kWidth * kWidth; t >= 0; t -= kWidth)
+    for (int64_t o = 0; o < width; o += kWidth) {
+      Floats square[kWidth] = {};
+      for (int64_t i = 0; i < std::min(kWidth, tokens - t); ++i) square[i] = load(sums + (t + i) * kPitch + o);
+      transpose(square);
+      for (int64_t i = 0; i < std::min(kWidth, width - o); ++i) store(to + (o + i) * tokens + t, square[i]);
+    }
+}
+
 template <typename T>
 void expand(T* y, int64_t y_token, int64_t y_feature, const float* hidden, const T* base,
             const Lane* lanes, int64_t num_lanes, int64_t num_tokens, int64_t d_out) {
 #pragma omp parallel
   {
-    const std::unique_ptr<float[]> sums(new float[num_tokens * kPitch]), turned(new float[num_tokens * kBlock]);
+    const std::unique_ptr<float[]> sums(new float[num_tokens * kPitch]), turned(new float[num_tokens * kBlock + kWidth]);
 #pragma omp for schedule(static)
     for (int64_t first = 0; first < d_out; first += kBlock) {
       const int64_t width = std::min(kBlock, d_out - first);
@@ -160,8 +172,7 @@ void expand(T* y, int64_t y_token, int64_t y_feature, const float* hidden, const
       if (y_feature == 1) {
         for (int64_t t = 0; t < num_tokens; ++t) add(block + t * y_token, sums.get() + t * kPitch, width);
       } else {
-        for (int64_t o = 0; o < width; ++o)
-          for (int64_t t = 0; t < num_tokens; ++t) turned[o * num_tokens + t] = sums[t * kPitch + o];
+        turn(turned.get(), sums.get(), num_tokens, width);
         if (y_token == 1 && y_feature == num_tokens)
           add(block, turned.get(), width * num_tokens);
         else

@@ -4,6 +4,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
+#include <utility>
 
 #if defined(__AVX512F__)
 #include <immintrin.h>
@@ -77,6 +78,36 @@ inline void store_one(BFloat16* to, float value) {
   std::memcpy(&bits, &value, sizeof bits);
   const bool nan = (bits & 0x7fffffff) > 0x7f800000;
   to->bits = nan ? (bits >> 16) | 0x40 : (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
+}
+
+// Places J of two vectors side by side.
+template <int... J>
+inline Floats pick(Floats a, Floats b) {
+#if defined(__clang__) || __GNUC__ >= 12
+  return __builtin_shufflevector(a, b, J...);
+#else
+  return __builtin_shuffle(a, b, Bits{J...});
+#endif
+}
+
+// Exchanges, in each square of 2 S values, the right upper quarter with the left lower one.
+template <int S, int... J>
+inline void exchange(Floats* square, std::integer_sequence<int, J...>) {
+  for (int64_t i = 0; i < kWidth; ++i) {
+    if (i & S) continue;
+    const Floats upper = square[i], lower = square[i + S];
+    square[i] = pick<(J & S ? kWidth + J - S : J)...>(upper, lower);
+    square[i + S] = pick<(J & S ? kWidth + J : J + S)...>(upper, lower);
+  }
+}
+
+// Sixteen vectors as rows of a matrix become its columns.
+inline void transpose(Floats* square) {
+  using Places = std::make_integer_sequence<int, kWidth>;
+  exchange<1>(square, Places());
+  exchange<2>(square, Places());
+  exchange<4>(square, Places());
+  exchange<8>(square, Places());
 }
 
 // Past the caches, for memory that is not read again soon: saves reading it before it is overwritten. `to` must be
