@@ -524,9 +524,10 @@ def _deadline_missed(tracked: Tracked, now: float) -> ErrorValue:
 
 def _unreachable(tracked: Tracked, needed_s: float, now: float) -> ErrorValue:
     assert tracked.answer_by is not None
+    left_s = max(0.0, tracked.answer_by - now)
     return ErrorValue.of(
         DeadlineUnreachable(
-            f"the deadline cannot be met: {tracked.answer_by - now:.3f} s are left for the first answer of request "
+            f"the deadline cannot be met: {left_s:.3f} s are left for the first answer of request "
             f"{tracked.request_id!r}, which would take {needed_s:.3f} s; try again later, or with a longer bound"
         )
     )
