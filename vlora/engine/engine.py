@@ -40,7 +40,7 @@ from vlora.models.shadow import ShadowSwitcher
 from vlora.models.slabs import WeightSlabs
 from vlora.models.switcher import ModeSwitcher, merge_fidelity
 from vlora.models.vision import VisionEncoder
-from vlora.orchestrator import CostModel, Scheduler, bring_wanted, make_policy
+from vlora.orchestrator import CostModel, Scheduler, bring_wanted, make_policy, pin_in_use
 from vlora.types import (
     AdapterStatus,
     EngineStats,
@@ -234,7 +234,7 @@ class Engine:
         key = registration.key
         if pinned and name not in self._pinned:
             adapter = self._registry.read(key)
-            in_use = self._pin_in_use()
+            in_use = pin_in_use(self._scheduler, self._residency)
             here = self._bank.bring(adapter)
             for other in in_use:
                 self._residency.unpin(other)
@@ -378,14 +378,6 @@ class Engine:
         for output in outputs:
             self._release(output.request_id)
         return outputs
-
-    def _pin_in_use(self) -> list[str]:
-        """Keep what requests under way need from being evicted; the caller unpins."""
-        resident = self._bank.resident
-        pinned = [key for key in self._scheduler.adapters_in_use() if key in resident]
-        for key in pinned:
-            self._residency.pin(key)
-        return pinned
 
     def _memory_view(self) -> MemoryView:
         resident = self._bank.resident

@@ -9,7 +9,7 @@ from vlora.orchestrator.cost import CostModel, Costs
 from vlora.orchestrator.policy import Candidate, Decision, Policy, PolicyState
 from vlora.orchestrator.registry import POLICIES, make_policy
 from vlora.orchestrator.scheduler import Scheduler
-from vlora.orchestrator.wanted import bring_wanted
+from vlora.orchestrator.wanted import bring_wanted, pin_in_use
 
 __all__ = [
     "POLICIES",
@@ -23,4 +23,5 @@ __all__ = [
     "Scheduler",
     "bring_wanted",
     "make_policy",
+    "pin_in_use",
 ]

@@ -18,9 +18,7 @@ def bring_wanted(scheduler: Scheduler, residency: Residency, bring: Callable[[st
         for name in scheduler.needed_adapters:
             residency.touch(name)
         return
-    pinned = [name for name in scheduler.adapters_in_use() if name in resident]
-    for name in pinned:
-        residency.pin(name)
+    pinned = pin_in_use(scheduler, residency)
     for name in scheduler.waiting_adapters():
         if bring(name):
             # A less wanted adapter may not evict it again before its requests have had their step.
@@ -28,3 +26,11 @@ def bring_wanted(scheduler: Scheduler, residency: Residency, bring: Callable[[st
             pinned.append(name)
     for name in pinned:
         residency.unpin(name)
+
+
+def pin_in_use(scheduler: Scheduler, residency: Residency) -> list[str]:
+    """Keep what requests under way need from being evicted; which adapters these are, for the caller to unpin."""
+    pinned = [name for name in scheduler.adapters_in_use() if name in residency.resident]
+    for name in pinned:
+        residency.pin(name)
+    return pinned
