@@ -137,6 +137,7 @@ class Engine:
         self._users: dict[str, set[str]] = {}  # requests under way by the key of their adapter
         self._pinned: dict[str, Run] = {}  # by an operator, by name
         self._key_of: dict[str, str | None] = {}
+        self._view = MemoryView(resident=frozenset(), mergeable=frozenset())
         self._num_load_waits = 0
         self._load_wait_s = 0.0
 
@@ -380,12 +381,11 @@ class Engine:
         return outputs
 
     def _memory_view(self) -> MemoryView:
-        resident = self._bank.resident
-        return MemoryView(
-            resident=resident,
-            mergeable=frozenset(key for key in resident if self._is_mergeable(key)),
-            loading=self._loading(),
-        )
+        resident, mergeable = self._bank.resident, self._view.mergeable
+        if resident is not self._view.resident:  # asked in every step, and there may be thousands
+            mergeable = frozenset(key for key in resident if self._is_mergeable(key))
+        self._view = MemoryView(resident=resident, mergeable=mergeable, loading=self._loading())
+        return self._view
 
     def _loading(self) -> frozenset[str]:
         """Needed adapters on their way to the device, or yet to be read."""

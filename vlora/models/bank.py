@@ -56,6 +56,7 @@ class AdapterBank:
         self._vision = vision.keys()
         self._arriving: dict[str, _Arriving] = {}
         self._residents: dict[str, _Resident] = {}
+        self._resident: frozenset[str] | None = frozenset()  # None when it is to be made anew
         self._groups = site_groups(language)
         self._packed: _Packed | None = None
         self._waiting_to_pack: tuple[tuple[str, ...], int] = ((), 0)
@@ -71,8 +72,10 @@ class AdapterBank:
 
     @property
     def resident(self) -> frozenset[str]:
-        """Adapters that a step may use."""
-        return frozenset(self._residents)
+        """Adapters that a step may use; the same object as long as nothing comes or goes."""
+        if self._resident is None:
+            self._resident = frozenset(self._residents)
+        return self._resident
 
     @property
     def arriving(self) -> frozenset[str]:
@@ -130,6 +133,7 @@ class AdapterBank:
         for name, pair in arriving.factors.items():
             self._linears[name].site.factors[key] = pair
         device = self._arena.bytes.device
+        self._resident = None
         self._residents[key] = _Resident(
             arriving.factors, {name: head.to(device) for name, head in arriving.adapter.heads.items()}
         )
@@ -218,6 +222,7 @@ class AdapterBank:
     def _forget(self, key: str) -> None:
         if self._packed is not None and key in self._packed.keys:
             self._unpack()
+        self._resident = None
         for name in self._residents.pop(key).factors:
             del self._linears[name].site.factors[key]
 
