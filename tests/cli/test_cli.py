@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 import vlora.cli
+import vlora.cli.serving
 from tests.server.running import Running, png, running_server
 from tests.server.scripted import write_adapter
 from vlora.config import EngineConfig, ServerConfig
@@ -250,5 +251,5 @@ def test_adapter_folders_are_found_by_name(tmp_path: Path) -> None:
     for name in ("signs", "cam"):
         write_adapter(tmp_path / name)
     (tmp_path / "not-an-adapter").mkdir()
-    found = vlora.cli._named_adapters((f"extra={tmp_path}/x=y",), tmp_path)
+    found = vlora.cli.serving.named_adapters((f"extra={tmp_path}/x=y",), tmp_path)
     assert found == {"cam": str(tmp_path / "cam"), "signs": str(tmp_path / "signs"), "extra": f"{tmp_path}/x=y"}

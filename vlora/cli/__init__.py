@@ -1,0 +1,44 @@
+"""The `vlora` command. Imports what a command needs only when that command runs: help and queries never load torch."""
+
+from __future__ import annotations
+
+import os
+import sys
+
+import click
+
+from vlora.cli import asking, making, measuring, serving  # noqa: F401  (each joins its commands to the group)
+from vlora.cli.group import cli
+from vlora.errors import EngineDead, StepFailed, VLoraError
+
+__all__ = ["cli", "main"]
+
+
+def main() -> None:
+    """The console script: one line on stderr for what a user can mend, no traceback; 2 user error, 1 other failure."""
+    try:
+        sys.exit(cli.main(prog_name="vlora", standalone_mode=False))
+    except click.Abort:
+        sys.exit(130)
+    except click.UsageError as error:
+        hint = f"; see '{error.ctx.command_path} --help'" if error.ctx else ""
+        message = error.format_message().rstrip(".")
+        _fail(message[:1].lower() + message[1:] + hint, 2)
+    except click.ClickException as error:
+        _fail(error.format_message(), 2)
+    except (EngineDead, StepFailed) as error:
+        _fail(str(error), 1)
+    except VLoraError as error:
+        _fail(str(error), 2)
+    except KeyboardInterrupt:
+        sys.exit(130)
+    except BrokenPipeError:
+        # The reader of our output left; there is nobody to tell.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(1)
+
+
+def _fail(message: str, code: int) -> None:
+    lines = (" ".join(line.split()) for line in message.splitlines())
+    print("error: " + "; ".join(filter(None, lines)), file=sys.stderr)
+    sys.exit(code)

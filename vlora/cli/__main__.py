@@ -1,0 +1,3 @@
+from vlora.cli import main
+
+main()

@@ -1,0 +1,107 @@
+"""Commands that make adapters, and the model in the package."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import click
+
+from vlora.cli.group import cli
+from vlora.config import EngineConfig
+from vlora.errors import BadConfig
+
+
+@cli.command()
+@click.argument("plan", type=click.Path(path_type=Path))
+@click.option("--out", required=True, type=click.Path(path_type=Path), help="Folder for adapters and report.")
+@click.option("--device", default=EngineConfig.device, show_default=True, help="Device to train on: cpu or cuda.")
+def fuse(plan: Path, out: Path, device: str) -> None:
+    """Train adapters and task heads from a fusion plan: a file, or the name of one in the package.
+
+    \b
+        vlora fuse plan.yaml --out out
+        vlora fuse demo --out demo
+    """
+    import warnings
+
+    import fusion
+
+    # Third parties' notes to their own callers.
+    warnings.simplefilter("ignore", FutureWarning)
+    warnings.filterwarnings("ignore", module=r"peft\.")
+    packaged = Path(fusion.__file__).parent / "plans" / f"{plan}.yaml"
+    from fusion.commands import fuse as run
+
+    run(packaged if packaged.is_file() and not plan.is_file() else plan, out, device=device)
+
+
+@cli.command()
+@click.option(
+    "--out", default="demo", show_default=True, type=click.Path(path_type=Path), help="Folder for what it makes."
+)
+@click.option("--plan", default="demo", show_default=True, help="Fusion plan: a file, or one in the package by name.")
+def demo(out: Path, plan: str) -> None:
+    """Do the whole job once, live: fuse, serve, ask, stream. Takes some minutes.
+
+    \b
+        vlora demo
+    """
+    import signal
+
+    from apps.demo import run
+
+    # Leaving through the usual way out ends the server and the training it started, too.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    run(out, plan=plan)
+
+
+@cli.group()
+def model() -> None:
+    """The small model that ships with the package.
+
+    \b
+        vlora model eval
+    """
+
+
+@model.command("eval")
+@click.option("--checkpoint", type=click.Path(exists=True), help="Another folder than the package's own.")
+@click.option("--quick", is_flag=True, help="One seed and few pictures: a look, not a result.")
+def model_eval(checkpoint: str | None, quick: bool) -> None:
+    """Measure every promise of the embedded model. The last line is JSON; exit code 1 when a goal does not hold.
+
+    \b
+        vlora model eval --quick
+    """
+    import logging
+    import warnings
+
+    import torch
+    from transformers import AutoProcessor
+
+    from fusion.embedded import checkpoint_path
+    from fusion.embedded.exam import examine
+    from vlora.bench.form import Goal, Report
+
+    warnings.simplefilter("ignore", FutureWarning)
+    logging.getLogger("vlora").setLevel(logging.WARNING)
+    torch.set_num_threads(1)  # what is promised holds on one core
+    if checkpoint is not None:
+        try:
+            AutoProcessor.from_pretrained(checkpoint)
+        except (OSError, ValueError) as error:
+            raise BadConfig(
+                f"--checkpoint {checkpoint} holds no model and processor as fusion.embedded.train writes them: {error}"
+            ) from error
+    seeds = (1_000_001, 1_000_002, 1_000_003)[: 1 if quick else 3]
+    rows, gates = examine(
+        checkpoint or checkpoint_path(),
+        seeds=seeds,
+        num_scenes=60 if quick else 200,
+        say=lambda text: click.echo(text, err=True),
+    )
+    goals = [Goal(*gate) for gate in gates]
+    Report("model eval", [row._asdict() for row in rows], goals, title="vlora model eval").print()
+    if not all(goal.holds for goal in goals):
+        sys.exit(1)

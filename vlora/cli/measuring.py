@@ -1,0 +1,189 @@
+"""Commands that measure: `simulate`, `bench`, `tune`."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import click
+
+from vlora.cli.group import cli
+from vlora.cli.server_flags import json_option, print_json
+from vlora.cli.settings import config_flags, model_path
+from vlora.config import EngineConfig
+from vlora.errors import BadConfig
+
+
+@cli.command()
+@click.argument("trace")
+@config_flags(EngineConfig, only=("policy", "theta_s", "max_batch_size", "max_step_tokens", "max_ttft_s", "weight"))
+@click.option("--adapters", type=click.IntRange(min=1), default=20, show_default=True, help="Adapters asked for.")
+@click.option("--replicas", type=click.IntRange(min=1), default=1, show_default=True, help="Boxes that share the load.")
+@click.option(
+    "--requests", type=click.IntRange(min=1), help="How many at most: 1000 of a workload, all of a file if not given."
+)
+@click.option("--seed", type=int, default=0, show_default=True, help="Seed of the workload's draws.")
+@click.option(
+    "--costs",
+    type=click.Path(path_type=Path),
+    help="The machine: JSON of `vlora bench policy --out`; one in the package if not given.",
+)
+@click.option(
+    "--kv-tokens", type=click.IntRange(min=1), default=65_536, show_default=True, help="Room for KV in a box."
+)
+@click.option(
+    "--resident-adapters", type=click.IntRange(min=1), default=64, show_default=True, help="Room for adapters in a box."
+)
+@json_option
+def simulate(
+    trace: str,
+    adapters: int,
+    replicas: int,
+    requests: int | None,
+    seed: int,
+    costs: Path | None,
+    as_json: bool,
+    **settings: Any,
+) -> None:
+    """Replay traffic against the scheduler, without a model: a fake clock and a machine known by its costs.
+
+    \b
+        vlora simulate hottest:rate=0.3,skew=0.6 --policy vlora_cost
+        vlora simulate gamma:rate=1,cv=2 --adapters 10000 --replicas 4 --requests 10000
+        vlora simulate hottest:rate=1.3 --max-ttft-s 5 --requests 500
+        vlora simulate AzureLLMInferenceTrace_conv.csv --policy unmerged_only --json
+
+    TRACE is a CSV file with columns TIMESTAMP, ContextTokens, GeneratedTokens and perhaps Adapter, MaxTTFT and
+    Priority, or a workload NAME:KEY=VALUE,...:
+
+    \b
+        hottest   rate, skew                  Poisson arrivals; the hottest adapter's share (V-LoRA 6.3.3)
+        gamma     rate, cv, alpha             Gamma arrivals by adapter, power-law popularity (S-LoRA 7.2)
+        punica    rate, pattern               distinct, uniform, skewed or identical popularity (Punica 7)
+        video     streams, fps, chunk, frames, frame_tokens, answer     a chunk a second each (V-LoRA 6.1)
+
+    The first three also take prompt_min, prompt_max, answer_min, answer_max, in tokens; answers of 0 ask a task head.
+    """
+    from vlora.simulator import commands
+
+    found = commands.simulate(
+        trace,
+        num_adapters=adapters,
+        num_replicas=replicas,
+        num_requests=requests,
+        seed=seed,
+        costs=costs,
+        settings=settings,
+    )
+    if as_json:
+        print_json(found)
+    else:
+        for line in commands.lines(found):
+            click.echo(line)
+
+
+@cli.command()
+@click.argument("name")
+@click.option("--quick", is_flag=True, help="Fewer repetitions: a look, not a result.")
+@click.option(
+    "--out", type=click.Path(file_okay=False, path_type=Path), help="Folder to keep reports in, with pictures."
+)
+def bench(name: str, quick: bool, out: Path | None) -> None:
+    """Run a bench by name, or all of them. The last line is JSON; exit code 1 when a goal does not hold.
+
+    \b
+        vlora bench step --quick
+    """
+    from vlora.bench import main as run
+
+    if not run(name, quick, out):
+        sys.exit(1)
+
+
+@cli.command()
+@click.option("--model", help="Folder or hub name: search its shapes. Without it, those of the tables in the package.")
+@click.option("--device", type=click.Choice(["cpu", "cuda"]), default="cpu", show_default=True)
+@click.option(
+    "--dtype",
+    "dtypes",
+    multiple=True,
+    type=click.Choice(["bfloat16", "float32", "float16"]),
+    default=["bfloat16", "float32"],
+    show_default=True,
+    help="May be repeated.",
+)
+@click.option(
+    "--minutes", type=click.FloatRange(min=0), help="Stop after this long: 5 on a CPU, 30 on a GPU if not given."
+)
+@click.option(
+    "--threads", type=click.IntRange(min=1), default=1, show_default=True, help="Threads to measure with on a CPU."
+)
+@click.option("--out", type=click.Path(path_type=Path), help="The table's file; where the engine looks if not given.")
+@click.option("--check", is_flag=True, help="Only verify the numerics of every row of the table.")
+@click.option("--lint", is_flag=True, help="Only compile every kernel of the GPU's search space; needs no GPU.")
+@click.option(
+    "--build-cutlass",
+    is_flag=True,
+    help="Only build the grouped products that a search on a GPU may then time; needs nvcc, and no GPU.",
+)
+@click.option(
+    "--capability",
+    "capabilities",
+    multiple=True,
+    type=click.IntRange(min=80),
+    help="Compute capability to build for, 80 for 8.0; may be repeated. The GPU's own, or 80 and 90, if not given.",
+)
+def tune(
+    model: str | None,
+    device: str,
+    dtypes: tuple[str, ...],
+    minutes: float | None,
+    threads: int,
+    out: Path | None,
+    check: bool,
+    lint: bool,
+    build_cutlass: bool,
+    capabilities: tuple[int, ...],
+) -> None:
+    """Find the fastest way to add adapters' deltas on this machine, shape by shape, and keep it in a table.
+
+    A search that was stopped goes on where it was.
+
+    \b
+        vlora tune
+        vlora tune --model Qwen/Qwen2-VL-7B-Instruct --device cuda --dtype bfloat16
+    """
+    if capabilities and not build_cutlass:
+        raise BadConfig("--capability says what --build-cutlass builds for; give both or neither")
+    if device == "cuda" and not (lint or build_cutlass):
+        import torch
+
+        if not torch.cuda.is_available():
+            raise BadConfig("device 'cuda' was asked for, but torch sees no CUDA device here")
+    from vlora import tune as tuning
+
+    if build_cutlass:
+        tuning.build_cutlass(capabilities or tuning.capabilities_here(), click.echo)
+        sound = True
+    elif lint:
+        sound = tuning.lint(click.echo)
+    else:
+        import torch
+
+        from atmm import tables
+
+        torch.set_num_threads(threads)
+        if check:
+            sound = tuning.check(out or tables.path_for(device), device, click.echo)
+        else:
+            tuning.tune(
+                None if model is None else model_path(model),
+                device=device,
+                dtypes=dtypes,
+                minutes=minutes if minutes is not None else 30.0 if device == "cuda" else 5.0,
+                out=out,
+            )
+            sound = True
+    if not sound:
+        sys.exit(1)

@@ -1,0 +1,73 @@
+"""Which server a command asks, and how it prints."""
+
+from __future__ import annotations
+
+import functools
+import os
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from vlora.config import ServerConfig
+from vlora.errors import BadConfig
+
+if TYPE_CHECKING:
+    from vlora.client import Client
+
+
+def server_option(command: Any) -> Any:
+    """Passes the command a `client` of the server that the flags name. The token comes from VLORA_TOKEN only: what is
+    on a command line can be read by everybody on the machine."""
+
+    @functools.wraps(command)
+    def with_client(*, server: str, tls_ca: str | None, tls_cert: str | None, tls_key: str | None, **args: Any) -> Any:
+        return command(client=_client(server, tls_ca, tls_cert, tls_key), **args)
+
+    for name, text in (
+        ("key", "The key of --tls-cert"),
+        ("cert", "Certificate to show to the server"),
+        ("ca", "Authority of the server's certificate; the connection is then TLS"),
+    ):
+        variable = f"VLORA_TLS_{name.upper()}"
+        with_client = click.option(f"--tls-{name}", envvar=variable, metavar="FILE", help=f"{text} (or {variable}).")(
+            with_client
+        )
+    return click.option(
+        "--server",
+        envvar="VLORA_SERVER",
+        default=f"{ServerConfig.host}:{ServerConfig.rpyc_port}",
+        show_default=True,
+        metavar="HOST:PORT",
+        help="Where `vlora serve` listens (or VLORA_SERVER).",
+    )(with_client)
+
+
+def json_option(command: Any) -> Any:
+    return click.option("--json", "as_json", is_flag=True, help="Print JSON, one object per line.")(command)
+
+
+def _client(server: str, tls_ca: str | None, tls_cert: str | None, tls_key: str | None) -> Client:
+    import ssl
+
+    from vlora.client import Client
+
+    host, colon, port = server.rpartition(":")
+    if not colon or not port.isdecimal():
+        raise BadConfig(f"--server is {server!r}; write HOST:PORT")
+    if tls_cert is not None and tls_ca is None:
+        raise BadConfig("--tls-cert is shown over TLS only; give --tls-ca as well")
+    tls: ssl.SSLContext | None = None
+    try:
+        if tls_ca is not None:
+            tls = ssl.create_default_context(cafile=tls_ca)
+            if tls_cert is not None:
+                tls.load_cert_chain(tls_cert, tls_key, password=lambda: "")
+    except (OSError, ValueError) as error:
+        raise BadConfig(f"the files of --tls-ca, --tls-cert and --tls-key cannot be used: {error}") from error
+    return Client(host.strip("[]"), int(port), token=os.environ.get("VLORA_TOKEN") or None, tls=tls)
+
+
+def print_json(value: Any) -> None:
+    import msgspec
+
+    click.echo(msgspec.json.encode(value))

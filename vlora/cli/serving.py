@@ -1,0 +1,67 @@
+"""`vlora serve`."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import click
+
+from vlora.cli.group import cli
+from vlora.cli.settings import EMBEDDED, config_flags, make_config, model_path
+from vlora.config import EngineConfig, ServerConfig
+from vlora.errors import BadAdapter, BadConfig
+
+
+@cli.command()
+@click.option("--model", default=EMBEDDED, show_default=True, help="A folder, a hub name, or the model in the package.")
+@click.option("--adapter", "adapters", multiple=True, metavar="NAME=PATH", help="Serve this adapter; may be repeated.")
+@click.option("--adapters", "folder", type=click.Path(path_type=Path), help="Serve every adapter folder in here.")
+@click.option(
+    "--token-file",
+    type=click.Path(path_type=Path),
+    help="Who may call (YAML, see docs/api.md), beside VLORA_TOKEN and VLORA_ADMIN_TOKEN.",
+)
+@config_flags(EngineConfig, skip=("model",))
+@config_flags(ServerConfig, skip=("tokens",))
+def serve(model: str, adapters: tuple[str, ...], folder: Path | None, token_file: Path | None, **settings: Any) -> None:
+    """Serve a model and its adapters until interrupted.
+
+    \b
+        vlora serve --adapters out/adapters
+        vlora serve --model Qwen/Qwen2-VL-2B-Instruct --adapter signs=adapters/signs
+    """
+    from vlora.server.tokens import read_tokens
+
+    named = named_adapters(adapters, folder)
+    engine_config = make_config(EngineConfig, settings, model=model_path(model))
+    server_config = make_config(ServerConfig, settings, tokens=read_tokens(token_file, os.environ))
+    import asyncio
+
+    from vlora.server.supervise import serve as serve_until_stopped
+
+    asyncio.run(serve_until_stopped(engine_config, server_config, named, announce=click.echo, model_name=model))
+    # Everything has ended; taking torch apart again would only make the caller wait.
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
+
+
+def named_adapters(pairs: tuple[str, ...], folder: Path | None) -> dict[str, str]:
+    """Name -> absolute path. Raises BadConfig for what is no pair or given twice, BadAdapter when a folder has none."""
+    found: dict[str, str] = {}
+    if folder is not None:
+        for config in sorted(folder.glob("*/adapter_config.json")):
+            found[config.parent.name] = str(config.parent.resolve())
+        if not found:
+            raise BadAdapter(f"{folder}: no folder with an adapter_config.json in it")
+    for pair in pairs:
+        name, equals, path = pair.partition("=")
+        if not (name and equals and path):
+            raise BadConfig(f"--adapter is {pair!r}; write NAME=PATH")
+        if name in found:
+            raise BadConfig(f"adapter {name!r} is given twice: {found[name]} and {path}")
+        found[name] = str(Path(path).resolve())
+    return found
