@@ -14,6 +14,7 @@ from vlora.memory.books import BlockTables
 from vlora.orchestrator.admission import Admission, Load
 from vlora.orchestrator.budgets import grant_blocks, share_tokens
 from vlora.orchestrator.cost import CostModel, Costs
+from vlora.orchestrator.counting import Counters
 from vlora.orchestrator.policy import Candidate, Decision, Policy, PolicyState
 from vlora.orchestrator.reuse import look_up
 from vlora.orchestrator.tracked import Tracked
@@ -97,17 +98,7 @@ class Scheduler:
         self._carried: Any = None
         self._starved_of_adapter = False
         self._outputs: list[RequestOutput] = []
-        self._num_steps = 0
-        self._steps_by_mode: Counter[Mode] = Counter()
-        self._requests_by_mode: Counter[Mode] = Counter()
-        self._num_switches = 0
-        self._switch_s = 0.0
-        self._num_finished = 0
-        self._num_failed = 0
-        self._num_cancelled = 0
-        self._num_preemptions = 0
-        self._num_reused = 0
-        self._num_computed = 0
+        self._counters = Counters()
 
     # -- arrival and early ends ---------------------------------------------------------------------------------------
 
@@ -182,26 +173,7 @@ class Scheduler:
 
     def stats(self, model: str) -> EngineStats:
         """Counters since the start."""
-        running = sum(tracked.status is RequestStatus.RUNNING for tracked in self._tracked.values())
-        return EngineStats(
-            model=model,
-            num_steps=self._num_steps,
-            steps_by_mode={mode.value: count for mode, count in self._steps_by_mode.items()},
-            requests_by_mode={mode.value: count for mode, count in self._requests_by_mode.items()},
-            num_switches=self._num_switches,
-            switch_s=self._switch_s,
-            num_waiting=len(self._tracked) + len(self._admission) - running,
-            num_running=running,
-            num_finished=self._num_finished,
-            num_failed=self._num_failed,
-            num_cancelled=self._num_cancelled,
-            num_preemptions=self._num_preemptions,
-            free_blocks=self._tables.num_free_blocks,
-            total_blocks=self._tables.total_blocks,
-            cached_blocks=self._tables.num_cached_blocks,
-            num_reused_tokens=self._num_reused,
-            num_computed_tokens=self._num_computed,
-        )
+        return self._counters.stats(model, self._tracked.values(), len(self._admission), self._tables)
 
     def check_integrity(self) -> None:
         """Prove that each request's lengths are in order, that exactly the running ones hold blocks, and enough, and
@@ -360,7 +332,7 @@ class Scheduler:
         items, preempted = grant_blocks(order, shares, self._tables, self._tracked, ready)
         if not items:
             return None
-        self._num_preemptions += len(preempted)
+        self._counters.preempted(len(preempted))
         for item in items:
             tracked = self._tracked[item.request_id]
             tracked.status = RequestStatus.RUNNING
@@ -385,15 +357,14 @@ class Scheduler:
     def record(self, batch: Batch, result: StepResult) -> tuple[RequestOutput, ...]:
         """Take a step's results in; returns what became known, with a finished output for every request that ended."""
         now = self._clock()
-        self._count(batch, result)
+        self._counters.step(batch, result)
+        self._learn_costs(batch, result)
         outputs: list[RequestOutput] = []
         for item in batch.items:
             tracked = self._tracked.get(item.request_id)
             if tracked is None:
                 continue  # cancelled while the step ran
-            if batch.mode not in tracked.steps_by_mode:
-                self._requests_by_mode[batch.mode] += 1
-            tracked.steps_by_mode[batch.mode] = tracked.steps_by_mode.get(batch.mode, 0) + 1
+            self._counters.took_part(tracked, batch.mode)
             if item.request_id in result.errors:
                 outputs.append(self._end(tracked, "error", now, error=result.errors[item.request_id]))
                 continue
@@ -408,9 +379,7 @@ class Scheduler:
     def _computed(self, tracked: Tracked, item: BatchItem) -> None:
         """A step brought the KV of an item's tokens; what failed never comes here, so it is never known."""
         stop = item.start + item.num_tokens
-        of_prompt = max(0, min(stop, tracked.prompt_len) - item.start)
-        tracked.num_computed += of_prompt
-        self._num_computed += of_prompt
+        self._counters.computed(tracked, item.start, stop)
         if tracked.chain is not None:
             self._tables.learn(item.request_id, tracked.chain, item.start, stop)
         tracked.place(stop)
@@ -418,8 +387,7 @@ class Scheduler:
     def _answer(self, tracked: Tracked, result: StepResult, now: float) -> RequestOutput:
         if tracked.first_answer_s is None:
             tracked.first_answer_s = now
-            tracked.num_reused = max(0, tracked.prompt_len - tracked.num_computed)
-            self._num_reused += tracked.num_reused
+            self._counters.answered(tracked)
             self._admission.observe(tracked.expected_s, now - tracked.let_in_s)
         tracked.protected = False
         if tracked.is_head:
@@ -434,13 +402,9 @@ class Scheduler:
             return self._end(tracked, "length", now, tokens=(token,), scores=scores)
         return RequestOutput(request_id=tracked.request_id, token_ids=(token,), scores=scores)
 
-    def _count(self, batch: Batch, result: StepResult) -> None:
+    def _learn_costs(self, batch: Batch, result: StepResult) -> None:
         merged = self._merged_adapter = batch.merged_adapter
-        self._num_steps += 1
-        self._steps_by_mode[batch.mode] += 1
         if result.switched:
-            self._num_switches += 1
-            self._switch_s += result.switch_s
             if merged is None and self._in_place:
                 self._cost.observe_back(result.switch_s)
             elif merged is not None and merged != self._shadow_adapter:
@@ -468,9 +432,7 @@ class Scheduler:
         self._forget(tracked)
         self._tables.free(tracked.request_id)
         tracked.status = RequestStatus.FINISHED if error is None else RequestStatus.FAILED
-        self._num_finished += error is None
-        self._num_failed += error is not None and reason != "cancelled"
-        self._num_cancelled += error is not None and reason == "cancelled"
+        self._counters.ended(reason, failed=error is not None)
         return RequestOutput(
             request_id=tracked.request_id,
             token_ids=tokens,
