@@ -14,12 +14,14 @@ from rich.console import Console
 
 from fusion.drawn import render_stream
 from fusion.embedded import checkpoint_path
+from fusion.not_yet import refuse_not_yet
 from fusion.objectives import answer_in_words
 from fusion.pack import pack
-from fusion.plan import DomainPlan, Plan, read_plan
+from fusion.plan import DomainPlan, Plan, read_plan_file
 from fusion.report import AdapterReport, DomainReport, FusionReport, RollbackReport
 from fusion.samples import Splits
 from fusion.sources import load_source
+from fusion.tasks import METRICS
 from fusion.train import Domain, FrozenBase, LoraTrainer
 from vlora.config import EngineConfig
 from vlora.engine import LocalEngine
@@ -37,8 +39,9 @@ def fuse(
 ) -> FusionReport:
     """Run a plan file and write OUT/adapters/NAME/ (PEFT format with heads), OUT/test/ and OUT/report.json. Raises
     BadPlan."""
-    plan = read_plan(plan_path)
-    return run(plan, Path(out), device=device, console=console or Console())
+    file = read_plan_file(plan_path)
+    refuse_not_yet(file)
+    return run(file.plan, Path(out), device=device, console=console or Console())
 
 
 def run(plan: Plan, out: Path, *, device: str, console: Console) -> FusionReport:
@@ -53,7 +56,7 @@ def run(plan: Plan, out: Path, *, device: str, console: Console) -> FusionReport
     base = FrozenBase(load_model(config), processor)
     domains = {domain.name: Domain(domain, splits[domain.name], base) for domain in plan.domains}
     trainer = LoraTrainer(base, domains, plan)
-    thresholds = {domain.name: domain.threshold for domain in plan.domains}
+    thresholds = {domain.name: _absolute(domain) for domain in plan.domains}
     packing = pack(tuple(domains), thresholds, trainer, say=console.print)
     reports: list[DomainReport] = []
     adapters: list[AdapterReport] = []
@@ -68,8 +71,8 @@ def run(plan: Plan, out: Path, *, device: str, console: Console) -> FusionReport
                     name=domain,
                     task=own.splits.task,
                     real_or_synthetic="real" if own.splits.real else "synthetic",
-                    metric=own.plan.metric,
-                    threshold=own.plan.threshold,
+                    metric=own.plan.metric or METRICS[own.splits.task][0],
+                    threshold=thresholds[domain],
                     before=before[domain],
                     validation=packed.accuracies[domain],
                     after=trainer.score(domain, own.test),
@@ -141,7 +144,13 @@ def write_test_data(folder: Path, plan: Plan, splits: Mapping[str, Splits]) -> N
             (here / "stream.json").write_text(json.dumps({"video": "stream.mp4", "labels": labels}) + "\n")
 
 
+def _absolute(domain: DomainPlan) -> float:
+    assert isinstance(domain.threshold, float), "relative thresholds are refused before"
+    return domain.threshold
+
+
 def _load(domain: DomainPlan, seed: int) -> Splits:
+    assert domain.source is not None, "data of the user's own is refused before"
     try:
         splits = load_source(domain.source, seed)
     except ImportError as error:

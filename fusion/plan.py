@@ -2,13 +2,41 @@
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Discriminator,
+    Field,
+    Tag,
+    ValidationError,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
 
+from fusion.mistakes import Location, Mistakes, PlanText
+from fusion.sources import BUILT_IN
+from fusion.tasks import Head, Metric, Task
 from vlora.errors import BadPlan
+
+Order = Literal["given", "random", "similarity", "hardest_first"]
+
+
+def _from_plan(path: Path, info: ValidationInfo) -> Path:
+    """Paths in a plan file count from its folder, wherever the command is run."""
+    folder = (info.context or {}).get("folder")
+    return path if folder is None else folder / path
+
+
+PlanPath = Annotated[Path, AfterValidator(_from_plan)]
 
 
 class _Strict(BaseModel):
@@ -17,10 +45,18 @@ class _Strict(BaseModel):
 
 
 class LoraPlan(_Strict):
-    """Adapter settings: rank and alpha of LoRA on every linear layer of the language model."""
+    """Adapter settings.
+
+    rslora: scaling is alpha / sqrt(rank) instead of alpha / rank. targets: the linear layers of the language model that
+    get a delta, by the last part of their names (q_proj, ...); None for all. vision: whether the vision tower and the
+    projector get one on all of theirs.
+    """
 
     rank: int = Field(8, ge=1, le=256)
     alpha: int = Field(16, ge=1)
+    rslora: bool = False
+    targets: tuple[str, ...] | None = Field(None, min_length=1)
+    vision: bool = False
 
 
 class TrainingPlan(_Strict):
@@ -36,29 +72,261 @@ class TrainingPlan(_Strict):
     rehearsal: float = Field(0.5, ge=0, lt=1)
 
 
+class SplitPlan(_Strict):
+    """How data that comes in one piece is cut: the shares of validation and test; the rest trains."""
+
+    validation: float = Field(0.15, gt=0, lt=1)
+    test: float = Field(0.15, gt=0, lt=1)
+
+    @model_validator(mode="after")
+    def _something_trains(self) -> SplitPlan:
+        if self.validation + self.test >= 1:
+            raise ValueError(f"validation {self.validation} and test {self.test} leave nothing to train on")
+        return self
+
+
+class _Data(_Strict):
+    """path: a folder or file. split: for data that says nothing itself about its parts."""
+
+    path: PlanPath
+    split: SplitPlan = SplitPlan()
+
+
+class ImageFolder(_Data):
+    """path/LABEL/PICTURE, or path/{train,validation,test}/LABEL/PICTURE."""
+
+    format: Literal["image_folder"]
+
+
+class Coco(_Data):
+    """path: a COCO instances file, or a folder with train.json, validation.json and test.json. images: the folder its
+    `file_name`s count from; the file's own by default."""
+
+    format: Literal["coco"]
+    images: PlanPath | None = None
+
+
+class VideoFolder(_Data):
+    """path/LABEL/VIDEO, or path/{train,validation,test}/LABEL/VIDEO; or path/VIDEO with `labels`, a CSV or JSONL file
+    with the fields video, label and, where they are wanted, split, start_s, end_s. frames: taken evenly from each."""
+
+    format: Literal["video_folder"]
+    labels: PlanPath | None = None
+    frames: int = Field(4, ge=1, le=64)
+
+
+class Questions(_Data):
+    """path: a CSV or JSONL file with the fields image and answer and, where they are wanted, question, split, group.
+    images: the folder its pictures count from; the file's own by default. Rows of one group stay in one part."""
+
+    format: Literal["questions"]
+    images: PlanPath | None = None
+
+
+class Unlabelled(_Data):
+    """path: a folder of pictures or videos, at any depth; a teacher says what is in them. frames: taken evenly from
+    each video."""
+
+    format: Literal["unlabelled"]
+    frames: int = Field(4, ge=1, le=64)
+
+
+DataPlan = Annotated[ImageFolder | Coco | VideoFolder | Questions | Unlabelled, Field(discriminator="format")]
+
+
+class _Teacher(_Strict):
+    """min_confidence: answers the teacher is less sure of are dropped. allow_code: whether a file that can run code
+    when it is loaded, or code of the user's own, may be loaded."""
+
+    min_confidence: float = Field(0.0, ge=0, le=1)
+    allow_code: bool = False
+
+
+class _WithLabels(_Teacher):
+    """labels: what its outputs mean, in their order."""
+
+    labels: tuple[str, ...] | None = None
+
+
+class BuiltInTeacher(_Teacher):
+    """The small model that the package has for a built-in source; it learns from the domain's training part."""
+
+    kind: Literal["built_in"]
+
+
+class CascadeTeacher(_Teacher):
+    """An OpenCV cascade finds one kind of thing. file: XML; by default OpenCV's frontal faces. label: what it finds.
+    absent: what a picture shows where it finds nothing, for tasks other than detection and counting."""
+
+    kind: Literal["cascade"]
+    file: PlanPath | None = None
+    label: str = "face"
+    absent: str = "no face"
+
+
+class HogTeacher(_Teacher):
+    """OpenCV's people detector over histograms of gradients. label, absent: as a cascade's."""
+
+    kind: Literal["hog"]
+    label: str = "person"
+    absent: str = "no person"
+
+
+class SklearnTeacher(_WithLabels):
+    """A scikit-learn classifier over grey pixels of `size` x `size`, 0 to 1, row by row. file: skops; or joblib and
+    pickle, which run code."""
+
+    kind: Literal["sklearn"]
+    file: PlanPath
+    size: int = Field(ge=1, le=1024)
+
+
+class _Network(_WithLabels):
+    """size: pixels of a side of its input [n, 3, size, size]; mean, std: what colours of 0 to 1 are normalised by."""
+
+    size: int = Field(ge=8, le=2048)
+    mean: tuple[float, float, float] = (0.0, 0.0, 0.0)
+    std: tuple[float, float, float] = (1.0, 1.0, 1.0)
+
+    @field_validator("std")
+    @classmethod
+    def _positive(cls, std: tuple[float, ...]) -> tuple[float, ...]:
+        if min(std) <= 0:
+            raise ValueError(f"{std} must be above 0")
+        return std
+
+
+class TorchTeacher(_Network):
+    """A torch module from pictures to logits [n, labels]. file: its weights (safetensors), with `module`, PACKAGE:NAME
+    of what builds it; or a TorchScript or torch.export file. All of them are code."""
+
+    kind: Literal["torch"]
+    file: PlanPath
+    module: str | None = Field(None, pattern=r"^[\w.]+:\w+$")
+
+
+class OnnxTeacher(_Network):
+    """A classifier in ONNX, run by OpenCV: logits or probabilities [n, labels]."""
+
+    kind: Literal["onnx"]
+    file: PlanPath
+
+
+class TransformersTeacher(_Teacher):
+    """A classifier of pictures or videos, or a detector, from a local folder in transformers' format. Weights that are
+    not safetensors run code. rename: its labels to the domain's."""
+
+    kind: Literal["transformers"]
+    path: PlanPath
+    rename: dict[str, str] = Field(default_factory=dict)
+
+
+class CallableTeacher(_Teacher):
+    """MODULE:FUNCTION of the user's own: frames (RGB uint8 [height, width, 3], a list) to (answer, confidence)."""
+
+    kind: Literal["callable"]
+    function: str = Field(pattern=r"^[\w.]+:\w+$")
+
+
+TeacherPlan = Annotated[
+    BuiltInTeacher
+    | CascadeTeacher
+    | HogTeacher
+    | SklearnTeacher
+    | TorchTeacher
+    | OnnxTeacher
+    | TransformersTeacher
+    | CallableTeacher,
+    Field(discriminator="kind"),
+]
+
+
+class RelativeThreshold(_Strict):
+    """What the domain must keep, measured first: the score of its teacher, or the validation score it reaches with an
+    adapter of its own (alone), less `minus`."""
+
+    relative_to: Literal["teacher", "alone"]
+    minus: float = Field(0.0, ge=0, lt=1)
+
+
+def _kind_of_threshold(value: Any) -> str:
+    return "relative" if isinstance(value, dict | RelativeThreshold) else "absolute"
+
+
+Threshold = Annotated[
+    Annotated[float, Field(gt=0, le=1), Tag("absolute")] | Annotated[RelativeThreshold, Tag("relative")],
+    Discriminator(_kind_of_threshold),
+]
+
+
 class DomainPlan(_Strict):
-    """One domain. source: a built-in name or a folder. task: None for what the source is for. threshold: validation
-    accuracy it must keep, as a share of 1."""
+    """One domain.
+
+    source: a built-in name or an image folder; data: data of the user's own. One of the two. task: None for what the
+    data is for. question: what is asked of every picture that brings no question of its own. labels: what a head
+    chooses from; None for those that the training data has. metric, head: None for the task's first (`fusion.tasks`).
+    threshold: what the metric must keep on validation data, as a share of 1. teacher: who labels what has no labels,
+    and what is compared with where there are some.
+    """
 
     name: str = Field(min_length=1, pattern=r"^[A-Za-z0-9_-]+$")
-    task: Literal["classification", "action", "vqa", "captioning", "referring"] | None = None
-    source: str
+    task: Task | None = None
+    source: str | None = None
+    data: DataPlan | None = None
+    teacher: TeacherPlan | None = None
     question: str = Field(min_length=1)
-    metric: Literal["accuracy"] = "accuracy"
-    threshold: float = Field(gt=0, le=1)
+    labels: tuple[str, ...] | None = None
+    metric: Metric | None = None
+    threshold: Threshold
+    head: Head | None = None
+
+    @field_validator("source")
+    @classmethod
+    def _folder_from_plan(cls, source: str | None, info: ValidationInfo) -> str | None:
+        return _beside(source, info) if source else source
+
+    @model_validator(mode="after")
+    def _fits(self) -> DomainPlan:
+        if (self.source is None) == (self.data is None):
+            raise ValueError("needs one of `source` (built in, or an image folder) and `data`")
+        if isinstance(self.data, Unlabelled) and self.teacher is None:
+            raise ValueError("unlabelled data needs a `teacher`")
+        if self.labels is not None and (len(self.labels) < 2 or len(set(self.labels)) < len(self.labels)):
+            raise ValueError(f"labels are {list(self.labels)}; two or more different ones are needed")
+        return self
+
+
+def _as_tuple(value: Any) -> Any:
+    return (value,) if isinstance(value, str) else value
 
 
 class Plan(_Strict):
-    """A whole run. base: "embedded", a folder, or a hub name."""
+    """A whole run.
+
+    base: "embedded", a folder, or a hub name. order: in which the domains are packed; several are tried and the best
+    packing kept. packing: "naive" is the paper's, with the last adapter open alone; "first_fit" tries every adapter.
+    confidence: a domain keeps its threshold if the lower bound of its validation score at this confidence does; None
+    looks at the score itself.
+    """
 
     base: str = "embedded"
     seed: int = Field(0, ge=0)
     lora: LoraPlan = LoraPlan()
     training: TrainingPlan = TrainingPlan()
-    domains: tuple[DomainPlan, ...] = Field(min_length=1)
+    order: Annotated[tuple[Order, ...], BeforeValidator(_as_tuple)] = Field(("given",), min_length=1)
+    packing: Literal["naive", "first_fit"] = "naive"
+    confidence: float | None = Field(None, gt=0.5, lt=1)
+    domains: tuple[DomainPlan, ...]
+
+    @field_validator("base")
+    @classmethod
+    def _folder_from_plan(cls, base: str, info: ValidationInfo) -> str:
+        return _beside(base, info)
 
     @model_validator(mode="after")
     def _names_differ(self) -> Plan:
+        if not self.domains:
+            raise ValueError("`domains` is empty; a plan needs at least one")
         seen: set[str] = set()
         for domain in self.domains:
             if domain.name in seen:
@@ -67,63 +335,80 @@ class Plan(_Strict):
         return self
 
 
+@dataclasses.dataclass(frozen=True)
+class PlanFile:
+    """A plan with the text it was read from, so that what is found wrong later can be told with its line."""
+
+    plan: Plan
+    text: PlanText
+
+
 def read_plan(path: Path | str) -> Plan:
     """Read and check a plan file. Raises BadPlan naming file, line and field."""
+    return read_plan_file(path).plan
+
+
+def read_plan_file(path: Path | str) -> PlanFile:
+    """`read_plan`, with where each field stands. Raises BadPlan naming file, line and field of every mistake."""
     path = Path(path)
     try:
-        text = path.read_text()
+        source = path.read_text()
     except (OSError, UnicodeDecodeError) as error:
         raise BadPlan(f"{path}: cannot be read: {error}") from error
     try:
-        tree = yaml.compose(text, Loader=yaml.SafeLoader)
-        content = yaml.safe_load(text)
+        tree = yaml.compose(source, Loader=yaml.SafeLoader)
+        content = yaml.safe_load(source)
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         line = mark.line + 1 if mark is not None else 1
         raise BadPlan(f"{path}, line {line}: not YAML: {getattr(error, 'problem', None) or error}") from error
     if not isinstance(content, dict):
         raise BadPlan(f"{path}, line 1: a plan is a mapping with the field `domains`, found {type(content).__name__}")
+    text = PlanText(path, tree)
     try:
-        return Plan.model_validate(content)
+        return PlanFile(Plan.model_validate(content, context={"folder": path.absolute().parent}), text)
     except ValidationError as error:
-        mistakes = [
-            f"{path}, line {_line(tree, mistake['loc'])}, field `{_field(mistake['loc'])}`: {_say(mistake)}"
-            for mistake in error.errors()
-        ]
-        raise BadPlan("\n".join(mistakes)) from error
+        mistakes = Mistakes(text)
+        found = error.errors()
+        for mistake in found:
+            inside = any(other["loc"][:-1] == mistake["loc"] for other in found)
+            if mistake["type"] != "too_short" or not inside:  # items that are wrong are not also too few
+                mistakes.add(_without_tags(mistake["loc"]), _say(mistake))
+        mistakes.refuse()
+        raise
 
 
-def _say(mistake: object) -> str:
-    assert isinstance(mistake, dict)
+def _say(mistake: Mapping[str, Any]) -> str:
     if mistake["type"] == "extra_forbidden":
         return "no such field; check its spelling"
     if mistake["type"] == "missing":
         return "is missing"
+    if mistake["type"].startswith("union_tag"):
+        known = mistake.get("ctx", {})
+        field = str(known["discriminator"]).strip("'")
+        if "tag" not in known:
+            return f"has no `{field}`"
+        return f"`{field}` is {known['tag']!r}; choose one of {known['expected_tags']}"
     message = str(mistake["msg"]).removeprefix("Value error, ")
     given = mistake.get("input")
     return f"{message}, got {given!r}" if isinstance(given, str | int | float | bool) else message
 
 
-def _field(location: tuple[int | str, ...]) -> str:
-    out = ""
-    for step in location:
-        out += f"[{step}]" if isinstance(step, int) else f".{step}" if out else step
-    return out or "plan"
+# Fields of several forms. pydantic puts the form it tried behind the field's name; in the file there is no such step.
+_FORMS = ("data", "teacher", "threshold")
 
 
-def _line(node: yaml.Node | None, location: tuple[int | str, ...]) -> int:
-    """The line of the deepest part of `location` that is in the file."""
-    line = 1 if node is None else node.start_mark.line + 1
-    for step in location:
-        if isinstance(node, yaml.MappingNode):
-            found = next(((key, value) for key, value in node.value if key.value == step), None)
-            if found is None:
-                break
-            key, node = found
-            line = key.start_mark.line + 1
-        elif isinstance(node, yaml.SequenceNode) and isinstance(step, int) and step < len(node.value):
-            node = node.value[step]
-            line = node.start_mark.line + 1
-        else:
-            break
-    return line
+def _without_tags(location: Location) -> Location:
+    kept: list[int | str] = []
+    for before, step in zip((None, *location), location, strict=False):
+        if before not in _FORMS:
+            kept.append(step)
+    return tuple(kept)
+
+
+def _beside(name: str, info: ValidationInfo) -> str:
+    """A folder beside the plan file by its full path; any other name as it is."""
+    folder = (info.context or {}).get("folder")
+    if folder is None or name == "embedded" or name in BUILT_IN or not (folder / name).is_dir():
+        return name
+    return str(folder / name)

@@ -47,6 +47,17 @@ def test_the_plan_that_ships() -> None:
     ("old", "new", "line", "field", "text"),
     [
         ("threshold: 0.8", "threshold: 80", 8, "domains[0].threshold", "less than or equal to 1"),
+        ("threshold: 0.8", "threshold: {relative_to: luck}", 8, "domains[0].threshold.relative_to", "'luck'"),
+        ("threshold: 0.8", "threshold: {relative_to: alone, minus: 1.5}", 8, "domains[0].threshold.minus", "1.5"),
+        ("steps: 10", "steps: 10\nlora:\n  targets: []", 5, "lora.targets", "at least 1"),
+        ("base: embedded", "order: [given, backwards]", 1, "order[1]", "'backwards'"),
+        ("base: embedded", "confidence: 1", 1, "confidence", "less than 1"),
+        ("source: library-photos", "source: library-photos\n    metric: luck", 11, "domains[1].metric", "'luck'"),
+        ("source: library-photos", "data: {format: tar, path: x}", 10, "domains[1].data", "`format` is 'tar'"),
+        ("source: library-photos", "data: {path: x}", 10, "domains[1].data", "has no `format`"),
+        ("source: library-photos", "data: {format: coco}", 10, "domains[1].data.path", "is missing"),
+        ("source: library-photos", "data: {format: unlabelled, path: x}", 9, "domains[1]", "needs a `teacher`"),
+        ("source: library-photos", "task: vqa", 9, "domains[1]", "one of `source`"),
         ("threshold: 0.8", "threshold: high", 8, "domains[0].threshold", "'high'"),
         ("    threshold: 0.7\n", "", 9, "domains[1].threshold", "is missing"),
         ("steps: 10", "stepps: 10", 3, "training.stepps", "spelling"),
@@ -62,6 +73,34 @@ def test_mistakes_are_located(tmp_path: Path, old: str, new: str, line: int, fie
         read_plan(file)
     assert f"{file}, line {line}, field `{field}`" in str(caught.value)
     assert text in str(caught.value)
+
+
+def test_all_mistakes_are_told_at_once(tmp_path: Path) -> None:
+    text = GOOD.replace("steps: 10", "steps: 0").replace("threshold: 0.8", "threshold: 2").replace("0.7", "-1")
+    with pytest.raises(BadPlan) as caught:
+        read_plan(write(tmp_path, text))
+    assert [line.split("`")[1] for line in str(caught.value).splitlines()] == [
+        "training.steps",
+        "domains[0].threshold",
+        "domains[1].threshold",
+    ]
+
+
+def test_at_most_twenty_are_told(tmp_path: Path) -> None:
+    file = write(tmp_path, "\n".join(f"field{number}: 1" for number in range(30)) + "\n" + GOOD)
+    with pytest.raises(BadPlan) as caught:
+        read_plan(file)
+    told = str(caught.value).splitlines()
+    assert len(told) == 21 and told[-1] == "and 10 more"
+
+
+def test_paths_count_from_the_plan(tmp_path: Path) -> None:
+    (tmp_path / "pictures").mkdir()
+    text = GOOD.replace("source: sklearn-digits", "source: pictures")
+    text = text.replace("source: library-photos", "data: {format: coco, path: there/boxes.json}")
+    first, second = read_plan(write(tmp_path, text)).domains
+    assert first.source == str(tmp_path / "pictures")
+    assert second.data is not None and second.data.path == tmp_path / "there" / "boxes.json"
 
 
 @pytest.mark.parametrize(

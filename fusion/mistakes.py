@@ -1,0 +1,79 @@
+"""Mistakes in a plan and in the data it names, collected and told together: file, line, field, and what to do."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import yaml
+
+from vlora.errors import BadPlan
+
+MOST_TOLD = 20
+
+Location = tuple[int | str, ...]
+"""Where in a plan: ("domains", 0, "threshold")."""
+
+
+@dataclasses.dataclass(frozen=True)
+class PlanText:
+    """A plan file as it was written: its name, and where each field stands. file None: a plan made in a program."""
+
+    file: Path | None = None
+    tree: yaml.Node | None = None
+
+    def place(self, location: Location) -> str:
+        """ "plan.yaml, line 7, field `domains[0].threshold`"."""
+        field = _field(location)
+        return f"field `{field}`" if self.file is None else f"{self.file}, line {self._line(location)}, field `{field}`"
+
+    def _line(self, location: Location) -> int:
+        """The line of the deepest part of `location` that is in the file."""
+        node = self.tree
+        line = 1 if node is None else node.start_mark.line + 1
+        for step in location:
+            found = _child(node, step)
+            if found is None:
+                break
+            line, node = found[0].start_mark.line + 1, found[1]
+        return line
+
+
+class Mistakes:
+    """What is wrong, in the order it was found. The first 20 are told, the rest counted."""
+
+    def __init__(self, text: PlanText) -> None:
+        self._text = text
+        self._told: list[str] = []
+        self._count = 0
+
+    def __len__(self) -> int:
+        return self._count
+
+    def add(self, location: Location, message: str) -> None:
+        self._count += 1
+        if self._count <= MOST_TOLD:
+            self._told.append(f"{self._text.place(location)}: {message}")
+
+    def refuse(self) -> None:
+        """Raises BadPlan, one mistake a line, if there is any."""
+        if not self._count:
+            return
+        more = self._count - len(self._told)
+        raise BadPlan("\n".join(self._told) + (f"\nand {more} more" if more else ""))
+
+
+def _child(node: yaml.Node | None, step: int | str) -> tuple[yaml.Node, yaml.Node] | None:
+    """What names a part of a mapping or list, and the part."""
+    if isinstance(node, yaml.MappingNode):
+        return next(((key, value) for key, value in node.value if key.value == step), None)
+    if isinstance(node, yaml.SequenceNode) and isinstance(step, int) and step < len(node.value):
+        return node.value[step], node.value[step]
+    return None
+
+
+def _field(location: Location) -> str:
+    out = ""
+    for step in location:
+        out += f"[{step}]" if isinstance(step, int) else f".{step}" if out else step
+    return out or "plan"
