@@ -142,16 +142,45 @@ class ErrorValue(msgspec.Struct, frozen=True):
         return error_from_code(self.code, self.message)
 
 
-class HeadAnswer(msgspec.Struct, frozen=True, kw_only=True):
-    """What a task head says: the best label and every label's probability, in the head's label order.
+class FoundBox(msgspec.Struct, frozen=True, kw_only=True):
+    """One thing that a detection head found. score: how sure it is of it, 0 to 1.
 
-    labels: the head's own, which another version of its adapter may not share.
+    image: which of the request's pictures it is in, from 0. Edges are in shares (0 to 1) of that picture's width and
+    height where the engine speaks, in pixels of the picture as it was sent (turned upright) where a client is told.
     """
 
     label: str
     label_id: int
-    scores: tuple[float, ...]
+    score: float
+    left: float
+    top: float
+    right: float
+    bottom: float
+    image: int = 0
+
+
+class HeadAnswer(msgspec.Struct, frozen=True, kw_only=True):
+    """What a task head says. label: the answer in a few words, whatever the task. confidence: how likely it is right,
+    0 to 1. labels: the head's own, which another version of its adapter may not share. The rest depends on the task:
+
+    * classification, action, binary: label_id, and every label's probability in scores;
+    * counting: count, and the probabilities of 0, 1, 2, ... in scores;
+    * multi_label: chosen, the ids of all labels that hold, and every label's own probability in scores;
+    * regression: values, one per label, and the standard deviation of each one's error in deviations;
+    * detection: boxes, surest first.
+    """
+
+    task: str
+    label: str
+    confidence: float
     labels: tuple[str, ...]
+    scores: tuple[float, ...] = ()
+    label_id: int | None = None
+    count: int | None = None
+    chosen: tuple[int, ...] = ()
+    values: tuple[float, ...] = ()
+    deviations: tuple[float, ...] = ()
+    boxes: tuple[FoundBox, ...] = ()
 
 
 class TokenScore(msgspec.Struct, frozen=True):

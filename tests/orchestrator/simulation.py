@@ -149,7 +149,9 @@ class FakeRunner:
                     self.slots[self._slot(item.block_table, index)] = "spoilt"
                 errors[item.request_id] = ErrorValue("bad_image", "this one fails alone")
             elif item.answers and request.head is not None:
-                heads[item.request_id] = HeadAnswer(label="yes", label_id=1, scores=(0.0, 1.0), labels=("no", "yes"))
+                heads[item.request_id] = HeadAnswer(
+                    task="binary", label="yes", confidence=1.0, label_id=1, scores=(0.0, 1.0), labels=("no", "yes")
+                )
             elif item.answers:
                 tokens[item.request_id] = token_at(item.request_id, self.num_sampled[item.request_id])
                 self.num_sampled[item.request_id] += 1

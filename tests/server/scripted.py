@@ -164,8 +164,14 @@ class ScriptedEngine:
             elif request.head is not None and "never" not in text:
                 brightness = request.vision[0].fields["pixel_values"].data[0] / 255
                 best = int(brightness > 0.5)
+                scores = (1 - brightness, brightness)
                 answer = HeadAnswer(
-                    label=LABELS[best], label_id=best, scores=(1 - brightness, brightness), labels=LABELS
+                    task="classification",
+                    label=LABELS[best],
+                    confidence=scores[best],
+                    labels=LABELS,
+                    scores=scores,
+                    label_id=best,
                 )
                 outputs.append(self._end(request_id, "head", head=answer))
             elif "forever" in text or script:

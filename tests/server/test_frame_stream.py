@@ -28,7 +28,16 @@ def answer(label: str) -> HeadResult:
         steps_by_mode={},
     )
     return HeadResult(
-        label=label, label_id=0, labels=(label,), scores=(1.0,), adapter="cam", head="night", timings=timings, total_s=0
+        task="classification",
+        label=label,
+        confidence=1.0,
+        label_id=0,
+        labels=(label,),
+        scores=(1.0,),
+        adapter="cam",
+        head="night",
+        timings=timings,
+        total_s=0,
     )
 
 

@@ -8,9 +8,9 @@ from typing import Any, Literal, TypeVar
 import msgspec
 
 from vlora.errors import BadRequest, VLoraError, error_from_code
-from vlora.types import AdapterStatus, EngineStats, ErrorValue, SamplingParams, Timings, check_priority
+from vlora.types import AdapterStatus, EngineStats, ErrorValue, HeadAnswer, SamplingParams, Timings, check_priority
 
-PROTOCOL_VERSION = 4
+PROTOCOL_VERSION = 5
 DEFAULT_HOST = "127.0.0.1"
 DEFAULT_PORT = 18861
 
@@ -46,21 +46,13 @@ class Answer(msgspec.Struct, frozen=True, kw_only=True):
     logprobs: tuple[TokenLogprob, ...] = ()
 
 
-class HeadResult(msgspec.Struct, frozen=True, kw_only=True):
-    """A task head's answer: the best label, and every label's probability (scores in the order of labels)."""
+class HeadResult(HeadAnswer, frozen=True, kw_only=True):
+    """A task head's answer, boxes in pixels of the pictures as they were sent; who gave it, and how long it took."""
 
-    label: str
-    label_id: int
-    labels: tuple[str, ...]
-    scores: tuple[float, ...]
     adapter: str
     head: str
     timings: Timings
     total_s: float
-
-    @property
-    def confidence(self) -> float:
-        return self.scores[self.label_id]
 
 
 class Hello(msgspec.Struct, frozen=True, kw_only=True):

@@ -232,10 +232,12 @@ class ModelRunner:
             for row, row_logits in zip(members, scores, strict=True):
                 decision = head.decode(row_logits)
                 answers[row.state.request.request_id] = HeadAnswer(
+                    task=head.spec.task,
                     label=decision.label,
-                    label_id=decision.label_id,
-                    scores=tuple(decision.scores),
+                    confidence=decision.scores[decision.label_id],
                     labels=tuple(head.spec.labels),
+                    scores=tuple(decision.scores),
+                    label_id=decision.label_id,
                 )
         return answers
 

@@ -182,10 +182,7 @@ class FrontEnd:
                 raise output.error.to_exception()
             assert output.head is not None and output.timings is not None, "a head request ends with its head's answer"
             result = HeadResult(
-                label=output.head.label,
-                label_id=output.head.label_id,
-                labels=output.head.labels,
-                scores=output.head.scores,
+                **msgspec.structs.asdict(output.head),
                 adapter=adapter,
                 head=head,
                 timings=output.timings,

@@ -22,6 +22,7 @@ from vlora.errors import Aborted, UnknownAdapter, VLoraError
 from vlora.server.access import Access
 from vlora.server.chat_form import MAX_PARTS, ChatRequest, Completion, Leveled, Strict, event
 from vlora.server.frontend import FrontEnd
+from vlora.server.head_form import head_form
 from vlora.server.http_errors import ErrorBody, error_body, handle_errors
 from vlora.server.http_guard import ADMIN_PATHS, guarded
 from vlora.server.text import Piece
@@ -143,16 +144,7 @@ def _asking(app: FastAPI, front_end: FrontEnd, model: str) -> None:
     async def ask_head(adapter: str, head: str, body: HeadRequest, request: Request) -> dict[str, Any]:
         """Ask a task head, which answers in one pass and brings its own question."""
         asked = front_end.ask_head(body.images, adapter, head, max_latency_s=body.max_latency_s, priority=body.priority)
-        result = await _unless_disconnected(request, asked)
-        return {
-            "adapter": adapter,
-            "head": head,
-            "label": result.label,
-            "label_id": result.label_id,
-            "confidence": result.confidence,
-            "scores": dict(zip(result.labels, result.scores, strict=True)),
-            "total_s": result.total_s,
-        }
+        return head_form(await _unless_disconnected(request, asked))
 
 
 def _administering(app: FastAPI, front_end: FrontEnd) -> None:

@@ -12,7 +12,7 @@ from vlora.types import Batch, HeadAnswer, StepResult
 
 MEASURED = Path(__file__).parent / "costs" / "xeon-qwen2-0.5b-rank64.json"
 _TOKEN = 1
-_ANSWER = HeadAnswer(label="yes", label_id=0, scores=(1.0,), labels=("yes",))
+_ANSWER = HeadAnswer(task="binary", label="yes", confidence=1.0, labels=("no", "yes"), label_id=1)
 
 
 class Clock:
