@@ -61,18 +61,6 @@ def test_a_limit_keeps_runs_in_the_low_part() -> None:
     assert books.allocate_run(2) == Run(5, 2)
 
 
-def test_would_fit_asks_without_changing_anything() -> None:
-    books = ArenaBooks(10, 2)
-    first, second = books.allocate_run(4), books.allocate_run(4)
-    assert first is not None and second is not None
-    assert books.would_fit(4, 10, [first])
-    assert books.would_fit(8, 10, [first, second])
-    assert not books.would_fit(6, 10, [first])
-    assert not books.would_fit(5, 8, [first])
-    assert books.runs == {first, second}
-    books.check_integrity()
-
-
 def test_giving_back_what_was_not_taken_is_a_mistake_of_ours() -> None:
     books = ArenaBooks(8, 2)
     with pytest.raises(AssertionError, match="not taken"):

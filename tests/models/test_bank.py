@@ -60,13 +60,14 @@ def test_the_sizes_are_what_the_story_needs() -> None:
 )
 def test_any_order_of_loads_keeps_books_and_bytes(actions: list[tuple[str, str]]) -> None:
     background = OnDemand()
-    books = ArenaBooks(NUM_PAGES, 2)
-    residency = Residency(books, MAX_PAGES)
     arena = Arena(NUM_PAGES, torch.device("cpu"))
+    books = ArenaBooks(NUM_PAGES, 2, copy=arena.copy)
+    residency = Residency(books, MAX_PAGES)
     layers = linears()
     bank = AdapterBank(arena, residency, HostTransfer(background), layers, {}, tuple(layers))
-    blocks: list[int] = []
-    for action, name in actions:
+    blocks: dict[int, int] = {}  # what it is filled with, by number
+    books.on_renamed(lambda block, target: blocks.update({target: blocks.pop(block)}))
+    for filling, (action, name) in enumerate(actions, 1):
         adapter = ADAPTERS[name]
         before, arriving = bank.resident, bank.arriving
         if action == "bring":
@@ -89,10 +90,10 @@ def test_any_order_of_loads_keeps_books_and_bytes(actions: list[tuple[str, str]]
             bank.drop(adapter.key)
             assert adapter.key not in bank.resident | bank.arriving
         elif action == "take" and (block := books.take_block()) is not None:
-            blocks.append(block)
-            arena.buffer(2 * block, 2).fill_(255)
+            blocks[block] = filling
+            arena.buffer(2 * block, 2).fill_(filling)
         elif action == "return" and blocks:
-            books.return_block(blocks.pop())
+            books.return_block(blocks.popitem()[0])
         residency.check_integrity()
         books.check_integrity()
         assert residency.resident == bank.resident | bank.arriving
@@ -101,8 +102,8 @@ def test_any_order_of_loads_keeps_books_and_bytes(actions: list[tuple[str, str]]
                 assert torch.equal(bank.factors(key, site).a, a) and torch.equal(bank.factors(key, site).bt, bt)
                 assert layers[site].site.factors[key] is bank.factors(key, site)
         assert all(layer.site.factors.keys() == bank.resident for layer in layers.values())
-        for block in blocks:
-            assert (arena.buffer(2 * block, 2) == 255).all(), "a copy ran into a KV block"
+        for block, filled in blocks.items():
+            assert (arena.buffer(2 * block, 2) == filled).all(), "a copy ran into a KV block"
     for name in RANKS:
         bank.drop(ADAPTERS[name].key)
     assert residency.num_pages == 0 and not bank.pending

@@ -163,6 +163,10 @@ class FakeRunner:
             tokens=tokens, heads=heads, errors=errors, step_s=step_s, switch_s=switch_s, switched=switched
         )
 
+    def move_block(self, block: int, target: int) -> None:
+        for offset in range(self.block_size):
+            self.slots[target, offset] = self.slots.pop((block, offset), None)
+
     def _slot(self, table: Sequence[int], index: int) -> tuple[int, int]:
         return table[index // self.block_size], index % self.block_size
 
@@ -232,9 +236,10 @@ class Simulation:
         self, machine: Machine, *, policy: Policy | None = None, failing: Mapping[str, int] | None = None
     ) -> None:
         self.machine = machine
+        self.num_copied = 0  # pages
         self.clock = FakeClock()
         prefix = PrefixCache({"image": IMAGE})
-        self.books = ArenaBooks(machine.num_pages, machine.pages_per_block, displaced=prefix.drop)
+        self.books = ArenaBooks(machine.num_pages, machine.pages_per_block, displaced=prefix.drop, copy=self._copy)
         self.tables = BlockTables(self.books, machine.block_size, prefix if machine.prefix_cache else None)
         self.residency = Residency(self.books, machine.max_adapter_pages)
         self.loader = Loader(self.residency, self.clock, machine.load_s)
@@ -325,6 +330,13 @@ class Simulation:
         self.tables.check_integrity()
         self.residency.check_integrity()
         self.scheduler.check_integrity()
+
+    def _copy(self, first_page: int, target: int, num_pages: int) -> None:
+        """What a KV block holds goes where its pages go; nobody reads an adapter here."""
+        size = self.machine.pages_per_block
+        self.num_copied += num_pages
+        if num_pages == size and first_page % size == target % size == 0:
+            self.runner.move_block(first_page // size, target // size)
 
     def _bring_adapters(self) -> None:
         pages = self.machine.adapters

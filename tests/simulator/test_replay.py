@@ -95,6 +95,25 @@ def test_replicas_share_the_load() -> None:
     assert shared["mean_latency_s"] < 0.7 * alone["mean_latency_s"]
 
 
+def test_moving_kv_out_of_an_adapter_s_way_takes_its_time() -> None:
+    """One long request without an adapter reaches into the adapters' part of memory; above it there is room by then."""
+
+    def adapter_waits_s(move_s: float) -> float:
+        replica = Replica(Box(costs=COSTS, resident_adapters=4, kv_tokens=16 * 10, block_size=16, move_s=move_s))
+        replica.add("short", Arrival(0.0, None, 16 * 3, 1))
+        replica.add("long", Arrival(0.0, None, 16 * 9, 16))
+        replica.run_until(COSTS.base_s / 2)  # one step: the short one has ended
+        for number in range(4):
+            replica.add(str(number), Arrival(0.0, f"a{number}", 16, 1))
+        before = replica.clock.now
+        assert replica.decide() is not None
+        assert replica._residency.resident == {"a0", "a1", "a2", "a3"}
+        return replica.clock.now - before
+
+    assert adapter_waits_s(0.0) == 0.0
+    assert adapter_waits_s(0.5) == pytest.approx(2 * 0.5), "two of its blocks lay there"
+
+
 def test_thousands_of_adapters_come_and_go() -> None:
     arrivals = make_workload("punica:pattern=distinct,rate=1,answer_min=1,answer_max=2").arrivals(300, 1, 0)
     found = replay(arrivals, Box(costs=COSTS, resident_adapters=8)).as_dict()

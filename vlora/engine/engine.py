@@ -84,9 +84,9 @@ class Engine:
         self._slabs = WeightSlabs(seam.language_linears)
         originals = originals_if_in_place(config, seam, self._slabs, loaded=model is None)
         self.limits = compute_limits(config, seam, self._slabs.num_bytes if originals is None else 0)
-        arena = Arena(self.limits.num_pages, seam.device)
+        self._arena = arena = Arena(self.limits.num_pages, seam.device)
         prefix = PrefixCache(seam.placeholders)
-        self._books = ArenaBooks(self.limits.num_pages, self.limits.block_pages, displaced=prefix.drop)
+        self._books = ArenaBooks(self.limits.num_pages, self.limits.block_pages, displaced=prefix.drop, copy=arena.copy)
         self._tables = BlockTables(self._books, config.block_size, prefix if config.prefix_cache else None)
         self._residency = Residency(self._books, self.limits.max_adapter_pages)
         self._bank = AdapterBank(
@@ -277,6 +277,7 @@ class Engine:
             num_vision_encoded=self._vision.num_encoded,
             vision_cache_bytes=self._vision.num_bytes,
             host_adapter_bytes=self._registry.num_bytes,
+            relocated_bytes=self._arena.num_copied * PAGE_BYTES,
             num_adapter_loads=self._bank.num_loads,
             num_load_waits=self._num_load_waits,
             load_wait_s=self._load_wait_s,

@@ -29,9 +29,24 @@ class Arena:
 
     def __init__(self, num_pages: int, device: torch.device) -> None:
         self.num_pages = num_pages
+        self.num_copied = 0  # pages, since the start
         raw = empty([num_pages * PAGE_BYTES + PAGE_BYTES], torch.uint8, device)
         skip = -raw.data_ptr() % PAGE_BYTES
         self.bytes = raw[skip : skip + num_pages * PAGE_BYTES]
+
+    def copy(self, first_page: int, target: int, num_pages: int) -> None:
+        """Copy a run of pages to where `target` is the first; the two may overlap.
+
+        On a GPU in the order of the stream, so that steps queued before still read what was there.
+        """
+        step = min(abs(target - first_page), num_pages)  # as much as can be copied without writing over what is left
+        if step == 0:
+            return
+        offsets = range(0, num_pages, step)
+        for offset in offsets if target < first_page else reversed(offsets):
+            size = min(step, num_pages - offset)
+            self.buffer(target + offset, size).copy_(self.buffer(first_page + offset, size))
+        self.num_copied += num_pages
 
     def kv_matrix(self, dtype: torch.dtype, kv_dim: int) -> torch.Tensor:
         """All of the arena as `[rows, kv_dim]`; a tail shorter than a row is left out."""

@@ -19,7 +19,7 @@ block or a run takes them where no others are left, the least recently used bloc
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterable, Set
+from collections.abc import Callable, Set
 from typing import NamedTuple
 
 from vlora.memory.prefix import Key, PrefixCache, TokenChain
@@ -43,11 +43,16 @@ class Run(NamedTuple):
 class ArenaBooks:
     """Counts pages: every page is in exactly one run, in exactly one block (taken or cached), or free.
 
-    displaced: told of each cached block whose pages somebody else takes.
+    displaced: told of each cached block whose pages somebody else takes. copy: copies pages, told of (first page, where
+    to, how many) before anything else happens to either place; the two may overlap.
     """
 
     def __init__(
-        self, num_pages: int, pages_per_block: int, displaced: Callable[[int], None] = lambda block: None
+        self,
+        num_pages: int,
+        pages_per_block: int,
+        displaced: Callable[[int], None] = lambda block: None,
+        copy: Callable[[int, int, int], None] = lambda first, target, num_pages: None,
     ) -> None:
         assert num_pages >= pages_per_block >= 1
         self.num_pages = num_pages
@@ -57,6 +62,8 @@ class ArenaBooks:
         self._taken: set[int] = set()
         self._cached: OrderedDict[int, None] = OrderedDict()  # least recently used first
         self._displaced = displaced
+        self._copy = copy
+        self._renamed: list[Callable[[int, int], None]] = []
         # Byte maps: searching them is a memory scan in C, which stays quick with a million pages.
         self._pages = bytearray(num_pages)  # _FREE, _RUN, _BLOCK or _CACHED
         self._blocks = bytearray(self.num_blocks)  # _FREE when all pages of the block are, else who has some of them
@@ -86,18 +93,15 @@ class ArenaBooks:
             if not self._cached:
                 return None
             block = next(iter(self._cached))
-            self._displace(block)
-        self._taken.add(block)
-        self._blocks[block] = _BLOCK
-        self._mark(self._pages_of(block), _BLOCK)
-        self._num_free_blocks -= 1
+            self.displace(block)
+        self._own(block)
         return block
 
     def return_block(self, block: int) -> None:
         assert block in self._taken, f"block {block} was not taken"
         self._taken.remove(block)
         self._blocks[block] = _FREE
-        self._mark(self._pages_of(block), _FREE)
+        self._mark(self.pages_of(block), _FREE)
         self._num_free_blocks += 1
 
     def cache_block(self, block: int) -> None:
@@ -105,21 +109,18 @@ class ArenaBooks:
         self.return_block(block)
         self._cached[block] = None
         self._blocks[block] = _CACHED
-        self._mark(self._pages_of(block), _CACHED)
+        self._mark(self.pages_of(block), _CACHED)
 
     def take_cached_block(self, block: int) -> None:
         """Take one certain block for what it holds."""
         self.free_cached_block(block)
-        self._taken.add(block)
-        self._blocks[block] = _BLOCK
-        self._mark(self._pages_of(block), _BLOCK)
-        self._num_free_blocks -= 1
+        self._own(block)
 
     def free_cached_block(self, block: int) -> None:
         """Forget a cached block's content: it is free like any other."""
         del self._cached[block]
         self._blocks[block] = _FREE
-        self._mark(self._pages_of(block), _FREE)
+        self._mark(self.pages_of(block), _FREE)
 
     def allocate_run(self, num_pages: int, limit: int | None = None) -> Run | None:
         """The lowest gap of `num_pages` contiguous pages below page `limit`, or None when there is no such gap.
@@ -136,7 +137,12 @@ class ArenaBooks:
         run = Run(first, num_pages)
         for block in self._blocks_touched(run):
             if self._blocks[block] == _CACHED:
-                self._displace(block)
+                self.displace(block)
+        return self.take_run(run)
+
+    def take_run(self, run: Run) -> Run:
+        """Take these very pages, which must be free."""
+        assert not any(self._pages[run.first_page : run.end]), f"a page of {run} is not free"
         self._runs.add(run)
         self._mark(run, _RUN)
         for block in self._blocks_touched(run):
@@ -149,24 +155,62 @@ class ArenaBooks:
         self._runs.remove(run)
         self._mark(run, _FREE)
         for block in self._blocks_touched(run):
-            pages = self._pages_of(block)
+            pages = self.pages_of(block)
             if not any(self._pages[pages.first_page : pages.end]):  # a neighbouring run may still have some
                 self._blocks[block] = _FREE
                 self._num_free_blocks += 1
 
-    def would_fit(self, num_pages: int, limit: int, freed: Iterable[Run]) -> bool:
-        """Whether a run of `num_pages` could be allocated below page `limit` if the runs `freed` were gone."""
-        pages = self._pages.translate(_CACHED_AS_FREE)
-        for run in freed:
-            pages[run.first_page : run.end] = bytes(run.num_pages)
-        return pages.find(bytes(num_pages), 0, limit) >= 0
+    # -- moving what lies there -----------------------------------------------------------------------------------
+
+    def find_gap(self, num_pages: int, limit: int) -> int | None:
+        """First page of the lowest gap that holds nothing at all; None when there is no such gap below `limit`."""
+        first = self._pages.find(bytes(num_pages), 0, limit)
+        return None if first < 0 else first
+
+    def page_map(self) -> bytearray:
+        """A byte for each page, 0 for those that are free and hold nothing; a copy."""
+        return bytearray(self._pages)
+
+    def pages_of(self, block: int) -> Run:
+        """Where a block lies, or would."""
+        return Run(block * self.pages_per_block, self.pages_per_block)
+
+    def on_renamed(self, told: Callable[[int, int], None]) -> None:
+        """Have somebody told of each block that moved: (number before, number now)."""
+        self._renamed.append(told)
+
+    def move_run(self, run: Run, first_page: int) -> Run:
+        """Take a run's content to a gap, which may overlap where it lies; where it is now."""
+        self._copy(run.first_page, first_page, run.num_pages)
+        self.free_run(run)
+        return self.take_run(Run(first_page, run.num_pages))
+
+    def move_block(self, block: int, target: int) -> None:
+        """Take a block, or what is kept of one, to a free place; a cached block stays as recently used as it was."""
+        self._copy(self.pages_of(block).first_page, self.pages_of(target).first_page, self.pages_per_block)
+        if block in self._taken:
+            self.return_block(block)
+            self._own(target)
+        else:
+            order = [target if other == block else other for other in self._cached]
+            self.free_cached_block(block)
+            self._own(target)
+            self.cache_block(target)
+            self._cached = OrderedDict.fromkeys(order)
+        for told in self._renamed:
+            told(block, target)
+
+    def displace(self, block: int) -> None:
+        """Give up a cached block's content."""
+        self.free_cached_block(block)
+        self._displaced(block)
 
     def check_integrity(self) -> None:
         """Prove that every page has exactly one place and that the sums add up."""
         pages = bytearray(self.num_pages)
         owners = [(run, _RUN) for run in self._runs]
-        owners += [(self._pages_of(block), _BLOCK) for block in self._taken]
-        owners += [(self._pages_of(block), _CACHED) for block in self._cached]
+        owners += [(self.pages_of(block), _BLOCK) for block in self._taken]
+        owners += [(self.pages_of(block), _CACHED) for block in self._cached]
         for owner, kind in owners:
             assert 0 <= owner.first_page < owner.end <= self.num_pages, f"{owner} lies outside the arena"
             assert not any(pages[owner.first_page : owner.end]), f"a page of {owner} has two owners"
@@ -174,22 +218,22 @@ class ArenaBooks:
         assert pages == self._pages, "the page map differs from what the runs and blocks own"
         free = []
         for block in range(self.num_blocks):
-            own = self._pages_of(block)
+            own = self.pages_of(block)
             kinds = set(pages[own.first_page : own.end]) - {_FREE}
             assert self._blocks[block] == (kinds.pop() if kinds else _FREE), f"block {block} is marked wrongly"
             if self._blocks[block] in (_FREE, _CACHED):
                 free.append(block)
         assert len(free) == self._num_free_blocks, f"{len(free)} blocks are free, {self._num_free_blocks} counted"
 
-    def _displace(self, block: int) -> None:
-        self.free_cached_block(block)
-        self._displaced(block)
+    def _own(self, block: int) -> None:
+        assert self._blocks[block] == _FREE, f"block {block} is not free"
+        self._taken.add(block)
+        self._blocks[block] = _BLOCK
+        self._mark(self.pages_of(block), _BLOCK)
+        self._num_free_blocks -= 1
 
     def _mark(self, pages: Run, kind: int) -> None:
         self._pages[pages.first_page : pages.end] = bytes([kind]) * pages.num_pages
-
-    def _pages_of(self, block: int) -> Run:
-        return Run(block * self.pages_per_block, self.pages_per_block)
 
     def _blocks_touched(self, run: Run) -> range:
         last = min((run.end - 1) // self.pages_per_block + 1, self.num_blocks)
@@ -208,6 +252,7 @@ class BlockTables:
         self._prefix = prefix
         self._tables: dict[str, tuple[int, ...]] = {}
         self._num_users: Counter[int] = Counter()
+        books.on_renamed(self._rename)
 
     @property
     def num_free_blocks(self) -> int:
@@ -334,6 +379,16 @@ class BlockTables:
         )
         if self._prefix is not None:
             self._prefix.check_integrity()
+
+    def _rename(self, block: int, target: int) -> None:
+        if self._num_users[block]:
+            self._num_users[target] = self._num_users[block]
+            for request_id, table in self._tables.items():
+                if block in table:
+                    self._tables[request_id] = tuple(target if other == block else other for other in table)
+        del self._num_users[block]
+        if self._prefix is not None:
+            self._prefix.rename(block, target)
 
     def _take(self) -> int:
         block = self.books.take_block()

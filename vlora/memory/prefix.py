@@ -128,6 +128,12 @@ class PrefixCache:
         """A block's content is gone, or may not be used any more."""
         del self._blocks[self._known.pop(block).key]
 
+    def rename(self, block: int, target: int) -> None:
+        """What a block holds lies in another one now; unknown blocks are ignored."""
+        if (known := self._known.pop(block, None)) is not None:
+            self._blocks[known.key] = target
+            self._known[target] = known
+
     def blocks_of(self, adapter: str) -> list[int]:
         """Blocks computed with one version of an adapter."""
         return [block for block, known in self._known.items() if known.adapter == adapter]

@@ -7,6 +7,9 @@ from collections import Counter, OrderedDict
 from collections.abc import Iterable
 
 from vlora.memory.books import ArenaBooks, Run
+from vlora.memory.relocation import Plan, plan_room
+
+_MOVED = 2  # what a page that moves counts beside one of an evicted adapter
 
 
 class Residency:
@@ -24,6 +27,7 @@ class Residency:
         self._reserved: set[Run] = set()
         self._pins: Counter[str] = Counter()
         self._evicted: list[str] = []
+        self._moved: list[str] = []
         self._resident: frozenset[str] | None = frozenset()  # None when it is to be made anew
 
     @property
@@ -42,27 +46,19 @@ class Residency:
         return self._runs[name]
 
     def bring(self, name: str, num_pages: int) -> Run | None:
-        """Find room for an adapter, evicting cold ones as far as needed; None when it cannot fit now.
+        """Find room for an adapter, moving what is in the way and evicting cold ones as far as needed; None when it
+        cannot fit now.
 
-        Nothing is evicted in vain: None leaves everything as it was. Names evicted are in `drain_evicted()`.
+        Nothing is moved or evicted in vain: None leaves everything as it was. Names evicted are in `drain_evicted()`,
+        those that lie elsewhere now in `drain_moved()`.
         """
         if name in self._runs:
             self.touch(name)
             return self._runs[name]
-        run = self.books.allocate_run(num_pages, self.max_pages)
-        if run is None:
-            if len(self._pins) == len(self._runs):
-                return None
-            cold = [other for other in self._runs if not self._pins[other]]
-            if not self.books.would_fit(num_pages, self.max_pages, (self._runs[other] for other in cold)):
-                return None
-            for other in cold:
-                self.drop(other)
-                self._evicted.append(other)
-                run = self.books.allocate_run(num_pages, self.max_pages)
-                if run is not None:
-                    break
-        assert run is not None, "room was proved but not found"
+        first_page = self._make_room(num_pages)
+        if first_page is None:
+            return None
+        run = self.books.take_run(Run(first_page, num_pages))
         self._runs[name] = run
         self._resident = None
         return run
@@ -71,6 +67,11 @@ class Residency:
         """Names evicted since the last call."""
         evicted, self._evicted = tuple(self._evicted), []
         return evicted
+
+    def drain_moved(self) -> tuple[str, ...]:
+        """Names whose run is another one since the last call; their content lies there already."""
+        moved, self._moved = tuple(self._moved), []
+        return moved
 
     def reserve(self, num_pages: int) -> Run | None:
         """Pages of the adapters' share for something made from them, such as a packed copy. Never evicts."""
@@ -109,6 +110,53 @@ class Residency:
         assert not self._pins[name], f"{name} is pinned {self._pins[name]} times"
         self.books.free_run(self._runs.pop(name))
         self._resident = None
+
+    def _make_room(self, num_pages: int) -> int | None:
+        """Free `num_pages` in a row: the first of them, or None, and nothing changed.
+
+        By moving what is not pinned, by evicting, or both. Pages are counted: those that are copied now, and those of
+        evicted adapters, which are copied if they come back, at half their number. The fewest win, and of two equal
+        ways the one that evicts less.
+        """
+        if (gap := self.books.find_gap(num_pages, self.max_pages)) is not None:
+            return gap
+        cold = [name for name in self._runs if not self._pins[name]]
+        movable = [self._runs[name] for name in cold]
+        if self.room_beside(self.books.runs.difference(movable)) < num_pages:
+            return None
+        if plan_room(self.books, num_pages, self.max_pages, movable, movable) is None:
+            return None
+        best: tuple[int, int, Plan] | None = None  # pages, number of evicted, how
+        num_evicted = held = 0
+        held_by_runs = sum(run.num_pages for run in self.books.runs)
+        while best is None or num_evicted < best[0]:
+            gone = movable[:held]
+            if held_by_runs - num_evicted + num_pages <= self.max_pages:
+                plan = plan_room(self.books, num_pages, self.max_pages, movable, gone)
+                if plan is not None and (best is None or num_evicted + _MOVED * plan.num_pages < best[0]):
+                    best = num_evicted + _MOVED * plan.num_pages, held, plan
+            if held == len(cold):
+                break
+            num_evicted += movable[held].num_pages
+            held += 1
+        if best is None:
+            return None
+        _, held, plan = best
+        for name in cold[:held]:
+            self.drop(name)
+            self._evicted.append(name)
+        self._carry_out(plan)
+        return plan.first_page
+
+    def _carry_out(self, plan: Plan) -> None:
+        names = {run: name for name, run in self._runs.items()}
+        for block in plan.forgotten:
+            self.books.displace(block)
+        for run, first_page in plan.runs:
+            self._runs[names[run]] = self.books.move_run(run, first_page)
+            self._moved.append(names[run])
+        for block, target in plan.blocks:
+            self.books.move_block(block, target)
 
     def check_integrity(self) -> None:
         """Prove that the arena's runs are exactly the adapters' and the reserved ones, all within their share."""

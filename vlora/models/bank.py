@@ -12,6 +12,7 @@ import torch
 import atmm
 from heads import TaskHead
 from vlora.adapters import HostAdapter, SiteShape, aligned, carve
+from vlora.adapters.layout import FactorShape
 from vlora.memory.arena import Arena, pages_for
 from vlora.memory.books import Run
 from vlora.memory.residency import Residency
@@ -21,6 +22,8 @@ from vlora.models.adapted import AdaptedLinear, Siblings
 
 @dataclasses.dataclass(frozen=True)
 class _Resident:
+    shapes: Mapping[str, FactorShape]
+    dtype: torch.dtype
     factors: Mapping[str, atmm.Factors]
     heads: Mapping[str, TaskHead]
 
@@ -108,13 +111,14 @@ class AdapterBank:
             run = self._residency.bring(key, num_pages)
         for evicted in self._residency.drain_evicted():
             self._forget(evicted)
+        for moved in self._residency.drain_moved():
+            self._follow(moved)
         if run is None:
             return False
         self._residency.pin(key)
         self.num_loads += 1
         target = self._arena.buffer(run.first_page, run.num_pages)[: adapter.run.nbytes]
-        views = carve(target, adapter.shapes, next(iter(adapter.factors.values())).a.dtype)
-        factors = {name: atmm.Factors(*pair) for name, pair in views.items()}
+        factors = _factors(target, adapter.shapes, _dtype(adapter))
         self._arriving[key] = _Arriving(adapter, factors, self._transfer.start(adapter.run, target))
         copy = self._arriving[key].copy
         if copy.done() and copy.exception() is None:
@@ -130,12 +134,14 @@ class AdapterBank:
         if (error := arriving.copy.exception()) is not None:
             self._residency.drop(key)
             raise error
-        for name, pair in arriving.factors.items():
-            self._linears[name].site.factors[key] = pair
-        device = self._arena.bytes.device
+        self._show(key, arriving.factors)
+        adapter, device = arriving.adapter, self._arena.bytes.device
         self._resident = None
         self._residents[key] = _Resident(
-            arriving.factors, {name: head.to(device) for name, head in arriving.adapter.heads.items()}
+            adapter.shapes,
+            _dtype(adapter),
+            arriving.factors,
+            {name: head.to(device) for name, head in adapter.heads.items()},
         )
 
     def collect(self) -> dict[str, Exception]:
@@ -219,12 +225,32 @@ class AdapterBank:
             self._residency.release(self._packed.run)
             self._packed = None
 
+    def _follow(self, key: str) -> None:
+        """An adapter lies elsewhere now: new views of it. A packed copy of it holds what it held."""
+        run, resident = self._residency.run(key), self._residents[key]
+        buffer = self._arena.buffer(run.first_page, run.num_pages)
+        factors = _factors(buffer, resident.shapes, resident.dtype)
+        self._residents[key] = dataclasses.replace(resident, factors=factors)
+        self._show(key, factors)
+
+    def _show(self, key: str, factors: Mapping[str, atmm.Factors]) -> None:
+        for name, pair in factors.items():
+            self._linears[name].site.factors[key] = pair
+
     def _forget(self, key: str) -> None:
         if self._packed is not None and key in self._packed.keys:
             self._unpack()
         self._resident = None
         for name in self._residents.pop(key).factors:
             del self._linears[name].site.factors[key]
+
+
+def _factors(buffer: torch.Tensor, shapes: Mapping[str, FactorShape], dtype: torch.dtype) -> dict[str, atmm.Factors]:
+    return {name: atmm.Factors(*pair) for name, pair in carve(buffer, shapes, dtype).items()}
+
+
+def _dtype(adapter: HostAdapter) -> torch.dtype:
+    return next(iter(adapter.factors.values())).a.dtype
 
 
 _STEPS_BEFORE_PACKING = 3

@@ -119,6 +119,9 @@ class _EngineCollector(Collector):
             "vlora_adapter_loads", "Adapters brought to the device.", value=stats.num_adapter_loads
         )
         yield CounterMetricFamily(
+            "vlora_relocated_bytes", "Copied within the arena to make room.", value=stats.relocated_bytes
+        )
+        yield CounterMetricFamily(
             "vlora_load_wait_seconds", "Time in which every request waited for an adapter.", value=stats.load_wait_s
         )
         looked_up = {"hit": stats.num_vision_hits, "miss": stats.num_vision_encoded}

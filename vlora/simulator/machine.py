@@ -16,7 +16,7 @@ _ANSWER = HeadAnswer(task="binary", label="yes", confidence=1.0, labels=("no", "
 
 
 class Clock:
-    """Seconds that only steps, merges, loads and waiting move."""
+    """Seconds that only steps, merges, loads, moves in memory and waiting move."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -29,11 +29,17 @@ class Machine:
     """Runs batches on paper, moving the clock. Merging another adapter costs `merge_s`, going back to W0 `back_s`, and
     weights merged last nothing, unless going back has its price: they are then not kept."""
 
-    def __init__(self, clock: Clock, costs: Costs) -> None:
+    def __init__(self, clock: Clock, costs: Costs, move_s: float) -> None:
+        """move_s: of one page, from one place in memory to another."""
         self._clock = clock
         self._costs = costs
+        self._move_s = move_s
         self._merged: str | None = None
         self._shadow: str | None = None
+
+    def copy(self, first_page: int, target: int, num_pages: int) -> None:
+        """Move pages, between two steps."""
+        self._clock.now += num_pages * self._move_s
 
     def run(self, batch: Batch) -> StepResult:
         merged = batch.merged_adapter

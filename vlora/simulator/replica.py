@@ -21,13 +21,15 @@ class Box:
     """What a replica has. kv_tokens: room for KV. resident_adapters: how many adapters fit beside it, of one size.
 
     load_s: seconds from when an adapter's pages are taken until a step may use it; the copies run one after the other,
-    beside the steps. The rest is `EngineConfig`'s.
+    beside the steps. move_s: seconds in which a KV block is moved within memory, between steps; no adapter ever is,
+    since here a gap fits all of them. The rest is `EngineConfig`'s.
 
     Raises BadConfig when a value cannot work.
     """
 
     costs: Costs
     load_s: float = 0.0
+    move_s: float = 32e-6  # measured for 16 tokens of the 0.5 B model (docs/decisions.md, 2026-11-22)
     kv_tokens: int = 65_536
     resident_adapters: int = 64
     policy: str = EngineConfig.policy
@@ -67,12 +69,12 @@ class Replica:
     def __init__(self, box: Box) -> None:
         self._box = box
         self.clock = Clock()
+        self._machine = Machine(self.clock, box.costs, box.move_s)
         # A page holds one adapter, or one KV block.
         num_blocks = -(-box.kv_tokens // box.block_size)
-        books = ArenaBooks(box.resident_adapters + num_blocks, 1)
+        books = ArenaBooks(box.resident_adapters + num_blocks, 1, copy=self._machine.copy)
         self._residency = Residency(books, box.resident_adapters)
         self._loader = Loader(self._residency, self.clock, box.load_s)
-        self._machine = Machine(self.clock, box.costs)
         self.scheduler = Scheduler(
             policy=make_policy(box.policy),
             tables=BlockTables(books, box.block_size),

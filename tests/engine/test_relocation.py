@@ -1,0 +1,148 @@
+"""Whatever moves in the arena between two steps, nobody's answer changes."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+
+from tests.engine.test_same_answers import NUM_TOKENS, Reference, assert_same
+from tests.families import build_model
+from tests.harness import FixedModes, Recorded
+from vlora.config import EngineConfig
+from vlora.engine import Engine, LocalEngine
+from vlora.memory.arena import PAGE_BYTES, pages_for
+from vlora.memory.transfer import Inline
+from vlora.types import Mode, Request, SamplingParams
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.fixture(scope="module", params=["qwen2_vl", "llava"])
+def reference(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Reference:
+    return Reference(request.param, tmp_path_factory.mktemp(request.param))
+
+
+def shuffle(engine: Engine, draws: random.Random) -> int:
+    """Move every block and every adapter that may be moved to a place drawn by chance, as far as there is one, and
+    leave values that are not finite wherever nothing lies; how many moved."""
+    books, residency, bank = engine._books, engine._residency, engine._bank
+    moved = 0
+    for block in sorted(books.taken_blocks | books.cached_blocks):
+        free = [target for target in range(books.num_blocks) if not any(page_map(engine, target))]
+        if free:
+            books.move_block(block, draws.choice(free))
+            moved += 1
+    for name in sorted(residency.resident):
+        run = residency.run(name)
+        pages = books.page_map()
+        pages[run.first_page : run.end] = bytes(run.num_pages)
+        gaps = [
+            first
+            for first in range(residency.max_pages - run.num_pages + 1)
+            if not any(pages[first : first + run.num_pages])
+        ]
+        target = draws.choice(gaps)
+        if not residency._pins[name] and target != run.first_page:
+            residency._runs[name] = books.move_run(run, target)
+            bank._follow(name)
+            moved += 1
+    for page, kind in enumerate(books.page_map()):
+        if not kind:
+            bank._arena.buffer(page, 1).fill_(255)  # NaN in every dtype
+    return moved
+
+
+def page_map(engine: Engine, block: int) -> bytearray:
+    run = engine._books.pages_of(block)
+    return engine._books.page_map()[run.first_page : run.end]
+
+
+def shuffled(recorded: Recorded) -> list[int]:
+    """Shuffle before every step from now on; how many moved in each."""
+    counts: list[int] = []
+    draws = random.Random(0)
+    inner = recorded.engine.step
+
+    def step():  # type: ignore[no-untyped-def]
+        counts.append(shuffle(recorded.engine, draws))
+        recorded.engine.check_integrity()
+        return inner()
+
+    recorded.engine.step = step  # type: ignore[method-assign]
+    return counts
+
+
+@pytest.mark.parametrize("memory", ["ample", "scarce"])
+def test_answers_stay_the_same_when_all_moves_between_any_two_steps(reference: Reference, memory: str) -> None:
+    plan = [(Mode.MIXED, "wide8"), (Mode.UNMERGED, None), (Mode.MIXED, "everywhere64"), (Mode.MIXED, "patterned16")]
+    policy = FixedModes(*plan[0], plan=plan)
+    recorded = (
+        Recorded(reference, policy, scarce_memory=True)
+        if memory == "scarce"
+        else Recorded(reference, policy, max_step_tokens=24)
+    )
+    counts = shuffled(recorded)
+    answers = recorded.answer(reference.cases, NUM_TOKENS)
+    for got, want in zip(answers, reference.answers, strict=True):
+        assert_same(got, want)
+    assert len(counts) >= NUM_TOKENS and sum(counts) > 5 * len(counts)
+    assert (recorded.engine.stats().num_preemptions > 0) == (memory == "scarce")
+    # What was kept of prompts moved as well, and is still found.
+    again = recorded.answer(reference.cases, 2)
+    for (tokens, logits), want in zip(again, reference.answers, strict=True):
+        assert_same((tokens, logits), (want[0][:2], want[1][:2]))
+    assert memory == "scarce" or min(recorded.cached_tokens) > 0
+
+
+def test_a_view_that_is_not_updated_is_noticed(reference: Reference) -> None:
+    """The negative control: an adapter moved without its views gives another answer, or none at all."""
+    recorded = Recorded(reference, FixedModes(Mode.UNMERGED))
+    recorded.engine._bank._follow = lambda name: None  # type: ignore[method-assign]
+    shuffled(recorded)
+    adapted = [case for case in reference.cases if case[0] == "wide8"]
+    wanted = [answer for case, answer in zip(reference.cases, reference.answers, strict=True) if case[0] == "wide8"]
+    answers = recorded.answer(adapted, NUM_TOKENS)
+    assert not any(torch.allclose(got[1], want[1], atol=1e-3) for got, want in zip(answers, wanted, strict=True))
+
+
+def test_an_adapter_finds_room_where_another_is_in_the_way(reference: Reference) -> None:
+    pages = {
+        name: pages_for(status.num_bytes)
+        for name, status in ((s.name, s) for s in Recorded(reference, None).engine.adapters())
+    }
+    # Between two gaps, together just what the largest one needs, lies narrow4. What was used longest ago is larger.
+    gap = pages["everywhere64"] - pages["wide8"]
+    share = pages["wide8"] + pages["narrow4"] + gap + pages["patterned16"]
+    assert pages["patterned16"] > 2 * pages["narrow4"]
+    config = EngineConfig(model=reference.family, block_size=8, arena_bytes=2 * share * PAGE_BYTES, max_context=256)
+    local = LocalEngine(config, model=build_model(reference.family), executor=Inline())
+    for name in pages:
+        local.engine.load_adapter(name, reference.adapters[name])
+    answers = {case[0]: (case[1], want) for case, want in zip(reference.cases, reference.answers, strict=True)}
+
+    def ask(name: str) -> None:
+        prompt, (wanted, _) = answers[name]
+        sampling = SamplingParams(max_tokens=NUM_TOKENS, ignore_eos=True)
+        request = Request(
+            request_id=name, prompt_ids=prompt.prompt_ids, vision=prompt.vision, adapter=name, sampling=sampling
+        )
+        got = [token for output in local.run([request])[name] for token in output.token_ids]
+        assert got == wanted, name
+        local.engine.check_integrity()
+
+    ask("wide8")
+    ask("narrow4")
+    held = local.engine._residency.reserve(gap)
+    assert held is not None
+    ask("patterned16")
+    local.engine._residency.release(held)
+    ask("narrow4")
+    local.engine.unload_adapter("wide8")
+    ask("everywhere64")
+    stats = local.engine.stats()
+    assert stats.num_resident_adapters == 3 and stats.num_adapter_loads == 4, "nobody was evicted"
+    assert stats.relocated_bytes == pages["narrow4"] * PAGE_BYTES
+    ask("narrow4")
+    assert local.engine.stats().num_adapter_loads == 4, "it is still there, elsewhere"
