@@ -30,6 +30,7 @@ class RequestStatus(enum.StrEnum):
 
 
 MAX_LOGPROBS = 20
+MAX_GRAMMAR_CHARS = 65_536
 MAX_PRIORITY = 10
 
 
@@ -39,6 +40,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     temperature 0 is greedy. top_k 0 and top_p 1 switch those filters off. Draws depend on `seed` and the token's place
     in the answer only, never on the batch; `seed=None` takes one from the request id.
     logprobs: for every token its log probability and those of this many likeliest ones; None computes none.
+    grammar: the answer's form as a Lark grammar (llguidance's dialect), or None. An answer that ends by itself has it.
 
     Raises BadRequest when a value is out of range.
     """
@@ -51,6 +53,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     stop: tuple[str, ...] = ()
     ignore_eos: bool = False
     logprobs: int | None = None
+    grammar: str | None = None
 
     def __post_init__(self) -> None:
         if self.max_tokens < 1:
@@ -65,6 +68,10 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
             raise BadRequest(f"logprobs is {self.logprobs}; it must lie between 0 and {MAX_LOGPROBS}")
         if any(not text for text in self.stop):
             raise BadRequest("stop holds an empty string; every stop string needs at least one character")
+        if self.grammar is not None and len(self.grammar) > MAX_GRAMMAR_CHARS:
+            raise BadRequest(f"the grammar has {len(self.grammar)} characters; at most {MAX_GRAMMAR_CHARS} are read")
+        if self.grammar is not None and self.ignore_eos:
+            raise BadRequest("ignore_eos and grammar do not go together: the grammar says where the answer ends")
 
 
 class TensorValue(msgspec.Struct, frozen=True):

@@ -2,7 +2,8 @@
 
 The script is in the prompt: `say:TEXT` answers TEXT, a byte per step; `forever` never stops by itself; `never` says
 nothing; `crash` fails the step loop; `exit` ends the process; `trip` fails while the request is taken in; `fail` fails
-its request alone; `overloaded` refuses it and tells its service level. Anything else is answered with yes.
+its request alone; `overloaded` refuses it and tells its service level; `grammar` answers with the request's grammar.
+Anything else is answered with yes.
 """
 
 from __future__ import annotations
@@ -136,6 +137,8 @@ class ScriptedEngine:
             raise ValueError("tripped over the request")
         if "overloaded" in text:
             raise DeadlineUnreachable(f"latency {request.max_latency_s} ttft {request.max_ttft_s} {request.priority:+}")
+        if text == "grammar":
+            text = f"say:grammar:{request.sampling.grammar}"
         said = re.search(r"say:(.*)", text, re.DOTALL)
         silent = "forever" in text or "never" in text
         script = [] if silent else [*(said[1] if said else "yes").encode(), EOS]

@@ -241,11 +241,31 @@ def test_fields_that_ask_for_nothing_are_taken_and_others_are_not_ignored(api: A
             "code": "bad_request",
             "param": name,
         }
-    for kind in ("json_object", "json_schema"):
-        status, answer = api.chat("say:x", response_format={"type": kind, "json_schema": {"name": "a", "schema": {}}})
-        assert status == 400 and f"response_format '{kind}' is not served" in answer["error"]["message"]
     assert "logprobs to true" in api.chat("say:x", top_logprobs=2)[1]["error"]["message"]
     assert api.chat("say:x", logprobs=True, top_logprobs=21)[1]["error"]["param"] == "top_logprobs"
+
+
+def test_a_response_format_reaches_the_engine_as_a_grammar(api: Api) -> None:
+    # The scripted engine says `grammar:` and what it was asked to hold the answer to.
+    schema = {"type": "object", "properties": {"a": {"const": "\ud800"}}, "x-guidance": {"lenient": True}}
+    for form, part in (
+        ({"type": "json_object"}, 'start: / ?/ value\nvalue: %json {"type": "object", "x-guidance": {'),
+        ({"type": "json_schema", "json_schema": {"name": "a", "schema": schema, "strict": True}}, '"const": "\\ud800"'),
+        ({"type": "json_schema", "json_schema": {"schema": schema}}, '"lenient": false'),
+        ({"type": "text"}, "grammar:None"),
+    ):
+        status, answer = api.chat("grammar", response_format=form, max_tokens=2000)
+        assert status == 200 and part in answer["choices"][0]["message"]["content"], answer
+    for form, message in (
+        ({"type": "json_schema"}, "takes {'json_schema': {'name': ..., 'schema': {...}}}"),
+        ({"type": "json_schema", "json_schema": {"schema": "x"}}, "takes {'json_schema'"),
+        ({"type": "json_schema", "json_schema": {"schema": {}, "sc\ud800": 1}}, "has a field 'sc"),
+        ({"type": "json_object", "json_schema": {"schema": {}}}, "set type to 'json_schema'"),
+        ({"type": "json_schema", "json_schema": {"schema": {"enum": ["x" * 70_000]}}}, "at most 65536 are read"),
+        ({"type": "grammar"}, "response_format.type"),
+    ):
+        status, answer = api.chat("grammar", response_format=form)
+        assert status == 400 and message in answer["error"]["message"], answer
 
 
 def test_heads_answer_in_one_pass(api: Api) -> None:

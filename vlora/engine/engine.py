@@ -14,6 +14,7 @@ import torch
 import atmm
 from vlora.adapters import AdapterRegistry, Registration
 from vlora.config import EngineConfig
+from vlora.engine.grammars import Grammars
 from vlora.engine.limits import compute_limits
 from vlora.engine.switching import originals_if_in_place
 from vlora.errors import (
@@ -32,6 +33,7 @@ from vlora.memory.prefix import PrefixCache
 from vlora.memory.residency import Residency
 from vlora.memory.transfer import make_transfer
 from vlora.models.bank import AdapterBank
+from vlora.models.grammar import GrammarCompiler
 from vlora.models.in_place import InPlaceSwitcher
 from vlora.models.loading import load_model
 from vlora.models.runner import ModelRunner
@@ -72,7 +74,7 @@ class Engine:
     ) -> None:
         """Load the model and lay out memory; `model` gives an already built transformers model. Raises BadConfig.
 
-        executor: reads adapters and brings them to the device; None makes two threads, one for each.
+        executor: reads adapters, brings them to the device and compiles grammars; None makes a thread for each.
         """
         policy = make_policy(config.policy)  # before the model: a wrong name should not cost a load
         if config.threads is not None:
@@ -121,6 +123,9 @@ class Engine:
             executor=executor,
             measure=functools.partial(merge_fidelity, self._slabs, self._switcher),
         )
+        self._grammars = Grammars(
+            GrammarCompiler(config.model, seam.lm_head.weight.shape[0], seam.eos_ids), executor=executor
+        )
         self._scheduler = Scheduler(
             policy=policy,
             tables=self._tables,
@@ -156,9 +161,12 @@ class Engine:
         key = adapter.key if adapter else None
         bound_s = self.config.max_ttft_s if request.max_ttft_s is None else request.max_ttft_s
         inner = msgspec.structs.replace(request, adapter=key, max_ttft_s=bound_s)
-        self._scheduler.add(inner)
+        grammar = request.sampling.grammar if request.head is None else None
+        self._scheduler.add(inner, held=grammar is not None)
         self._runner.add(inner, key if adapter and adapter.header.touches_vision and request.vision else None)
         self._key_of[request.request_id] = key
+        if grammar is not None:
+            self._grammars.wait_for(request.request_id, grammar)
         if key is not None:
             self._users.setdefault(key, set()).add(request.request_id)
 
@@ -170,7 +178,7 @@ class Engine:
 
     def step(self) -> tuple[RequestOutput, ...]:
         """Decide, run, record. Returns what became known for each request, in no particular order."""
-        outputs = self._collect_loads()
+        outputs = [*self._collect_loads(), *self._collect_grammars()]
         self._scheduler.admit(self._bank.resident | self._loading())
         self._bring_adapters()
         batch = self._scheduler.schedule(self._memory_view())
@@ -294,6 +302,7 @@ class Engine:
         outputs = [self.cancel(request_id) for request_id in tuple(self._key_of)]
         self._registry.close()
         self._bank.close()
+        self._grammars.close()
         return tuple(output for output in outputs if output is not None)
 
     # -- inside -------------------------------------------------------------------------------------------------------
@@ -353,6 +362,18 @@ class Engine:
             outputs += self._fail_users(key, StepFailed(f"its adapter could not be brought to the device: {error}"))
         return outputs
 
+    def _collect_grammars(self) -> list[RequestOutput]:
+        """Let requests go whose grammar was compiled meanwhile; the last words of those whose grammar is wrong."""
+        outputs: list[RequestOutput] = []
+        for request_id, found in self._grammars.collect():
+            if isinstance(found, VLoraError):
+                output = self._scheduler.fail(request_id, ErrorValue.of(found))
+                outputs += [] if output is None else [output]
+            else:
+                self._runner.begin_grammar(request_id, found.begin())
+                self._scheduler.release(request_id)
+        return outputs
+
     def _bring_adapters(self) -> None:
         bring_wanted(self._scheduler, self._residency, self._bring)
         gone = self._switcher.merged_key
@@ -364,8 +385,8 @@ class Engine:
         return adapter is not None and self._bank.bring(adapter)
 
     def _wait_for_load(self) -> None:
-        """Nobody can run before an adapter has come: give its thread the machine, and messages a turn soon."""
-        pending: tuple[Future[Any], ...] = (*self._registry.pending, *self._bank.pending)
+        """Nobody can run before an adapter or grammar has come: give its thread the machine, messages a turn soon."""
+        pending: tuple[Future[Any], ...] = (*self._registry.pending, *self._bank.pending, *self._grammars.pending)
         if pending:
             started = time.perf_counter()
             wait(pending, _LOAD_WAIT_S, FIRST_COMPLETED)
@@ -403,6 +424,7 @@ class Engine:
 
     def _release(self, request_id: str) -> None:
         self._runner.release(request_id)
+        self._grammars.forget(request_id)
         key = self._key_of.pop(request_id, None)
         if key is not None:
             self._users[key].discard(request_id)

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from vlora.errors import BadRequest
+from vlora.models.grammar import Cursor
 from vlora.models.processing import to_tensor
 from vlora.models.sampling import seed_of
 from vlora.models.seam import Positions, VisionFeatures
@@ -64,6 +65,7 @@ class RequestState:
         self.vision_key = vision_key
         self.tokens: list[int] = list(request.prompt_ids)
         self.seed = seed_of(request.request_id, request.sampling)
+        self.cursor: Cursor | None = None  # in its grammar; it moves with tokens, which a preemption keeps
         self.positions: Positions | None = None
         self.visual: Visual | None = None
         self.places = _places(request, placeholders)

@@ -15,6 +15,7 @@ from vlora.memory.arena import PAGE_BYTES, Arena
 from vlora.models.attention import DecodeRows, KVCache, PrefillSpan, StepAttention, decode_rows
 from vlora.models.bank import AdapterBank
 from vlora.models.forward import ForwardBatch, Row
+from vlora.models.grammar import Cursor, hold
 from vlora.models.product import linear
 from vlora.models.request_state import RequestState, Visual
 from vlora.models.sampling import sample, token_scores
@@ -56,6 +57,10 @@ class ModelRunner:
         """Take a request's tensors in. vision_key: its adapter's key if that adapter changes the vision side."""
         self._states[request.request_id] = RequestState(request, vision_key, self._seam.placeholders)
 
+    def begin_grammar(self, request_id: str, cursor: Cursor) -> None:
+        """Hold a request's answer, of which there is nothing yet, to a grammar."""
+        self._states[request_id].cursor = cursor
+
     def release(self, request_id: str) -> None:
         """Forget a request; unknown ids are ignored."""
         self._states.pop(request_id, None)
@@ -86,7 +91,9 @@ class ModelRunner:
             if items:
                 try:
                     hidden, answering = self._forward(batch, items)
-                    tokens, scores = self._sample(hidden, [row for row in answering if row.state.request.head is None])
+                    text = [row for row in answering if row.state.request.head is None]
+                    tokens, scores, failed = self._sample(hidden, text)
+                    errors |= failed
                     heads = self._read_heads(hidden, [row for row in answering if row.state.request.head is not None])
                 except Exception as error:
                     # Whatever went wrong, only this batch may pay for it: the engine serves on.
@@ -191,25 +198,33 @@ class ModelRunner:
 
     # -- answers ----------------------------------------------------------------------------------------------------
 
-    def _sample(self, hidden: torch.Tensor, rows: Sequence[Row]) -> tuple[dict[str, int], dict[str, TokenScore]]:
-        """By request id: the token, and how likely it was where that was asked for."""
+    def _sample(
+        self, hidden: torch.Tensor, rows: Sequence[Row]
+    ) -> tuple[dict[str, int], dict[str, TokenScore], dict[str, ErrorValue]]:
+        """By request id: the token, how likely it was where that was asked for, and why a grammar let none follow."""
         if not rows:
-            return {}, {}
+            return {}, {}, {}
         picked = hidden.index_select(0, torch.tensor([row.stop - 1 for row in rows]).to(hidden.device))
         logits = linear(picked, self._seam.lm_head.weight, self._seam.lm_head.bias).float().contiguous()
         states = [row.state for row in rows]
         params = [state.request.sampling for state in states]
+        held, refused = hold(logits, [state.cursor for state in states])
         chosen = sample(
-            logits,
+            held,
             params,
             [state.seed for state in states],
             [state.num_answered for state in states],
         )
-        for state, token in zip(states, chosen, strict=True):
-            state.tokens.append(token)
         ids = [state.request.request_id for state in states]
+        for row, (state, token) in enumerate(zip(states, chosen, strict=True)):
+            if state.cursor is not None and row not in refused:
+                try:
+                    state.cursor.advance(token)
+                except BadRequest as error:
+                    refused[row] = error
+            state.tokens.append(token)
         scores = {ids[row]: score for row, score in token_scores(logits, params, chosen).items()}
-        return dict(zip(ids, chosen, strict=True)), scores
+        return dict(zip(ids, chosen, strict=True)), scores, {ids[row]: ErrorValue.of(e) for row, e in refused.items()}
 
     def _read_heads(self, hidden: torch.Tensor, rows: Sequence[Row]) -> dict[str, HeadAnswer]:
         if not rows:

@@ -61,8 +61,9 @@ def _draw(logits: torch.Tensor, params: SamplingParams, seed: int, place: int) -
     values, ids = torch.topk(logits.double() / params.temperature, count)
     probabilities = torch.softmax(values, -1)
     cumulative = probabilities.cumsum(-1)
-    # A token stays when the mass before it is below top_p: the first one always does.
-    kept = int(((cumulative - probabilities) < params.top_p).sum())
+    # A token stays when the mass before it is below top_p: the first one always does. One that a grammar forbids has no
+    # mass.
+    kept = int((((cumulative - probabilities) < params.top_p) & (probabilities > 0)).sum())
     bits = np.random.Philox(key=seed & (2**64 - 1), counter=place)
     uniform = float(np.random.Generator(bits).random())
     target = uniform * float(cumulative[kept - 1])

@@ -107,11 +107,15 @@ class Scheduler:
         """Requests to run, or outputs to hand over."""
         return bool(self._tracked or self._outputs or self._admission)
 
-    def add(self, request: Request) -> None:
-        """Take a request in. Raises PromptTooLong when its KV could not fit in memory even alone."""
+    def add(self, request: Request, *, held: bool = False) -> None:
+        """Take a request in; one that is `held` runs from `release` on.
+
+        Raises PromptTooLong when its KV could not fit in memory even alone.
+        """
         assert self._find(request.request_id) is None
         now = self._clock()
         tracked = Tracked(request, now, self._tables.chain(request))
+        tracked.held = held
         needed = self._tables.blocks_for(tracked.max_len)
         if needed > self._max_request_blocks:
             raise PromptTooLong(
@@ -127,6 +131,12 @@ class Scheduler:
             self._let_in(tracked, now)
         else:
             self._admission.add(tracked)
+
+    def release(self, request_id: str) -> None:
+        """A held request may run from now on."""
+        tracked = self._find(request_id)
+        assert tracked is not None
+        tracked.held = False
 
     def cancel(self, request_id: str) -> RequestOutput | None:
         """End a request as cancelled; None when it is unknown or already ended."""
@@ -245,7 +255,8 @@ class Scheduler:
         ready: list[Tracked] = []
         waiting: list[Tracked] = []
         for tracked in self._tracked.values():
-            (ready if tracked.adapter is None or tracked.adapter in resident else waiting).append(tracked)
+            here = (tracked.adapter is None or tracked.adapter in resident) and not tracked.held
+            (ready if here else waiting).append(tracked)
         if not ready:
             return None
         # An adapter that left memory took its merged weights along.
@@ -270,7 +281,7 @@ class Scheduler:
         assert len(decision.order) <= self._max_batch_size, "the policy chose more requests than a batch takes"
         self._carried = decision.carried
         starving = {c.request_id for c in candidates if c.credit > theta_s}
-        roomless = [t for t in waiting if t.adapter not in view.loading]
+        roomless = [t for t in waiting if not t.held and t.adapter not in view.loading]
         self._starved_of_adapter = any(credit > theta_s for credit in self._credits(roomless, now, merged))
         batch = self._fit(decision, starving, ready, now)
         if batch is None:

@@ -17,7 +17,8 @@ class Tracked:
 
     arrival counts up as requests are let in, which is when they arrive for policies: whoever came without a bound is
     let in at once. last_ran_s starts then, too. answer_by: until when the first answer must have come, if there is a
-    bound. expected_s: how long that was expected to take from being let in on.
+    bound. expected_s: how long that was expected to take from being let in on. held: not to run before its grammar is
+    compiled.
     """
 
     __slots__ = (
@@ -31,6 +32,7 @@ class Tracked:
         "expected_s",
         "first_answer_s",
         "first_run_s",
+        "held",
         "is_head",
         "last_key",
         "last_ran_s",
@@ -54,6 +56,7 @@ class Tracked:
         self.request_id = request.request_id
         self.adapter = request.adapter
         self.is_head = request.head is not None
+        self.held = False
         self.priority = request.priority
         self.arrival = -1
         self.arrival_s = now

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from vlora.client.values import Answer, TokenLogprob
-from vlora.errors import BadRequest
+from vlora.server.response_format import json_grammar
 from vlora.server.text import MAX_STOP_STRINGS
 from vlora.types import MAX_LOGPROBS, MAX_PRIORITY, SamplingParams
 
@@ -148,11 +148,7 @@ class ChatRequest(Leveled):
 
     def sampling(self) -> SamplingParams:
         """Raises BadRequest when a value is out of range, or not served."""
-        if self.response_format is not None and self.response_format.type != "text":
-            raise BadRequest(
-                f"response_format {self.response_format.type!r} is not served: answers are not held to a grammar here; "
-                "ask for JSON in the prompt, and check what comes"
-            )
+        form = self.response_format
         limits = (self.max_completion_tokens, self.max_tokens, SamplingParams().max_tokens)
         return SamplingParams(
             max_tokens=next(given for given in limits if given is not None),
@@ -161,6 +157,7 @@ class ChatRequest(Leveled):
             seed=self.seed,
             stop=(self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ()),
             logprobs=(self.top_logprobs or 0) if self.logprobs else None,
+            grammar=None if form is None else json_grammar(form.type, form.json_schema),
         )
 
     def conversation(self) -> tuple[list[dict[str, Any]], list[str]]:

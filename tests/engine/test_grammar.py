@@ -1,0 +1,473 @@
+"""Answers held to a grammar: what comes is in it, whatever the model wants to say and whoever else is in the batch."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Sequence
+from concurrent.futures import Executor, Future
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from llguidance import LLMatcher, LLTokenizer
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+from fusion.embedded import checkpoint_path
+from tests.families import VOCAB, build_model
+from tests.harness import FixedModes
+from tests.oracle import Oracle
+from vlora.config import EngineConfig
+from vlora.engine import LocalEngine
+from vlora.engine.grammars import Grammars
+from vlora.errors import BadRequest
+from vlora.memory.arena import PAGE_BYTES
+from vlora.memory.transfer import Inline
+from vlora.models.grammar import Cursor, Grammar, GrammarCompiler
+from vlora.server.response_format import json_grammar
+from vlora.types import MAX_GRAMMAR_CHARS, Mode, Request, RequestOutput, SamplingParams
+
+EOS = 2
+LONGER = [
+    '{"',
+    '":',
+    ' "',
+    '",',
+    "tr",
+    "ue",
+    "true",
+    "al",
+    "se",
+    "12",
+    "34",
+    "123",
+    "aa",
+    "ab",
+    "ba",
+    "aba",
+    "na",
+    "me",
+    "name",
+]
+FAMILY = "qwen2_vl"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A tokenizer of the tiny models' 200 tokens: printable ASCII, the newline, and longer ones of these."""
+    letters = {chr(code): chr(code) for code in range(33, 127)} | {" ": "\u0120", "\n": "\u010a"}
+    vocab = {"<pad>": 0, "<bos>": 1, "<eos>": EOS}
+    for text in [*letters, *LONGER]:
+        vocab["".join(letters[letter] for letter in text)] = len(vocab)
+    merges = []
+    for token in list(vocab)[3 + len(letters) :]:
+        cut = max(cut for cut in range(1, len(token)) if token[:cut] in vocab and token[cut:] in vocab)
+        merges.append((token[:cut], token[cut:]))
+    assert len(vocab) < 190
+    tokenizer = Tokenizer(models.BPE(vocab, merges))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>", bos_token="<bos>", pad_token="<pad>")
+    made = tmp_path_factory.mktemp("tokenizer")
+    fast.save_pretrained(str(made))
+    return str(made)
+
+
+@pytest.fixture(scope="module")
+def tokenizer(folder: str) -> Any:
+    return AutoTokenizer.from_pretrained(folder)
+
+
+def engine(folder: str, *, pages: int = 2048, executor: Executor | None = None, **fields: Any) -> LocalEngine:
+    config = EngineConfig(
+        model=folder,
+        dtype="float32",
+        max_batch_size=16,
+        block_size=8,
+        arena_bytes=pages * PAGE_BYTES,
+        merge_fidelity_floor=0.0,
+        **fields,
+    )
+    return LocalEngine(config, model=build_model(FAMILY), executor=executor)
+
+
+@pytest.fixture(scope="module")
+def local(folder: str) -> LocalEngine:
+    return engine(folder)
+
+
+def schema_grammar(schema: Any) -> str:
+    grammar = json_grammar("json_schema", {"name": "it", "schema": schema})
+    assert grammar is not None
+    return grammar
+
+
+def ask(name: str, grammar: str | None, *, seed: int = 0, temperature: float = 1.0, **fields: Any) -> Request:
+    ids = torch.randint(3, 180, (6,), generator=torch.Generator().manual_seed(seed)).tolist()
+    sampling = SamplingParams(
+        max_tokens=fields.pop("max_tokens", 700), temperature=temperature, seed=seed, grammar=grammar, **fields
+    )
+    return Request(request_id=name, prompt_ids=tuple(ids), sampling=sampling)
+
+
+def tokens_of(outputs: Sequence[RequestOutput]) -> list[int]:
+    return [token for output in outputs for token in output.token_ids]
+
+
+def logprobs_of(outputs: Sequence[RequestOutput]) -> list[float]:
+    return [score.logprob for output in outputs for score in output.scores]
+
+
+def text_of(tokenizer: Any, outputs: Sequence[RequestOutput]) -> str:
+    assert outputs[-1].error is None, outputs[-1].error
+    return str(tokenizer.decode(tokens_of(outputs), skip_special_tokens=True))
+
+
+# -- schemas ----------------------------------------------------------------------------------------------------------
+
+WORDS = st.text(alphabet="abnme12_", min_size=1, max_size=6)
+
+
+def objects(inner: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
+    def build(properties: dict[str, Any], data: Any) -> dict[str, Any]:
+        required = [name for name, wanted in zip(properties, data, strict=False) if wanted]
+        return {"type": "object", "properties": properties, "required": required, "additionalProperties": False}
+
+    return st.builds(build, st.dictionaries(WORDS, inner, max_size=3), st.lists(st.booleans(), min_size=3, max_size=3))
+
+
+SCALARS = st.one_of(
+    st.just({"type": "boolean"}),
+    st.just({"type": "null"}),
+    st.tuples(st.integers(-40, 40), st.integers(0, 500)).map(
+        lambda two: {"type": "integer", "minimum": two[0], "maximum": two[0] + two[1]}
+    ),
+    st.tuples(st.integers(0, 3), st.integers(0, 5)).map(
+        lambda two: {"type": "string", "minLength": two[0], "maxLength": two[0] + two[1]}
+    ),
+    st.sampled_from(["^[ab]{2,5}$", "^x(12|34)+y$", "^a?b?c?$"]).map(
+        lambda pattern: {"type": "string", "pattern": pattern, "maxLength": 12}
+    ),
+    st.lists(WORDS | st.integers(-99, 99) | st.booleans() | st.none(), min_size=1, max_size=4).map(
+        lambda values: {"enum": values}
+    ),
+    WORDS.map(lambda word: {"const": word}),
+)
+SCHEMAS = st.recursive(
+    SCALARS,
+    lambda inner: st.one_of(
+        st.tuples(inner, st.integers(0, 2), st.integers(0, 2)).map(
+            lambda of: {"type": "array", "items": of[0], "minItems": of[1], "maxItems": of[1] + of[2]}
+        ),
+        objects(inner),
+        st.lists(inner, min_size=1, max_size=3).map(lambda several: {"anyOf": several}),
+    ),
+    max_leaves=5,
+)
+
+
+@given(schemas=st.lists(SCHEMAS, min_size=3, max_size=6), seed=st.integers(0, 2**20))
+@settings(max_examples=25, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck))
+def test_what_a_random_model_says_at_temperature_1_is_what_the_schema_asks_for(
+    local: LocalEngine, tokenizer: Any, schemas: list[Any], seed: int
+) -> None:
+    answers = local.run(ask(f"r{i}", schema_grammar(schema), seed=seed + i) for i, schema in enumerate(schemas))
+    for i, schema in enumerate(schemas):
+        assert answers[f"r{i}"][-1].finish_reason == "stop", (schema, text_of(tokenizer, answers[f"r{i}"]))
+        jsonschema.validate(json.loads(text_of(tokenizer, answers[f"r{i}"])), schema)
+
+
+def test_an_object_without_a_schema(local: LocalEngine, tokenizer: Any) -> None:
+    grammar = json_grammar("json_object", None)
+    answers = local.run(ask(f"r{seed}", grammar, seed=seed, top_p=0.5) for seed in range(12))
+    finished = [text_of(tokenizer, each) for each in answers.values() if each[-1].finish_reason == "stop"]
+    assert finished and all(isinstance(json.loads(text), dict) for text in finished)
+
+
+# -- against the naive way --------------------------------------------------------------------------------------------
+
+
+class Prefixes:
+    """Whether a text is the beginning of something in the grammar: read anew, byte by byte, with no model's tokens."""
+
+    def __init__(self, grammar: str) -> None:
+        self._tokenizer = LLTokenizer("byte")
+        self._grammar = grammar
+
+    def matcher(self, text: str) -> LLMatcher | None:
+        matcher = LLMatcher(self._tokenizer, self._grammar, log_level=0)
+        assert not matcher.is_error(), matcher.get_error()
+        return matcher if all(matcher.consume_token(byte) for byte in text.encode()) else None
+
+    def begins(self, text: str) -> bool:
+        return self.matcher(text) is not None
+
+    def ends(self, text: str) -> bool:
+        matcher = self.matcher(text)
+        return matcher is not None and matcher.is_accepting()
+
+
+@torch.no_grad()
+def naive(model: Any, tokenizer: Any, prompt_ids: Sequence[int], grammar: str, max_tokens: int) -> list[int]:
+    """Greedy: of all tokens the likeliest whose whole text so far is the beginning of something in the grammar."""
+    prefixes, tokens = Prefixes(grammar), []
+    while len(tokens) < max_tokens:
+        ids = torch.tensor([[*prompt_ids, *tokens]])
+        logits = model(input_ids=ids, attention_mask=torch.ones_like(ids)).logits[0, -1]
+        said = tokenizer.decode(tokens)
+        for token in logits.argsort(descending=True).tolist():
+            if token == EOS and prefixes.ends(said):
+                return [*tokens, EOS]
+            if 2 < token < len(tokenizer) and prefixes.begins(said + tokenizer.decode([token])):
+                tokens.append(token)
+                break
+        else:
+            raise AssertionError("nothing fits")
+    return tokens
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"enum": ["aba", "ab", "name", "12"]},
+        {"type": "array", "items": {"type": "integer", "maximum": 400, "minimum": -5}, "minItems": 1, "maxItems": 3},
+        {"type": "string", "pattern": "^(ab|ba|aba){3}$"},
+    ],
+    ids=lambda schema: next(iter(schema.values())) if isinstance(schema, dict) else "",
+)
+def test_greedy_answers_are_those_of_the_naive_way(folder: str, tokenizer: Any, schema: Any) -> None:
+    # Where only one text can follow, the library otherwise takes the token that the tokenizer would.
+    grammar = '%llguidance {"no_forcing": true}\n' + schema_grammar(schema)
+    local, model = engine(folder), build_model(FAMILY).eval()
+    requests = [ask(f"r{seed}", grammar, seed=seed, temperature=0.0, max_tokens=24) for seed in range(3)]
+    for request, outputs in zip(requests, local.run(requests).values(), strict=True):
+        assert tokens_of(outputs) == naive(model, tokenizer, request.prompt_ids, grammar, 24)
+
+
+# -- company, preemption, modes ---------------------------------------------------------------------------------------
+
+PERSON = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 8},
+        "aa": {"type": "array", "items": {"type": "integer"}, "maxItems": 3},
+    },
+    "required": ["name", "aa"],
+    "additionalProperties": False,
+}
+
+
+def test_nobody_in_the_batch_changes_anybody_else(local: LocalEngine) -> None:
+    requests = [
+        ask(f"r{i}", schema_grammar(PERSON) if i % 2 else None, seed=i, max_tokens=40, logprobs=2) for i in range(6)
+    ]
+    together = local.run(requests)
+    for request in requests:
+        (alone,) = local.run([request]).values()
+        assert tokens_of(alone) == tokens_of(together[request.request_id])
+        assert logprobs_of(alone) == pytest.approx(logprobs_of(together[request.request_id]), abs=1e-3)
+
+
+def test_scores_are_the_models_own(local: LocalEngine) -> None:
+    """A token that the grammar forced may have been unlikely: that is what the log probability says."""
+    (outputs,) = local.run([ask("r", schema_grammar({"const": "zz"}), logprobs=1)]).values()
+    scores = [score for output in outputs for score in output.scores]
+    assert len(scores) == len(tokens_of(outputs)) and any(s.logprob < s.top[0][1] for s in scores)
+
+
+def test_a_preempted_answer_goes_on_where_it_was(folder: str) -> None:
+    requests = [ask(f"r{i}", schema_grammar(PERSON), seed=i, max_tokens=60) for i in range(8)]
+    roomy, scarce = engine(folder, prefix_cache=False), engine(folder, pages=26, prefix_cache=False)
+    expected, got = roomy.run(requests), scarce.run(requests)
+    assert scarce.engine.stats().num_preemptions > 0 == roomy.engine.stats().num_preemptions
+    assert {name: tokens_of(each) for name, each in got.items()} == {
+        name: tokens_of(each) for name, each in expected.items()
+    }
+
+
+def test_a_change_of_modes_changes_nothing(folder: str, tmp_path: Path) -> None:
+    adapters = Oracle(FAMILY, build_model(FAMILY)).save(tmp_path)
+
+    def answers(plan: list[tuple[Mode, str | None]]) -> tuple[list[list[int]], int]:
+        local = engine(folder, executor=Inline())
+        local.engine._scheduler._policy = FixedModes(*plan[0], plan=plan)
+        for name, path in adapters.items():
+            local.engine.load_adapter(name, path)
+        requests = [
+            Request(
+                request_id=name,
+                adapter=name,
+                prompt_ids=(5, 6, 7),
+                sampling=SamplingParams(max_tokens=50, grammar=schema_grammar(PERSON)),
+            )
+            for name in adapters
+        ]
+        outputs = local.run(requests)
+        return [tokens_of(outputs[name]) for name in adapters], local.engine.stats().num_switches
+
+    unmerged, _ = answers([(Mode.UNMERGED, None)])
+    swapped, num_switches = answers([(Mode.UNMERGED, None), (Mode.MIXED, "wide8"), (Mode.MIXED, "narrow4")])
+    assert swapped == unmerged and num_switches > 2 and len({tuple(each) for each in unmerged}) > 1
+
+
+# -- what cannot be served --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("schema", "reason"),
+    [
+        ({"type": "blah"}, "Invalid type: blah"),
+        ({"not": {"type": "string"}}, "Unimplemented keys"),
+        ({"$ref": "http://example.com/schema"}, "does not fetch"),
+        ({"$ref": "#/nowhere"}, "does not exist"),
+        ({"type": "string", "pattern": "("}, "regex"),
+        (
+            {
+                "allOf": [
+                    {"anyOf": [{"properties": {f"a{i}{j}": {"type": "string"}}} for j in range(4)]} for i in range(10)
+                ]
+            },
+            "large",
+        ),
+        ({"type": "string", "x-guidance": {"lenient": True}, "not": {}}, "Unimplemented keys"),
+    ],
+    ids=lambda value: str(value)[:30],
+)
+def test_a_schema_that_is_not_served_fails_its_request_with_the_reason(
+    local: LocalEngine, schema: Any, reason: str
+) -> None:
+    good = ask("good", schema_grammar({"type": "boolean"}))
+    answers = local.run([ask("bad", schema_grammar(schema)), good])
+    (refused,) = answers["bad"]
+    assert refused.error is not None and refused.error.code == "bad_request" and reason in refused.error.message
+    assert "\n" not in refused.error.message and answers["good"][-1].finish_reason == "stop"
+
+
+def test_what_the_tokenizer_cannot_write_is_told(tokenizer: Any) -> None:
+    """The embedded model's tokenizer has words: it puts a space before every one of them, and before a quote."""
+    words = AutoTokenizer.from_pretrained(checkpoint_path())
+    compiler = GrammarCompiler(str(checkpoint_path()), 480, [words.eos_token_id])
+    random = np.random.default_rng(0)
+
+    def say(schema: Any) -> str:
+        cursor, said = compiler.compile(schema_grammar(schema)).begin(), []
+        while True:
+            said.append(int(random.choice(np.flatnonzero(cursor.allowed()))))
+            if said[-1] == words.eos_token_id:
+                return str(words.decode(said, skip_special_tokens=True))
+            cursor.advance(said[-1])
+
+    for _ in range(20):
+        schema = {"type": "array", "items": {"type": "integer", "minimum": 0, "maximum": 99}, "maxItems": 4}
+        jsonschema.validate(json.loads(say(schema)), schema)
+        text = {"type": "array", "items": {"type": "string"}, "minItems": 1, "maxItems": 2}
+        jsonschema.validate(json.loads(say(text)), text)
+    with pytest.raises(BadRequest, match="no token of this model continues it"):
+        say({"const": "yes"})
+
+
+def test_a_model_without_a_tokenizer(tmp_path: Path) -> None:
+    (answer,) = engine(str(tmp_path)).run([ask("r", schema_grammar({}))]).values()
+    assert answer[-1].error is not None and "no answer of this model can be held" in answer[-1].error.message
+
+
+def test_limits_of_the_value() -> None:
+    with pytest.raises(BadRequest, match=f"at most {MAX_GRAMMAR_CHARS}"):
+        SamplingParams(grammar="x" * (MAX_GRAMMAR_CHARS + 1))
+    with pytest.raises(BadRequest, match="ignore_eos"):
+        SamplingParams(grammar="start: /a/", ignore_eos=True)
+
+
+# -- waiting for it ---------------------------------------------------------------------------------------------------
+
+
+class Later(Executor):
+    """Does what it is given when it is told to."""
+
+    def __init__(self) -> None:
+        self.work: list[Any] = []
+
+    def submit(self, fn: Any, /, *args: Any, **kwargs: Any) -> Future[Any]:
+        future: Future[Any] = Future()
+
+        def run() -> None:
+            try:
+                future.set_result(fn(*args))
+            except BadRequest as error:
+                future.set_exception(error)
+
+        self.work.append(run)
+        return future
+
+
+def test_steps_go_on_while_a_grammar_is_compiled(folder: str) -> None:
+    local, later = engine(folder), Later()
+    inner = local.engine
+    inner._grammars = Grammars(inner._grammars._compiler, later)
+    for name in ("held", "other", "cancelled", "late"):
+        inner.add(
+            Request(
+                request_id=name,
+                prompt_ids=(5, 6, 7),
+                sampling=SamplingParams(
+                    max_tokens=5, grammar=None if name == "other" else schema_grammar({"const": "aba"})
+                ),
+                max_latency_s=0.05 if name == "late" else None,
+            )
+        )
+    assert len(later.work) == 1, "one grammar is compiled once"
+    ended: dict[str, RequestOutput] = {}
+    while len(ended) < 2:
+        ended |= {output.request_id: output for output in inner.step() if output.finished}
+    assert ended["other"].finish_reason == "length"
+    assert ended["late"].error is not None and ended["late"].error.code == "deadline_missed"
+    assert inner.cancel("cancelled") is not None and inner.has_work
+    threading.Timer(0.05, later.work[0]).start()
+    outputs: list[RequestOutput] = []
+    while inner.has_work:
+        outputs += inner.step()
+        inner.check_integrity()
+    assert {output.request_id for output in outputs} == {"held"} and outputs[-1].finish_reason == "stop"
+    assert not inner._grammars.pending
+
+
+def test_sixteen_grammars_are_kept_and_a_wrong_one_is_not_compiled_again() -> None:
+    compiled: list[str] = []
+
+    class Compiler:
+        def compile(self, grammar: str) -> Grammar:
+            compiled.append(grammar)
+            if "wrong" in grammar:
+                raise BadRequest("wrong")
+            if "trip" in grammar:
+                raise RuntimeError("tripped")
+            return Grammar(None, 1)
+
+    grammars = Grammars(Compiler(), Inline())  # type: ignore[arg-type]
+    for number, grammar in enumerate(["wrong", "trip", "wrong", *map(str, range(14)), "wrong", *map(str, range(14))]):
+        grammars.wait_for(f"r{number}", grammar)
+    told = dict(grammars.collect())
+    assert compiled == ["wrong", "trip", *map(str, range(14))]
+    assert isinstance(told["r0"], BadRequest) and isinstance(told["r3"], Grammar)
+    assert isinstance(told["r1"], BadRequest) and "RuntimeError: tripped" in str(told["r1"])
+    grammars.wait_for("more", "14")
+    grammars.wait_for("again", "trip")
+    assert compiled[-2:] == ["14", "trip"], "the one that was asked for longest ago made room"
+
+
+def test_a_cursor_is_its_answers_own(folder: str) -> None:
+    grammar = GrammarCompiler(folder, VOCAB, [EOS]).compile(schema_grammar({"enum": ["aba", "12"]}))
+    one, other = grammar.begin(), grammar.begin()
+    before = other.allowed()
+    _advance(one)
+    assert (other.allowed() == before).all() and not (one.allowed() == before).all()
+
+
+def _advance(cursor: Cursor) -> None:
+    cursor.advance(int(np.flatnonzero(cursor.allowed())[0]))
