@@ -271,6 +271,7 @@ def test_no_block_is_lost_doubled_or_taken_for_another(
     chains: dict[str, TokenChain] = {}
     tokens: dict[str, list[int]] = {}
     holds: dict[int, object] = {}  # block -> adapter and tokens up to its end
+    books.on_renamed(lambda block, target: holds.update({target: holds.get(block)}))
 
     def written(name: str, first: int) -> None:
         for place in range(first // block_size, len(tokens[name]) // block_size):

@@ -21,7 +21,8 @@ _MOST_TRIES = 8  # windows, the cheapest first: one that is hard to clear is not
 
 class Plan(NamedTuple):
     """What to do, in this order: forgotten, cached blocks that are given up; runs and blocks, each with where it goes
-    (first page, number). num_pages: all of theirs together, which is what the plan costs. first_page: of the window.
+    (first page, number). num_pages: how many are copied, which is what the plan costs: cached blocks count as free,
+    here as everywhere. first_page: of the window.
     """
 
     first_page: int
@@ -92,7 +93,6 @@ def _windows(items: list[_Item], num_pages: int, limit: int) -> Iterator[int]:
 def _clear(books: ArenaBooks, pages: bytearray, items: list[_Item], window: Run, limit: int) -> Plan | None:
     """Find a place for everything in the window. pages: what is free as the plan goes on; it is written to."""
     inside = [item for item in items if item.overlaps(window)]
-    num_pages = sum(item.run.num_pages for item in inside)
 
     def mark(run: Run, kind: int) -> None:
         pages[run.first_page : run.end] = bytes([kind]) * run.num_pages
@@ -119,11 +119,11 @@ def _clear(books: ArenaBooks, pages: bytearray, items: list[_Item], window: Run,
             if place is None:
                 return None
             forgotten.append(place)
-            num_pages += books.pages_per_block
         if place is None:
             forgotten.append(block)
         else:
             blocks.append((block, place))
+    num_pages = sum(run.num_pages for run, _ in runs) + len(blocks) * books.pages_per_block
     return Plan(window.first_page, tuple(forgotten), tuple(runs), tuple(blocks), num_pages)
 
 
