@@ -6,19 +6,23 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from vlora.orchestrator.groups import in_order, starving_first
 from vlora.orchestrator.policy import Candidate, Decision, PolicyState
 from vlora.types import Mode
 
 
 class _Work(NamedTuple):
-    """What some requests need until each has its next answer: the cost model's features, by mode."""
+    """What some requests need until each has its next answer: the cost model's features, by mode.
+
+    prompts: requests that do not decode yet. heads: requests whose next answer is their only one.
+    """
 
     requests: int
     tokens: int
     context: int
     lane_tokens: int = 0
     lanes: int = 0
+    prompts: int = 0
+    heads: int = 0
 
     def merged(self) -> _Work:
         """The same work with its own weights in place."""
@@ -38,18 +42,20 @@ class _Work(NamedTuple):
 class _Plan(NamedTuple):
     """A way to bring every ready request to its next answer. merged None: all unmerged over W0.
 
+    mean_s: predicted time until then, merging `merged` not included, see `_mean_s`.
     split: the merged adapter's requests and all others take turns, merged and unmerged; otherwise they run together.
     one_by_one: split, with each of the others' adapters merged in its turn.
     """
 
-    seconds: float
+    mean_s: float
     merged: str | None
     split: bool = False
     one_by_one: bool = False
 
 
 class CheapestPlan:
-    """Compares, for the requests that are ready, the predicted time until each has had its next answer.
+    """Compares, for the requests that are ready, the predicted mean time until they have what they wait for: one that
+    goes on, the end of the round in which each has its next answer; a head's, its only answer.
 
     - unmerged: all together over W0, a lane for each token of an adapter;
     - mixed(a): all together over `W0 + delta_a`: no lane for a's tokens, two for another adapter's, one for the base
@@ -67,21 +73,22 @@ class CheapestPlan:
 
     Starving requests are in every batch, which keeps the waiting bound. Those that decode lead it, and take the turn of
     a split. Those with a prompt to compute are guests: a token each is all the bound asks for, and more would only
-    share the machine among prompts that had better be computed one after the other, in order of arrival.
+    share the machine among prompts that had better be computed one after the other, in order of arrival. A guest's
+    token is worth next to nothing and its lanes are not, so it comes as late as the bound allows.
     """
 
     def decide(self, ready: Sequence[Candidate], state: PolicyState) -> Decision:
         works = _works(ready, state.max_step_tokens)
         total = _Work(*map(sum, zip(*works.values(), strict=True)))
-        starving = starving_first(ready, state)
-        unmerged = _Plan(_seconds(total, state) + _place_s(None, state), None)
+        starving = _starving(ready, state)
+        unmerged = _Plan(_mean_s(state, (total, _seconds(total, state) + _place_s(None, state))), None)
         alone_s = {adapter: _alone_s(adapter, work, state) for adapter, work in works.items()}
         plans = [
             _best_with(adapter, works[adapter], total, sum(alone_s.values()) - alone_s[adapter], state)
             for adapter in _worth_merging(works, (starving or ready)[0], state)
         ]
         at_hand = (state.merged_adapter, state.shadow_adapter)
-        chosen = min([unmerged, *(plan for plan in plans if plan.merged in at_hand)], key=lambda plan: plan.seconds)
+        chosen = min([unmerged, *(plan for plan in plans if plan.merged in at_hand)], key=lambda plan: plan.mean_s)
         missed: dict[str | None, float] = {}
         # The time is until all have answered, which may take many steps; only this step's part of it is missed now.
         num_steps = max(1.0, total.requests / state.max_batch_size, total.tokens / state.max_step_tokens)
@@ -89,31 +96,44 @@ class CheapestPlan:
         affordable = []
         for plan in plans:
             if plan.merged not in at_hand:
-                missed_s, gain_s = carried.get(plan.merged, 0.0), chosen.seconds - plan.seconds
+                missed_s, gain_s = carried.get(plan.merged, 0.0), chosen.mean_s - plan.mean_s
                 if gain_s > max(0.0, state.costs.merge_s - missed_s):
                     affordable.append(plan)
                 else:
                     missed[plan.merged] = max(0.0, missed_s + gain_s / num_steps)
-        chosen = min([chosen, *affordable], key=lambda plan: plan.seconds)
+        chosen = min([chosen, *affordable], key=lambda plan: plan.mean_s)
         return _decision(chosen, works, total, starving, ready, state)._replace(carried=missed)
+
+
+def _starving(ready: Sequence[Candidate], state: PolicyState) -> list[Candidate]:
+    """Who must run now, longest wait first, cut to what a batch takes.
+
+    The bound counts what was waited; credit counts the coming step as well, which is early. As only those who have
+    waited for longer are ahead of one that has waited for theta, it runs within the bound.
+    """
+    starving = [c for c in ready if c.waited_s > state.theta_s or c.urgent]
+    starving.sort(key=lambda c: -c.waited_s)
+    return starving[: state.max_batch_size]
 
 
 def _works(ready: Sequence[Candidate], max_step_tokens: int) -> dict[str | None, _Work]:
     sums: dict[str | None, list[int]] = {}
-    for _, adapter, _, new_tokens, cached_len, _, _ in ready:
+    for _, adapter, _, new_tokens, cached_len, head, _, _ in ready:
         # A prompt of many steps has its lane in each of them.
         num_steps = 1 if new_tokens <= max_step_tokens else -(-new_tokens // max_step_tokens)
         found = sums.get(adapter)
         if found is None:
-            sums[adapter] = [1, new_tokens, cached_len, num_steps]
+            sums[adapter] = [1, new_tokens, cached_len, num_steps, new_tokens > 1, head]
         else:
             found[0] += 1
             found[1] += new_tokens
             found[2] += cached_len
             found[3] += num_steps
+            found[4] += new_tokens > 1
+            found[5] += head
     return {
-        adapter: _Work(requests, tokens, context, *((0, 0) if adapter is None else (tokens, lanes)))
-        for adapter, (requests, tokens, context, lanes) in sums.items()
+        adapter: _Work(requests, tokens, context, *((0, 0) if adapter is None else (tokens, lanes)), prompts, heads)
+        for adapter, (requests, tokens, context, lanes, prompts, heads) in sums.items()
     }
 
 
@@ -128,10 +148,11 @@ def _worth_merging(works: Mapping[str | None, _Work], first: Candidate, state: P
 
 
 def _alone_s(adapter: str | None, work: _Work, state: PolicyState) -> float:
-    """Predicted time for one adapter's requests in steps of their own, merging included where it may be merged."""
+    """Predicted time for one adapter's requests in steps of their own, after another's: merging included where it may
+    be merged, for whoever was merged before has taken the place of its merged weights."""
     if adapter is None or adapter not in state.mergeable:
         return _seconds(work, state) + state.costs.back_s
-    return _seconds(work.merged(), state) + (0.0 if adapter == state.shadow_adapter else state.costs.merge_s)
+    return _seconds(work.merged(), state) + state.costs.merge_s
 
 
 def _place_s(merged: str | None, state: PolicyState) -> float:
@@ -145,11 +166,13 @@ def _best_with(adapter: str, own: _Work, total: _Work, others_alone_s: float, st
     """The cheapest plan that has `adapter` merged, merging it not included."""
     others = total.minus(own)
     own_s = _seconds(own.merged(), state)
+    others_s = _seconds(others, state) + state.costs.round_trip_s
+    together_s = _seconds(own.merged().plus(others.mixed()), state)
     return min(
-        _Plan(_seconds(own.merged().plus(others.mixed()), state), adapter),
-        _Plan(own_s + _seconds(others, state) + state.costs.round_trip_s, adapter, split=True),
-        _Plan(own_s + others_alone_s, adapter, split=True, one_by_one=True),
-        key=lambda plan: plan.seconds,
+        _Plan(_mean_s(state, (total, together_s)), adapter),
+        _Plan(_mean_s(state, (own, own_s), (others, others_s)), adapter, split=True),
+        _Plan(_mean_s(state, (own, own_s), (others, others_alone_s)), adapter, split=True, one_by_one=True),
+        key=lambda plan: plan.mean_s,
     )
 
 
@@ -161,23 +184,30 @@ def _decision(
     ready: Sequence[Candidate],
     state: PolicyState,
 ) -> Decision:
-    """Who runs now, with which weights."""
-    decoding = [c for c in starving if c.new_tokens == 1 or c.urgent]
-    merged, half = _turn(plan, works, total, decoding, ready, state)
-    order = list(in_order(decoding, half, state))
-    chosen = set(order)
-    guests = [c.request_id for c in starving if c.request_id not in chosen]
-    must_run = {c.request_id for c in starving}
-    for request_id in reversed(order[:]):
-        if len(order) + len(guests) <= state.max_batch_size:
-            break
-        if request_id not in must_run:
-            order.remove(request_id)
+    """Who runs now, with which weights: the turn's half behind those who lead it, then guests."""
+    leading = [c for c in starving if c.new_tokens == 1 or c.urgent]
+    merged, half = _turn(plan, works, total, leading, ready, state)
+    chosen = list(leading)
+    seated = {c.request_id for c in leading}
+    starving_ids = {c.request_id for c in starving}
+    seats, tokens = state.max_batch_size - len(starving), state.max_step_tokens - len(starving)
+    for c in half:
+        if c.request_id in seated:
+            continue
+        if c.request_id not in starving_ids:
+            # One with much credit would be given a token even behind the budget, and pay its lanes for it.
+            if seats == 0 or (tokens <= 0 and c.credit > state.theta_s):
+                continue
+            seats -= 1
+        chosen.append(c)
+        seated.add(c.request_id)
+        tokens -= c.new_tokens
+    chosen += [c for c in starving if c.request_id not in seated]
+    order = tuple(c.request_id for c in chosen)
     if merged is None:
-        return Decision(Mode.UNMERGED, None, (*order, *guests))
-    adapter_of = {c.request_id: c.adapter for c in ready}
-    alone = all(adapter_of[request_id] == merged for request_id in (*order, *guests))
-    return Decision(Mode.MERGED if alone else Mode.MIXED, merged, (*order, *guests))
+        return Decision(Mode.UNMERGED, None, order)
+    alone = all(c.adapter == merged for c in chosen)
+    return Decision(Mode.MERGED if alone else Mode.MIXED, merged, order)
 
 
 def _turn(
@@ -210,7 +240,7 @@ def _turn(
             else (total.minus(work), _seconds(total.minus(work), state) + _place_s(None, state))
         )
         own_s = _seconds(work.merged(), state) + _place_s(plan.merged, state)
-        own_turn = _rate(work, own_s) >= _rate(rest, rest_s)
+        own_turn = _rate(work, own_s, state) >= _rate(rest, rest_s, state)
     if own_turn:
         return plan.merged, own
     if one:
@@ -218,18 +248,41 @@ def _turn(
     return None, others
 
 
+def _mean_s(state: PolicyState, *parts: tuple[_Work, float]) -> float:
+    """Mean time until the requests of parts that run one after the other have what they wait for. Each part comes with
+    its seconds.
+
+    Who goes on after its answer has its next one a whole round later, in whatever part it is: the round's length
+    counts. Whose answer is the last is done with its part, or before: prompts are computed one after the other.
+    """
+    left_s = round_s = sum([seconds for _, seconds in parts])
+    saved_s = 0.0
+    for work, seconds in parts:
+        left_s -= seconds
+        if work.heads:
+            num_ends = max(1.0, min(work.requests, work.tokens / state.max_step_tokens))
+            saved_s += work.heads * (left_s + seconds * (1 - 1 / num_ends) / 2)
+    return round_s - saved_s / sum([work.requests for work, _ in parts])
+
+
 def _seconds(work: _Work, state: PolicyState) -> float:
     """Predicted time for all of it.
 
-    Steps that only the token budget makes necessary are counted as none: those who decode go on meanwhile.
+    Of the steps that only the token budget makes necessary, prompts bear their share: those who decode go on meanwhile.
     """
     if not work.requests:
         return 0.0
     costs = state.costs
-    extra_steps = max(0.0, work.requests / state.max_batch_size - 1)
-    return costs.step_s(work.tokens, work.lane_tokens, work.lanes, work.context) + extra_steps * costs.base_s
+    num_steps = max(
+        1.0,
+        work.requests / state.max_batch_size,
+        1 + (work.tokens / state.max_step_tokens - 1) * work.prompts / work.requests,
+    )
+    return costs.step_s(work.tokens, work.lane_tokens, work.lanes, work.context) + (num_steps - 1) * costs.base_s
 
 
-def _rate(work: _Work, seconds: float) -> float:
-    """Answers per second; infinite where nothing is known of the machine's speed."""
-    return work.requests / seconds if seconds else math.inf
+def _rate(work: _Work, seconds: float, state: PolicyState) -> float:
+    """Answers per second of what they cost beside their tokens, which are to be computed sooner or later: a prompt is
+    no reason to put its half off. Infinite where nothing is known of the machine's speed."""
+    beside_s = seconds - work.tokens * state.costs.token_s
+    return work.requests / beside_s if beside_s > 0 else math.inf

@@ -14,7 +14,8 @@ class Candidate(NamedTuple):
 
     credit: seconds, see `Scheduler`. new_tokens: still to compute before its next answer; 1 while it decodes.
     cached_len: tokens whose KV is in place and will be read. head: whether the next answer is its only one.
-    urgent: it starves because waiting theta would break its bound on the first answer.
+    urgent: it starves because waiting theta would break its bound on the first answer. waited_s: seconds since it last
+    ran, or was let in.
     """
 
     request_id: str
@@ -24,6 +25,7 @@ class Candidate(NamedTuple):
     cached_len: int = 0
     head: bool = False
     urgent: bool = False
+    waited_s: float = 0.0
 
 
 class PolicyState(NamedTuple):

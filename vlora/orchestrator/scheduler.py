@@ -302,7 +302,16 @@ class Scheduler:
             if urgent and credit < starves:
                 credit = starves
             candidates.append(
-                Candidate(t.request_id, t.adapter, credit, t.device_len - t.cached_len, t.cached_len, t.is_head, urgent)
+                Candidate(
+                    t.request_id,
+                    t.adapter,
+                    credit,
+                    t.device_len - t.cached_len,
+                    t.cached_len,
+                    t.is_head,
+                    urgent,
+                    now - t.last_ran_s,
+                )
             )
         return candidates
 
