@@ -69,13 +69,15 @@ def test_overload_with_a_bound_is_refused_in_part_and_the_rest_is_in_time(replic
 
 
 def test_with_a_bound_no_more_adapters_are_in_use_than_fit() -> None:
-    """Sixty adapters on a box for eight: each is brought for several requests, not for one step."""
+    """Sixty adapters on a box for eight: each is brought for several requests, not for one step; and without a bound
+    for several steps."""
     workload = make_workload("gamma:rate=3,alpha=0.3,answer_min=5,answer_max=30")
     found = replay(workload.arrivals(400, 60, 0), Box(costs=COSTS, load_s=0.3, resident_adapters=8, max_ttft_s=8.0))
     roomy = replay(workload.arrivals(400, 60, 0), Box(costs=COSTS, load_s=0.3, resident_adapters=60, max_ttft_s=8.0))
     unbounded = replay(workload.arrivals(400, 60, 0), Box(costs=COSTS, load_s=0.3, resident_adapters=8))
     assert found.num_loads < found.num_finished
-    assert unbounded.num_loads > 4 * unbounded.num_finished, "this is what letting everybody in does"
+    assert unbounded.num_loads < unbounded.num_finished
+    assert unbounded.num_finished / unbounded.end_s > 0.6 * roomy.num_finished / roomy.end_s
     assert found.num_finished / found.end_s > 0.6 * roomy.num_finished / roomy.end_s
     assert found.num_late <= 0.05 * found.num_finished
 

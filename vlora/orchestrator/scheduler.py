@@ -17,6 +17,7 @@ from vlora.orchestrator.cost import CostModel, Costs
 from vlora.orchestrator.counting import Counters
 from vlora.orchestrator.policy import Candidate, Decision, Policy, PolicyState
 from vlora.orchestrator.reuse import look_up
+from vlora.orchestrator.stays import Stays
 from vlora.orchestrator.tracked import Tracked
 from vlora.orchestrator.turns import FairShares, in_turn
 from vlora.types import (
@@ -97,6 +98,7 @@ class Scheduler:
         self._shadow_adapter: str | None = None  # merged last, so that its weights are at hand
         self._carried: Any = None
         self._starved_of_adapter = False
+        self._stays = Stays()
         self._outputs: list[RequestOutput] = []
         self._counters = Counters()
 
@@ -171,14 +173,16 @@ class Scheduler:
     def adapters_in_use(self) -> frozenset[str]:
         """Adapters that must stay in memory: evicting one stalls requests that hold KV blocks.
 
-        While a request starves for an adapter that found no room, only those of requests that were preempted and have
-        not yielded a token since: the others keep their KV and wait in turn.
+        While a request starves for an adapter that found no room, only those that came not long ago, and those of
+        requests that were preempted and have not yielded a token since: the others keep their KV and wait in turn.
         """
+        now = self._clock()
         holders = (self._tracked[holder] for holder in self._tables.holders)
         return frozenset(
             tracked.adapter
             for tracked in holders
-            if tracked.adapter is not None and (tracked.protected or not self._starved_of_adapter)
+            if tracked.adapter is not None
+            and (tracked.protected or not self._starved_of_adapter or not self._stays.is_over(tracked.adapter, now))
         )
 
     def stats(self, model: str) -> EngineStats:
@@ -252,6 +256,7 @@ class Scheduler:
         self._expire(now)
         look_up(self._tracked.values(), self._tables)
         resident = view.resident
+        self._stays.see(view, now)
         ready: list[Tracked] = []
         waiting: list[Tracked] = []
         for tracked in self._tracked.values():
