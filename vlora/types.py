@@ -329,7 +329,7 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     memory and caches, which the engine adds to what its scheduler counts.
     cached_blocks: of free_blocks, those whose content is kept for reuse; kv_bytes are those in use, cached_kv_bytes
     these. num_computed_tokens, num_reused_tokens: of prompts, computed and found in the prefix cache.
-    host_adapter_bytes: adapters in host memory.
+    host_adapter_bytes: adapters in host memory. num_restarts: processes of this engine that died before this one.
     relocated_bytes: copied within the arena, so that an adapter found room.
     num_adapter_loads: how often one was brought to the device. num_load_waits, load_wait_s: steps in which every
     request waited for an adapter to be read or brought, and how long they waited.
@@ -366,3 +366,4 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     num_adapter_loads: int = 0
     num_load_waits: int = 0
     load_wait_s: float = 0.0
+    num_restarts: int = 0

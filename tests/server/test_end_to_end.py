@@ -33,10 +33,8 @@ QUESTION = "what digit is shown ?"
 ADAPTERS = {"small": (4, 1), "large": (16, 2)}  # name -> rank, frames of its head
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def write_model(folder: Path) -> None:
     """A model of the embedded architecture with random weights, and two random adapters with heads."""
-    folder = tmp_path_factory.mktemp("served")
     build_model(0).save_pretrained(folder / "model")
     build_processor().save_pretrained(folder / "model")
     generator = torch.Generator().manual_seed(0)
@@ -54,6 +52,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         )
         head = TaskHead(spec, torch.randn(3, 256, generator=generator), torch.zeros(3))
         save_heads(folder / "adapters" / name, {"letter": head})
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("served")
+    write_model(folder)
     return folder
 
 

@@ -22,6 +22,7 @@ import pytest
 from tests.server.scripted import write_adapter
 from vlora.client import Client
 from vlora.errors import Aborted, EngineDead, OverCapacity, VLoraError
+from vlora.types import EngineStats
 
 ROOT = Path(__file__).parents[2]
 
@@ -106,23 +107,45 @@ def test_a_second_signal_does_not_wait() -> None:
         assert process.wait(5) == 0
 
 
-def test_a_killed_engine_is_told_to_every_client_and_on_stderr() -> None:
+def test_a_killed_engine_is_told_to_every_client_and_on_stderr_and_started_again() -> None:
     with serving("scripted", "1") as (process, client, _):
         (engine,) = children(process.pid)
         stream = client.stream("forever", max_tokens=90_000)
         next(stream)
         died = time.monotonic()
         os.kill(engine, signal.SIGKILL)
-        for call in (lambda: list(stream), client.stats, lambda: client.generate("say:x")):
-            with pytest.raises(EngineDead, match="the engine process was killed by SIGKILL"):
-                call()
+        with pytest.raises(EngineDead, match="the engine process was killed by SIGKILL"):
+            list(stream)
         assert time.monotonic() - died < 2
+        assert until_alive(client).num_restarts == 1
+        assert client.generate("say:again").text == "again" and children(process.pid) != [engine]
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(5) == 0
+        assert process.stderr is not None
+        assert process.stderr.read().splitlines() == [
+            "warning: the engine process was killed by SIGKILL; it is being started again",
+            "warning: the engine serves again",
+        ]
+
+
+def until_alive(client: Client) -> EngineStats:
+    deadline = time.monotonic() + 30
+    while True:
+        try:
+            return client.stats()
+        except EngineDead:
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+
+
+def test_a_server_that_is_stopped_while_it_has_no_engine_says_so() -> None:
+    with serving("scripted", "0") as (process, client, _):
+        with pytest.raises(EngineDead, match="exit code 3"):
+            client.generate("exit")
         process.send_signal(signal.SIGTERM)
         assert process.wait(5) == 1
         assert process.stderr is not None
-        first, last = process.stderr.read().splitlines()
-        assert first.startswith("error: the engine process was killed by SIGKILL; every request is refused")
-        assert last == "error: the engine process was killed by SIGKILL"
+        assert process.stderr.read().splitlines()[-1].startswith("error: the engine process ended with exit code 3")
 
 
 @pytest.mark.parametrize(
@@ -186,9 +209,14 @@ def test_http_is_served_beside_rpyc_when_it_is_asked_for() -> None:
     with urllib.request.urlopen(f"http://127.0.0.1:{match[1]}/health", timeout=5) as response:
         assert json.load(response) == {"status": "ok", "model": "scripted"}
     os.kill(engine, signal.SIGKILL)
-    time.sleep(0.5)
-    with pytest.raises(urllib.error.HTTPError) as caught:
-        urllib.request.urlopen(f"http://127.0.0.1:{match[1]}/health", timeout=5)
-    assert caught.value.code == 503 and json.load(caught.value)["error"]["code"] == "engine_dead"
+    seen: list[int] = []
+    while seen[-1:] != [200] or 503 not in seen:
+        try:
+            with urllib.request.urlopen(f"http://127.0.0.1:{match[1]}/health", timeout=5) as response:
+                seen.append(response.status)
+        except urllib.error.HTTPError as error:
+            seen.append(error.code)
+            assert json.load(error)["error"]["code"] == "engine_dead"
+        time.sleep(0.02)
     process.send_signal(signal.SIGTERM)
     process.communicate(timeout=10)

@@ -239,6 +239,10 @@ class FrontEnd:
         self._adapters = {status.name: status for status in statuses}
         return statuses
 
+    def forget_adapters(self) -> None:
+        """Ask for their names and heads again: another engine serves."""
+        self._adapters = None
+
     async def find_head(self, adapter: str, head: str) -> HeadSummary:
         """Raises UnknownAdapter, UnknownHead with the names there are."""
         return _find_head(await self._status(adapter), head, self._adapters or {})

@@ -81,6 +81,11 @@ class _EngineCollector(Collector):
         yield GaugeMetricFamily("vlora_engine_up", "1 while the engine lives.", value=stats is not None)
         if stats is None:
             return
+        yield CounterMetricFamily(
+            "vlora_engine_restarts",
+            "Engine processes that died and were followed by another.",
+            value=stats.num_restarts,
+        )
         yield _gauge("vlora_queue_requests", "Requests in the engine.", "state", _queue(stats))
         yield _counter("vlora_engine_steps", "Steps, by inference mode.", "mode", stats.steps_by_mode)
         yield _counter(

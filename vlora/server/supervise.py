@@ -9,7 +9,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from vlora.config import EngineConfig, ServerConfig
-from vlora.engine.client import ENGINE_COMMAND, EngineClient
+from vlora.engine.client import ENGINE_COMMAND
+from vlora.engine.supervised import SupervisedEngine
 from vlora.errors import EngineDead
 from vlora.server.access import Access
 from vlora.server.frontend import FrontEnd
@@ -36,8 +37,9 @@ async def serve(
 ) -> None:
     """Serve until interrupted or terminated, then drain. adapters: name -> folder. announce is told when all is ready.
 
-    Raises BadConfig (model, settings, address), BadAdapter; EngineDead at the end if the engine died on the way. Until
-    then the front end stays, so that every client hears why.
+    An engine that dies is started again; the front end stays, so that every client hears why, and streams go on.
+
+    Raises BadConfig (model, settings, address), BadAdapter; EngineDead at the end if there was no engine by then.
     """
     stop = asyncio.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
@@ -77,12 +79,10 @@ async def serve(
             names = f"{len(adapters)} (`vlora adapters` lists them)"
         rpyc = f"{'rpyc' if tls is None else 'rpyc+tls'} {rpyc_server.host}:{rpyc_server.port}"
         announce(f"ready: {rpyc}{web} | model {model} | adapters: {names}")
-        watch = asyncio.create_task(_tell_death(engine))
         await stop.wait()
         stop.clear()
         await _first(asyncio.create_task(front_end.drain()), stop)
         cause = engine.cause
-        watch.cancel()
         await engine.close()
         await front_end.close()
         if cause is not None:
@@ -101,11 +101,11 @@ async def _start(
     adapters: Mapping[str, str],
     engine_command: Sequence[str],
     load_processor: Callable[[str], InputProcessor],
-) -> tuple[EngineClient, FrontEnd]:
+) -> tuple[SupervisedEngine, FrontEnd]:
     """The model loads in its process while the tokenizer and image processor load here."""
     loading = asyncio.create_task(asyncio.to_thread(load_processor, engine_config.model))
     try:
-        engine = await EngineClient.start(engine_config, command=engine_command)
+        engine = await SupervisedEngine.start(engine_config, tell=_tell, command=engine_command)
     except BaseException:
         # The engine's word counts; what the processor has to say of the same model is the same or less.
         await asyncio.wait({loading})
@@ -113,6 +113,7 @@ async def _start(
         raise
     try:
         front_end = FrontEnd(engine, await loading, server_config, model)
+        engine.restarted = front_end.forget_adapters
         await front_end.register_adapters(adapters)
     except BaseException:
         await engine.close()
@@ -144,6 +145,5 @@ async def _first(task: asyncio.Task[object], stop: asyncio.Event) -> asyncio.Tas
     return None
 
 
-async def _tell_death(engine: EngineClient) -> None:
-    cause = await engine.wait_dead()
-    print(f"error: {cause}; every request is refused until this server is started again", file=sys.stderr, flush=True)
+def _tell(line: str) -> None:
+    print(f"warning: {line}", file=sys.stderr, flush=True)
