@@ -7,7 +7,7 @@ VENV := .venv
 STAMP := $(VENV)/.installed
 export HF_HUB_OFFLINE ?= 1
 
-.PHONY: install demo test lint bench clean
+.PHONY: install demo test console-test lint bench clean
 
 install: $(STAMP)
 
@@ -23,6 +23,14 @@ demo: install
 
 test: install
 	$(VENV)/bin/python -m pytest -q
+
+# The console's page in a real browser, which is a system package (Debian and Ubuntu: apt-get install chromium).
+CHROMIUM ?= $(shell command -v chromium || command -v chromium-browser || command -v google-chrome)
+
+console-test: install
+	@test -n "$(CHROMIUM)" || { echo "error: no Chromium here; apt-get install chromium, or make console-test CHROMIUM=/path" >&2; exit 1; }
+	$(VENV)/bin/pip install --quiet --editable ".[console]"
+	VLORA_CHROMIUM="$(CHROMIUM)" $(VENV)/bin/python -m pytest -q tests/console
 
 lint: install
 	$(VENV)/bin/ruff check .

@@ -24,6 +24,7 @@ import msgspec
 from PIL import Image
 
 from vlora.config import EngineConfig
+from vlora.engine.snapshot import AdapterLoad, ArenaMap, ArenaRun, EngineSnapshot, QueuedRequest, StepRecord
 from vlora.errors import (
     Aborted,
     BadAdapter,
@@ -249,6 +250,50 @@ class ScriptedEngine:
             total_blocks=10,
         )
 
+    def snapshot(self, since: int = 0) -> EngineSnapshot:
+        modes = ("merged", "mixed", "unmerged")
+        steps = range(max(since, self._num_steps - 100) + 1, self._num_steps + 1)
+        requests = [request for request, _ in self.running.values()]
+        return EngineSnapshot(
+            now_s=time.monotonic(),
+            stats=msgspec.structs.replace(self.stats(), num_adapters=len(self._adapters)),
+            theta_s=0.1,
+            max_batch_size=4,
+            steps=tuple(
+                StepRecord(n, time.monotonic() - 0.02 * (self._num_steps - n), 0.01, 0.0, modes[n % 3], None, 1, 1, 0)
+                for n in steps
+            ),
+            queue=tuple(
+                QueuedRequest(
+                    adapter=request.adapter,
+                    head=request.head,
+                    running=True,
+                    waited_s=0.0,
+                    credit_s=0.05 + place,
+                    new_tokens=1,
+                    num_sampled=self.sampled[request.request_id],
+                )
+                for place, request in enumerate(requests)
+            ),
+            arena=ArenaMap(
+                num_pages=8, page_bytes=65536, pages_per_cell=1, cells="aapkkccf", runs=(ArenaRun("cam", 0, 2),)
+            ),
+            adapters=tuple(
+                AdapterLoad(
+                    name=status.name,
+                    rank=status.rank,
+                    num_bytes=status.num_bytes,
+                    place="device" if status.resident else "disk",
+                    pinned=status.pinned,
+                    merged=False,
+                    mergeable=status.mergeable,
+                    rate=0.5,
+                    num_under_way=sum(request.adapter == status.name for request in requests),
+                )
+                for status in self.adapters()
+            ),
+        )
+
     def close(self) -> tuple[RequestOutput, ...]:
         outputs = [self.cancel(request_id) for request_id in tuple(self.running)]
         return tuple(output for output in outputs if output is not None)
@@ -335,6 +380,11 @@ class ScriptedInterface:
         if self.dead is not None:
             raise EngineDead(self.dead)
         return self.engine.stats()
+
+    async def snapshot(self, since: int = 0) -> EngineSnapshot:
+        if self.dead is not None:
+            raise EngineDead(self.dead)
+        return self.engine.snapshot(since)
 
     async def close(self) -> None:
         for output in self.engine.close():

@@ -16,6 +16,7 @@ import zmq.asyncio
 
 from vlora.config import EngineConfig
 from vlora.engine import wire
+from vlora.engine.snapshot import EngineSnapshot
 from vlora.errors import BadRequest, EngineDead
 from vlora.types import AdapterStatus, EngineStats, ErrorValue, Request, RequestOutput
 
@@ -137,6 +138,12 @@ class EngineClient:
         stats = (await self._call(wire.GetStats(next(self._call_ids)))).stats
         assert stats is not None
         return stats
+
+    async def snapshot(self, since: int = 0) -> EngineSnapshot:
+        """See EngineInterface."""
+        snapshot = (await self._call(wire.GetSnapshot(next(self._call_ids), since))).snapshot
+        assert snapshot is not None
+        return snapshot
 
     async def close(self) -> None:
         """See EngineInterface. An engine that does not stop in time is killed."""

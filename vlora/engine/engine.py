@@ -16,6 +16,8 @@ from vlora.adapters import AdapterRegistry, Registration
 from vlora.config import EngineConfig
 from vlora.engine.grammars import Grammars
 from vlora.engine.limits import compute_limits
+from vlora.engine.observer import Observer
+from vlora.engine.snapshot import EngineSnapshot
 from vlora.engine.switching import originals_if_in_place
 from vlora.errors import (
     Aborted,
@@ -145,6 +147,18 @@ class Engine:
         self._view = MemoryView(resident=frozenset(), mergeable=frozenset())
         self._num_load_waits = 0
         self._load_wait_s = 0.0
+        self._observer = Observer(
+            config,
+            clock,
+            scheduler=self._scheduler,
+            books=self._books,
+            residency=self._residency,
+            bank=self._bank,
+            registry=self._registry,
+            switcher=self._switcher,
+            users=self._users,
+            pinned=self._pinned,
+        )
 
     # -- requests -----------------------------------------------------------------------------------------------------
 
@@ -169,6 +183,7 @@ class Engine:
             self._grammars.wait_for(request.request_id, grammar)
         if key is not None:
             self._users.setdefault(key, set()).add(request.request_id)
+        self._observer.asked(request.adapter)
 
     def cancel(self, request_id: str) -> RequestOutput | None:
         """End a request now; its last output is returned. None when it is unknown or already finished."""
@@ -191,6 +206,7 @@ class Engine:
             except StepFailed as error:
                 value = ErrorValue.of(error)
                 result = StepResult(errors={item.request_id: value for item in batch.items})
+            self._observer.ran(batch, result, len(self._key_of))
             outputs += self._scheduler.record(batch, result)
         for output in outputs:
             if output.finished:
@@ -290,6 +306,10 @@ class Engine:
             num_load_waits=self._num_load_waits,
             load_wait_s=self._load_wait_s,
         )
+
+    def snapshot(self, since: int = 0) -> EngineSnapshot:
+        """What is going on, with the steps after number `since`."""
+        return self._observer.snapshot(since, self.stats())
 
     def check_integrity(self) -> None:
         """Prove that every page is owned once. Raises AssertionError with the sum that does not add up."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Mapping
 from typing import Protocol
 
+from vlora.engine.snapshot import EngineSnapshot
 from vlora.types import AdapterStatus, EngineStats, Request, RequestOutput
 
 
@@ -54,6 +55,10 @@ class EngineInterface(Protocol):
 
     async def stats(self) -> EngineStats:
         """Counters since the engine started."""
+        ...
+
+    async def snapshot(self, since: int = 0) -> EngineSnapshot:
+        """What is going on, with the steps after number `since`; made between two steps."""
         ...
 
     async def close(self) -> None:

@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 
 from vlora.config import EngineConfig
 from vlora.engine.engine import Engine
+from vlora.engine.snapshot import EngineSnapshot
 from vlora.errors import EngineDead, VLoraError
 from vlora.types import AdapterStatus, EngineStats, ErrorValue, Request, RequestOutput
 
@@ -111,6 +112,10 @@ class LocalEngine:
     async def stats(self) -> EngineStats:
         """See EngineInterface."""
         return await self._call(self.engine.stats)
+
+    async def snapshot(self, since: int = 0) -> EngineSnapshot:
+        """See EngineInterface."""
+        return await self._call(lambda: self.engine.snapshot(since))
 
     async def close(self) -> None:
         """See EngineInterface."""

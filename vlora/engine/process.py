@@ -150,6 +150,8 @@ class EngineWorker:
                     return wire.Reply(call_id=call.call_id, adapters=self._engine.adapters())
                 case wire.GetStats():
                     return wire.Reply(call_id=call.call_id, stats=self._engine.stats())
+                case wire.GetSnapshot():
+                    return wire.Reply(call_id=call.call_id, snapshot=self._engine.snapshot(call.since))
         except VLoraError as error:
             return wire.Reply(call_id=call.call_id, error=ErrorValue.of(error))
         except Exception as error:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from vlora.config import EngineConfig
+from vlora.engine.snapshot import EngineSnapshot
 from vlora.types import AdapterStatus, EngineStats, ErrorValue, Request, RequestOutput
 
 
@@ -57,11 +58,16 @@ class GetStats(msgspec.Struct, frozen=True, tag=True):
     call_id: int
 
 
+class GetSnapshot(msgspec.Struct, frozen=True, tag=True):
+    call_id: int
+    since: int
+
+
 class Stop(msgspec.Struct, frozen=True, tag=True):
     """Cancel what still runs and end the process."""
 
 
-Call = RegisterAdapters | LoadAdapter | UnloadAdapter | PinAdapter | ListAdapters | GetStats
+Call = RegisterAdapters | LoadAdapter | UnloadAdapter | PinAdapter | ListAdapters | GetStats | GetSnapshot
 """What is answered by a Reply of the same call_id."""
 
 ToEngine = Start | Add | Cancel | Call | Stop
@@ -92,6 +98,7 @@ class Reply(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     error: ErrorValue | None = None
     adapters: tuple[AdapterStatus, ...] = ()
     stats: EngineStats | None = None
+    snapshot: EngineSnapshot | None = None
 
 
 FromEngine = Ready | Failed | Outputs | Reply

@@ -86,6 +86,11 @@ class ArenaBooks:
         """Blocks that could be taken right now, cached ones included."""
         return self._num_free_blocks
 
+    @property
+    def page_kinds(self) -> bytes:
+        """For each page what it is: free (0), in a run (1), in a block (2), in a cached block (3)."""
+        return bytes(self._pages)
+
     def take_block(self) -> int | None:
         """The highest free block, else the least recently used cached one; None when there is neither."""
         block = self._blocks.rfind(_FREE)

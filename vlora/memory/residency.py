@@ -45,6 +45,11 @@ class Residency:
     def run(self, name: str) -> Run:
         return self._runs[name]
 
+    @property
+    def runs(self) -> tuple[tuple[str | None, Run], ...]:
+        """Every run and whose it is; None for reserved ones."""
+        return (*self._runs.items(), *((None, run) for run in self._reserved))
+
     def bring(self, name: str, num_pages: int) -> Run | None:
         """Find room for an adapter, moving what is in the way and evicting cold ones as far as needed; None when it
         cannot fit now.

@@ -170,6 +170,12 @@ class Scheduler:
                 highest[t.adapter] = credit
         return tuple(sorted(highest, key=lambda adapter: -highest[adapter]))
 
+    def by_credit(self, most: int) -> list[tuple[Tracked, float]]:
+        """Of the requests that were let in, at most `most`, highest credit first, each with its credit."""
+        tracked = tuple(self._tracked.values())
+        credits = self._credits(tracked, self._clock(), self._merged_adapter)
+        return heapq.nlargest(most, zip(tracked, credits, strict=True), key=lambda pair: pair[1])
+
     def adapters_in_use(self) -> frozenset[str]:
         """Adapters that must stay in memory: evicting one stalls requests that hold KV blocks.
 

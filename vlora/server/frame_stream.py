@@ -40,6 +40,12 @@ class Ask(Protocol):
     ) -> HeadResult: ...
 
 
+class Seen(Protocol):
+    """Told of every answered frame, while its images are still there."""
+
+    async def __call__(self, images: Sequence[bytes | RawImage], result: FrameResult) -> None: ...
+
+
 class _Frame(NamedTuple):
     number: int
     images: tuple[bytes | RawImage, ...]
@@ -50,9 +56,12 @@ class _Frame(NamedTuple):
 class FrameStream:
     """Belongs to one event loop. Of sends, and of pulls, one waits at a time: a later one takes over."""
 
-    def __init__(self, ask: Ask, options: StreamOptions, num_images: int) -> None:
+    def __init__(self, ask: Ask, options: StreamOptions, num_images: int, seen: Seen | None = None) -> None:
         self._ask = ask
-        self._options = options
+        self.options = options
+        self._seen = seen
+        self.num_answered = self.num_dropped = self.num_failed = 0
+        self.last_result: FrameResult | None = None
         self._num_images = num_images
         self._loop = asyncio.get_running_loop()
         self._interval_s = 0.0 if options.fps is None else 1 / options.fps
@@ -125,13 +134,23 @@ class FrameStream:
         self._results.clear()
         self._notify()
 
+    @property
+    def num_waiting(self) -> int:
+        """Frames taken and not started yet."""
+        return len(self._waiting)
+
+    @property
+    def num_running(self) -> int:
+        """Frames being answered."""
+        return len(self._running)
+
     # -- inside -------------------------------------------------------------------------------------------------------
 
     @property
     def _has_room(self) -> bool:
         unacknowledged = self._num_taken - 1 - self._acknowledged
         return unacknowledged < MAX_UNACKNOWLEDGED and (
-            self._options.drop == "newest" or len(self._waiting) < _MAX_WAITING
+            self.options.drop == "newest" or len(self._waiting) < _MAX_WAITING
         )
 
     async def _take(
@@ -147,7 +166,7 @@ class FrameStream:
             raise BadRequest(f"frame {number} came where frame {self._num_taken} was expected")
         if len(images) != self._num_images:
             raise BadRequest(
-                f"head {self._options.head!r} of adapter {self._options.adapter!r} reads {self._num_images} "
+                f"head {self.options.head!r} of adapter {self.options.adapter!r} reads {self._num_images} "
                 f"image{'s' * (self._num_images != 1)} per frame; {len(images)} came"
             )
         await self._until(lambda: self._ended or self._sends != turn or self._has_room, wait_s)
@@ -155,7 +174,7 @@ class FrameStream:
             raise BadRequest("the stream was ended; it takes no more frames")
         if self._sends != turn or not self._has_room:
             return False
-        if self._options.drop == "newest" and self._waiting:
+        if self.options.drop == "newest" and self._waiting:
             old = self._waiting.popleft()
             self._finish(old, dropped=f"frame {number} came before this one was started")
             old.done()
@@ -202,7 +221,7 @@ class FrameStream:
             self._start_due()
 
     async def _answer(self, frame: _Frame) -> None:
-        bound = self._options.max_latency_s
+        bound = self.options.max_latency_s
         try:
             left = None if bound is None else bound - (self._loop.time() - frame.arrived)
             if left is not None and left <= 0:
@@ -210,17 +229,19 @@ class FrameStream:
             async with asyncio.timeout(left):
                 answer = await self._ask(
                     frame.images,
-                    self._options.adapter,
-                    self._options.head,
+                    self.options.adapter,
+                    self.options.head,
                     max_latency_s=left,
-                    priority=self._options.priority,
+                    priority=self.options.priority,
                 )
         except TimeoutError:
             self._finish(frame, error=DeadlineMissed(f"the frame was not answered within the stream's {bound:g} s"))
         except Exception as error:
             self._finish(frame, error=typed(error))
         else:
-            self._finish(frame, answer=answer)
+            result = self._finish(frame, answer=answer)
+            if self._seen is not None:
+                await self._seen(frame.images, result)
 
     def _finish(
         self,
@@ -229,15 +250,20 @@ class FrameStream:
         answer: HeadResult | None = None,
         dropped: str | None = None,
         error: VLoraError | None = None,
-    ) -> None:
-        self._results[frame.number] = FrameResult(
+    ) -> FrameResult:
+        result = FrameResult(
             number=frame.number,
             latency_s=self._loop.time() - frame.arrived,
             answer=answer,
             dropped=dropped,
             error=None if error is None else ErrorValue.of(error),
         )
+        self._results[frame.number] = self.last_result = result
+        self.num_answered += answer is not None
+        self.num_dropped += dropped is not None
+        self.num_failed += error is not None
         self._notify()
+        return result
 
     async def _until(self, ready: Callable[[], bool], wait_s: float) -> None:
         with contextlib.suppress(TimeoutError):

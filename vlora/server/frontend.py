@@ -17,6 +17,7 @@ import msgspec
 from vlora.client.values import Answer, HeadResult
 from vlora.config import ServerConfig
 from vlora.engine.interface import EngineInterface
+from vlora.engine.snapshot import EngineSnapshot
 from vlora.errors import (
     BadAdapter,
     BadRequest,
@@ -243,6 +244,10 @@ class FrontEnd:
         """Ask for their names and heads again: another engine serves."""
         self._adapters = None
 
+    async def known_adapters(self) -> tuple[AdapterStatus, ...]:
+        """As `adapters`, from memory where nothing was registered or removed since: what changes by itself is old."""
+        return await self.adapters() if self._adapters is None else tuple(self._adapters.values())
+
     async def find_head(self, adapter: str, head: str) -> HeadSummary:
         """Raises UnknownAdapter, UnknownHead with the names there are."""
         return _find_head(await self._status(adapter), head, self._adapters or {})
@@ -272,6 +277,9 @@ class FrontEnd:
 
     async def stats(self) -> EngineStats:
         return await self._engine.stats()
+
+    async def snapshot(self, since: int = 0) -> EngineSnapshot:
+        return await self._engine.snapshot(since)
 
     async def read_metrics(self) -> bytes:
         """Prometheus' text form of everything that is counted, a dead engine included."""

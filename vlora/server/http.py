@@ -21,6 +21,7 @@ from vlora.client.values import Answer
 from vlora.errors import Aborted, UnknownAdapter, VLoraError
 from vlora.server.access import Access
 from vlora.server.chat_form import MAX_PARTS, ChatRequest, Completion, Leveled, Strict, event
+from vlora.server.console.routes import add_console
 from vlora.server.frontend import FrontEnd
 from vlora.server.head_form import head_form
 from vlora.server.http_errors import ErrorBody, error_body, handle_errors
@@ -65,6 +66,7 @@ def make_app(
     _watching(app, front_end, model, others_listen)
     _asking(app, front_end, model)
     _administering(app, front_end)
+    add_console(app, front_end, model)
     return guarded(app, access, front_end.metrics, front_end.held, front_end.config)
 
 

@@ -13,12 +13,13 @@ from vlora.config import LOOPBACK_HOSTS, ServerConfig
 from vlora.errors import Forbidden, OverCapacity, TooLarge, VLoraError
 from vlora.server.access import Access
 from vlora.server.budget import ByteBudget
+from vlora.server.console.files import CONSOLE_FILES
 from vlora.server.http_errors import error_response
 from vlora.server.metrics import Metrics
 
 ADMIN_PATHS = "/v1/adapters"
-OPEN_PATHS = frozenset({"/health", "/ready"})
-"""What a load balancer asks; it has no token."""
+OPEN_PATHS = frozenset({"/health", "/ready"}) | CONSOLE_FILES.keys()
+"""What a load balancer asks, which has no token, and the console's page, where a token is typed in."""
 
 
 _FIELDS = 20_000  # room for the structure of a body, beside the commas in its text
@@ -45,7 +46,8 @@ class _TokenCheck:
             scheme, shown = get_authorization_scheme_param(Headers(scope=scope).get("authorization"))
             try:
                 changes = scope["path"].startswith(ADMIN_PATHS) and scope["method"] not in ("GET", "HEAD")
-                self._access.check(shown if scheme.lower() == "bearer" else None, admin=changes)
+                caller = self._access.check(shown if scheme.lower() == "bearer" else None, admin=changes)
+                scope.setdefault("state", {})["caller"] = caller
             except VLoraError as error:
                 self._metrics.count(error.code)
                 await error_response(error)(scope, receive, send)

@@ -4,13 +4,24 @@ from __future__ import annotations
 
 import asyncio
 import secrets
+from typing import NamedTuple
 
 from vlora.client.values import StreamOptions
 from vlora.config import ServerConfig, Token
 from vlora.errors import OverCapacity, UnknownStream
 from vlora.server.frame_stream import Ask, FrameStream
+from vlora.server.last_frame import LastFrame
 
 _ID_BYTES = 16
+
+
+class WatchedStream(NamedTuple):
+    """A stream as who watches knows it. number: counts streams as they are opened; the id is its owner's secret."""
+
+    number: int
+    stream: FrameStream
+    owner: Token | None
+    last_frame: LastFrame
 
 
 class Streams:
@@ -20,6 +31,8 @@ class Streams:
         self._ask = ask
         self._config = config
         self._open: dict[str, tuple[FrameStream, Token | None]] = {}
+        self._watched: dict[str, WatchedStream] = {}
+        self._num_opened = 0
         self._users: dict[str, set[object]] = {}
         self._expiries: dict[str, asyncio.TimerHandle] = {}
 
@@ -36,7 +49,10 @@ class Streams:
                 f"{len(self._open)} streams are open, which is this server's limit; close some, or try again later"
             )
         stream_id = secrets.token_urlsafe(_ID_BYTES)
-        self._open[stream_id] = FrameStream(self._ask, options, num_images), owner
+        last = LastFrame(self._config)
+        self._open[stream_id] = FrameStream(self._ask, options, num_images, last.show), owner
+        self._num_opened += 1
+        self._watched[stream_id] = WatchedStream(self._num_opened, *self._open[stream_id], last)
         self._users[stream_id] = {user}
         return stream_id
 
@@ -53,6 +69,10 @@ class Streams:
             expiry.cancel()
         return stream
 
+    def watched(self) -> tuple[WatchedStream, ...]:
+        """Every open stream, for who watches, the oldest first."""
+        return tuple(self._watched.values())
+
     def leave(self, user: object) -> None:
         """The connection is gone: streams that no other one uses are kept for a while."""
         for stream_id, users in self._users.items():
@@ -66,7 +86,7 @@ class Streams:
     def discard(self, stream_id: str) -> None:
         """Cancel what is under way and forget the stream."""
         stream, _ = self._open.pop(stream_id)
-        del self._users[stream_id]
+        del self._users[stream_id], self._watched[stream_id]
         if (expiry := self._expiries.pop(stream_id, None)) is not None:
             expiry.cancel()
         stream.cancel()

@@ -1,0 +1,293 @@
+"""The console's page in a real browser, over the HTTP API of a scripted engine. `make console-test` runs it."""
+
+from __future__ import annotations
+
+import os
+import re
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+from tests.server.api import Api, running_api
+from tests.server.running import png
+from tests.server.scripted import write_adapter
+from tests.server.test_console import CAMERAS, OPS, open_stream, send
+
+CHROMIUM = os.environ.get("VLORA_CHROMIUM")
+if not CHROMIUM:
+    pytest.skip("a browser is a system package: `make console-test` finds it", allow_module_level=True)
+
+from playwright.sync_api import Browser, ConsoleMessage, Page, expect, sync_playwright  # noqa: E402
+
+HOSTILE = "<img src=x onerror=alert(1)>"
+PHOTO = {"name": "photo.png", "mimeType": "image/png", "buffer": png(230, (64, 48))}
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    with sync_playwright() as playwright:
+        # Who runs tests in a container is root there, and Chromium's own sandbox does not work for root.
+        started = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        yield started
+        started.close()
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    folder = tmp_path_factory.mktemp("console")
+    return {
+        "cam": write_adapter(folder / "cam", {"night": 1, "motion": 2}),
+        HOSTILE: write_adapter(folder / "hostile", {HOSTILE: 1}),
+    }
+
+
+@pytest.fixture
+def api(folders: dict[str, str]) -> Iterator[Api]:
+    with running_api() as made:
+        for name, path in folders.items():
+            made.on_loop(made.front_end.load_adapter(name, path))
+        yield made
+
+
+class Watched:
+    """A page, and what it did that it should not do."""
+
+    def __init__(self, browser: Browser, api: Api, *, width: int = 1280, height: int = 800, dark: bool = False) -> None:
+        scheme = "dark" if dark else "light"
+        self.page: Page = browser.new_page(viewport={"width": width, "height": height}, color_scheme=scheme)
+        self.page.set_default_timeout(10_000)
+        self.urls: list[str] = []
+        self.complaints: list[str] = []
+        self.page.on("request", lambda request: self.urls.append(request.url))
+        self.page.on("pageerror", lambda error: self.complaints.append(str(error)))
+        self.page.on("dialog", lambda dialog: self.complaints.append(f"dialog: {dialog.message}"))
+        self.page.on("console", self._on_console)
+        self.url = api.url
+        self.page.goto(api.url)
+
+    def _on_console(self, message: ConsoleMessage) -> None:
+        # A status that the page shows its reader is no mistake of the page.
+        if message.type == "error" and not message.text.startswith("Failed to load resource"):
+            self.complaints.append(message.text)
+
+    def close(self) -> None:
+        """Nothing foreign was asked for, and nothing went wrong on the way."""
+        self.page.close()
+        own = (self.url, "data:", f"blob:{self.url}")
+        assert not [url for url in self.urls if not url.startswith(own)]
+        assert not self.complaints
+
+
+@pytest.fixture
+def watched(browser: Browser, api: Api) -> Iterator[Watched]:
+    made = Watched(browser, api)
+    expect(made.page.locator("#status")).to_have_text("live")
+    yield made
+    made.close()
+
+
+def ask(page: Page, question: str) -> None:
+    page.fill("#ask-question", question)
+    page.press("#ask-question", "Enter")
+
+
+# -- watching ---------------------------------------------------------------------------------------------------------
+
+
+def test_every_part_shows_what_the_engine_says(watched: Watched, api: Api) -> None:
+    page = watched.page
+    ask(page, "never")
+    expect(page.locator("#queue-rows li").first).to_contain_text("base model")
+    expect(page.locator("#queue-summary")).to_have_text("0 starving · θ 0.10 s")
+    expect(page.locator("#figure-running")).to_have_text("1")
+    expect(page.locator("#modes-summary")).to_have_text(
+        re.compile(r"merged 3[34] % · mixed 3[34] % · unmerged 3[34] %")
+    )
+    expect(page.locator("#adapters-summary")).to_contain_text("of 2 on the device")
+    expect(page.locator("#arena-legend")).to_contain_text("KV cached")
+    page.click("#ask-stop")
+    expect(page.locator("#queue-rows")).to_have_text("nobody waits")
+    expect(page.locator("#ask-note")).to_have_text("stopped")
+    assert api.idle() and len(api.engine.engine.cancelled) == 1
+
+
+def test_canvases_are_drawn_and_explain_themselves(watched: Watched) -> None:
+    page = watched.page
+    ask(page, "never")
+    expect(page.locator("#modes-summary")).to_contain_text("merged")
+    count = """canvas => {
+        const { data } = canvas.getContext("2d").getImageData(0, 0, canvas.width, canvas.height);
+        const colours = new Set();
+        for (let at = 0; at < data.length; at += 4) colours.add(data.slice(at, at + 4).join());
+        return colours.size;
+    }"""
+    assert page.locator("#timeline").evaluate(count) >= 5  # three modes, the ground and the words
+    assert page.locator("#arena-map").evaluate(count) >= 4  # adapters, packed, KV in use, cached; free
+    tip = page.locator("#tip")
+    box = page.locator("#timeline").bounding_box()
+    assert box is not None
+    page.mouse.move(box["x"] + box["width"] - 10, box["y"] + 20)
+    expect(tip).to_contain_text("1 request, 1 token")
+    page.locator("#arena-map").hover(position={"x": 5, "y": 5})
+    expect(tip).to_have_text("page 0: cam")
+    page.focus("#timeline")
+    page.keyboard.press("ArrowLeft")
+    expect(tip).to_contain_text("step ")
+    number = tip.text_content()
+    page.keyboard.press("ArrowLeft")
+    expect(tip).not_to_have_text(number or "")
+    page.keyboard.press("Escape")
+    expect(tip).to_be_hidden()
+    page.click("#ask-stop")
+
+
+def test_names_are_text_and_nothing_else(watched: Watched, api: Api) -> None:
+    page = watched.page
+    send(api, open_stream(api, None), None, 0)
+    expect(page.locator("#adapter-rows")).to_contain_text(HOSTILE)
+    page.select_option("#ask-adapter", label=HOSTILE)
+    page.select_option("#ask-head", label=f"head {HOSTILE} (classification)")
+    page.set_input_files("#ask-files", PHOTO)  # type: ignore[arg-type]
+    page.click("#ask-send")
+    expect(page.locator("#answer .text")).to_have_text("bright")
+    assert page.locator("#adapters img, #queue img, #answer img").count() == 0
+
+
+def test_streams_show_their_last_frame(watched: Watched, api: Api) -> None:
+    page = watched.page
+    expect(page.locator("#stream-cards")).to_have_text("no stream is open")
+    stream_id = open_stream(api, None)
+    card = page.locator(".card")
+    expect(card).to_contain_text("waiting for frames")
+    done = threading.Event()
+
+    def camera() -> None:
+        number = 0
+        while not done.wait(0.1):
+            send(api, stream_id, None, number)
+            number += 1
+
+    thread = threading.Thread(target=camera)
+    thread.start()
+    try:
+        expect(card.locator(".says")).to_have_text(re.compile(r"bright \d\d % · .+"))
+        expect(card.locator("img")).to_have_js_property("naturalWidth", 480)
+        expect(card).to_contain_text("cam / night")
+    finally:
+        done.set()
+        thread.join()
+    api.loop.call_soon_threadsafe(api.front_end.streams.discard, stream_id)
+    expect(page.locator("#stream-cards")).to_have_text("no stream is open")
+
+
+def test_an_engine_that_died_is_told_and_no_error_is_thrown(browser: Browser, api: Api) -> None:
+    watched = Watched(browser, api)
+    expect(watched.page.locator("#status")).to_have_text("live")
+    api.engine.dead = "the engine process was killed by SIGKILL"
+    expect(watched.page.locator("#status")).to_contain_text("SIGKILL")
+    ask(watched.page, "say:x")
+    expect(watched.page.locator("#answer .problem")).to_contain_text("SIGKILL")
+    api.engine.dead = None
+    expect(watched.page.locator("#status")).to_have_text("live")
+    watched.close()
+
+
+# -- asking -----------------------------------------------------------------------------------------------------------
+
+
+def test_an_answer_in_words_is_streamed(watched: Watched) -> None:
+    page = watched.page
+    page.set_input_files("#ask-files", [PHOTO, PHOTO])  # type: ignore[arg-type]
+    expect(page.locator("#ask-previews img")).to_have_count(2)
+    page.select_option("#ask-adapter", label="cam")
+    ask(page, "say:grün <b>&amp;")
+    expect(page.locator("#answer .text")).to_have_text("grün <b>&amp;")
+    expect(page.locator("#ask-note")).to_contain_text("15 tokens · ")
+    page.click("#ask-clear")
+    expect(page.locator("#ask-previews img")).to_have_count(0)
+    expect(page.locator("#answer")).to_be_empty()
+
+
+def test_a_head_answers_with_every_label(watched: Watched) -> None:
+    page = watched.page
+    page.select_option("#ask-adapter", label="cam")
+    page.select_option("#ask-head", label="head night (classification)")
+    expect(page.locator("#ask-question")).to_be_disabled()
+    page.set_input_files("#ask-files", PHOTO)  # type: ignore[arg-type]
+    page.click("#ask-send")
+    expect(page.locator("#answer .scores")).to_have_text(re.compile(r"bright9\d\.\d %dark\d\.\d %"))
+    page.select_option("#ask-head", label="head motion (classification, 2 images)")
+    page.click("#ask-send")
+    expect(page.locator("#answer .problem")).to_contain_text("reads 2 images per request; 1 came")
+
+
+# -- tokens -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_token_is_asked_for_and_never_stands_in_a_url(browser: Browser, folders: dict[str, str]) -> None:
+    with running_api(tokens=(CAMERAS, OPS)) as api:
+        api.on_loop(api.front_end.load_adapter("cam", folders["cam"]))
+        for owner in (CAMERAS, OPS):
+            open_stream(api, owner)
+        watched = Watched(browser, api)
+        page = watched.page
+
+        def use(token: str) -> None:
+            page.fill("#token-field", token)
+            page.click("#token-form button")
+
+        expect(page.locator("#token-dialog")).to_be_visible()
+        use("not-one-of-this-server")
+        expect(page.locator("#token-problem")).to_contain_text("not one of this server's")
+        use(CAMERAS.secret)
+        expect(page.locator("#status")).to_have_text("live")
+        expect(page.locator("#streams-summary")).to_have_text("1 stream · 1 of others")
+        ask(page, "say:yes")
+        expect(page.locator("#answer .text")).to_have_text("yes")
+        page.reload()
+        expect(page.locator("#status")).to_have_text("live")
+        page.evaluate("() => sessionStorage.clear()")
+        page.reload()
+        expect(page.locator("#token-dialog")).to_be_visible()
+        use(OPS.secret)
+        expect(page.locator("#streams-summary")).to_have_text("2 streams")
+        assert not [url for url in watched.urls for token in (CAMERAS, OPS) if token.secret in url]
+        watched.close()
+
+
+# -- looks ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("width", "height"), [(1280, 800), (820, 1100), (390, 844)])
+def test_it_fits_desks_and_phones(browser: Browser, api: Api, width: int, height: int) -> None:
+    watched = Watched(browser, api, width=width, height=height)
+    page = watched.page
+    expect(page.locator("#adapter-rows tr")).to_have_count(2)
+    wide, tall = page.evaluate("() => [document.documentElement.scrollWidth, document.documentElement.scrollHeight]")
+    assert wide == width and (width < 1280 or tall == height)
+    for section in ("modes", "queue", "arena", "adapters", "streams", "ask"):
+        box = page.locator(f"#{section}").bounding_box()
+        assert box is not None and box["width"] >= 330 and box["height"] >= 60, section
+    watched.close()
+
+
+def test_it_is_dark_where_the_system_is(browser: Browser, api: Api) -> None:
+    grounds = []
+    for dark in (False, True):
+        watched = Watched(browser, api, dark=dark)
+        expect(watched.page.locator("#status")).to_have_text("live")
+        grounds.append(watched.page.evaluate("() => getComputedStyle(document.body).backgroundColor"))
+        watched.close()
+    assert grounds == ["rgb(244, 245, 247)", "rgb(16, 20, 26)"]
+
+
+def test_everything_can_be_reached_by_keyboard(watched: Watched) -> None:
+    page = watched.page
+    expect(page.locator("#adapter-rows tr")).to_have_count(2)
+    reached = set()
+    for _ in range(25):
+        page.keyboard.press("Tab")
+        reached.add(page.evaluate("() => document.activeElement.id"))
+    assert reached >= {"timeline", "queue-rows", "stream-cards", "ask-adapter", "ask-head", "ask-files", "ask-question"}
+    assert reached >= {"ask-send", "ask-clear"}

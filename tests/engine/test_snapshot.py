@@ -1,0 +1,148 @@
+"""What who watches is told of a real engine: it must agree with the counters and with the books."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from pathlib import Path
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.families import build_model, make_prompt
+from tests.oracle import Oracle
+from vlora.config import EngineConfig
+from vlora.engine import LocalEngine
+from vlora.engine.observer import Rates, arena_cells
+from vlora.engine.snapshot import EngineSnapshot
+from vlora.memory.arena import PAGE_BYTES
+from vlora.memory.books import Run
+from vlora.types import Request, SamplingParams
+
+FAMILY = "llava"
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    return Oracle(FAMILY, build_model(FAMILY)).save(Path(tmp_path_factory.mktemp("adapters")))
+
+
+@pytest.fixture
+def local(folders: dict[str, str]) -> LocalEngine:
+    config = EngineConfig(model=FAMILY, arena_bytes=32 * 2**20, max_context=256, max_batch_size=4)
+    made = LocalEngine(config, model=build_model(FAMILY))
+    for name in ("wide8", "everywhere64"):
+        made.engine.load_adapter(name, folders[name])
+    return made
+
+
+def requests(count: int) -> list[Request]:
+    prompt = make_prompt(FAMILY, build_model(FAMILY), 0, num_images=1)
+    return [
+        Request(
+            request_id=f"r{number}",
+            prompt_ids=prompt.prompt_ids,
+            vision=prompt.vision,
+            adapter=("wide8", "wide8", "everywhere64", None)[number % 4],
+            sampling=SamplingParams(max_tokens=4, ignore_eos=True),
+        )
+        for number in range(count)
+    ]
+
+
+def check(snapshot: EngineSnapshot) -> None:
+    """What holds of every snapshot that has all the engine's steps."""
+    stats, arena = snapshot.stats, snapshot.arena
+    assert [step.number for step in snapshot.steps] == list(range(1, stats.num_steps + 1))
+    assert Counter(step.mode for step in snapshot.steps) == Counter(stats.steps_by_mode)
+    assert sum(step.switch_s for step in snapshot.steps) == pytest.approx(stats.switch_s)
+    assert len(snapshot.queue) == stats.num_waiting + stats.num_running
+    assert sum(request.running for request in snapshot.queue) == stats.num_running
+    credits = [request.credit_s for request in snapshot.queue]
+    assert credits == sorted(credits, reverse=True)
+    assert arena.pages_per_cell == 1 and len(arena.cells) == arena.num_pages
+    held = {kind: count * PAGE_BYTES for kind, count in Counter(arena.cells).items()}
+    assert held.get("a", 0) + held.get("p", 0) == stats.adapter_bytes
+    assert held.get("k", 0) == stats.kv_bytes and held.get("c", 0) == stats.cached_kv_bytes
+    for _, first, pages in map(msgspec.structs.astuple, arena.runs):
+        assert set(arena.cells[first : first + pages]) <= {"a", "p"}
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(snapshot), type=EngineSnapshot) == snapshot
+
+
+def test_a_snapshot_agrees_with_counters_and_books_between_any_two_steps(local: LocalEngine) -> None:
+    engine = local.engine
+    for request in requests(8):
+        engine.add(request)
+    assert {request.adapter for request in engine.snapshot().queue} == {"wide8", "everywhere64", None}
+    while engine.has_work:
+        check(engine.snapshot())
+        engine.step()
+    last = engine.snapshot()
+    check(last)
+    assert not last.queue and {step.merged for step in last.steps} >= {None}
+    assert sum(step.num_tokens for step in last.steps) > 0
+    half = last.stats.num_steps // 2
+    assert engine.snapshot(half).steps == last.steps[half:]
+    assert engine.snapshot(10**9).steps == ()
+
+
+def test_adapters_in_demand_are_told_and_those_at_rest_are_not(local: LocalEngine, folders: dict[str, str]) -> None:
+    engine = local.engine
+    engine.register_adapters({"later": folders["wide8"], "never": folders["wide8"]})
+    assert engine.snapshot().adapters == ()
+    asked = [*requests(6), msgspec.structs.replace(requests(1)[0], request_id="x", adapter="later")]
+    for request in asked:
+        engine.add(request)
+    before = {load.name: load for load in engine.snapshot().adapters}
+    assert {name: load.num_under_way for name, load in before.items()} == {"wide8": 4, "everywhere64": 1, "later": 1}
+    assert (before["later"].place, before["wide8"].place) == ("disk", "host")
+    while engine.has_work:
+        engine.step()
+    engine.pin_adapter("later", True)
+    after = {load.name: load for load in engine.snapshot().adapters}
+    assert {load.place for load in after.values()} == {"device"} and after["later"].pinned
+    assert next(iter(after)) == "wide8" and after["wide8"].rate > after["later"].rate > 0
+    assert [load.num_under_way for load in after.values()] == [0, 0, 0]
+    engine.unload_adapter("wide8")
+    assert set(load.name for load in engine.snapshot().adapters) == {"everywhere64", "later"}
+
+
+def test_only_the_last_steps_are_kept(folders: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("vlora.engine.observer.MAX_STEPS", 10)
+    local = LocalEngine(EngineConfig(model=FAMILY, arena_bytes=32 * 2**20), model=build_model(FAMILY))
+    (request,) = requests(1)
+    sampling = SamplingParams(max_tokens=13, ignore_eos=True)
+    local.run([msgspec.structs.replace(request, adapter=None, sampling=sampling)])
+    assert [step.number for step in local.engine.snapshot().steps] == list(range(4, 14))
+    assert [step.number for step in local.engine.snapshot(11).steps] == [12, 13]
+
+
+@given(st.lists(st.integers(0, 3), min_size=1, max_size=300), st.integers(1, 50), st.data())
+def test_a_cell_shows_what_most_of_its_pages_are(kinds: list[int], most: int, data: st.DataObject) -> None:
+    first = data.draw(st.integers(0, len(kinds) - 1))
+    packed = Run(first, data.draw(st.integers(1, len(kinds) - first)))
+    size, cells = arena_cells(bytes(kinds), [packed], most)
+    assert len(cells) <= most and (len(cells) - 1) * size < len(kinds) <= len(cells) * size
+    letters = ["p" if packed.first_page <= page < packed.end else "fakc"[kind] for page, kind in enumerate(kinds)]
+    for place, cell in enumerate(cells):
+        counts = Counter(letters[place * size : (place + 1) * size])
+        assert counts[cell] == max(counts.values())
+
+
+@given(st.lists(st.tuples(st.sampled_from("ab"), st.floats(0, 30)), max_size=40))
+def test_rates_are_the_sum_of_what_each_request_still_counts(arrivals: list[tuple[str, float]]) -> None:
+    now = 0.0
+    rates = Rates(lambda: now)
+    times: dict[str, list[float]] = {}
+    for name, pause in arrivals:
+        now += pause
+        rates.count(name)
+        times.setdefault(name, []).append(now)
+    now += 1.0
+    expected = {name: sum(math.exp((then - now) / 10) / 10 for then in asked) for name, asked in times.items()}
+    found = rates.read()
+    for name, rate in expected.items():
+        assert found.get(name, 0.0) == pytest.approx(rate, abs=1.1e-3)
+    assert rates.read() == found

@@ -1,0 +1,237 @@
+"""The console's data, without a browser: who may see what, and that watching costs the engine next to nothing."""
+
+from __future__ import annotations
+
+import asyncio
+import http.client
+import io
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from PIL import Image
+
+from tests.server.api import Api, running_api
+from tests.server.running import png
+from tests.server.scripted import ScriptedEngine, write_adapter
+from vlora.client.values import FrameResult, HeadResult, StreamOptions
+from vlora.config import EngineConfig, ServerConfig, Token
+from vlora.engine.snapshot import EngineSnapshot
+from vlora.server.console.feed import Feed
+from vlora.server.console.files import CONSOLE_FILES
+from vlora.server.images import RawImage
+from vlora.server.last_frame import draw
+from vlora.types import Timings
+
+CAMERAS = Token(name="cameras", secret="camera-token-0123456789")
+GUEST = Token(name="guest", secret="guest-token-0123456789")
+OPS = Token(name="ops", secret="admin-token-0123456789", admin=True)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return Path(write_adapter(tmp_path_factory.mktemp("console") / "cam", {"night": 1}))
+
+
+@pytest.fixture(scope="module")
+def api(folder: Path) -> Iterator[Api]:
+    """Two streams: the cameras' and one of the operator's."""
+    with running_api(tokens=(CAMERAS, GUEST, OPS)) as made:
+        made.on_loop(made.front_end.load_adapter("cam", str(folder)))
+        for owner in (CAMERAS, OPS):
+            open_stream(made, owner)
+        yield made
+
+
+def open_stream(api: Api, owner: Token | None) -> str:
+    async def opened() -> str:
+        return api.front_end.streams.open(StreamOptions(adapter="cam", head="night"), 1, owner, object())
+
+    made: str = api.on_loop(opened())
+    return made
+
+
+def send(api: Api, stream_id: str, owner: Token | None, number: int, brightness: int = 220) -> None:
+    stream = api.front_end.streams.use(stream_id, owner, stream_id)
+    assert api.on_loop(stream.send(number, (png(brightness, (40, 30)),), 1.0, lambda: None))
+
+
+def state(api: Api, token: Token | None, since: int = 0) -> dict[str, Any]:
+    headers = {} if token is None else {"Authorization": f"Bearer {token.secret}"}
+    status, found = api.call("GET", f"/console/state?since={since}", headers=headers)
+    assert status == 200, found
+    assert isinstance(found, dict)
+    return found
+
+
+# -- the page ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("path", CONSOLE_FILES)
+def test_the_page_takes_no_token_and_allows_nothing_foreign(api: Api, path: str) -> None:
+    connection = http.client.HTTPConnection("127.0.0.1", api.port)
+    connection.request("GET", path)
+    response = connection.getresponse()
+    text = response.read().decode()
+    assert response.status == 200 and len(text) > 1000
+    policy = response.headers["Content-Security-Policy"]
+    assert "default-src 'none'" in policy and "unsafe" not in policy and "http" not in policy
+    assert response.headers["X-Content-Type-Options"] == "nosniff"
+    assert "http://" not in text and "https://" not in text and "innerHTML" not in text
+    assert "style=" not in text and "onclick=" not in text
+
+
+@pytest.mark.parametrize("path", ["/console/state", "/console/adapters", "/console/streams/1/frame"])
+def test_data_takes_a_token_in_the_header(api: Api, path: str) -> None:
+    assert api.call("GET", path)[0] == 401
+    assert api.call("GET", f"{path}?token={OPS.secret}")[0] == 401
+    assert api.call("GET", path, headers={"Authorization": "Bearer wrong-token-0123456789"})[0] == 401
+
+
+# -- who sees what ----------------------------------------------------------------------------------------------------
+
+
+def test_streams_are_told_to_their_owner_and_to_admins(api: Api) -> None:
+    seen = {token.name: [stream["owner"] for stream in state(api, token)["streams"]] for token in (CAMERAS, GUEST, OPS)}
+    assert seen == {"cameras": ["cameras"], "guest": [], "ops": ["cameras", "ops"]}
+    assert state(api, GUEST)["num_streams"] == 2
+    assert [state(api, token)["admin"] for token in (GUEST, OPS)] == [False, True]
+
+
+def test_a_frame_is_shown_to_who_may_see_it_once_somebody_looks(api: Api, folder: Path) -> None:
+    stream_id = open_stream(api, CAMERAS)
+    number = state(api, CAMERAS)["streams"][-1]["number"]
+    path = f"/console/streams/{number}/frame"
+
+    def look(token: Token) -> int:
+        return api.call("GET", path, headers={"Authorization": f"Bearer {token.secret}"})[0]
+
+    send(api, stream_id, CAMERAS, 0)
+    wait_for(lambda: state(api, CAMERAS)["streams"][-1]["num_answered"] == 1)
+    assert look(GUEST) == 404 and look(CAMERAS) == 204  # nobody had looked, so nothing was drawn
+    send(api, stream_id, CAMERAS, 1)
+    wait_for(lambda: api.front_end.streams.watched()[-1].last_frame.look() is not None)
+    connection = http.client.HTTPConnection("127.0.0.1", api.port)
+    connection.request("GET", path, headers={"Authorization": f"Bearer {OPS.secret}"})
+    response = connection.getresponse()
+    picture = Image.open(io.BytesIO(response.read()))
+    assert (response.status, response.headers["Content-Type"]) == (200, "image/jpeg")
+    assert response.headers["Cache-Control"] == "no-store"
+    assert picture.size == (480, 320) and picture.getpixel((240, 140)) > (200, 200, 200)
+    assert look(GUEST) == 404
+    last = state(api, OPS)["streams"][-1]["last"]
+    assert (last["number"], last["label"], last["problem"]) == (1, "bright", None)
+    assert stream_id not in str(state(api, OPS)), "a stream's id is what resumes it"
+
+
+def test_an_engine_that_is_dead_says_why(folder: Path) -> None:
+    with running_api() as api:
+        assert state(api, None)["admin"] is True
+        api.engine.dead = "the engine process was killed by SIGKILL"
+        time.sleep(0.55)
+        status, body = api.call("GET", "/console/state")
+        assert status == 503 and "SIGKILL" in body["error"]["message"]
+
+
+def test_what_may_be_asked_is_listed_and_kept_up(folder: Path) -> None:
+    with running_api() as api:
+        assert api.call("GET", "/console/adapters")[1] == []
+        api.on_loop(api.front_end.load_adapter("<b>cam", str(folder)))
+        (found,) = api.call("GET", "/console/adapters")[1]
+        assert found["name"] == "<b>cam" and found["heads"][0]["name"] == "night"
+
+
+# -- what it costs ----------------------------------------------------------------------------------------------------
+
+
+def test_many_who_watch_cost_the_engine_two_looks_a_second() -> None:
+    engine = ScriptedEngine(EngineConfig(model="scripted"))
+    taken: list[int] = []
+
+    async def take(since: int) -> EngineSnapshot:
+        taken.append(since)
+        await asyncio.sleep(0.01)
+        engine._num_steps += 10
+        return engine.snapshot(since)
+
+    async def watch() -> list[list[int]]:
+        feed = Feed(take, interval_s=0.2)
+        first = await asyncio.gather(*(feed.read(0) for _ in range(50)))
+        assert len(taken) == 1
+        await asyncio.sleep(0.2)
+        second = await asyncio.gather(*(feed.read(4) for _ in range(50)))
+        return [[step.number for step in steps] for _, steps in (first[-1], second[-1])]
+
+    assert asyncio.run(watch()) == [list(range(1, 11)), list(range(5, 21))]
+    assert taken == [0, 10]
+
+
+def test_an_engine_that_was_started_anew_counts_from_one() -> None:
+    async def watch() -> list[int]:
+        engine = ScriptedEngine(EngineConfig(model="scripted"))
+        engine._num_steps = 40
+
+        async def take(since: int) -> EngineSnapshot:
+            return engine.snapshot(since)
+
+        feed = Feed(take, interval_s=0.0)
+        await feed.read(0)
+        engine._num_steps = 3
+        await feed.read(0)
+        return [step.number for step in (await feed.read(0))[1]]
+
+    assert asyncio.run(watch()) == [1, 2, 3]
+
+
+# -- drawing ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "image",
+    [
+        png(200, (1, 1)),
+        png(200, (4000, 30)),
+        png(200, (30, 2000)),
+        png(90, kind="TIFF", mode="CMYK"),
+        RawImage(bytes(12), 2, 2),
+    ],
+)
+def test_any_frame_that_was_answered_can_be_drawn(image: bytes | RawImage) -> None:
+    timings = Timings(
+        queue_s=0,
+        ttft_s=0,
+        latency_s=0,
+        num_prompt_tokens=1,
+        num_completion_tokens=0,
+        num_preemptions=0,
+        steps_by_mode={},
+    )
+    answer = HeadResult(
+        label="ночь 夜 " + "x" * 300,
+        label_id=0,
+        labels=("",),
+        scores=(0.5,),
+        adapter="a",
+        head="h",
+        timings=timings,
+        total_s=0,
+    )
+    picture = draw(image, FrameResult(number=0, latency_s=0.1, answer=answer), ServerConfig())
+    assert Image.open(io.BytesIO(picture)).size == (480, 320) and len(picture) < 60_000
+
+
+def wait_for(ready: Any, longest_s: float = 5.0) -> None:
+    until = time.monotonic() + longest_s
+    while not ready():
+        assert time.monotonic() < until, "it did not happen"
+        time.sleep(0.02)
+
+
+def test_a_snapshot_is_a_value() -> None:
+    engine = ScriptedEngine(EngineConfig(model="scripted"))
+    engine._num_steps = 5
+    snapshot = engine.snapshot()
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(snapshot), type=EngineSnapshot) == snapshot

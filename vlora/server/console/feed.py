@@ -1,0 +1,38 @@
+"""One look at the engine for all who watch: at most two a second, however many they are."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Awaitable, Callable
+
+from vlora.engine.snapshot import EngineSnapshot, StepRecord
+
+INTERVAL_S = 0.5
+MAX_STEPS = 2000
+"""Steps that are kept for who starts to watch."""
+
+
+class Feed:
+    """Looks when somebody asks, and at no other time."""
+
+    def __init__(self, take: Callable[[int], Awaitable[EngineSnapshot]], interval_s: float = INTERVAL_S) -> None:
+        """take: the engine's snapshot with the steps after a number."""
+        self._take = take
+        self._interval_s = interval_s
+        self._taken = 0.0
+        self._snapshot: EngineSnapshot | None = None
+        self._steps: deque[StepRecord] = deque(maxlen=MAX_STEPS)
+        self._lock = asyncio.Lock()
+
+    async def read(self, since: int) -> tuple[EngineSnapshot, list[StepRecord]]:
+        """The last snapshot, taken anew when it is old, and the steps after number `since`. Raises EngineDead."""
+        async with self._lock:
+            now = asyncio.get_running_loop().time()
+            if self._snapshot is None or now - self._taken >= self._interval_s:
+                self._taken = now
+                self._snapshot = await self._take(self._steps[-1].number if self._steps else 0)
+                if self._steps and self._snapshot.stats.num_steps < self._steps[-1].number:
+                    self._steps.clear()  # the engine was started anew, and counts from 1
+                self._steps.extend(self._snapshot.steps)
+            return self._snapshot, [step for step in self._steps if step.number > since]

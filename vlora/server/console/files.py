@@ -1,0 +1,29 @@
+"""The page's three files, which carry no secret: anybody who reaches the server may load them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+CONSOLE_FILES = {
+    "/": ("page.html", "text/html; charset=utf-8"),
+    "/console": ("page.html", "text/html; charset=utf-8"),
+    "/console/style.css": ("style.css", "text/css; charset=utf-8"),
+    "/console/script.js": ("script.js", "text/javascript; charset=utf-8"),
+}
+"""Path in URLs -> file here, and its media type."""
+
+HEADERS = {
+    # Nothing of another origin, nothing inline, nothing in a frame: names of adapters are other people's words.
+    "Content-Security-Policy": (
+        "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' blob: data:; connect-src 'self'; "
+        "base-uri 'none'; form-action 'none'; frame-ancestors 'none'; require-trusted-types-for 'script'"
+    ),
+    "Cross-Origin-Opener-Policy": "same-origin",
+    "Referrer-Policy": "no-referrer",
+    "X-Content-Type-Options": "nosniff",
+    "Cache-Control": "no-cache",
+}
+
+
+def read_file(name: str) -> bytes:
+    return (Path(__file__).parent / name).read_bytes()

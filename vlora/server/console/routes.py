@@ -1,0 +1,107 @@
+"""What the console's page asks of the server. It is the page's own, not an API: it may change with the page."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import msgspec
+from fastapi import FastAPI, Request
+from fastapi.responses import Response
+
+from vlora.config import Token
+from vlora.errors import UnknownStream
+from vlora.server.console.feed import Feed
+from vlora.server.console.files import CONSOLE_FILES, HEADERS, read_file
+from vlora.server.frontend import FrontEnd
+from vlora.server.streams import WatchedStream
+
+_PRIVATE = {"Cache-Control": "no-store", "X-Content-Type-Options": "nosniff"}
+
+
+def add_console(app: FastAPI, front_end: FrontEnd, model: str) -> None:
+    """The page under / and /console, and its data. model: the base model's name."""
+    feed = Feed(front_end.snapshot)
+
+    async def file(content: bytes, media_type: str) -> Response:
+        return Response(content, media_type=media_type, headers=HEADERS)
+
+    for path, (name, media_type) in CONSOLE_FILES.items():
+        app.get(path, include_in_schema=False)(functools.partial(file, read_file(name), media_type))
+
+    @app.get("/console/state", include_in_schema=False)
+    async def state(request: Request, since: int = 0) -> Response:
+        """A snapshot, with the steps after number `since`."""
+        snapshot, steps = await feed.read(since)
+        caller: Token | None = getattr(request.state, "caller", None)
+        streams = front_end.streams.watched()
+        fields = msgspec.structs.asdict(snapshot)
+        fields |= {
+            "model": model,
+            "stats": msgspec.structs.replace(snapshot.stats, model=model),  # the engine knows it by its folder
+            "steps": steps,
+            "num_streams": len(streams),
+            "streams": [_stream(stream) for stream in streams if _may_see(caller, stream)],
+            "admin": caller is None or caller.admin,
+            "draining": front_end.draining,
+        }
+        return Response(msgspec.json.encode(fields), media_type="application/json", headers=_PRIVATE)
+
+    @app.get("/console/adapters", include_in_schema=False)
+    async def adapters() -> Response:
+        """What may be asked: every adapter's name and heads."""
+        known = [
+            {
+                "name": status.name,
+                "heads": [
+                    {"name": head.name, "task": head.task, "num_frames": head.num_frames, "prompt": head.prompt}
+                    for head in status.heads
+                ],
+            }
+            for status in await front_end.known_adapters()
+        ]
+        return Response(msgspec.json.encode(known), media_type="application/json", headers=_PRIVATE)
+
+    @app.get("/console/streams/{number}/frame", include_in_schema=False)
+    async def frame(request: Request, number: int) -> Response:
+        """The last answered frame, with its answer below it; 204 while there is none to show yet."""
+        caller: Token | None = getattr(request.state, "caller", None)
+        for stream in front_end.streams.watched():
+            if stream.number == number and _may_see(caller, stream):
+                picture = stream.last_frame.look()
+                if picture is None:
+                    return Response(status_code=204, headers=_PRIVATE)
+                return Response(picture[1], media_type="image/jpeg", headers=_PRIVATE)
+        raise UnknownStream(f"no stream {number} is open that this token may see")
+
+
+def _may_see(caller: Token | None, stream: WatchedStream) -> bool:
+    """An admin sees every stream, everybody else their own. caller None: there are no tokens, and all may do all."""
+    return caller is None or caller.admin or stream.owner == caller
+
+
+def _stream(watched: WatchedStream) -> dict[str, Any]:
+    stream, last = watched.stream, watched.stream.last_result
+    return {
+        "number": watched.number,
+        "owner": None if watched.owner is None else watched.owner.name,
+        "adapter": stream.options.adapter,
+        "head": stream.options.head,
+        "fps": stream.options.fps,
+        "drop": stream.options.drop,
+        "max_latency_s": stream.options.max_latency_s,
+        "num_waiting": stream.num_waiting,
+        "num_running": stream.num_running,
+        "num_answered": stream.num_answered,
+        "num_dropped": stream.num_dropped,
+        "num_failed": stream.num_failed,
+        "last": None
+        if last is None
+        else {
+            "number": last.number,
+            "latency_s": last.latency_s,
+            "label": None if last.answer is None else last.answer.label,
+            "confidence": None if last.answer is None else last.answer.confidence,
+            "problem": last.dropped or (None if last.error is None else last.error.message),
+        },
+    }
