@@ -1,4 +1,4 @@
-"""How each kind of task is learned and scored: from labels through a head, from words, or from boxes."""
+"""How each kind of task is learned and scored: by its head, which serving reads with the same `Task`, or in words."""
 
 from __future__ import annotations
 
@@ -9,8 +9,7 @@ import torch
 from torch import nn
 
 from fusion.samples import Sample, Splits, Target
-from heads import detection
-from heads.tasks import TASKS
+from heads import TASKS, Grid, Task
 
 _WORDS_WEIGHT = 0.3  # of the language-model loss beside a head's: the adapter also answers in words
 
@@ -19,57 +18,90 @@ class Read(NamedTuple):
     """What one forward tells of n samples.
 
     last: hidden states of the last prompt tokens [n, hidden]. images: those of each sample's image tokens [tokens,
-    hidden]. words: the mean loss of its answer's tokens [n]. exact: whether greedy decoding gives the answer [n].
+    hidden]. grids: how these lie, picture by picture; none where the model's tokens form no grid. words: the mean loss
+    of its answer's tokens [n], 0 where it has none. exact: whether greedy decoding gives the answer [n].
     """
 
     last: torch.Tensor
     images: list[torch.Tensor]
+    grids: list[tuple[Grid, ...]]
     words: torch.Tensor
     exact: torch.Tensor
 
     def of(self, rows: Sequence[int]) -> Read:
-        return Read(self.last[rows], [self.images[row] for row in rows], self.words[rows], self.exact[rows])
+        return Read(
+            self.last[rows],
+            [self.images[row] for row in rows],
+            [self.grids[row] for row in rows],
+            self.words[rows],
+            self.exact[rows],
+        )
 
 
 class Objective(Protocol):
-    """num_outputs: rows of the head, 0 for none."""
+    """num_outputs: rows of the head, 0 for none. metric_names: what `metrics` measures, the task's own first."""
 
     num_outputs: int
+
+    @property
+    def metric_names(self) -> tuple[str, ...]: ...
 
     def loss(self, read: Read, head: nn.Linear | None, targets: Sequence[Target]) -> torch.Tensor:
         """A scalar to be made small."""
 
     def answers(self, read: Read, head: nn.Linear | None, targets: Sequence[Target]) -> list[object]:
-        """One answer per sample, as `metric` compares them."""
+        """One answer per sample, as `metrics` compares them."""
+
+    def metrics(self, answers: Sequence[object], targets: Sequence[Target]) -> dict[str, float]:
+        """How good they are, by name; see `heads.Task`."""
 
     def metric(self, answers: Sequence[object], targets: Sequence[Target]) -> float:
-        """How good they are, 0 to 1."""
+        """The first of them, 0 to 1."""
+
+    def calibrated(self, reads: Sequence[Read], head: nn.Linear | None, targets: Sequence[Target]) -> Task | None:
+        """The task as sure as it is right on samples that took no part in training; None without a head."""
 
 
-class _Choice:
-    """A head over the last token chooses a label."""
+class HeadObjective:
+    """A head answers; where its domain has words, the language model learns to say the same."""
 
-    def __init__(self, task: str, num_labels: int) -> None:
-        self._task = TASKS[task]
-        self.num_outputs = num_labels
+    def __init__(self, task: Task) -> None:
+        self.task = task
+        self.num_outputs = task.num_outputs
+        self.metric_names = task.metric_names
 
     def loss(self, read: Read, head: nn.Linear | None, targets: Sequence[Target]) -> torch.Tensor:
-        assert head is not None
-        wanted = torch.tensor(targets, device=read.last.device)
-        return self._task.loss(head(read.last).float(), wanted) + _WORDS_WEIGHT * read.words.mean()
+        return self.task.loss(self.logits(read, head), targets, read.grids) + _WORDS_WEIGHT * read.words.mean()
 
     def answers(self, read: Read, head: nn.Linear | None, targets: Sequence[Target]) -> list[object]:
-        assert head is not None
-        return list(head(read.last).argmax(-1).tolist())
+        pairs = zip(self.logits(read, head), read.grids, strict=True)
+        return [self.task.decode(logits, grids).value for logits, grids in pairs]
+
+    def metrics(self, answers: Sequence[object], targets: Sequence[Target]) -> dict[str, float]:
+        return self.task.metrics(answers, targets)  # type: ignore[arg-type]
 
     def metric(self, answers: Sequence[object], targets: Sequence[Target]) -> float:
-        return sum(answer == target for answer, target in zip(answers, targets, strict=True)) / len(targets)
+        return self.metrics(answers, targets)[self.metric_names[0]]
+
+    def calibrated(self, reads: Sequence[Read], head: nn.Linear | None, targets: Sequence[Target]) -> Task | None:
+        logits = [row for read in reads for row in self.logits(read, head)]
+        return self.task.calibrated(logits, targets, [grids for read in reads for grids in read.grids])
+
+    def logits(self, read: Read, head: nn.Linear | None) -> list[torch.Tensor]:
+        """One sample's each, as its task takes them. Raises ValueError for image tokens that form no grid."""
+        assert head is not None
+        if not self.task.reads_images:
+            return list(head(read.last))
+        if not all(read.grids):
+            raise ValueError(f"a {self.task.kind} head reads image tokens, but this model's form no grid")
+        return list(head(torch.cat(read.images)).split([len(own) for own in read.images]))
 
 
-class _Words:
+class WordsObjective:
     """The language model's own head answers; right is word for word."""
 
     num_outputs = 0
+    metric_names = ("accuracy",)
 
     def loss(self, read: Read, head: nn.Linear | None, targets: Sequence[Target]) -> torch.Tensor:
         return read.words.mean()
@@ -77,53 +109,28 @@ class _Words:
     def answers(self, read: Read, head: nn.Linear | None, targets: Sequence[Target]) -> list[object]:
         return list(read.exact.tolist())
 
-    def metric(self, answers: Sequence[object], targets: Sequence[Target]) -> float:
-        return sum(map(bool, answers)) / len(targets)
-
-
-class _Detection:
-    """A head over every image token finds boxes. Image tokens form a square grid of one picture."""
-
-    def __init__(self, num_labels: int) -> None:
-        self.num_outputs = detection.num_outputs(num_labels)
-
-    def loss(self, read: Read, head: nn.Linear | None, targets: Sequence[Target]) -> torch.Tensor:
-        assert head is not None
-        grid = _grid(read)
-        pairs = [detection.targets(_boxes(target), grid) for target in targets]
-        classes, edges = (torch.stack(values).to(read.last.device) for values in zip(*pairs, strict=True))
-        return detection.loss(head(torch.stack(read.images)), classes, edges)
-
-    def answers(self, read: Read, head: nn.Linear | None, targets: Sequence[Target]) -> list[object]:
-        assert head is not None
-        grid = _grid(read)
-        return [detection.decode(logits.float().cpu(), grid) for logits in head(torch.stack(read.images))]
+    def metrics(self, answers: Sequence[object], targets: Sequence[Target]) -> dict[str, float]:
+        return {"accuracy": sum(map(bool, answers)) / len(targets)}
 
     def metric(self, answers: Sequence[object], targets: Sequence[Target]) -> float:
-        return detection.f1([_boxes(answer) for answer in answers], [_boxes(target) for target in targets])
+        return self.metrics(answers, targets)["accuracy"]
 
-
-def _boxes(value: object) -> tuple[detection.Box, ...]:
-    assert isinstance(value, tuple | list)
-    return tuple(value)
-
-
-def _grid(read: Read) -> tuple[int, int]:
-    side = round(len(read.images[0]) ** 0.5)
-    assert side * side == len(read.images[0]), "a detection domain needs one square picture per sample"
-    return side, side
+    def calibrated(self, reads: Sequence[Read], head: nn.Linear | None, targets: Sequence[Target]) -> Task | None:
+        return None
 
 
 def task_of(splits: Splits) -> Objective:
-    if splits.task in TASKS:
-        return _Choice(splits.task, len(splits.labels))
-    if splits.task == "detection":
-        return _Detection(len(splits.labels))
-    return _Words()
+    """What a domain's samples are trained for. Raises ValueError for labels that its task cannot have."""
+    if splits.task not in TASKS:
+        return WordsObjective()
+    return HeadObjective(TASKS[splits.task].for_training(splits.labels, [sample.target for sample in splits.train]))
 
 
 def answer_in_words(splits: Splits, sample: Sample) -> str:
     """What the language model should say; empty where words cannot."""
-    if isinstance(sample.target, int):
-        return splits.labels[sample.target]
-    return sample.target if isinstance(sample.target, str) else ""
+    target = sample.target
+    if splits.task == "multi_label" and isinstance(target, tuple):
+        return " , ".join(splits.labels[each] for each in target if isinstance(each, int)) or "none"
+    if isinstance(target, int) and splits.task in TASKS:
+        return splits.labels[target] if target < len(splits.labels) else str(target)
+    return target if isinstance(target, str) else ""

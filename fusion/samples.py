@@ -7,17 +7,18 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from heads import Box
+from heads import Value
 
-Target = int | str | tuple[Box, ...]
+Target = Value
 
 
 @dataclasses.dataclass(frozen=True)
 class Sample:
     """frames: RGB uint8 pictures [height, width, 3], one or several.
 
-    target: a label's index (classification, action), the answer's words (vqa, captioning, referring), or what is to be
-    found (detection). question: what is asked of this very sample; empty where the domain asks one question only.
+    target: a label's index (classification, action, binary), a count, the indices of all labels that hold
+    (multi_label), a number or several (regression), what is to be found (detection), or the answer's words (vqa,
+    captioning, referring). question: what is asked of this very sample; empty where the domain asks one question only.
     """
 
     frames: tuple[np.ndarray, ...]

@@ -19,8 +19,9 @@ from torch import nn
 from fusion.objectives import Read, answer_in_words, task_of
 from fusion.plan import DomainPlan, Plan
 from fusion.samples import Sample, Splits, Target
-from heads import HeadSpec, TaskHead, save_heads
+from heads import Grid, HeadSpec, Task, TaskHead, save_heads
 from vlora.models import EncodedPrompt, InputProcessor
+from vlora.models.grids import image_grids
 from vlora.models.processing import to_tensor
 from vlora.models.seam import Seam
 from vlora.models.vision import VisionEncoder, VisionTask
@@ -30,11 +31,13 @@ _IGNORE = -100
 
 
 class Prepared(NamedTuple):
-    """One sample ready for training. ids [n] ends with the prompt; embeddings [placeholders, hidden]; positions [1 or
-    3, n]; answer: the tokens of its answer in words, none where it has no words."""
+    """One sample ready for training. ids [n] ends with the prompt; embeddings [placeholders, hidden]; grids: how these
+    lie, picture by picture; positions [1 or 3, n]; answer: the tokens of its answer in words, none where it has no
+    words."""
 
     ids: torch.Tensor
     embeddings: torch.Tensor
+    grids: tuple[Grid, ...]
     positions: torch.Tensor
     target: Target
     answer: tuple[int, ...]
@@ -87,7 +90,12 @@ class FrozenBase:
                 positions = self.seam.positions(ids, grids).rows
                 prepared.append(
                     Prepared(
-                        ids, torch.cat([f.rows for f in own]), positions, sample.target, self._answer(splits, sample)
+                        ids,
+                        torch.cat([f.rows for f in own]),
+                        image_grids(self.seam.config, one.vision),
+                        positions,
+                        sample.target,
+                        self._answer(splits, sample),
                     )
                 )
         return prepared
@@ -218,10 +226,12 @@ class LoraTrainer:
         heads = {}
         for name, head in self._heads.items():
             domain = self.domains[name]
+            task = self._calibrated(name, head)
             spec = HeadSpec(
                 name=name,
-                task=domain.splits.task,
-                labels=domain.splits.labels,
+                task=task.kind,
+                labels=task.labels,
+                parameters=task.parameters,
                 prompt=domain.plan.question,
                 num_frames=domain.splits.num_frames,
                 hidden_size=head.in_features,
@@ -229,6 +239,15 @@ class LoraTrainer:
             heads[name] = TaskHead(spec, head.weight.detach().float(), head.bias.detach().float())
         if heads:
             save_heads(folder, heads)
+
+    @torch.no_grad()
+    def _calibrated(self, domain: str, head: nn.Linear) -> Task:
+        """The domain's task, as sure as it is right on the validation part."""
+        own = self.domains[domain]
+        reads = [read for _, read in self._reads(domain, own.validation)]
+        task = own.task.calibrated(reads, head, [sample.target for sample in own.validation])
+        assert task is not None, "a domain with a head has a task"
+        return task
 
     def _new_head(self, domain: str) -> nn.Linear:
         outputs = self.domains[domain].task.num_outputs
@@ -287,6 +306,7 @@ class LoraTrainer:
             images=[
                 hidden[row, (one.ids == seam.image_token_id).nonzero().flatten()] for row, (_, one) in enumerate(batch)
             ],
+            grids=[one.grids for _, one in batch],
             words=losses.sum(1) / counts.clamp(min=1),
             # Every token right, given those before it: what greedy decoding would have said.
             exact=(hits.sum(1) == counts) & (counts > 0),

@@ -6,29 +6,115 @@ are distances from the token's middle to the box's edges, in shares of the pictu
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import NamedTuple
+import dataclasses
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar, Self
 
-import cv2
-import numpy as np
 import torch
 import torch.nn.functional as F
 
+from heads.boxes import Box, f1, mean_average_precision, suppress
+from heads.calibration import softmax_temperature
+from heads.task import Answer, Grid, Value, check_labels, check_positive, check_share
+
 _NOTHING_WEIGHT = 0.4  # most tokens hold no centre
 _BOX_WEIGHT = 4.0
-_SURE = 0.5
-_SAME = 0.5  # overlap above which two boxes of one label mean one thing
+_CANDIDATE = 0.05  # surer ones are looked at for mean average precision, which weighs boxes at every score
 
 
-class Box(NamedTuple):
-    """One thing: its label's index and its edges, in shares (0 to 1) of the picture's width and height."""
+@dataclasses.dataclass(frozen=True)
+class Detection:
+    """threshold: from which probability on something is said to be there. overlap: above which two boxes of one label
+    mean one thing. temperature divides the logits of labels, not those of edges."""
 
-    label: int
-    left: float
-    top: float
-    right: float
-    bottom: float
-    score: float = 1.0
+    kind: ClassVar[str] = "detection"
+    reads_images: ClassVar[bool] = True
+    metric_names: ClassVar[tuple[str, ...]] = ("f1", "map")
+
+    labels: tuple[str, ...]
+    threshold: float = 0.5
+    overlap: float = 0.5
+    temperature: float = 1.0
+
+    def __post_init__(self) -> None:
+        check_labels(self.labels, 1)
+        check_share("threshold", self.threshold)
+        check_share("overlap", self.overlap)
+        check_positive("temperature", self.temperature)
+
+    @property
+    def num_outputs(self) -> int:
+        return num_outputs(len(self.labels))
+
+    @property
+    def parameters(self) -> Mapping[str, Any]:
+        return {"threshold": self.threshold, "overlap": self.overlap, "temperature": self.temperature}
+
+    @classmethod
+    def for_training(cls, labels: tuple[str, ...], values: Sequence[Value]) -> Self:
+        return cls(labels)
+
+    def loss(
+        self, logits: Sequence[torch.Tensor], values: Sequence[Value], grids: Sequence[Sequence[Grid]]
+    ) -> torch.Tensor:
+        """Over the image tokens of all samples together, whatever their grids."""
+        classes, edges = self._targets(values, grids)
+        together = torch.cat(list(logits))
+        return loss(together, classes.to(together.device), edges.to(together.device))
+
+    def decode(self, logits: torch.Tensor, grids: Sequence[Grid] = ()) -> Answer:
+        """confidence: that of its least sure box; where there is none, that there is nothing anywhere. value: less sure
+        boxes too, which `metrics` tells apart by their scores."""
+        found = candidates(logits, grids, self.temperature, _CANDIDATE, self.overlap)
+        boxes = tuple(box for box in found if box.score >= self.threshold)
+        counts = Counter(self.labels[box.label] for box in boxes)
+        surest = max((box.score for box in found), default=_CANDIDATE)
+        return Answer(
+            value=tuple(found),
+            label=", ".join(f"{count} {label}" for label, count in sorted(counts.items())) or "nothing",
+            confidence=boxes[-1].score if boxes else 1 - surest,
+            boxes=boxes,
+        )
+
+    def metrics(self, found: Sequence[Value], wanted: Sequence[Value]) -> dict[str, float]:
+        """f1 and map (mean average precision), both at an overlap of a half."""
+        ours, truth = ([boxes_of(value) for value in values] for values in (found, wanted))
+        return {"f1": f1(self._sure(ours), truth), "map": mean_average_precision(ours, truth)}
+
+    def right(self, found: Value, wanted: Value) -> bool:
+        """Every thing found, and nothing else."""
+        return f1(self._sure([boxes_of(found)]), [boxes_of(wanted)]) == 1.0
+
+    def calibrated(
+        self, logits: Sequence[torch.Tensor], values: Sequence[Value], grids: Sequence[Sequence[Grid]]
+    ) -> Self:
+        """Token by token: what has its centre there."""
+        if not logits:
+            return self
+        classes, _ = self._targets(values, grids)
+        together = torch.cat(list(logits))[:, :-4]
+        return dataclasses.replace(self, temperature=softmax_temperature(together, classes.to(together.device)))
+
+    def _sure(self, found: Sequence[Sequence[Box]]) -> list[list[Box]]:
+        return [[box for box in boxes if box.score >= self.threshold] for boxes in found]
+
+    def _targets(self, values: Sequence[Value], grids: Sequence[Sequence[Grid]]) -> tuple[torch.Tensor, torch.Tensor]:
+        pairs = [
+            targets([box for box in boxes_of(value) if box.image == image], grid)
+            for value, pictures in zip(values, grids, strict=True)
+            for image, grid in enumerate(pictures)
+        ]
+        classes, edges = zip(*pairs, strict=True)
+        return torch.cat(classes), torch.cat(edges)
+
+
+def boxes_of(value: Value) -> tuple[Box, ...]:
+    """Raises ValueError for what is no tuple of boxes."""
+    boxes = tuple(each for each in value if isinstance(each, Box)) if isinstance(value, tuple | list) else ()
+    if not isinstance(value, tuple | list) or len(boxes) != len(value):
+        raise ValueError(f"{value!r} is no tuple of boxes")
+    return boxes
 
 
 def num_outputs(num_labels: int) -> int:
@@ -36,8 +122,8 @@ def num_outputs(num_labels: int) -> int:
     return 1 + num_labels + 4
 
 
-def targets(boxes: Sequence[Box], grid: tuple[int, int]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Per token of a grid (rows, columns): class 0 (nothing) or 1 + label, int64 [tokens]; edges [tokens, 4]."""
+def targets(boxes: Sequence[Box], grid: Grid) -> tuple[torch.Tensor, torch.Tensor]:
+    """Per token of one picture: class 0 (nothing) or 1 + label, int64 [tokens]; edges [tokens, 4]."""
     rows, columns = grid
     classes = torch.zeros(rows * columns, dtype=torch.int64)
     edges = torch.zeros(rows * columns, 4)
@@ -53,8 +139,8 @@ def targets(boxes: Sequence[Box], grid: tuple[int, int]) -> tuple[torch.Tensor, 
 
 
 def loss(logits: torch.Tensor, classes: torch.Tensor, edges: torch.Tensor) -> torch.Tensor:
-    """logits [n, tokens, outputs], classes [n, tokens], edges [n, tokens, 4]: cross entropy, and distance of edges
-    where something is."""
+    """logits [..., tokens, outputs], classes [..., tokens], edges [..., tokens, 4]: cross entropy, and distance of
+    edges where something is."""
     scores, found = logits[..., :-4].float(), logits[..., -4:].float()
     weight = torch.ones(scores.shape[-1], device=logits.device)
     weight[0] = _NOTHING_WEIGHT
@@ -65,52 +151,33 @@ def loss(logits: torch.Tensor, classes: torch.Tensor, edges: torch.Tensor) -> to
     return total
 
 
-def decode(logits: torch.Tensor, grid: tuple[int, int]) -> list[Box]:
+def decode(logits: torch.Tensor, grid: Grid) -> list[Box]:
     """Logits of one picture [tokens, outputs] to boxes, surest first; of boxes that mean one thing the surest stays."""
-    logits = logits.detach().double()
-    probabilities = torch.softmax(logits[:, :-4], -1)
-    middles, edges = _middles(grid), logits[:, -4:]
+    return candidates(logits, [grid], 1.0, 0.5, 0.5)
+
+
+def candidates(
+    logits: torch.Tensor, grids: Sequence[Grid], temperature: float, least: float, overlap: float
+) -> list[Box]:
+    """Boxes of score `least` or more in a sample's pictures, surest first; logits [tokens of all of them, outputs]."""
+    assert len(logits) == sum(rows * columns for rows, columns in grids), "logits and grids are of different pictures"
+    logits = logits.detach().double().cpu()
+    probabilities = torch.softmax(logits[:, :-4] / temperature, -1)
     boxes = []
-    for token in (probabilities[:, 0] < 1 - _SURE).nonzero().flatten().tolist():
-        label = int(probabilities[token, 1:].argmax())
-        (x, y), (left, top, right, bottom) = middles[token].tolist(), edges[token].tolist()
-        score = 1 - float(probabilities[token, 0])
-        boxes.append(Box(label, x - left, y - top, x + right, y + bottom, score))
-    boxes.sort(key=lambda box: -box.score)
-    if not boxes:
-        return []
-    corners = [(box.left, box.top, max(1e-6, box.right - box.left), max(1e-6, box.bottom - box.top)) for box in boxes]
-    kept = cv2.dnn.NMSBoxesBatched(corners, [box.score for box in boxes], [box.label for box in boxes], 0.0, _SAME)
-    return [boxes[index] for index in sorted(int(index) for index in np.array(kept).flatten())]
+    first = 0
+    for image, grid in enumerate(grids):
+        middles = _middles(grid)
+        own = slice(first, first + len(middles))
+        for token in (1 - probabilities[own, 0] >= least).nonzero().flatten().tolist():
+            label = int(probabilities[own][token, 1:].argmax())
+            (x, y), (left, top, right, bottom) = middles[token].tolist(), logits[own][token, -4:].tolist()
+            score = 1 - float(probabilities[own][token, 0])
+            boxes.append(Box(label, x - left, y - top, x + right, y + bottom, score, image))
+        first = own.stop
+    return suppress(boxes, overlap)
 
 
-def f1(found: Sequence[Sequence[Box]], wanted: Sequence[Sequence[Box]], overlap: float = 0.5) -> float:
-    """F1 over all pictures: a found box is right if it takes a wanted one of its label with that much overlap."""
-    right = total_found = total_wanted = 0
-    for ours, truth in zip(found, wanted, strict=True):
-        left = list(truth)
-        for box in sorted(ours, key=lambda box: -box.score):
-            best = max((t for t in left if t.label == box.label), key=lambda t: iou(box, t), default=None)
-            if best is not None and iou(box, best) >= overlap:
-                left.remove(best)
-                right += 1
-        total_found += len(ours)
-        total_wanted += len(truth)
-    return 2 * right / max(1, total_found + total_wanted)
-
-
-def iou(one: Box, other: Box) -> float:
-    """Intersection over union of two boxes."""
-    width = min(one.right, other.right) - max(one.left, other.left)
-    height = min(one.bottom, other.bottom) - max(one.top, other.top)
-    if width <= 0 or height <= 0:
-        return 0.0
-    shared = width * height
-    areas = [(box.right - box.left) * (box.bottom - box.top) for box in (one, other)]
-    return shared / (sum(areas) - shared)
-
-
-def _middles(grid: tuple[int, int]) -> torch.Tensor:
+def _middles(grid: Grid) -> torch.Tensor:
     """(x, y) of every token's middle, in shares of the picture, [tokens, 2]."""
     rows, columns = grid
     y = (torch.arange(rows) + 0.5) / rows

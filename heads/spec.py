@@ -1,12 +1,15 @@
-"""What a task head is: rows over the hidden state of the last prompt token, and how their logits become an answer."""
+"""What a task head is: rows over hidden states, and how their logits become an answer."""
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 
-from heads.tasks import TASKS, Decision
+from heads.task import Answer, Grid, Task
+from heads.tasks import make_task
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -14,6 +17,7 @@ class HeadSpec:
     """A head's description: what it was trained to answer, and on what input.
 
     prompt: the question put to the model, exactly as in training. num_frames: images it expects in one request.
+    parameters: what its task knows beside labels and rows, by name (see each task); what is left out gets its default.
     Raises ValueError when a field cannot work.
     """
 
@@ -23,38 +27,46 @@ class HeadSpec:
     prompt: str
     num_frames: int
     hidden_size: int
+    parameters: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self) -> None:
         for field, kind in (("name", str), ("task", str), ("prompt", str), ("num_frames", int), ("hidden_size", int)):
             value = getattr(self, field)
-            if not isinstance(value, kind):
+            if not isinstance(value, kind) or isinstance(value, bool):
                 raise ValueError(f"head {self.name!r}: {field} is {value!r}; expected {kind.__name__}")
         if not all(isinstance(label, str) and label for label in self.labels):
             raise ValueError(f"head {self.name!r}: labels are {self.labels!r}; every label must be a word or more")
         if not self.name:
             raise ValueError("name is empty; a head needs a name to be asked for")
-        if self.task not in TASKS:
-            raise ValueError(f"head {self.name!r}: task is {self.task!r}; known: {', '.join(sorted(TASKS))}")
-        if len(self.labels) < 2 or len(set(self.labels)) != len(self.labels):
-            raise ValueError(f"head {self.name!r}: labels are {self.labels!r}; two or more different ones are needed")
         if not self.prompt.strip():
             raise ValueError(f"head {self.name!r}: prompt is empty; give the question it is trained with")
         if self.num_frames < 1:
             raise ValueError(f"head {self.name!r}: num_frames is {self.num_frames}; it must be at least 1")
         if self.hidden_size < 1:
             raise ValueError(f"head {self.name!r}: hidden_size is {self.hidden_size}; it must be at least 1")
+        if not isinstance(self.parameters, Mapping):
+            raise ValueError(f"head {self.name!r}: parameters are {self.parameters!r}; expected values by name")
+        object.__setattr__(self, "parameters", dict(self.make_task().parameters))
+
+    def make_task(self) -> Task:
+        """The task it describes. Raises ValueError."""
+        try:
+            return make_task(self.task, self.labels, self.parameters)
+        except ValueError as error:
+            raise ValueError(f"head {self.name!r}: {error}") from error
 
 
 class TaskHead:
-    """weight [labels, hidden], bias [labels]. Raises ValueError when shapes do not fit the spec or values are not
+    """weight [rows, hidden], bias [rows]. Raises ValueError when shapes do not fit the spec or values are not
     finite."""
 
     def __init__(self, spec: HeadSpec, weight: torch.Tensor, bias: torch.Tensor) -> None:
-        count = len(spec.labels)
+        self.task = spec.make_task()
+        count = self.task.num_outputs
         if tuple(weight.shape) != (count, spec.hidden_size) or tuple(bias.shape) != (count,):
             raise ValueError(
                 f"head {spec.name!r}: weight {tuple(weight.shape)} and bias {tuple(bias.shape)} do not fit "
-                f"{count} labels over {spec.hidden_size} features"
+                f"{count} rows ({spec.task}, {len(spec.labels)} labels) over {spec.hidden_size} features"
             )
         if not (torch.isfinite(weight).all() and torch.isfinite(bias).all()):
             raise ValueError(f"head {spec.name!r}: weight or bias holds values that are not finite (NaN or infinity)")
@@ -66,6 +78,6 @@ class TaskHead:
         """The same head elsewhere or in another precision."""
         return TaskHead(self.spec, self.weight.to(device, dtype), self.bias.to(device, dtype))
 
-    def decode(self, logits: torch.Tensor) -> Decision:
-        """Turn this head's logits [labels] into an answer."""
-        return TASKS[self.spec.task].decode(logits, self.spec.labels)
+    def decode(self, logits: torch.Tensor, grids: Sequence[Grid] = ()) -> Answer:
+        """Turn this head's logits into an answer; see `Task` for their shape."""
+        return self.task.decode(logits, grids)

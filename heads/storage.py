@@ -1,4 +1,7 @@
-"""Heads on disk, beside the adapter's PEFT files: `heads.json` describes them, `heads.safetensors` holds their rows."""
+"""Heads on disk, beside the adapter's PEFT files: `heads.json` describes them, `heads.safetensors` holds their rows.
+
+Format 2 has `parameters`, what a task knows beside its labels; format 1, which is still read, had none.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,7 @@ import dataclasses
 import json
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
@@ -14,7 +18,8 @@ from heads.spec import HeadSpec, TaskHead
 
 SPEC_FILE = "heads.json"
 WEIGHTS_FILE = "heads.safetensors"
-_FORMAT = 1
+_FORMAT = 2
+_READ = (1, 2)
 
 
 def save_heads(folder: Path | str, heads: Mapping[str, TaskHead]) -> None:
@@ -40,8 +45,8 @@ def load_heads(folder: Path | str) -> dict[str, TaskHead]:
         version = content["format"]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ValueError(f"{file}: cannot be read ({type(error).__name__}: {error})") from error
-    if version != _FORMAT:
-        raise ValueError(f"{file}: format is {version!r}, this version reads {_FORMAT}")
+    if version not in _READ:
+        raise ValueError(f"{file}: format is {version!r}, this version reads {' and '.join(map(str, _READ))}")
     try:
         tensors = load_file(str(folder / WEIGHTS_FILE))
     except (OSError, SafetensorError) as error:
@@ -51,7 +56,7 @@ def load_heads(folder: Path | str) -> dict[str, TaskHead]:
     heads: dict[str, TaskHead] = {}
     for entry in entries:
         try:
-            spec = HeadSpec(**{**entry, "labels": tuple(entry["labels"])})
+            spec = HeadSpec(**_spec(entry))
             head = TaskHead(spec, tensors.pop(f"{spec.name}.weight"), tensors.pop(f"{spec.name}.bias"))
         except KeyError as error:
             raise ValueError(f"{file}: head {entry.get('name')!r} lacks {error}") from error
@@ -61,3 +66,12 @@ def load_heads(folder: Path | str) -> dict[str, TaskHead]:
     if tensors:
         raise ValueError(f"{folder / WEIGHTS_FILE}: tensors without a head: {', '.join(sorted(tensors))}")
     return heads
+
+
+def _spec(entry: dict[str, Any]) -> dict[str, Any]:
+    """An entry's fields: JSON has lists where specs have tuples."""
+    fields = {**entry, "labels": tuple(entry["labels"])}
+    parameters = entry.get("parameters", {})
+    if isinstance(parameters, dict):
+        fields["parameters"] = {k: tuple(v) if isinstance(v, list) else v for k, v in parameters.items()}
+    return fields

@@ -1,40 +1,40 @@
-"""What a kind of task means for a head: how it learns from labels and how its logits become an answer.
-
-Another kind of task is one more entry of `TASKS`; nothing else asks what kind a head is.
-"""
+"""All kinds of task, by name. Another kind is one more file and one more entry here; nothing else asks what kind a head
+is."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
-from typing import NamedTuple
+from collections.abc import Callable, Mapping
+from typing import Any
 
-import torch
-import torch.nn.functional as F
+from heads.action import Action
+from heads.binary import Binary
+from heads.classification import Classification
+from heads.counting import Counting
+from heads.detection import Detection
+from heads.multi_label import MultiLabel
+from heads.regression import Regression
+from heads.task import Task
 
-
-class Decision(NamedTuple):
-    """An answer: the chosen label and every label's probability, in label order."""
-
-    label_id: int
-    label: str
-    scores: tuple[float, ...]
-
-
-@dataclasses.dataclass(frozen=True)
-class Task:
-    """loss: logits [n, labels] and label ids [n] to a scalar. decode: logits [labels] and the labels to an answer."""
-
-    loss: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
-    decode: Callable[[torch.Tensor, tuple[str, ...]], Decision]
+TASKS: dict[str, type[Task]] = {
+    task.kind: task for task in (Classification, Action, Binary, Counting, MultiLabel, Regression, Detection)
+}
 
 
-def _likeliest(logits: torch.Tensor, labels: tuple[str, ...]) -> Decision:
-    scores = torch.softmax(logits.double(), -1)
-    best = int(scores.argmax())
-    return Decision(best, labels[best], tuple(scores.tolist()))
+def make_task(kind: str, labels: tuple[str, ...], parameters: Mapping[str, Any]) -> Task:
+    """A task from what a head's file says of it. Raises ValueError naming what does not fit."""
+    if kind not in TASKS:
+        raise ValueError(f"task is {kind!r}; known: {', '.join(sorted(TASKS))}")
+    task: Callable[..., Task] = TASKS[kind]
+    fields = {field.name: field for field in dataclasses.fields(TASKS[kind]) if field.name != "labels"}  # type: ignore[arg-type]
+    unknown = sorted(parameters.keys() - fields.keys())
+    if unknown:
+        raise ValueError(f"parameter {unknown[0]!r} is not one of a {kind} head; known: {', '.join(fields)}")
+    missing = [name for name, field in fields.items() if name not in parameters and _is_needed(field)]
+    if missing:
+        raise ValueError(f"a {kind} head needs the parameter {missing[0]!r}")
+    return task(labels, **parameters)
 
 
-_CHOICE = Task(loss=F.cross_entropy, decode=_likeliest)
-# A head over one picture and one over the frames of a clip read alike: from the last token, which has seen them all.
-TASKS: dict[str, Task] = {"classification": _CHOICE, "action": _CHOICE}
+def _is_needed(field: dataclasses.Field[Any]) -> bool:
+    return field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING

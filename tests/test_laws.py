@@ -103,7 +103,7 @@ def test_loads_without_torch(module: str) -> None:
 
 PUBLIC = {
     "vlora.engine": {"Engine", "EngineInterface", "LocalEngine"},
-    "vlora.models": {"EncodedPrompt", "InputProcessor"},
+    "vlora.models": {"EncodedPrompt", "InputProcessor", "Region"},
     "vlora.adapters": {
         "AdapterRegistry",
         "HostAdapter",
@@ -113,7 +113,21 @@ PUBLIC = {
         "aligned",
         "carve",
     },
-    "heads": {"TASKS", "Box", "Decision", "HeadSpec", "Task", "TaskHead", "load_heads", "save_heads"},
+    "heads": {
+        "LESS_IS_BETTER",
+        "TASKS",
+        "Answer",
+        "Box",
+        "Grid",
+        "HeadSpec",
+        "Task",
+        "TaskHead",
+        "Value",
+        "expected_calibration_error",
+        "load_heads",
+        "make_task",
+        "save_heads",
+    },
 }
 
 

@@ -102,6 +102,23 @@ def test_leaving_a_stream_frees_its_request(server: Running, leave: str) -> None
     client.close()
 
 
+def test_answers_of_every_task_reach_clients_and_streams(client: Client, tmp_path: Path) -> None:
+    heads = {"binary": 1, "counting": 1, "multi_label": 1, "regression": 1, "detection": 1}
+    client.load_adapter("tasks", write_adapter(tmp_path / "tasks", heads))
+    answers = {head: client.ask_head([png(255, (80, 40))], "tasks", head) for head in heads}
+    assert {head: answer.task for head, answer in answers.items()} == {head: head for head in heads}
+    assert answers["binary"].label_id == 1 and answers["counting"].count == 1 and answers["multi_label"].chosen == (1,)
+    assert answers["regression"].values == (1.0, 1.0) and answers["regression"].deviations == (0.1, 0.2)
+    (box,) = answers["detection"].boxes
+    assert (box.label, box.left, box.top, box.right, box.bottom) == ("bright", 0, 10, 40, 40)
+    with client.open_stream(adapter="tasks", head="detection") as stream:
+        stream.send(png(255, (20, 20)))
+        stream.end()
+        (result,) = stream
+    assert result.answer is not None and [box.right for box in result.answer.boxes] == [10]
+    client.unload_adapter("tasks")
+
+
 def test_heads_and_adapters(client: Client, tmp_path: Path) -> None:
     status = client.load_adapter("cam", write_adapter(tmp_path / "cam", {"night": 1}))
     assert status.name == "cam" and [each.name for each in client.adapters()] == ["cam"]

@@ -13,7 +13,8 @@ from heads import Box, detection
 
 def read_of(last: torch.Tensor, images: list[torch.Tensor] | None = None, exact: list[bool] | None = None) -> Read:
     count = len(last)
-    return Read(last, images or [torch.zeros(4, 2)] * count, torch.ones(count), torch.tensor(exact or [True] * count))
+    images = images or [torch.zeros(4, 2)] * count
+    return Read(last, images, [((2, 2),)] * count, torch.ones(count), torch.tensor(exact or [True] * count))
 
 
 def splits(task: str, labels: tuple[str, ...]) -> Splits:

@@ -8,8 +8,21 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from heads import Box, detection
+from heads.boxes import f1, iou, mean_average_precision
 
 GRID = (6, 6)
+
+_random_boxes = st.lists(
+    st.builds(
+        lambda label, x, y, score, image: Box(label, x, y, x + 0.4, y + 0.4, score, image),
+        st.integers(0, 1),
+        st.floats(0, 0.6),
+        st.floats(0, 0.6),
+        st.floats(0.01, 1),
+        st.integers(0, 1),
+    ),
+    max_size=5,
+)
 
 
 def logits_of(boxes: list[Box], num_labels: int) -> torch.Tensor:
@@ -36,9 +49,9 @@ def scenes(draw: st.DrawFn) -> list[Box]:
 def test_what_is_taught_is_what_is_answered(boxes: list[Box]) -> None:
     found = detection.decode(logits_of(boxes, 3), GRID)
     assert sorted(round(box.left, 4) for box in found) == sorted(round(box.left, 4) for box in boxes) or any(
-        detection.iou(a, b) > 0.4 for i, a in enumerate(boxes) for b in boxes[i + 1 :]
+        iou(a, b) > 0.4 for i, a in enumerate(boxes) for b in boxes[i + 1 :]
     )
-    assert detection.f1([found], [boxes]) > 0.99 or not boxes or len(found) < len(boxes)
+    assert f1([found], [boxes]) > 0.99 or not boxes or len(found) < len(boxes)
 
 
 def test_two_answers_for_one_thing_become_the_surer_one() -> None:
@@ -67,12 +80,12 @@ def test_nothing_is_found_where_nothing_is_sure() -> None:
 def test_f1_by_hand() -> None:
     truth = [Box(0, 0.0, 0.0, 0.2, 0.2), Box(1, 0.5, 0.5, 0.7, 0.7)]
     right, shifted = truth[0], Box(1, 0.6, 0.5, 0.8, 0.7)  # half of it overlaps: a third of the union
-    assert detection.f1([[right, shifted]], [truth]) == pytest.approx(0.5)
-    assert detection.f1([[right, shifted]], [truth], overlap=0.3) == pytest.approx(1.0)
-    assert detection.f1([[right, right]], [truth]) == pytest.approx(0.5)  # the second one takes nothing
-    assert detection.f1([[right._replace(label=1)]], [truth]) == 0.0
-    assert detection.f1([[]], [truth]) == 0.0
-    assert detection.iou(truth[0], truth[1]) == 0.0
+    assert f1([[right, shifted]], [truth]) == pytest.approx(0.5)
+    assert f1([[right, shifted]], [truth], overlap=0.3) == pytest.approx(1.0)
+    assert f1([[right, right]], [truth]) == pytest.approx(0.5)  # the second one takes nothing
+    assert f1([[right._replace(label=1)]], [truth]) == 0.0
+    assert f1([[]], [truth]) == 0.0
+    assert iou(truth[0], truth[1]) == 0.0
 
 
 def test_the_loss_falls_towards_the_truth() -> None:
@@ -87,4 +100,60 @@ def test_the_loss_falls_towards_the_truth() -> None:
         loss.backward()
         optimizer.step()
     assert loss.item() < 0.05 * first
-    assert detection.f1([detection.decode(logits[0].detach(), GRID)], [boxes]) == 1.0
+    assert f1([detection.decode(logits[0].detach(), GRID)], [boxes]) == 1.0
+
+
+def test_average_precision_by_hand() -> None:
+    truth = [Box(0, 0.0, 0.0, 0.2, 0.2), Box(0, 0.5, 0.5, 0.7, 0.7)]
+    wrong = Box(0, 0.8, 0.0, 0.9, 0.1)
+    found = [truth[0]._replace(score=0.9), wrong._replace(score=0.8), truth[1]._replace(score=0.7)]
+    # Right at once for the first half of what is wanted; two of three right where the second half is reached.
+    assert mean_average_precision([found], [truth]) == pytest.approx(0.5 * 1 + 0.5 * 2 / 3)
+    assert mean_average_precision([found[:1]], [truth]) == pytest.approx(0.5)
+    # A label that nobody found counts as 0, one that nobody wanted does not count.
+    assert mean_average_precision([found[:1]], [[truth[0], truth[1]._replace(label=1)]]) == pytest.approx(0.5)
+    assert mean_average_precision([[wrong._replace(label=5), *truth]], [truth]) == 1.0
+    assert mean_average_precision([[]], [[]]) == 1.0 and mean_average_precision([[wrong]], [[]]) == 0.0
+
+
+@given(st.lists(st.tuples(_random_boxes, _random_boxes), min_size=1, max_size=4))
+def test_average_precision_is_the_area_under_the_best_precision_still_to_be_had(
+    samples: list[tuple[list[Box], list[Box]]],
+) -> None:
+    """PASCAL VOC's definition, step by step: at every recall the best precision at this or a higher one."""
+    found, wanted = [s[0] for s in samples], [s[1] for s in samples]
+    labels = {box.label for boxes in wanted for box in boxes}
+    areas = []
+    for label in labels:
+        total = sum(box.label == label for boxes in wanted for box in boxes)
+        scores = sorted({box.score for boxes in found for box in boxes if box.label == label}, reverse=True)
+        points = []  # recall and precision when everything from a score on is told
+        for least in scores:
+            told = [[b for b in boxes if b.label == label and b.score >= least] for boxes in found]
+            true = [[b for b in boxes if b.label == label] for boxes in wanted]
+            right = f1(told, true) * (sum(map(len, told)) + total) / 2
+            points.append((right / total, right / sum(map(len, told))))
+        levels = sorted({recall for recall, _ in points})
+        widths = [level - below for below, level in zip([0.0, *levels], levels, strict=False)]
+        areas.append(sum(w * max(p for r, p in points if r >= level) for w, level in zip(widths, levels, strict=True)))
+    # Boxes of one score come in some order, which the definition leaves open.
+    ties = len({b.score for boxes in found for b in boxes}) < sum(map(len, found))
+    if labels and not ties:
+        assert mean_average_precision(found, wanted) == pytest.approx(sum(areas) / len(areas))
+
+
+def test_pictures_of_any_grid_are_told_apart() -> None:
+    task = detection.Detection(("car", "bus"))
+    boxes = (Box(0, 0.1, 0.2, 0.3, 0.6), Box(1, 0.7, 0.1, 0.9, 0.3, image=1), Box(0, 0.1, 0.2, 0.3, 0.6, image=1))
+    grids = ((2, 5), (7, 3))
+    parts = []
+    for image, grid in enumerate(grids):
+        classes, edges = detection.targets([box for box in boxes if box.image == image], grid)
+        sure = torch.nn.functional.one_hot(classes, 3).double() * 20
+        parts.append(torch.cat([sure, edges.double()], -1))
+    answer = task.decode(torch.cat(parts), grids)
+    assert answer.label == "1 bus, 2 car" and answer.confidence > 0.99
+    assert {(box.label, box.image) for box in answer.boxes} == {(0, 0), (1, 1), (0, 1)}
+    assert f1([answer.boxes], [boxes]) == 1.0
+    nothing = task.decode(torch.cat([torch.tensor([[9.0, 0, 0, 0, 0, 0, 0]])] * 31), grids)
+    assert nothing.label == "nothing" and nothing.boxes == () and nothing.confidence > 0.9

@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 import msgspec
 from PIL import Image
 
+from heads import TASKS
 from vlora.config import EngineConfig
 from vlora.engine.snapshot import AdapterLoad, ArenaMap, ArenaRun, EngineSnapshot, QueuedRequest, StepRecord
 from vlora.errors import (
@@ -38,10 +39,12 @@ from vlora.errors import (
     UnknownAdapter,
     VLoraError,
 )
+from vlora.models import Region
 from vlora.types import (
     AdapterStatus,
     EngineStats,
     ErrorValue,
+    FoundBox,
     HeadAnswer,
     HeadSummary,
     Request,
@@ -57,9 +60,39 @@ IMAGE = 257
 LABELS = ("dark", "bright")
 
 
+def head_answer(task: str, vision: Sequence[VisionInput]) -> HeadAnswer:
+    """A head answers by the first image's brightness; one that is named like a task, as that task does."""
+    brightness = vision[0].fields["pixel_values"].data[0] / 255
+    best = int(brightness > 0.5)
+    scores = (1 - brightness, brightness)
+    answer = HeadAnswer(task=task, label=LABELS[best], confidence=scores[best], labels=LABELS)
+    match task:
+        case "detection":
+            box = FoundBox(
+                label=LABELS[best],
+                label_id=best,
+                score=scores[best],
+                left=-0.1,
+                top=0.25,
+                right=0.5,
+                bottom=1.5,
+                image=len(vision) - 1,
+            )
+            return msgspec.structs.replace(answer, boxes=(box,))
+        case "counting":
+            return msgspec.structs.replace(answer, count=best, scores=scores)
+        case "multi_label":
+            return msgspec.structs.replace(answer, chosen=(best,), scores=scores)
+        case "regression":
+            return msgspec.structs.replace(answer, values=(brightness, 1.0), deviations=(0.1, 0.2))
+        case _:
+            return msgspec.structs.replace(answer, label_id=best, scores=scores)
+
+
 class Encoded(NamedTuple):
     prompt_ids: tuple[int, ...]
     vision: tuple[VisionInput, ...]
+    shown: tuple[Region, ...]
 
 
 class ByteProcessor:
@@ -81,7 +114,8 @@ class ByteProcessor:
         if any(image.width > 200 * image.height for image in images):
             raise BadImage("the image processor refuses the images: aspect ratio")
         vision = tuple(self._vision(image) for image in images)
-        return Encoded(tuple(IMAGE if byte == 0 else byte for byte in prompt.encode()), vision)
+        shown = tuple(Region(0, 0, image.width, image.height) for image in images)
+        return Encoded(tuple(IMAGE if byte == 0 else byte for byte in prompt.encode()), vision, shown)
 
     def decode(self, token_ids: Sequence[int]) -> str:
         return bytes(token for token in token_ids if token < 256).decode(errors="replace")
@@ -166,17 +200,9 @@ class ScriptedEngine:
             if "fail" in text:
                 outputs.append(self._end(request_id, "error", error=StepFailed("the script says fail")))
             elif request.head is not None and "never" not in text:
-                brightness = request.vision[0].fields["pixel_values"].data[0] / 255
-                best = int(brightness > 0.5)
-                scores = (1 - brightness, brightness)
-                answer = HeadAnswer(
-                    task="classification",
-                    label=LABELS[best],
-                    confidence=scores[best],
-                    labels=LABELS,
-                    scores=scores,
-                    label_id=best,
-                )
+                assert request.adapter is not None
+                summaries = {summary.name: summary for summary in self._adapters[request.adapter].heads}
+                answer = head_answer(summaries[request.head].task, request.vision)
                 outputs.append(self._end(request_id, "head", head=answer))
             elif "forever" in text or script:
                 token = script.pop(0) if script else ord("x")
@@ -199,7 +225,13 @@ class ScriptedEngine:
         if not file.exists():
             raise BadAdapter(f"{path}: no adapter_config.json; an adapter is a folder in PEFT's format")
         heads = tuple(
-            HeadSummary(name=head, task="classification", labels=LABELS, prompt=f"is it {head}?", num_frames=frames)
+            HeadSummary(
+                name=head,
+                task=head if head in TASKS else "classification",
+                labels=LABELS,
+                prompt=f"is it {head}?",
+                num_frames=frames,
+            )
             for head, frames in json.loads(file.read_text()).get("heads", {}).items()
         )
         self._adapters[name] = AdapterStatus(

@@ -304,6 +304,29 @@ def test_service_levels_reach_the_engine_and_a_refusal_says_when_to_come_again(a
     api.call("DELETE", "/v1/adapters/levels")
 
 
+def test_every_task_has_its_own_answer(api: Api, tmp_path: Path) -> None:
+    heads = {"classification": 1, "counting": 1, "multi_label": 1, "regression": 1, "detection": 2}
+    api.call("POST", "/v1/adapters", {"name": "tasks", "path": write_adapter(tmp_path, heads)})
+    large, small = (image_part(png(255, size))["image_url"]["url"] for size in ((80, 40), (10, 20)))
+    common = {"adapter", "head", "task", "label", "confidence", "total_s"}
+    own: dict[str, dict[str, Any]] = {
+        "classification": {"label_id": 1, "scores": {"dark": 0.0, "bright": 1.0}},
+        "counting": {"count": 1, "scores": {"dark": 0.0, "bright": 1.0}},
+        "multi_label": {"chosen": ["bright"], "scores": {"dark": 0.0, "bright": 1.0}},
+        "regression": {"values": {"dark": 1.0, "bright": 1.0}, "deviations": {"dark": 0.1, "bright": 0.2}},
+    }
+    for task, fields in own.items():
+        status, answer = api.call("POST", f"/v1/heads/tasks/{task}", {"images": [large]})
+        assert status == 200 and answer["task"] == task and answer["label"] == "bright"
+        assert {name: answer[name] for name in answer.keys() - common} == fields
+    status, answer = api.call("POST", "/v1/heads/tasks/detection", {"images": [large, small]})
+    assert status == 200 and answer.keys() - common == {"boxes"}
+    # From -0.1 to 0.5 of 10 pixels of width, from 0.25 to 1.5 of 20 of height: of the second picture, and inside it.
+    box = {"left": 0.0, "right": 5.0, "top": 5.0, "bottom": 20.0, "image": 1}
+    assert answer["boxes"] == [{"label": "bright", "label_id": 1, "score": 1.0, **box}]
+    api.call("DELETE", "/v1/adapters/tasks")
+
+
 def test_adapters_come_are_pinned_and_go(api: Api, tmp_path: Path) -> None:
     status, made = api.call("POST", "/v1/adapters", {"name": "signs", "path": write_adapter(tmp_path, {"kind": 1})})
     assert status == 201 and made["name"] == "signs" and made["heads"][0]["name"] == "kind"

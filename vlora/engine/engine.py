@@ -36,6 +36,7 @@ from vlora.memory.residency import Residency
 from vlora.memory.transfer import make_transfer
 from vlora.models.bank import AdapterBank
 from vlora.models.grammar import GrammarCompiler
+from vlora.models.grids import why_no_grid
 from vlora.models.in_place import InPlaceSwitcher
 from vlora.models.loading import load_model
 from vlora.models.runner import ModelRunner
@@ -174,7 +175,9 @@ class Engine:
         adapter = self._adapter_for(request)
         key = adapter.key if adapter else None
         bound_s = self.config.max_ttft_s if request.max_ttft_s is None else request.max_ttft_s
-        inner = msgspec.structs.replace(request, adapter=key, max_ttft_s=bound_s)
+        inner = msgspec.structs.replace(
+            request, adapter=key, max_ttft_s=bound_s, read_from=self._read_from(request, adapter)
+        )
         grammar = request.sampling.grammar if request.head is None else None
         self._scheduler.add(inner, held=grammar is not None)
         self._runner.add(inner, key if adapter and adapter.header.touches_vision and request.vision else None)
@@ -357,6 +360,19 @@ class Engine:
                 f"{', '.join(sorted(heads)) or 'none'}"
             )
         return adapter
+
+    def _read_from(self, request: Request, adapter: Registration | None) -> int | None:
+        """The first token that a head over image tokens reads. Raises BadRequest where there are none to be read."""
+        if adapter is None or request.head is None or not adapter.header.heads[request.head].task.reads_images:
+            return None
+        name = f"head {request.head!r} of adapter {request.adapter!r}"
+        reason = why_no_grid(self._seam.config)
+        if reason is not None:
+            raise BadRequest(f"{name} reads image tokens as a grid, and {reason}; ask a head over the whole picture")
+        if not request.vision:
+            raise BadRequest(f"{name} reads image tokens; the request has no image")
+        placeholders = set(self._seam.placeholders.values())
+        return next(place for place, token in enumerate(request.prompt_ids) if token in placeholders)
 
     def _key_before(self, name: str) -> str | None:
         """What a name stands for that is about to get new content. Raises BadRequest for a pinned one."""

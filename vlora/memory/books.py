@@ -324,13 +324,13 @@ class BlockTables:
     def reuse(self, request_id: str, chain: TokenChain, cached_len: int, device_len: int) -> int:
         """Put known blocks into the table, from `cached_len` on as far as they go; returns the tokens in place then.
 
-        A block of the request's own that was only begun gives way to a known one. The last of the `device_len` known
-        tokens is left to be computed: its hidden state is needed.
+        A block of the request's own that was only begun gives way to a known one. Tokens whose hidden states are
+        needed, such as the last of the `device_len` known ones, are left to be computed.
         """
         assert self._prefix is not None
         table = list(self.table(request_id))
         place = cached_len // self.block_size
-        while (place + 1) * self.block_size < device_len:
+        while chain.may_find(place, device_len):
             block = self._prefix.find(chain.key(place))
             if block is None:
                 break

@@ -23,12 +23,13 @@ class TokenChain:
     placeholders: token id by kind of visual item.
     """
 
-    __slots__ = ("_answer", "_keys", "_prompt", "_root", "_visuals", "adapter", "block_size")
+    __slots__ = ("_answer", "_keys", "_prompt", "_read_from", "_root", "_visuals", "adapter", "block_size")
 
     def __init__(self, request: Request, block_size: int, placeholders: Mapping[str, int]) -> None:
         self.block_size = block_size
         self.adapter = request.adapter
         self._prompt = request.prompt_ids
+        self._read_from = request.read_from
         self._answer: list[int] = []
         self._root = b"" if request.adapter is None else request.adapter.encode()
         self._keys: list[Key] = []
@@ -40,6 +41,12 @@ class TokenChain:
     def append(self, token: int) -> None:
         """The request was answered with one more token."""
         self._answer.append(token)
+
+    def may_find(self, place: int, device_len: int) -> bool:
+        """Whether the block at a place of the request's table may be one that was computed before: it holds no token
+        whose hidden state is needed, which the last of the `device_len` known tokens' is in any case."""
+        needed = device_len - 1 if self._read_from is None else min(device_len - 1, self._read_from)
+        return (place + 1) * self.block_size <= needed
 
     def key(self, place: int) -> Key:
         """The key of the block at a place of the request's table, all of whose tokens must be known."""

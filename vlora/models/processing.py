@@ -25,11 +25,22 @@ from vlora.types import TensorValue, VisionInput
 _IMAGE_FIELDS = ("pixel_values", "image_grid_thw", "image_sizes", "batch_num_images")
 
 
+class Region(NamedTuple):
+    """The part of a picture that its tokens show, in pixels."""
+
+    left: float
+    top: float
+    width: float
+    height: float
+
+
 class EncodedPrompt(NamedTuple):
-    """A prompt ready to become a Request: placeholders expanded, one VisionInput per image, in order."""
+    """A prompt ready to become a Request: placeholders expanded, one VisionInput per image, in order. shown: what part
+    of each image its tokens show."""
 
     prompt_ids: tuple[int, ...]
     vision: tuple[VisionInput, ...]
+    shown: tuple[Region, ...] = ()
 
 
 class InputProcessor:
@@ -92,7 +103,8 @@ class InputProcessor:
         # Templates write the beginning-of-text token themselves; tokenizers would add a second one.
         bos = self.tokenizer.bos_token
         special = not (bos is not None and text.startswith(bos))
-        return EncodedPrompt(tuple(self.tokenizer(text, add_special_tokens=special)["input_ids"]), vision)
+        shown = tuple(shown_region(self.image_processor, image.width, image.height) for image in images)
+        return EncodedPrompt(tuple(self.tokenizer(text, add_special_tokens=special)["input_ids"]), vision, shown)
 
     def decode(self, token_ids: Sequence[int]) -> str:
         return str(self.tokenizer.decode(list(token_ids), skip_special_tokens=True))
@@ -154,3 +166,17 @@ def to_tensor(value: TensorValue) -> torch.Tensor:
             f"{len(value.data)} bytes: {error}"
         ) from error
     return torch.from_numpy(array.copy())
+
+
+def shown_region(image_processor: Any, width: int, height: int) -> Region:
+    """What an image processor keeps of a picture: all of it, or the middle that a crop leaves of it."""
+    if not getattr(image_processor, "do_center_crop", False):
+        return Region(0, 0, width, height)
+    size, crop = dict(image_processor.size), dict(image_processor.crop_size)
+    if "shortest_edge" in size:
+        scale = size["shortest_edge"] / min(width, height)
+        resized = {"width": width * scale, "height": height * scale}
+    else:
+        resized = size
+    shown = Region(0, 0, width * crop["width"] / resized["width"], height * crop["height"] / resized["height"])
+    return shown._replace(left=(width - shown.width) / 2, top=(height - shown.height) / 2)

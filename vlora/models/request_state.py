@@ -13,7 +13,7 @@ from vlora.models.grammar import Cursor
 from vlora.models.processing import to_tensor
 from vlora.models.sampling import seed_of
 from vlora.models.seam import Positions, VisionFeatures
-from vlora.types import Request
+from vlora.types import Request, VisionInput
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,7 +57,8 @@ class Visual:
 class RequestState:
     """tokens: prompt and answer so far. Positions and visuals are there once the request has been prepared.
 
-    placeholders: token id by kind of visual item.
+    head_logits: of the tokens that the request's head reads, [tokens, outputs] on the host, as far as they have been
+    computed; None before the first of them. placeholders: token id by kind of visual item.
     """
 
     def __init__(self, request: Request, vision_key: str | None, placeholders: Mapping[str, int]) -> None:
@@ -68,6 +69,7 @@ class RequestState:
         self.cursor: Cursor | None = None  # in its grammar; it moves with tokens, which a preemption keeps
         self.positions: Positions | None = None
         self.visual: Visual | None = None
+        self.head_logits: torch.Tensor | None = None
         self.places = _places(request, placeholders)
         self._last = [int(own[-1]) if len(own) else len(request.prompt_ids) for own in self.places]
         self._visual_from = len(request.prompt_ids) + 1  # images and videos that reach this token are there
@@ -81,6 +83,16 @@ class RequestState:
     def visible(self, start: int) -> list[int]:
         """Which images and videos are needed from token `start` on: what lies wholly before it is in the KV cache."""
         return [i for i, last in enumerate(self._last) if last >= start]
+
+    @property
+    def visual_tokens(self) -> np.ndarray:
+        """Indices in the prompt of all image and video tokens, in order."""
+        return np.sort(np.concatenate(self.places)) if self.places else np.empty(0, dtype=np.int64)
+
+    def visuals_in_order(self) -> list[VisionInput]:
+        """Images and videos in the order of their tokens."""
+        order = sorted(range(len(self.places)), key=lambda i: self.places[i][0])
+        return [self.request.vision[i] for i in order]
 
     @property
     def num_answered(self) -> int:

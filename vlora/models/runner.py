@@ -16,6 +16,7 @@ from vlora.models.attention import DecodeRows, KVCache, PrefillSpan, StepAttenti
 from vlora.models.bank import AdapterBank
 from vlora.models.forward import ForwardBatch, Row
 from vlora.models.grammar import Cursor, hold
+from vlora.models.head_reading import read_heads
 from vlora.models.product import linear
 from vlora.models.request_state import RequestState, Visual
 from vlora.models.sampling import sample, token_scores
@@ -90,11 +91,11 @@ class ModelRunner:
             heads: dict[str, HeadAnswer] = {}
             if items:
                 try:
-                    hidden, answering = self._forward(batch, items)
-                    text = [row for row in answering if row.state.request.head is None]
-                    tokens, scores, failed = self._sample(hidden, text)
-                    errors |= failed
-                    heads = self._read_heads(hidden, [row for row in answering if row.state.request.head is not None])
+                    hidden, packed = self._forward(batch, items)
+                    text = [row for row in packed.answering if row.state.request.head is None]
+                    tokens, scores, refused = self._sample(hidden, text)
+                    heads, failed = read_heads(hidden, packed, self._bank, self._seam.config)
+                    errors |= refused | failed
                 except Exception as error:
                     # Whatever went wrong, only this batch may pay for it: the engine serves on.
                     log.exception("step failed")
@@ -152,8 +153,8 @@ class ModelRunner:
 
     # -- the packed batch -------------------------------------------------------------------------------------------
 
-    def _forward(self, batch: Batch, items: Sequence[BatchItem]) -> tuple[torch.Tensor, list[Row]]:
-        """Hidden states [T, hidden] of the packed batch, and the rows at which a request answers."""
+    def _forward(self, batch: Batch, items: Sequence[BatchItem]) -> tuple[torch.Tensor, ForwardBatch]:
+        """The packed batch and its hidden states [T, hidden]."""
         seam = self._seam
         device = seam.device
         # Tokens of one adapter side by side make one lane; the merged adapter's go last, so that all others, which
@@ -185,7 +186,7 @@ class ModelRunner:
         positions = torch.from_numpy(packed.positions(3 if seam.family.mrope else 1)).to(device)
         with seam.language_scope.lanes(packed.num_tokens, lanes):
             hidden = seam.forward(embeddings, positions, step, visual_mask, deepstack)
-        return hidden, packed.answering
+        return hidden, packed
 
     @staticmethod
     def _decodes(packed: ForwardBatch, device: torch.device) -> DecodeRows | None:
@@ -225,36 +226,6 @@ class ModelRunner:
             state.tokens.append(token)
         scores = {ids[row]: score for row, score in token_scores(logits, params, chosen).items()}
         return dict(zip(ids, chosen, strict=True)), scores, {ids[row]: ErrorValue.of(e) for row, e in refused.items()}
-
-    def _read_heads(self, hidden: torch.Tensor, rows: Sequence[Row]) -> dict[str, HeadAnswer]:
-        if not rows:
-            return {}
-        by_head: dict[tuple[str, str], list[Row]] = {}
-        for row in rows:
-            request = row.state.request
-            assert request.adapter is not None and request.head is not None
-            by_head.setdefault((request.adapter, request.head), []).append(row)
-        heads = [self._bank.head(*key) for key in by_head]
-        logits = atmm.head_logits(
-            hidden,
-            [
-                atmm.HeadRows(head.weight, head.bias, torch.tensor([row.stop - 1 for row in members]).to(hidden.device))
-                for head, members in zip(heads, by_head.values(), strict=True)
-            ],
-        )
-        answers: dict[str, HeadAnswer] = {}
-        for head, members, scores in zip(heads, by_head.values(), logits, strict=True):
-            for row, row_logits in zip(members, scores, strict=True):
-                decision = head.decode(row_logits)
-                answers[row.state.request.request_id] = HeadAnswer(
-                    task=head.spec.task,
-                    label=decision.label,
-                    confidence=decision.scores[decision.label_id],
-                    labels=tuple(head.spec.labels),
-                    scores=tuple(decision.scores),
-                    label_id=decision.label_id,
-                )
-        return answers
 
 
 def _chunk_mask(first: int, last: int, device: torch.device) -> torch.Tensor:

@@ -88,8 +88,7 @@ class Tracked:
             full = cached_len // self.chain.block_size
             if full:
                 self.last_key = self.chain.key(full - 1)
-            # The last known token is computed in any case, so no block that holds it is worth finding.
-            if (full + 1) * self.chain.block_size < self.device_len:
+            if self.chain.may_find(full, self.device_len):
                 self.next_key = self.chain.key(full)
 
     def append(self, token: int) -> None:

@@ -30,6 +30,7 @@ from vlora.errors import (
     VLoraError,
 )
 from vlora.server.budget import ByteBudget
+from vlora.server.head_answers import in_pixels
 from vlora.server.image_sources import ImageSources
 from vlora.server.images import RawImage, decode_images
 from vlora.server.interleave import interleave
@@ -183,7 +184,7 @@ class FrontEnd:
                 raise output.error.to_exception()
             assert output.head is not None and output.timings is not None, "a head request ends with its head's answer"
             result = HeadResult(
-                **msgspec.structs.asdict(output.head),
+                **msgspec.structs.asdict(in_pixels(output.head, encoded.shown)),
                 adapter=adapter,
                 head=head,
                 timings=output.timings,

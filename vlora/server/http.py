@@ -23,7 +23,7 @@ from vlora.server.access import Access
 from vlora.server.chat_form import MAX_PARTS, ChatRequest, Completion, Leveled, Strict, event
 from vlora.server.console.routes import add_console
 from vlora.server.frontend import FrontEnd
-from vlora.server.head_form import head_form
+from vlora.server.head_answers import head_form
 from vlora.server.http_errors import ErrorBody, error_body, handle_errors
 from vlora.server.http_guard import ADMIN_PATHS, guarded
 from vlora.server.text import Piece

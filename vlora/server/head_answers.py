@@ -1,12 +1,30 @@
-"""A task head's answer as the HTTP API says it: what every task has in common, and what this one has of its own."""
+"""What the front end makes of a task head's answer: boxes in pixels, and the JSON of the HTTP API."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
 
 from vlora.client.values import HeadResult
+from vlora.models import Region
+from vlora.types import FoundBox, HeadAnswer
+
+
+def in_pixels(answer: HeadAnswer, shown: Sequence[Region]) -> HeadAnswer:
+    """The answer with its boxes' edges in pixels of the pictures, none of them outside. shown: the part of each picture
+    that the model saw."""
+    if not answer.boxes:
+        return answer
+    boxes = tuple(_in_pixels(box, shown[box.image]) for box in answer.boxes)
+    return msgspec.structs.replace(answer, boxes=boxes)
+
+
+def _in_pixels(box: FoundBox, shown: Region) -> FoundBox:
+    left, right = (shown.left + shown.width * min(1.0, max(0.0, edge)) for edge in (box.left, box.right))
+    top, bottom = (shown.top + shown.height * min(1.0, max(0.0, edge)) for edge in (box.top, box.bottom))
+    return msgspec.structs.replace(box, left=left, top=top, right=right, bottom=bottom)
 
 
 def head_form(result: HeadResult) -> dict[str, Any]:

@@ -1,0 +1,76 @@
+"""Binary query: whether something is so, by the sigmoid of one row against a threshold."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar, Self
+
+import torch
+import torch.nn.functional as F
+
+from heads.calibration import sigmoid_temperature
+from heads.task import Answer, Grid, Value, check_labels, check_positive, check_share, label_ids, share_equal
+
+
+@dataclasses.dataclass(frozen=True)
+class Binary:
+    """labels: (what is said if not, what is said if so). threshold: from which probability on it is said to be so;
+    below 0.5 where a miss costs more than a false alarm."""
+
+    kind: ClassVar[str] = "binary"
+    reads_images: ClassVar[bool] = False
+    metric_names: ClassVar[tuple[str, ...]] = ("accuracy", "f1")
+
+    labels: tuple[str, ...] = ("no", "yes")
+    threshold: float = 0.5
+    temperature: float = 1.0
+
+    def __post_init__(self) -> None:
+        check_labels(self.labels, 2)
+        if len(self.labels) != 2:
+            raise ValueError(f"labels are {self.labels!r}; a binary query has two: if not, and if so")
+        check_share("threshold", self.threshold)
+        check_positive("temperature", self.temperature)
+
+    @property
+    def num_outputs(self) -> int:
+        return 1
+
+    @property
+    def parameters(self) -> Mapping[str, Any]:
+        return {"threshold": self.threshold, "temperature": self.temperature}
+
+    @classmethod
+    def for_training(cls, labels: tuple[str, ...], values: Sequence[Value]) -> Self:
+        return cls(labels)
+
+    def loss(
+        self, logits: Sequence[torch.Tensor], values: Sequence[Value], grids: Sequence[Sequence[Grid]]
+    ) -> torch.Tensor:
+        together = torch.stack(list(logits)).float()[:, 0]
+        return F.binary_cross_entropy_with_logits(together, label_ids(values, 2, together.device).float())
+
+    def decode(self, logits: torch.Tensor, grids: Sequence[Grid] = ()) -> Answer:
+        so = float(torch.sigmoid(logits.detach().double()[0] / self.temperature))
+        said = int(so >= self.threshold)
+        scores = (1 - so, so)
+        return Answer(value=said, label=self.labels[said], confidence=scores[said], scores=scores, label_id=said)
+
+    def metrics(self, found: Sequence[Value], wanted: Sequence[Value]) -> dict[str, float]:
+        """f1: of what is said to be so; 1 where nothing is, and nothing was said to be."""
+        positives = sum(map(bool, found)) + sum(map(bool, wanted))
+        both = sum(bool(one and other) for one, other in zip(found, wanted, strict=True))
+        return {"accuracy": share_equal(found, wanted), "f1": 2 * both / positives if positives else 1.0}
+
+    def right(self, found: Value, wanted: Value) -> bool:
+        return found == wanted
+
+    def calibrated(
+        self, logits: Sequence[torch.Tensor], values: Sequence[Value], grids: Sequence[Sequence[Grid]]
+    ) -> Self:
+        if not logits:
+            return self
+        together = torch.stack(list(logits))
+        holds = label_ids(values, 2, together.device)[:, None] == 1
+        return dataclasses.replace(self, temperature=sigmoid_temperature(together, holds))

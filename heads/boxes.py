@@ -1,0 +1,103 @@
+"""Boxes: how much they overlap, which of them mean one thing, and how well those found match those wanted."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import cv2
+import numpy as np
+
+
+class Box(NamedTuple):
+    """One thing: its label's index and its edges, in shares (0 to 1) of the picture's width and height. image: which of
+    a sample's pictures it is in."""
+
+    label: int
+    left: float
+    top: float
+    right: float
+    bottom: float
+    score: float = 1.0
+    image: int = 0
+
+
+def iou(one: Box, other: Box) -> float:
+    """Intersection over union of two boxes of one picture."""
+    width = min(one.right, other.right) - max(one.left, other.left)
+    height = min(one.bottom, other.bottom) - max(one.top, other.top)
+    if width <= 0 or height <= 0:
+        return 0.0
+    shared = width * height
+    areas = [(box.right - box.left) * (box.bottom - box.top) for box in (one, other)]
+    return shared / (sum(areas) - shared)
+
+
+def suppress(boxes: Sequence[Box], overlap: float) -> list[Box]:
+    """Surest first, without those that overlap a surer one of their label and picture by more than `overlap`."""
+    groups: dict[tuple[int, int], list[Box]] = {}
+    for box in boxes:
+        groups.setdefault((box.image, box.label), []).append(box)
+    kept: list[Box] = []
+    # Group by group: OpenCV's own batched form shifts groups apart, which boxes that reach out of the picture undo.
+    for group in groups.values():
+        corners = [(b.left, b.top, max(1e-6, b.right - b.left), max(1e-6, b.bottom - b.top)) for b in group]
+        found = cv2.dnn.NMSBoxes(corners, [box.score for box in group], 0.0, overlap)
+        kept += [group[int(index)] for index in np.asarray(found).flatten()]
+    return sorted(kept, key=lambda box: -box.score)
+
+
+def f1(found: Sequence[Sequence[Box]], wanted: Sequence[Sequence[Box]], overlap: float = 0.5) -> float:
+    """F1 over all samples: a found box is right if it takes a wanted one of its label with that much overlap, surer
+    boxes first. 1 where nothing was wanted and nothing found."""
+    right = sum(sum(_takes(ours, truth, overlap)) for ours, truth in zip(found, wanted, strict=True))
+    total = sum(map(len, found)) + sum(map(len, wanted))
+    return 2 * right / total if total else 1.0
+
+
+def mean_average_precision(
+    found: Sequence[Sequence[Box]], wanted: Sequence[Sequence[Box]], overlap: float = 0.5
+) -> float:
+    """Mean over the wanted labels of the area under precision against recall, found boxes of all samples together.
+
+    Precision is made monotone first, as in PASCAL VOC from 2010 on. 1 where nothing was wanted and nothing found.
+    """
+    labels = sorted({box.label for boxes in wanted for box in boxes})
+    if not labels:
+        return 0.0 if any(found) else 1.0
+    return sum(_average_precision(found, wanted, label, overlap) for label in labels) / len(labels)
+
+
+def _average_precision(
+    found: Sequence[Sequence[Box]], wanted: Sequence[Sequence[Box]], label: int, overlap: float
+) -> float:
+    scores: list[float] = []
+    hits: list[bool] = []
+    total = 0
+    for ours, truth in zip(found, wanted, strict=True):
+        own = sorted((box for box in ours if box.label == label), key=lambda box: -box.score)
+        told = [box for box in truth if box.label == label]
+        scores += [box.score for box in own]
+        hits += _takes(own, told, overlap)
+        total += len(told)
+    if not hits:
+        return 0.0
+    right = np.cumsum(np.array(hits)[np.argsort(-np.array(scores), kind="stable")])
+    recall = right / total
+    precision = np.maximum.accumulate((right / np.arange(1, len(right) + 1))[::-1])[::-1]
+    return float(np.sum(np.diff(recall, prepend=0.0) * precision))
+
+
+def _takes(found: Sequence[Box], wanted: Sequence[Box], overlap: float) -> list[bool]:
+    """Of each found box of one sample, surest first: whether it takes the wanted one it fits best among those left."""
+    left = list(wanted)
+    hits = []
+    for box in sorted(found, key=lambda box: -box.score):
+        fitting = [other for other in left if (other.label, other.image) == (box.label, box.image)]
+        best = max(fitting, key=lambda other: iou(box, other), default=None)
+        hit = best is not None and iou(box, best) >= overlap
+        if hit:
+            assert best is not None
+            left.remove(best)
+        hits.append(hit)
+    return hits

@@ -1,0 +1,77 @@
+"""Classification: one of several labels, by softmax over a row for each."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar, Self
+
+import torch
+import torch.nn.functional as F
+
+from heads.calibration import softmax_temperature
+from heads.task import Answer, Grid, Value, check_labels, check_positive, label_ids, share_equal
+
+
+@dataclasses.dataclass(frozen=True)
+class Classification:
+    """temperature divides logits; above 1 it makes answers less sure."""
+
+    kind: ClassVar[str] = "classification"
+    reads_images: ClassVar[bool] = False
+    metric_names: ClassVar[tuple[str, ...]] = ("accuracy",)
+
+    labels: tuple[str, ...]
+    temperature: float = 1.0
+
+    def __post_init__(self) -> None:
+        check_labels(self.labels, 2)
+        check_positive("temperature", self.temperature)
+
+    @property
+    def num_outputs(self) -> int:
+        return len(self.labels)
+
+    @property
+    def parameters(self) -> Mapping[str, Any]:
+        return {"temperature": self.temperature}
+
+    @classmethod
+    def for_training(cls, labels: tuple[str, ...], values: Sequence[Value]) -> Self:
+        return cls(labels)
+
+    def loss(
+        self, logits: Sequence[torch.Tensor], values: Sequence[Value], grids: Sequence[Sequence[Grid]]
+    ) -> torch.Tensor:
+        together = torch.stack(list(logits)).float()
+        return F.cross_entropy(together, label_ids(values, len(self.labels), together.device))
+
+    def decode(self, logits: torch.Tensor, grids: Sequence[Grid] = ()) -> Answer:
+        scores = self.probabilities(logits)
+        best = int(scores.argmax())
+        return Answer(
+            value=best,
+            label=self.labels[best],
+            confidence=float(scores[best]),
+            scores=tuple(scores.tolist()),
+            label_id=best,
+        )
+
+    def metrics(self, found: Sequence[Value], wanted: Sequence[Value]) -> dict[str, float]:
+        return {"accuracy": share_equal(found, wanted)}
+
+    def right(self, found: Value, wanted: Value) -> bool:
+        return found == wanted
+
+    def calibrated(
+        self, logits: Sequence[torch.Tensor], values: Sequence[Value], grids: Sequence[Sequence[Grid]]
+    ) -> Self:
+        if not logits:
+            return self
+        together = torch.stack(list(logits))
+        wanted = label_ids(values, len(self.labels), together.device)
+        return dataclasses.replace(self, temperature=softmax_temperature(together, wanted))
+
+    def probabilities(self, logits: torch.Tensor) -> torch.Tensor:
+        """Every label's, in float64."""
+        return torch.softmax(logits.detach().double() / self.temperature, -1)

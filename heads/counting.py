@@ -1,0 +1,59 @@
+"""Counting: how many, by softmax over the counts 0, 1, 2, ... up to the most that were ever told.
+
+A Poisson regression has one row and no upper end, but ties how sure it is to what it says: it can never give a count
+of one or more a probability above 0.37, so that its confidence would mean nothing. Counts as labels can be sure of any
+count; what labels lack, that 3 is nearer to 4 than 9 is, the loss brings back.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import ClassVar, Self
+
+import torch
+
+from heads.classification import Classification
+from heads.task import Answer, Grid, Value, label_ids, share_equal
+
+
+@dataclasses.dataclass(frozen=True)
+class Counting(Classification):
+    """labels: the counts themselves, in words or digits, from none on."""
+
+    kind: ClassVar[str] = "counting"
+    metric_names: ClassVar[tuple[str, ...]] = ("accuracy", "mae")
+
+    @classmethod
+    def for_training(cls, labels: tuple[str, ...], values: Sequence[Value]) -> Self:
+        """Without labels they are made: digits, up to the most of all values."""
+        if labels:
+            return cls(labels)
+        most = max((value for value in values if isinstance(value, int)), default=0)
+        return cls(tuple(map(str, range(max(1, most) + 1))))
+
+    def loss(
+        self, logits: Sequence[torch.Tensor], values: Sequence[Value], grids: Sequence[Sequence[Grid]]
+    ) -> torch.Tensor:
+        """Cross entropy, and the ranked probability score (Epstein 1969): squared distances of cumulated probability,
+        which grow with how far off a count is. Both are proper: the true distribution makes them smallest."""
+        together = torch.stack(list(logits)).float()
+        wanted = label_ids(values, len(self.labels), together.device)
+        reached = (torch.arange(len(self.labels), device=together.device) >= wanted[:, None]).float()
+        ranked = (torch.softmax(together, -1).cumsum(-1) - reached).square().sum(-1).mean()
+        return super().loss(logits, values, grids) + ranked
+
+    def decode(self, logits: torch.Tensor, grids: Sequence[Grid] = ()) -> Answer:
+        """The likeliest count, which is right most often."""
+        answer = super().decode(logits)
+        return dataclasses.replace(answer, count=answer.label_id, label_id=None)
+
+    def metrics(self, found: Sequence[Value], wanted: Sequence[Value]) -> dict[str, float]:
+        """accuracy: exactly right. mae: the mean distance."""
+        apart = [abs(_count(one) - _count(other)) for one, other in zip(found, wanted, strict=True)]
+        return {"accuracy": share_equal(found, wanted), "mae": sum(apart) / len(apart)}
+
+
+def _count(value: Value) -> int:
+    assert isinstance(value, int), f"a count is a whole number, not {value!r}"
+    return value

@@ -1,0 +1,101 @@
+"""Multi-label: which of several labels hold, none or all of them, by the sigmoid of a row for each."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar, Self
+
+import torch
+import torch.nn.functional as F
+
+from heads.calibration import sigmoid_temperature
+from heads.task import Answer, Grid, Value, check_labels, check_positive, check_share
+
+
+@dataclasses.dataclass(frozen=True)
+class MultiLabel:
+    """threshold: from which probability on a label is said to hold."""
+
+    kind: ClassVar[str] = "multi_label"
+    reads_images: ClassVar[bool] = False
+    metric_names: ClassVar[tuple[str, ...]] = ("f1", "accuracy")
+
+    labels: tuple[str, ...]
+    threshold: float = 0.5
+    temperature: float = 1.0
+
+    def __post_init__(self) -> None:
+        check_labels(self.labels, 1)
+        check_share("threshold", self.threshold)
+        check_positive("temperature", self.temperature)
+
+    @property
+    def num_outputs(self) -> int:
+        return len(self.labels)
+
+    @property
+    def parameters(self) -> Mapping[str, Any]:
+        return {"threshold": self.threshold, "temperature": self.temperature}
+
+    @classmethod
+    def for_training(cls, labels: tuple[str, ...], values: Sequence[Value]) -> Self:
+        return cls(labels)
+
+    def loss(
+        self, logits: Sequence[torch.Tensor], values: Sequence[Value], grids: Sequence[Sequence[Grid]]
+    ) -> torch.Tensor:
+        together = torch.stack(list(logits)).float()
+        return F.binary_cross_entropy_with_logits(together, self._holds(values, together.device).float())
+
+    def decode(self, logits: torch.Tensor, grids: Sequence[Grid] = ()) -> Answer:
+        """confidence: that no label is wrong, as if they were wrong independently."""
+        scores = torch.sigmoid(logits.detach().double() / self.temperature).tolist()
+        chosen = tuple(label_id for label_id, score in enumerate(scores) if score >= self.threshold)
+        confidence = 1.0
+        for label_id, score in enumerate(scores):
+            confidence *= score if label_id in chosen else 1 - score
+        return Answer(
+            value=chosen,
+            label=", ".join(self.labels[label_id] for label_id in chosen) or "none",
+            confidence=confidence,
+            scores=tuple(scores),
+            chosen=chosen,
+        )
+
+    def metrics(self, found: Sequence[Value], wanted: Sequence[Value]) -> dict[str, float]:
+        """f1: over all labels of all samples together; 1 where none hold and none are said to. accuracy: every label
+        of a sample right."""
+        ours, truth = ([_chosen(value) for value in values] for values in (found, wanted))
+        both = sum(len(one & other) for one, other in zip(ours, truth, strict=True))
+        total = sum(map(len, ours)) + sum(map(len, truth))
+        right = sum(one == other for one, other in zip(ours, truth, strict=True))
+        return {"f1": 2 * both / total if total else 1.0, "accuracy": right / len(truth)}
+
+    def right(self, found: Value, wanted: Value) -> bool:
+        return _chosen(found) == _chosen(wanted)
+
+    def calibrated(
+        self, logits: Sequence[torch.Tensor], values: Sequence[Value], grids: Sequence[Sequence[Grid]]
+    ) -> Self:
+        if not logits:
+            return self
+        together = torch.stack(list(logits))
+        holds = self._holds(values, together.device)
+        return dataclasses.replace(self, temperature=sigmoid_temperature(together, holds))
+
+    def _holds(self, values: Sequence[Value], device: torch.device) -> torch.Tensor:
+        """bool [n, labels]. Raises ValueError for numbers that no label has."""
+        holds = torch.zeros(len(values), len(self.labels), dtype=torch.bool)
+        for row, value in enumerate(values):
+            for label_id in _chosen(value):
+                if not 0 <= label_id < len(self.labels):
+                    raise ValueError(f"{label_id} is no number of a label; they run from 0 to {len(self.labels) - 1}")
+                holds[row, label_id] = True
+        return holds.to(device)
+
+
+def _chosen(value: Value) -> frozenset[int]:
+    if not isinstance(value, tuple) or not all(isinstance(each, int) for each in value):
+        raise ValueError(f"{value!r} is no tuple of labels' numbers")
+    return frozenset(each for each in value if isinstance(each, int))

@@ -1,0 +1,134 @@
+"""Regression: one number or several, each by a row of its own."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar, Self
+
+import torch
+import torch.nn.functional as F
+
+from heads.task import Answer, Grid, Value, check_labels, check_positive
+
+_TOLERANCE = 0.25  # of a value's spread in training: what counts as right unless it is said
+
+
+@dataclasses.dataclass(frozen=True)
+class Regression:
+    """labels: the numbers' names. Rows learn in units of `scale` (what training values spread by) from `offset` (their
+    mean) on, so that one learning rate fits metres and percent.
+
+    tolerance: how far off a number may be and still be right. deviations: the standard deviation of each one's error.
+    All have one entry per label.
+    """
+
+    kind: ClassVar[str] = "regression"
+    reads_images: ClassVar[bool] = False
+    metric_names: ClassVar[tuple[str, ...]] = ("within", "mae")
+
+    labels: tuple[str, ...]
+    offset: tuple[float, ...]
+    scale: tuple[float, ...]
+    tolerance: tuple[float, ...]
+    deviations: tuple[float, ...]
+
+    def __post_init__(self) -> None:
+        check_labels(self.labels, 1)
+        for name, entries in self.parameters.items():
+            if not isinstance(entries, tuple) or len(entries) != len(self.labels):
+                raise ValueError(f"{name} is {entries!r}; it must hold a number for each of {len(self.labels)} labels")
+            for entry in entries:
+                if name != "offset":
+                    check_positive(name, entry)
+                elif isinstance(entry, bool) or not isinstance(entry, int | float) or not math.isfinite(entry):
+                    raise ValueError(f"offset is {entry!r}; it must be a finite number")
+
+    @property
+    def num_outputs(self) -> int:
+        return len(self.labels)
+
+    @property
+    def parameters(self) -> Mapping[str, Any]:
+        return {
+            "offset": self.offset,
+            "scale": self.scale,
+            "tolerance": self.tolerance,
+            "deviations": self.deviations,
+        }
+
+    @classmethod
+    def for_training(cls, labels: tuple[str, ...], values: Sequence[Value]) -> Self:
+        """Offset and scale are the values' mean and spread; right is what lies within a quarter of that spread."""
+        told = torch.tensor([_numbers(value, len(labels)) for value in values], dtype=torch.float64)
+        if not len(told):
+            raise ValueError("a regression needs values to be trained on; there are none")
+        spread = told.std(0, correction=0)
+        # A number that never changes has no spread; its own size, or 1, is as good a unit as any.
+        spread = torch.where(spread > 0, spread, told[0].abs().clamp(min=1))
+        scale = tuple(spread.tolist())
+        return cls(labels, tuple(told.mean(0).tolist()), scale, tuple(_TOLERANCE * each for each in scale), scale)
+
+    def loss(
+        self, logits: Sequence[torch.Tensor], values: Sequence[Value], grids: Sequence[Sequence[Grid]]
+    ) -> torch.Tensor:
+        """Huber's, so that a few values far out do not pull the rest."""
+        together = torch.stack(list(logits)).float()
+        told = torch.tensor([_numbers(value, len(self.labels)) for value in values], dtype=torch.float64)
+        wanted = (told - torch.tensor(self.offset)) / torch.tensor(self.scale)
+        return F.smooth_l1_loss(together, wanted.float().to(together.device))
+
+    def decode(self, logits: torch.Tensor, grids: Sequence[Grid] = ()) -> Answer:
+        """confidence: that every number lies within its tolerance, errors being normal and independent."""
+        steps = logits.detach().double().tolist()
+        values = tuple(o + s * step for o, s, step in zip(self.offset, self.scale, steps, strict=True))
+        confidence = 1.0
+        for tolerance, deviation in zip(self.tolerance, self.deviations, strict=True):
+            confidence *= math.erf(tolerance / (deviation * math.sqrt(2)))
+        said = [f"{value:.4g}" for value in values]
+        return Answer(
+            value=values,
+            label=said[0] if len(said) == 1 else ", ".join(map("{} {}".format, self.labels, said)),
+            confidence=confidence,
+            values=values,
+            deviations=self.deviations,
+        )
+
+    def metrics(self, found: Sequence[Value], wanted: Sequence[Value]) -> dict[str, float]:
+        """within: every number of a sample within its tolerance. mae: the mean distance of all numbers."""
+        count = len(self.labels)
+        apart = [
+            abs(one - other)
+            for ours, truth in zip(found, wanted, strict=True)
+            for one, other in zip(_numbers(ours, count), _numbers(truth, count), strict=True)
+        ]
+        right = sum(self.right(ours, truth) for ours, truth in zip(found, wanted, strict=True))
+        return {"within": right / len(wanted), "mae": sum(apart) / len(apart)}
+
+    def right(self, found: Value, wanted: Value) -> bool:
+        count = len(self.labels)
+        pairs = zip(_numbers(found, count), _numbers(wanted, count), self.tolerance, strict=True)
+        return all(abs(one - other) <= tolerance for one, other, tolerance in pairs)
+
+    def calibrated(
+        self, logits: Sequence[torch.Tensor], values: Sequence[Value], grids: Sequence[Sequence[Grid]]
+    ) -> Self:
+        """The likeliest deviations of normal errors around 0: the root of their mean square. Never less than a
+        two-hundredth of the tolerance: samples that are met exactly do not make a head endlessly sure."""
+        if not logits:
+            return self
+        found = torch.tensor([self.decode(row).values for row in logits], dtype=torch.float64)
+        told = torch.tensor([_numbers(value, len(self.labels)) for value in values], dtype=torch.float64)
+        roots = (found - told).square().mean(0).sqrt().tolist()
+        least = [tolerance / 200 for tolerance in self.tolerance]
+        return dataclasses.replace(self, deviations=tuple(map(max, roots, least)))
+
+
+def _numbers(value: Value, count: int) -> tuple[float, ...]:
+    """Raises ValueError for anything but `count` finite numbers."""
+    numbers = value if isinstance(value, tuple) else (value,)
+    told = tuple(float(each) for each in numbers if isinstance(each, int | float) and math.isfinite(each))
+    if len(told) != len(numbers) or len(told) != count:
+        raise ValueError(f"{value!r} is not {count} finite number{'s' * (count != 1)}")
+    return told

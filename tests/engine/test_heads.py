@@ -1,0 +1,313 @@
+"""Heads of every task against plain transformers + PEFT + nn.Linear: the same logits in every mode, with prompts in
+chunks and behind a prefix cache, several adapters' heads and language-model rows in one batch."""
+
+from __future__ import annotations
+
+import dataclasses
+import shutil
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from heads import Grid, HeadSpec, TaskHead, load_heads, save_heads
+from tests.engine.test_reuse import BLOCK, MODES, Reference, continued, words
+from tests.families import HIDDEN, IMAGE, VIDEO, Prompt, build_model, make_prompt
+from tests.harness import FixedModes, Recorded
+from tests.oracle import Oracle
+from vlora.errors import BadRequest
+from vlora.models import head_reading
+from vlora.models.bank import AdapterBank
+from vlora.models.grids import image_grids
+from vlora.models.request_state import RequestState
+from vlora.orchestrator.policy import Candidate, Decision, PolicyState
+from vlora.types import HeadAnswer, Mode, Request, RequestOutput, SamplingParams
+
+pytestmark = pytest.mark.gpu
+
+TOLERANCE = 1e-4
+NUM_TOKENS = 6
+HEADED = ("wide8", "everywhere64")
+LABELS = ("cat", "dog", "bird")
+TASKS: dict[str, dict[str, Any]] = {
+    "classification": {"labels": LABELS},
+    "action": {"labels": LABELS, "num_frames": 2},
+    "binary": {"labels": ("no", "yes"), "parameters": {"threshold": 0.3}},
+    "counting": {"labels": ("0", "1", "2", "3")},
+    "multi_label": {"labels": LABELS},
+    "regression": {
+        "labels": ("speed", "distance"),
+        "parameters": {"offset": (1, 2), "scale": (3, 4), "tolerance": (1, 1), "deviations": (1, 2)},
+    },
+    "detection": {"labels": LABELS, "num_frames": 2},
+}
+
+
+def heads_of(seed: int) -> dict[str, TaskHead]:
+    """A head of every task, with rows large enough that every part of the hidden state shows."""
+    generator = torch.Generator().manual_seed(seed)
+    heads = {}
+    for task, fields in TASKS.items():
+        spec = HeadSpec(
+            **{"name": task, "task": task, "prompt": "what ?", "num_frames": 1, "hidden_size": HIDDEN, **fields}
+        )
+        count = spec.make_task().num_outputs
+        weight = torch.randn(count, HIDDEN, generator=generator) / 3
+        heads[task] = TaskHead(spec, weight, torch.randn(count, generator=generator) / 3)
+    return heads
+
+
+class Headed(Reference):
+    """A reference whose adapters have heads of every task."""
+
+    def __init__(self, family: str, folder: Path) -> None:
+        self.family = family
+        self.model = build_model(family)
+        self.oracle = Oracle(family, self.model)
+        self.adapters = self.oracle.save(folder)
+        self._told = {}
+        self.heads = {name: heads_of(seed) for seed, name in enumerate(HEADED)}
+        for name, own in self.heads.items():
+            save_heads(self.adapters[name], own)
+
+    @torch.no_grad()
+    def logits(self, prompt: Prompt, adapter: str, task: str) -> torch.Tensor:
+        """Of the tokens that the head reads [tokens, outputs]."""
+        assert self.oracle.peft is not None
+        self.oracle.peft.set_adapter(adapter)
+        hidden = self.oracle.peft.get_base_model().model(**prompt.kwargs).last_hidden_state[0]
+        head = self.heads[adapter][task]
+        linear = nn.Linear(HIDDEN, len(head.weight))
+        linear.weight.copy_(head.weight)
+        linear.bias.copy_(head.bias)
+        if not head.task.reads_images:
+            return linear(hidden[-1:])
+        ids = prompt.kwargs["input_ids"][0]
+        return linear(hidden[torch.isin(ids, torch.tensor([IMAGE, VIDEO]))])
+
+
+@pytest.fixture(scope="module", params=["qwen2_vl", "qwen3_vl", "llava"])
+def headed(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Headed:
+    return Headed(request.param, tmp_path_factory.mktemp(request.param))
+
+
+@pytest.fixture(scope="module")
+def qwen(tmp_path_factory: pytest.TempPathFactory) -> Headed:
+    return Headed("qwen2_vl", tmp_path_factory.mktemp("qwen2_vl"))
+
+
+@pytest.fixture
+def read_logits(monkeypatch: pytest.MonkeyPatch) -> dict[str, torch.Tensor]:
+    """The logits each head request was answered from, by request id."""
+    seen: dict[str, torch.Tensor] = {}
+    answer = head_reading._answer
+
+    def recording(state: RequestState, head: TaskHead, config: Any) -> HeadAnswer:
+        assert state.head_logits is not None
+        seen[state.request.request_id] = state.head_logits.clone()
+        return answer(state, head, config)
+
+    monkeypatch.setattr(head_reading, "_answer", recording)
+    return seen
+
+
+def asked(request_id: str, prompt: Prompt, adapter: str | None, head: str | None = None) -> Request:
+    sampling = SamplingParams(max_tokens=NUM_TOKENS, ignore_eos=True)
+    return Request(
+        request_id=request_id,
+        prompt_ids=prompt.prompt_ids,
+        vision=prompt.vision,
+        adapter=adapter,
+        head=head,
+        sampling=sampling,
+    )
+
+
+def requests_of(headed: Headed) -> tuple[list[Request], Mapping[str, Prompt]]:
+    """Every adapter's every head on two pictures and some words, and words of other adapters in between."""
+    prompts: dict[str, Prompt] = {}
+    requests = []
+    for number, adapter in enumerate(HEADED):
+        for task in TASKS:
+            prompt = continued(headed.picture(number, num_images=2), words(number, 5))
+            prompts[f"{adapter} {task}"] = prompt
+            requests.append(asked(f"{adapter} {task}", prompt, adapter, task))
+        for speaker in (None, "patterned16", adapter):
+            prompt = continued(headed.picture(7 + number), words(9 + number, 4))
+            prompts[f"{number} {speaker} says"] = prompt
+            requests.append(asked(f"{number} {speaker} says", prompt, speaker))
+    return requests, prompts
+
+
+def check(headed: Headed, prompts: Mapping[str, Prompt], outputs: Mapping[str, Any], read: Mapping[str, Any]) -> None:
+    for request_id, prompt in prompts.items():
+        output: RequestOutput = outputs[request_id][-1]
+        assert output.error is None, output.error
+        adapter, task = request_id.split(" ", 1)
+        if task.endswith("says"):
+            speaker = task.removesuffix(" says")
+            told, _ = headed.oracle.generate(prompt, None if speaker == "None" else speaker, NUM_TOKENS)
+            assert [token for part in outputs[request_id] for token in part.token_ids] == told
+            continue
+        want = headed.logits(prompt, adapter, task)
+        assert read[request_id].shape == want.shape
+        assert float((read[request_id] - want).abs().max()) < TOLERANCE
+        assert output.head is not None and output.head.task == task
+        same(output.head, headed.heads[adapter][task], want, image_grids(headed.model.config, prompt.vision))
+
+
+def same(got: HeadAnswer, head: TaskHead, logits: torch.Tensor, grids: tuple[Grid, ...]) -> None:
+    """The answer is what the head's task makes of the oracle's logits."""
+    want = head.decode(logits, grids) if head.task.reads_images else head.decode(logits[0])
+    assert (got.label, got.label_id, got.count, got.chosen) == (want.label, want.label_id, want.count, want.chosen)
+    assert got.labels == head.task.labels and got.confidence == pytest.approx(want.confidence, abs=1e-3)
+    assert got.scores == pytest.approx(want.scores, abs=1e-3)
+    assert got.values == pytest.approx(want.values, abs=1e-2) and got.deviations == want.deviations
+    assert [(box.label_id, box.image) for box in got.boxes] == [(box.label, box.image) for box in want.boxes]
+    for box, other in zip(got.boxes, want.boxes, strict=True):
+        assert box.label == head.task.labels[other.label]
+        edges = (other.left, other.top, other.right, other.bottom, other.score)
+        assert (box.left, box.top, box.right, box.bottom, box.score) == pytest.approx(edges, abs=1e-3)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("max_step_tokens", [512, 11])
+def test_every_head_of_two_adapters_beside_words(
+    headed: Headed, mode: str, max_step_tokens: int, read_logits: dict[str, torch.Tensor]
+) -> None:
+    recorded = Recorded(headed, MODES[mode], max_step_tokens=max_step_tokens)
+    requests, prompts = requests_of(headed)
+    if mode == "merged":  # which serves one adapter
+        requests = [request for request in requests if request.adapter == "wide8"]
+        prompts = {request.request_id: prompts[request.request_id] for request in requests}
+    check(headed, prompts, recorded.local.run(requests), read_logits)
+    assert recorded.modes >= ({Mode.MIXED, Mode.UNMERGED} if mode == "changing" else {Mode(mode)})
+
+
+def test_boxes_were_found_in_both_pictures(headed: Headed) -> None:
+    """Else the tests above would compare nothing with nothing."""
+    recorded = Recorded(headed, MODES["unmerged"])
+    requests, _ = requests_of(headed)
+    outputs = recorded.local.run([request for request in requests if request.head == "detection"])
+    for parts in outputs.values():
+        assert parts[-1].head is not None
+        assert {box.image for box in parts[-1].head.boxes} == {0, 1}
+
+
+def test_a_head_over_image_tokens_reuses_nothing_from_its_first_one_on(
+    qwen: Headed, read_logits: dict[str, torch.Tensor]
+) -> None:
+    recorded = Recorded(qwen, MODES["unmerged"], max_step_tokens=13)
+    prompt = continued(dataclasses.replace(with_words_before(qwen, 3 * BLOCK + 2)), words(1, 9))
+    first_image = prompt.prompt_ids.index(IMAGE)
+    for number in range(2):
+        requests = [asked(f"wide8 {task}", prompt, "wide8", task) for task in ("classification", "detection")]
+        for request in requests:
+            outputs = recorded.local.run([request])
+            check(qwen, {request.request_id: prompt}, outputs, read_logits)
+            timings = outputs[request.request_id][-1].timings
+            assert timings is not None
+            whole = (len(prompt.prompt_ids) - 1) // BLOCK * BLOCK
+            reusable = first_image // BLOCK * BLOCK if request.head == "detection" else whole
+            first = number == 0 and request.head == "classification"
+            assert timings.num_cached_tokens == (0 if first else reusable)
+    assert first_image // BLOCK * BLOCK >= 3 * BLOCK, "there was something to reuse before the picture"
+
+
+def with_words_before(headed: Headed, count: int) -> Prompt:
+    return make_prompt(headed.family, headed.model, 5, num_images=2, text=(count, 0))
+
+
+class Pausing(FixedModes):
+    """The detection head's prompt begins first, and waits until everybody else has been answered."""
+
+    def decide(self, ready: Sequence[Candidate], state: PolicyState) -> Decision:
+        self.steps += 1
+        paused = [c.request_id for c in ready if c.request_id == "wide8 detection"]
+        others = [c.request_id for c in ready if c.request_id != "wide8 detection"]
+        order = paused if self.steps <= 2 or not others else others
+        return Decision(Mode.UNMERGED, None, tuple(order[: state.max_batch_size]))
+
+
+def test_rows_gathered_before_a_preemption_are_gathered_anew(
+    qwen: Headed, read_logits: dict[str, torch.Tensor]
+) -> None:
+    prompt = continued(qwen.picture(0, num_images=2), words(0, 5))
+    recorded = Recorded(qwen, Pausing(Mode.UNMERGED), max_step_tokens=8, scarce_memory=True)
+    long = SamplingParams(max_tokens=90, ignore_eos=True)
+    speakers = [
+        Request(request_id=f"{i}", prompt_ids=tuple(words(i, 9)), adapter="wide8", sampling=long) for i in range(8)
+    ]
+    outputs = recorded.local.run([asked("wide8 detection", prompt, "wide8", "detection"), *speakers])
+    timings = outputs["wide8 detection"][-1].timings
+    assert timings is not None and timings.num_preemptions > 0
+    check(qwen, {"wide8 detection": prompt}, outputs, read_logits)
+
+
+def test_frames_of_a_video_are_pictures_of_their_own(qwen: Headed, read_logits: dict[str, torch.Tensor]) -> None:
+    recorded = Recorded(qwen, MODES["unmerged"], max_step_tokens=16)
+    prompt = make_prompt("qwen2_vl", qwen.model, 1, num_videos=1)
+    times, rows, columns = prompt.kwargs["video_grid_thw"][0].tolist()
+    assert image_grids(qwen.model.config, prompt.vision) == ((rows // 2, columns // 2),) * times
+    outputs = recorded.local.run([asked("wide8 detection", prompt, "wide8", "detection")])
+    check(qwen, {"wide8 detection": prompt}, outputs, read_logits)
+
+
+def test_what_a_head_over_image_tokens_cannot_read(tmp_path: Path) -> None:
+    """A model without a grid, and a prompt without a picture."""
+    for family, num_images, text in (("llava_next", 1, "tiles"), ("qwen2_vl", 0, "has no image")):
+        headed = Headed(family, tmp_path / family)
+        recorded = Recorded(headed, MODES["unmerged"])
+        prompt = make_prompt(family, headed.model, 0, num_images=num_images)
+        with pytest.raises(BadRequest, match=text):
+            recorded.engine.add(asked("x", prompt, "wide8", "detection"))
+        assert not recorded.engine.has_work
+        outputs = recorded.local.run([asked("y", prompt, "wide8", "classification")])
+        assert outputs["y"][-1].head is not None
+
+
+def test_a_head_whose_values_overflow_fails_alone(
+    qwen: Headed, monkeypatch: pytest.MonkeyPatch, read_logits: dict[str, torch.Tensor]
+) -> None:
+    recorded = Recorded(qwen, MODES["unmerged"])
+    found = AdapterBank.head
+
+    def overflowing(self: AdapterBank, key: str, name: str) -> TaskHead:
+        head = found(self, key, name)
+        if name == "regression":
+            head.bias[0] = torch.inf
+        return head
+
+    monkeypatch.setattr(AdapterBank, "head", overflowing)
+    requests, prompts = requests_of(qwen)
+    outputs = recorded.local.run(requests)
+    for request_id in [name for name in prompts if name.endswith("regression")]:
+        error = outputs[request_id][-1].error
+        assert error is not None and "not finite" in error.message
+    check(qwen, {k: v for k, v in prompts.items() if not k.endswith("regression")}, outputs, read_logits)
+
+
+def test_heads_written_by_an_older_version_still_answer(qwen: Headed, tmp_path: Path) -> None:
+    folder = shutil.copytree(qwen.adapters["wide8"], tmp_path / "old")
+    (folder / "heads.json").write_text(
+        '{"format": 1, "heads": [{"name": "kind", "task": "classification", "labels": ["cat", "dog"], '
+        '"prompt": "what is it", "num_frames": 1, "hidden_size": 64}]}'
+    )
+    spec = load_spec(folder)
+    recorded = Recorded(qwen, MODES["unmerged"])
+    recorded.engine.load_adapter("old", str(folder))
+    (output,) = recorded.local.run([asked("q", qwen.picture(1), "old", "kind")])["q"]
+    assert output.head is not None and output.head.label in spec.labels
+
+
+def load_spec(folder: Path) -> HeadSpec:
+    """Rows to go with an older description."""
+    from safetensors.torch import save_file
+
+    generator = torch.Generator().manual_seed(0)
+    tensors = {"kind.weight": torch.randn(2, HIDDEN, generator=generator), "kind.bias": torch.zeros(2)}
+    save_file(tensors, str(folder / "heads.safetensors"))
+    return load_heads(folder)["kind"].spec

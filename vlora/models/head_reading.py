@@ -1,0 +1,122 @@
+"""What task heads say of one step: their rows over the hidden states they read, kept until a prompt is complete."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+import atmm
+from heads import Answer, TaskHead
+from vlora.errors import StepFailed
+from vlora.models.bank import AdapterBank
+from vlora.models.forward import ForwardBatch, Row
+from vlora.models.grids import image_grids
+from vlora.models.request_state import RequestState
+from vlora.types import ErrorValue, FoundBox, HeadAnswer
+
+
+def read_heads(
+    hidden: torch.Tensor, packed: ForwardBatch, bank: AdapterBank, config: Any
+) -> tuple[dict[str, HeadAnswer], dict[str, ErrorValue]]:
+    """By request id: the answers of requests whose prompt this step ends, and those that failed alone.
+
+    All heads of all adapters are read at once. A prompt may come in chunks: of a head over image tokens, each step
+    reads those it computed.
+    """
+    rows: dict[tuple[str, str], list[Row]] = {}
+    for row in packed.rows:
+        request = row.state.request
+        if request.head is not None:
+            assert request.adapter is not None
+            rows.setdefault((request.adapter, request.head), []).append(row)
+    if not rows:
+        return {}, {}
+    heads = {key: bank.head(*key) for key in rows}
+    read = {key: [_read_now(row, heads[key]) for row in members] for key, members in rows.items()}
+    logits = atmm.head_logits(
+        hidden,
+        [
+            atmm.HeadRows(
+                head.weight, head.bias, torch.from_numpy(np.concatenate([r.rows for r in read[key]])).to(hidden.device)
+            )
+            for key, head in heads.items()
+        ],
+    )
+    for (key, head), together in zip(heads.items(), logits, strict=True):
+        parts = together.float().cpu().split([len(r.rows) for r in read[key]])
+        for row, now, part in zip(rows[key], read[key], parts, strict=True):
+            _keep(row.state, now, part, head)
+    answers: dict[str, HeadAnswer] = {}
+    errors: dict[str, ErrorValue] = {}
+    for row in packed.answering:
+        request = row.state.request
+        if request.head is None:
+            continue
+        assert request.adapter is not None and row.state.head_logits is not None
+        head = heads[request.adapter, request.head]
+        if torch.isfinite(row.state.head_logits).all():
+            answers[request.request_id] = _answer(row.state, head, config)
+        else:
+            error = StepFailed(f"head {request.head!r} gave values that are not finite for this input")
+            errors[request.request_id] = ErrorValue.of(error)
+    return answers, errors
+
+
+class _ReadNow(NamedTuple):
+    """rows: of the hidden states, int64. first: how many of the request's tokens were read before these. total:
+    how many its head reads in all."""
+
+    rows: np.ndarray
+    first: int
+    total: int
+
+
+def _read_now(row: Row, head: TaskHead) -> _ReadNow:
+    """What a head reads of one request's share of the step."""
+    state = row.state
+    wanted = state.visual_tokens if head.task.reads_images else np.array([len(state.request.prompt_ids) - 1])
+    first, stop = np.searchsorted(wanted, (row.first, row.last))
+    return _ReadNow(wanted[first:stop] - row.first + row.start, int(first), len(wanted))
+
+
+def _keep(state: RequestState, now: _ReadNow, logits: torch.Tensor, head: TaskHead) -> None:
+    """Tokens that are computed again after a preemption say the same again."""
+    if state.head_logits is None:
+        state.head_logits = logits.new_full((now.total, head.task.num_outputs), torch.nan)
+    state.head_logits[now.first : now.first + len(logits)] = logits
+
+
+def _answer(state: RequestState, head: TaskHead, config: Any) -> HeadAnswer:
+    assert state.head_logits is not None
+    task = head.task
+    if task.reads_images:
+        answer: Answer = task.decode(state.head_logits, image_grids(config, state.visuals_in_order()))
+    else:
+        answer = task.decode(state.head_logits[0])
+    return HeadAnswer(
+        task=task.kind,
+        label=answer.label,
+        confidence=answer.confidence,
+        labels=task.labels,
+        scores=answer.scores,
+        label_id=answer.label_id,
+        count=answer.count,
+        chosen=answer.chosen,
+        values=answer.values,
+        deviations=answer.deviations,
+        boxes=tuple(
+            FoundBox(
+                label=task.labels[box.label],
+                label_id=box.label,
+                score=box.score,
+                left=box.left,
+                top=box.top,
+                right=box.right,
+                bottom=box.bottom,
+                image=box.image,
+            )
+            for box in answer.boxes
+        ),
+    )
