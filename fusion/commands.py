@@ -12,20 +12,19 @@ import torch
 from PIL import Image
 from rich.console import Console
 
+from fusion.data.load import DomainData, load_domains
 from fusion.drawn import render_stream
 from fusion.embedded import checkpoint_path
-from fusion.not_yet import refuse_not_yet
+from fusion.not_yet import refuse_not_measured, refuse_not_yet
 from fusion.objectives import answer_in_words
 from fusion.pack import pack
 from fusion.plan import DomainPlan, Plan, read_plan_file
 from fusion.report import AdapterReport, DomainReport, FusionReport, RollbackReport
 from fusion.samples import Splits
-from fusion.sources import load_source
 from fusion.tasks import METRICS
 from fusion.train import Domain, FrozenBase, LoraTrainer
 from vlora.config import EngineConfig
 from vlora.engine import LocalEngine
-from vlora.errors import BadPlan
 from vlora.models import InputProcessor
 from vlora.models.loading import load_model
 from vlora.types import Request, SamplingParams
@@ -41,14 +40,16 @@ def fuse(
     BadPlan."""
     file = read_plan_file(plan_path)
     refuse_not_yet(file)
-    return run(file.plan, Path(out), device=device, console=console or Console())
+    data = load_domains(file)
+    refuse_not_measured(file, data)
+    return run(file.plan, data, Path(out), device=device, console=console or Console())
 
 
-def run(plan: Plan, out: Path, *, device: str, console: Console) -> FusionReport:
+def run(plan: Plan, data: Mapping[str, DomainData], out: Path, *, device: str, console: Console) -> FusionReport:
     """See `fuse`. Deterministic for a seed, device and number of threads."""
     started = time.perf_counter()
     base_path = checkpoint_path() if plan.base == "embedded" else plan.base
-    splits = {domain.name: _load(domain, plan.seed) for domain in plan.domains}
+    splits = {name: own.splits for name, own in data.items()}
     config = EngineConfig(model=base_path, device=device, dtype="float32")
     processor = InputProcessor.from_pretrained(base_path)
     console.print(f"asking the base model {base_path} without adapters")
@@ -147,22 +148,3 @@ def write_test_data(folder: Path, plan: Plan, splits: Mapping[str, Splits]) -> N
 def _absolute(domain: DomainPlan) -> float:
     assert isinstance(domain.threshold, float), "relative thresholds are refused before"
     return domain.threshold
-
-
-def _load(domain: DomainPlan, seed: int) -> Splits:
-    assert domain.source is not None, "data of the user's own is refused before"
-    try:
-        splits = load_source(domain.source, seed)
-    except ImportError as error:
-        raise BadPlan(
-            f"domain {domain.name!r}: source {domain.source!r} needs {error.name}; "
-            "install it with pip install 'vlora[demo]'"
-        ) from error
-    if domain.task not in (None, splits.task):
-        raise BadPlan(
-            f"domain {domain.name!r}: task is {domain.task!r}, but source {domain.source!r} is for {splits.task!r}; "
-            "leave the task out, or give another source"
-        )
-    if splits.task == "detection":
-        raise BadPlan(f"domain {domain.name!r}: detection heads are not served yet; leave the domain out")
-    return splits

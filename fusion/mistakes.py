@@ -40,20 +40,32 @@ class PlanText:
 
 
 class Mistakes:
-    """What is wrong, in the order it was found. The first 20 are told, the rest counted."""
+    """What is wrong, in the order it was found. The first 20 are told, the rest counted.
+
+    len() is the number found here or in parts of here.
+    """
 
     def __init__(self, text: PlanText) -> None:
         self._text = text
+        self._here: Location = ()
+        self._whole = False
+        self._above: Mistakes | None = None
         self._told: list[str] = []
         self._count = 0
 
     def __len__(self) -> int:
         return self._count
 
-    def add(self, location: Location, message: str) -> None:
-        self._count += 1
-        if self._count <= MOST_TOLD:
-            self._told.append(f"{self._text.place(location)}: {message}")
+    def inside(self, *steps: int | str, whole: bool = False) -> Mistakes:
+        """A part of the plan, whose mistakes count here, too. whole: the part has no fields of its own in the file."""
+        part = Mistakes(self._text)
+        part._here, part._whole, part._above = (*self._here, *steps), whole, self
+        return part
+
+    def add(self, message: str, *steps: int | str) -> None:
+        """Note a mistake at a field of this part, or at the part itself."""
+        location = self._here if self._whole else (*self._here, *steps)
+        self._note(f"{self._text.place(location)}: {message}")
 
     def refuse(self) -> None:
         """Raises BadPlan, one mistake a line, if there is any."""
@@ -61,6 +73,13 @@ class Mistakes:
             return
         more = self._count - len(self._told)
         raise BadPlan("\n".join(self._told) + (f"\nand {more} more" if more else ""))
+
+    def _note(self, told: str) -> None:
+        self._count += 1
+        if self._count <= MOST_TOLD:
+            self._told.append(told)
+        if self._above is not None:
+            self._above._note(told)
 
 
 def _child(node: yaml.Node | None, step: int | str) -> tuple[yaml.Node, yaml.Node] | None:

@@ -2,24 +2,27 @@
 
 from __future__ import annotations
 
-from fusion.mistakes import Location, Mistakes
-from fusion.plan import DomainPlan, Plan, PlanFile, RelativeThreshold
+from collections.abc import Mapping
 
-# Tasks that training and tests measure, all by accuracy.
-_MEASURED = (None, "classification", "action", "vqa", "captioning", "referring")
+from fusion.data.load import DomainData
+from fusion.mistakes import Mistakes
+from fusion.plan import PlanFile, RelativeThreshold
+from fusion.tasks import METRICS
+
+# Task -> the metrics that training measures.
+_MEASURED: dict[str, tuple[str, ...]] = {
+    "classification": ("accuracy",),
+    "action": ("accuracy",),
+    "vqa": ("exact_match", "accuracy"),
+    "captioning": ("exact_match", "accuracy"),
+    "referring": ("exact_match", "accuracy"),
+}
 
 
 def refuse_not_yet(file: PlanFile) -> None:
-    """Raises BadPlan for settings that training would not honour."""
-    mistakes = Mistakes(file.text)
-    for location, what in _asked(file.plan):
-        mistakes.add(location, f"{what} is not supported yet")
-    mistakes.refuse()
-
-
-def _asked(plan: Plan) -> list[tuple[Location, str]]:
-    """Every setting that nothing reads yet, and what it asks for. One line each, to be deleted with its reason."""
-    asked: list[tuple[bool, Location, str]] = [
+    """Raises BadPlan for settings that training would not honour. One line each, to be deleted with its reason."""
+    plan, mistakes = file.plan, Mistakes(file.text)
+    asked: list[tuple[bool, tuple[int | str, ...], str]] = [
         (plan.lora.rslora, ("lora", "rslora"), "rank-stabilised scaling"),
         (plan.lora.targets is not None, ("lora", "targets"), "a choice of layers"),
         (plan.lora.vision, ("lora", "vision"), "an adapter on the vision side"),
@@ -28,17 +31,22 @@ def _asked(plan: Plan) -> list[tuple[Location, str]]:
         (plan.confidence is not None, ("confidence",), "deciding on a lower confidence bound"),
     ]
     for place, domain in enumerate(plan.domains):
-        asked += [(wanted, ("domains", place, field), what) for wanted, field, what in _asked_by(domain)]
-    return [(location, what) for wanted, location, what in asked if wanted]
+        relative = isinstance(domain.threshold, RelativeThreshold)
+        asked.append((relative, ("domains", place, "threshold"), "a relative threshold"))
+    for wanted, location, what in asked:
+        if wanted:
+            mistakes.add(f"{what} is not supported yet", *location)
+    mistakes.refuse()
 
 
-def _asked_by(domain: DomainPlan) -> list[tuple[bool, str, str]]:
-    return [
-        (domain.data is not None, "data", "data other than a `source`"),
-        (domain.teacher is not None, "teacher", "a teacher"),
-        (domain.task not in _MEASURED, "task", f"the task {domain.task!r}"),
-        (domain.metric not in (None, "accuracy"), "metric", f"the metric {domain.metric!r}"),
-        (domain.head is not None, "head", "a choice of head"),
-        (domain.labels is not None, "labels", "a list of labels"),
-        (isinstance(domain.threshold, RelativeThreshold), "threshold", "a relative threshold"),
-    ]
+def refuse_not_measured(file: PlanFile, data: Mapping[str, DomainData]) -> None:
+    """Raises BadPlan for a task or metric that training does not know."""
+    mistakes = Mistakes(file.text)
+    for place, domain in enumerate(file.plan.domains):
+        task = data[domain.name].splits.task
+        measured = _MEASURED.get(task, ())
+        if (domain.metric or METRICS[task][0]) not in measured:
+            field = "metric" if measured else "task"
+            asked = f"the metric {domain.metric!r} of {task}" if measured else f"the task {task}"
+            mistakes.inside("domains", place).add(f"{asked} is not supported yet", field)
+    mistakes.refuse()

@@ -27,6 +27,7 @@ from fusion.sources import BUILT_IN
 from fusion.tasks import Head, Metric, Task
 from vlora.errors import BadPlan
 
+_FUNCTION = r"^[\w.]+:\w+$"
 Order = Literal["given", "random", "similarity", "hardest_first"]
 
 
@@ -135,17 +136,11 @@ DataPlan = Annotated[ImageFolder | Coco | VideoFolder | Questions | Unlabelled, 
 
 
 class _Teacher(_Strict):
-    """min_confidence: answers the teacher is less sure of are dropped. allow_code: whether a file that can run code
-    when it is loaded, or code of the user's own, may be loaded."""
+    """min_confidence: answers the teacher is less sure of are dropped; of a detector, boxes. allow_code: whether a file
+    that can run code when it is loaded, or code of the user's own, may be loaded."""
 
     min_confidence: float = Field(0.0, ge=0, le=1)
     allow_code: bool = False
-
-
-class _WithLabels(_Teacher):
-    """labels: what its outputs mean, in their order."""
-
-    labels: tuple[str, ...] | None = None
 
 
 class BuiltInTeacher(_Teacher):
@@ -154,65 +149,71 @@ class BuiltInTeacher(_Teacher):
     kind: Literal["built_in"]
 
 
-class CascadeTeacher(_Teacher):
-    """An OpenCV cascade finds one kind of thing. file: XML; by default OpenCV's frontal faces. label: what it finds.
-    absent: what a picture shows where it finds nothing, for tasks other than detection and counting."""
+class _Detector(_Teacher):
+    """absent: the label of a picture in which nothing is found, where the task is classification."""
+
+    absent: str = "nothing"
+
+
+class CascadeTeacher(_Detector):
+    """An OpenCV cascade, which finds one kind of thing. file: XML; None for OpenCV's frontal faces. label: what it
+    finds."""
 
     kind: Literal["cascade"]
     file: PlanPath | None = None
     label: str = "face"
-    absent: str = "no face"
 
 
-class HogTeacher(_Teacher):
-    """OpenCV's people detector over histograms of gradients. label, absent: as a cascade's."""
+class HogTeacher(_Detector):
+    """OpenCV's detector of people. label: what they are called."""
 
     kind: Literal["hog"]
     label: str = "person"
-    absent: str = "no person"
 
 
-class SklearnTeacher(_WithLabels):
-    """A scikit-learn classifier over grey pixels of `size` x `size`, 0 to 1, row by row. file: skops; or joblib and
-    pickle, which run code."""
+class SklearnTeacher(_Teacher):
+    """A fitted scikit-learn classifier over grey pixels of `size` x `size`, 0 to 1, row by row. file: skops; or joblib
+    or pickle, which run code. labels: what its classes mean, in their order; None for their own names."""
 
     kind: Literal["sklearn"]
     file: PlanPath
     size: int = Field(ge=1, le=1024)
+    labels: tuple[str, ...] | None = None
 
 
-class _Network(_WithLabels):
-    """size: pixels of a side of its input [n, 3, size, size]; mean, std: what colours of 0 to 1 are normalised by."""
+class _Network(_Teacher):
+    """labels: what its outputs mean. size: pixels of a side of its input [1, 3, size, size]; mean, std: what colours of
+    0 to 1 are normalised by."""
 
+    file: PlanPath
+    labels: tuple[str, ...] = Field(min_length=2)
     size: int = Field(ge=8, le=2048)
     mean: tuple[float, float, float] = (0.0, 0.0, 0.0)
     std: tuple[float, float, float] = (1.0, 1.0, 1.0)
 
     @field_validator("std")
     @classmethod
-    def _positive(cls, std: tuple[float, ...]) -> tuple[float, ...]:
+    def _positive(cls, std: tuple[float, float, float]) -> tuple[float, float, float]:
         if min(std) <= 0:
-            raise ValueError(f"{std} must be above 0")
+            raise ValueError(f"{list(std)} must be above 0")
         return std
 
 
 class TorchTeacher(_Network):
-    """A torch module from pictures to logits [n, labels]. file: its weights (safetensors), with `module`, PACKAGE:NAME
-    of what builds it; or a TorchScript or torch.export file. All of them are code."""
+    """A torch module to logits [1, labels]. file: its weights (safetensors), with `module`, PACKAGE:NAME of what builds
+    it; or a TorchScript file; or one of torch.export (.pt2). All of them are code."""
 
     kind: Literal["torch"]
-    file: PlanPath
-    module: str | None = Field(None, pattern=r"^[\w.]+:\w+$")
+    module: str | None = Field(None, pattern=_FUNCTION)
 
 
 class OnnxTeacher(_Network):
-    """A classifier in ONNX, run by OpenCV: logits or probabilities [n, labels]."""
+    """A classifier in ONNX, run by OpenCV: to logits or probabilities [1, labels]."""
 
     kind: Literal["onnx"]
-    file: PlanPath
 
 
-class TransformersTeacher(_Teacher):
+class TransformersTeacher(_Detector):
     """A classifier of pictures or videos, or a detector, from a local folder in transformers' format. Weights that are
     not safetensors run code. rename: its labels to the domain's."""
 
@@ -222,10 +223,10 @@ class TransformersTeacher(_Teacher):
 
 
 class CallableTeacher(_Teacher):
-    """MODULE:FUNCTION of the user's own: frames (RGB uint8 [height, width, 3], a list) to (answer, confidence)."""
+    """MODULE:FUNCTION of the user's own: a list of RGB pictures to (answer, confidence)."""
 
     kind: Literal["callable"]
-    function: str = Field(pattern=r"^[\w.]+:\w+$")
+    function: str = Field(pattern=_FUNCTION)
 
 
 TeacherPlan = Annotated[
@@ -373,7 +374,7 @@ def read_plan_file(path: Path | str) -> PlanFile:
         for mistake in found:
             inside = any(other["loc"][:-1] == mistake["loc"] for other in found)
             if mistake["type"] != "too_short" or not inside:  # items that are wrong are not also too few
-                mistakes.add(_without_tags(mistake["loc"]), _say(mistake))
+                mistakes.add(_say(mistake), *_without_tags(mistake["loc"]))
         mistakes.refuse()
         raise
 

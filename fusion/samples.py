@@ -14,14 +14,15 @@ Target = Value
 
 @dataclasses.dataclass(frozen=True)
 class Sample:
-    """frames: RGB uint8 pictures [height, width, 3], one or several.
+    """frames: RGB uint8 pictures [height, width, 3], one or several; those of files are decoded whenever they are asked
+    for.
 
     target: a label's index (classification, action, binary), a count, the indices of all labels that hold
     (multi_label), a number or several (regression), what is to be found (detection), or the answer's words (vqa,
     captioning, referring). question: what is asked of this very sample; empty where the domain asks one question only.
     """
 
-    frames: tuple[np.ndarray, ...]
+    frames: Sequence[np.ndarray]
     target: Target
     question: str = ""
 
@@ -43,3 +44,20 @@ class Splits:
     @property
     def num_frames(self) -> int:
         return len(self.train[0].frames)
+
+    @property
+    def parts(self) -> dict[str, Sequence[Sample]]:
+        return {"train": self.train, "validation": self.validation, "test": self.test}
+
+    def in_words(self) -> Splits:
+        """The same, with labels to be said by the language model instead of chosen by a head."""
+        said = {
+            name: [dataclasses.replace(sample, target=self.labels[_index(sample.target)]) for sample in part]
+            for name, part in self.parts.items()
+        }
+        return Splits("vqa", (), said["train"], said["validation"], said["test"], self.real)
+
+
+def _index(target: Target) -> int:
+    assert isinstance(target, int), f"{target!r} is no label's index"
+    return target

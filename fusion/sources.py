@@ -1,4 +1,4 @@
-"""Where a domain's pictures come from: built-in sources that need no network, or a folder of the user's own.
+"""Built-in sources of pictures, which need no network; data of the user's own is `fusion.data`'s.
 
 Every source says whether its pixels are real or rendered, and cuts itself into train, validation and test parts that
 share no picture (and, where pictures are crops of a few photographs, no region of one).
@@ -17,19 +17,13 @@ from fusion.embedded.drawing import SIZE
 from fusion.embedded.world import NUMBERS
 from fusion.samples import Sample, Splits
 from fusion.streets import KINDS, ask_traffic, caption_traffic, find_things, refer_to_thing
-from vlora.errors import BadPlan
 
 Source = Callable[[int], Splits]
 
 
 def load_source(source: str, seed: int) -> Splits:
-    """A built-in source by name, or a folder DIR/{train,validation,test}/LABEL/*.png|jpg. Raises BadPlan."""
-    if source in BUILT_IN:
-        return BUILT_IN[source](seed)
-    folder = Path(source)
-    if folder.is_dir():
-        return _folder(folder)
-    raise BadPlan(f"source {source!r} is neither a folder nor built in ({', '.join(sorted(BUILT_IN))})")
+    """A built-in source by name. Raises ImportError where a library that brings it is not installed."""
+    return BUILT_IN[source](seed)
 
 
 def _digits(seed: int) -> Splits:
@@ -148,25 +142,6 @@ def _drawn(task: str, labels: tuple[str, ...], draw: Callable[[np.random.Generat
         return Splits(task, labels, train, validation, test, real=False)
 
     return load
-
-
-def _folder(folder: Path) -> Splits:
-    names = ("train", "validation", "test")
-    labels = sorted({entry.name for entry in (folder / "train").glob("*") if entry.is_dir()})
-    if len(labels) < 2:
-        raise BadPlan(f"source {folder}: needs train/LABEL/ folders of at least two labels, found {labels or 'none'}")
-    parts: dict[str, list[Sample]] = {}
-    for name in names:
-        parts[name] = []
-        for label, text in enumerate(labels):
-            for file in sorted((folder / name / text).glob("*")):
-                picture = cv2.imread(str(file), cv2.IMREAD_COLOR)
-                if picture is None:
-                    raise BadPlan(f"source {folder}: {file} is not a picture OpenCV can read")
-                parts[name].append(Sample((cv2.cvtColor(picture, cv2.COLOR_BGR2RGB),), label))
-        if not parts[name]:
-            raise BadPlan(f"source {folder}: {name}/ holds no pictures for the labels {', '.join(labels)}")
-    return Splits("classification", tuple(labels), parts["train"], parts["validation"], parts["test"], real=True)
 
 
 BUILT_IN: dict[str, Source] = {

@@ -9,31 +9,39 @@ Task = Literal[
     "binary",
     "counting",
     "action",
-    "multilabel",
+    "multi_label",
     "regression",
     "detection",
     "vqa",
     "captioning",
     "referring",
 ]
-Metric = Literal["accuracy", "f1", "map", "mae", "exact_match", "token_f1"]
+Metric = Literal["accuracy", "f1", "map", "within", "mae", "exact_match", "token_f1"]
 WORDS = "words"
-Head = Literal["classification", "binary", "counting", "action", "multilabel", "regression", "detection", "words"]
+Head = Literal["classification", "binary", "counting", "action", "multi_label", "regression", "detection", "words"]
 
 TASKS: tuple[str, ...] = get_args(Task)
 
-# The first is the default. Words know accuracy by the name it has for them, and by the plain one.
+# The first is the default. All are shares of 1, where more is better: what a threshold can be set on.
 METRICS: dict[str, tuple[str, ...]] = {
     "classification": ("accuracy", "f1"),
     "binary": ("accuracy", "f1"),
-    "counting": ("accuracy", "mae"),
+    "counting": ("accuracy",),
     "action": ("accuracy", "f1"),
-    "multilabel": ("f1", "map", "accuracy"),
-    "regression": ("mae",),
+    "multi_label": ("f1", "accuracy"),
+    "regression": ("within",),
     "detection": ("f1", "map"),
     "vqa": ("exact_match", "token_f1", "accuracy"),
-    "captioning": ("token_f1", "exact_match", "accuracy"),
+    "captioning": ("exact_match", "token_f1", "accuracy"),
     "referring": ("exact_match", "token_f1", "accuracy"),
+}
+SAID = {
+    "accuracy": "share of samples answered right",
+    "f1": "F1",
+    "map": "mean average precision",
+    "within": "share of numbers within a quarter of their spread in training",
+    "exact_match": "share of answers right word for word",
+    "token_f1": "F1 of the answers' words",
 }
 # The first is the default; a task without a head of its own is answered in words, by the language model.
 HEADS: dict[str, tuple[str, ...]] = {
@@ -41,7 +49,7 @@ HEADS: dict[str, tuple[str, ...]] = {
     "binary": ("binary", WORDS),
     "counting": ("counting", WORDS),
     "action": ("action", WORDS),
-    "multilabel": ("multilabel",),
+    "multi_label": ("multi_label",),
     "regression": ("regression",),
     "detection": ("detection",),
     "vqa": (WORDS,),

@@ -11,7 +11,6 @@ import pytest
 
 from fusion.drawn import ACTIONS, render_stream
 from fusion.sources import _COLUMNS, BUILT_IN, load_source
-from vlora.errors import BadPlan
 
 
 @pytest.mark.parametrize("name", sorted(BUILT_IN))
@@ -42,30 +41,6 @@ def test_a_seed_gives_the_same_pictures(name: str) -> None:
         a.target == b.target and np.array_equal(a.frames[0], b.frames[0])
         for a, b in zip(first.test, second.test, strict=True)
     )
-
-
-def test_a_folder_of_pictures(tmp_path: Path) -> None:
-    for part, count in (("train", 3), ("validation", 1), ("test", 2)):
-        for label, value in (("dark", 20), ("light", 230)):
-            (tmp_path / part / label).mkdir(parents=True)
-            for i in range(count):
-                cv2.imwrite(str(tmp_path / part / label / f"{i}.png"), np.full((20, 30, 3), value, np.uint8))
-    splits = load_source(str(tmp_path), 0)
-    assert splits.labels == ("dark", "light") and splits.real
-    assert (len(splits.train), len(splits.validation), len(splits.test)) == (6, 2, 4)
-    assert splits.train[0].frames[0].shape == (20, 30, 3)
-
-
-def test_folders_that_cannot_serve(tmp_path: Path) -> None:
-    with pytest.raises(BadPlan, match="neither a folder nor built in"):
-        load_source(str(tmp_path / "nowhere"), 0)
-    with pytest.raises(BadPlan, match="at least two labels"):
-        load_source(str(tmp_path), 0)
-    for label in ("a", "b"):
-        (tmp_path / "train" / label).mkdir(parents=True)
-        (tmp_path / "train" / label / "x.png").write_bytes(b"not a picture")
-    with pytest.raises(BadPlan, match="not a picture"):
-        load_source(str(tmp_path), 0)
 
 
 def test_a_rendered_stream_can_be_read_back(tmp_path: Path) -> None:

@@ -7,12 +7,11 @@ import warnings
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from PIL import Image, ImageOps
+from PIL import Image
 
 from vlora.config import ServerConfig
 from vlora.errors import BadImage, TooLarge
-
-FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "GIF", "TIFF")
+from vlora.models.pictures import FORMATS, upright_rgb
 
 # Pillow warns from a fixed number of pixels on; the server compares with its own limit and refuses.
 warnings.filterwarnings("ignore", category=Image.DecompressionBombWarning)
@@ -89,11 +88,6 @@ def _open(encoded: bytes | RawImage, number: int, config: ServerConfig) -> Image
 
 def _load(image: Image.Image, number: int) -> Image.Image:
     try:
-        image.load()
-        upright = ImageOps.exif_transpose(image)
-        if upright.mode.startswith("I;16"):
-            # Sixteen bits to eight; a plain conversion would cut everything above 255 to white.
-            upright = upright.convert("I").point(lambda value: value / 256).convert("L")
-        return upright.convert("RGB")
+        return upright_rgb(image)
     except Exception as error:
         raise BadImage(f"image {number} ({image.format}, {image.width}x{image.height}) is broken: {error}") from error

@@ -23,7 +23,7 @@ _GRID = (6, 6)
 _EPOCHS = 12
 
 
-class Teacher(Protocol):
+class Learner(Protocol):
     name: str
 
     def fit(self, splits: Splits) -> None:
@@ -154,7 +154,7 @@ def _pixels(samples: Sequence[Sample]) -> torch.Tensor:
     return torch.from_numpy(frames).permute(0, 3, 1, 2).float().div(127.5).sub(1).contiguous()
 
 
-TEACHERS: dict[str, Callable[[], Teacher]] = {
+TEACHERS: dict[str, Callable[[], Learner]] = {
     "sklearn-digits": SupportVectors,
     "lfw-faces": FaceCascade,
     "library-photos": SmallNetwork,

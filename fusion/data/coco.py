@@ -1,0 +1,149 @@
+"""COCO's JSON: pictures, categories, boxes and captions (https://cocodataset.org/#format-data)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from pydantic import BaseModel, Field, ValidationError
+
+from fusion.data.frames import Picture
+from fusion.data.items import PARTS, Answer, Item, NamedBox, Part
+from fusion.mistakes import Mistakes
+from fusion.plan import Coco
+
+_SLACK = 1.0  # pixels by which a box may stand out: annotators round
+
+
+class _Image(BaseModel):
+    id: int
+    file_name: str
+    width: int = Field(gt=0)
+    height: int = Field(gt=0)
+
+
+class _Category(BaseModel):
+    id: int
+    name: str
+
+
+class _Annotation(BaseModel):
+    """bbox: left, top, width, height in pixels. iscrowd: a region with many, which COCO's metrics leave out."""
+
+    id: int
+    image_id: int
+    category_id: int | None = None
+    bbox: tuple[float, float, float, float] | None = None
+    caption: str | None = None
+    iscrowd: int = 0
+
+
+class _File(BaseModel):
+    images: list[_Image]
+    annotations: list[_Annotation]
+    categories: list[_Category] = []
+
+
+def read_coco(data: Coco, task: str, mistakes: Mistakes) -> list[Item]:
+    """One item per picture with its boxes (detection), its labels (multi_label) or the number of its boxes (counting);
+    one per caption (captioning)."""
+    items: list[Item] = []
+    for part, file in _files(data.path, mistakes):
+        found = _parse(file, mistakes)
+        if found is not None:
+            items += _items(found, file, data.images or file.parent, task, part, mistakes)
+    return items
+
+
+def _files(path: Path, mistakes: Mistakes) -> Iterator[tuple[Part | None, Path]]:
+    if path.is_dir():
+        for part in PARTS:
+            if (path / f"{part}.json").is_file():
+                yield part, path / f"{part}.json"
+            else:
+                mistakes.add(f"{path} lacks {part}.json", "path")
+    elif path.is_file():
+        yield None, path
+    else:
+        mistakes.add(f"there is no file or folder {path}", "path")
+
+
+def _parse(file: Path, mistakes: Mistakes) -> _File | None:
+    try:
+        return _File.model_validate_json(file.read_bytes())
+    except OSError as error:
+        mistakes.add(f"{file} cannot be read: {error.strerror}", "path")
+    except ValidationError as error:
+        for mistake in error.errors():
+            place = "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in mistake["loc"])
+            mistakes.add(f"{file}, `{place.lstrip('.') or 'file'}`: {mistake['msg']}", "path")
+    return None
+
+
+def _items(found: _File, file: Path, folder: Path, task: str, part: Part | None, mistakes: Mistakes) -> Iterator[Item]:
+    names = {category.id: category.name for category in found.categories}
+    images = {image.id: image for image in found.images}
+    boxes: dict[int, list[NamedBox]] = {image.id: [] for image in found.images}
+    captions: dict[int, list[str]] = {image.id: [] for image in found.images}
+    for annotation in found.annotations:
+        place = f"{file}, annotation {annotation.id}"
+        image = images.get(annotation.image_id)
+        if image is None:
+            mistakes.add(f"{place}: there is no image {annotation.image_id}", "path")
+        elif task == "captioning":
+            if annotation.caption:
+                captions[image.id].append(annotation.caption.strip())
+            else:
+                mistakes.add(f"{place}: has no caption", "path")
+        elif annotation.category_id not in names:
+            mistakes.add(f"{place}: category {annotation.category_id} is unknown; known: {_list(names)}", "path")
+        elif annotation.bbox is None:
+            mistakes.add(f"{place}: has no bbox", "path")
+        elif not annotation.iscrowd:
+            box = _box(annotation.bbox, names[annotation.category_id], image)
+            if isinstance(box, str):
+                mistakes.add(f"{place}: {box}", "path")
+            else:
+                boxes[image.id].append(box)
+    for image in found.images:
+        place = f"{file}, image {image.id}"
+        if not (folder / image.file_name).is_file():
+            mistakes.add(f"{place}: there is no picture {folder / image.file_name}", "path")
+            continue
+        for answer in _answers(task, boxes[image.id], captions[image.id]):
+            yield Item(
+                Picture(folder / image.file_name),
+                answer,
+                place,
+                group=image.file_name,
+                part=part,
+                size=(image.width, image.height),
+            )
+
+
+def _answers(task: str, boxes: list[NamedBox], captions: list[str]) -> list[Answer]:
+    if task == "captioning":
+        return list(captions)
+    if task == "counting":
+        return [str(len(boxes))]
+    if task == "multi_label":
+        return [tuple(sorted({box.label for box in boxes}))]
+    return [tuple(boxes)]
+
+
+def _box(bbox: tuple[float, float, float, float], label: str, image: _Image) -> NamedBox | str:
+    left, top, width, height = bbox
+    right, bottom = left + width, top + height
+    if width <= 0 or height <= 0:
+        return f"bbox {list(bbox)} has no area; it is [left, top, width, height] in pixels"
+    if min(left, top) < -_SLACK or right > image.width + _SLACK or bottom > image.height + _SLACK:
+        return f"bbox {list(bbox)} stands out of its picture of {image.width} x {image.height}"
+    across, down = (
+        [min(1.0, max(0.0, edge)) for edge in edges]
+        for edges in ((left / image.width, right / image.width), (top / image.height, bottom / image.height))
+    )
+    return NamedBox(label, across[0], down[0], across[1], down[1])
+
+
+def _list(names: dict[int, str]) -> str:
+    return ", ".join(f"{number} ({name})" for number, name in list(names.items())[:10]) or "none"

@@ -1,0 +1,72 @@
+"""Folders of pictures or videos, with the folders' names as labels or without any."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from fusion.data.frames import PICTURE_SUFFIXES, VIDEO_SUFFIXES, Clip, Frames, Picture
+from fusion.data.items import PARTS, Item, Part
+from fusion.mistakes import Mistakes
+from fusion.plan import ImageFolder, Unlabelled, VideoFolder
+
+
+def read_images(data: ImageFolder, mistakes: Mistakes) -> list[Item]:
+    """DIR/LABEL/PICTURE, or DIR/PART/LABEL/PICTURE. Pictures in a folder of their own inside a label's belong together,
+    as the frames of a clip do."""
+    return _labelled(data.path, Picture, "pictures", mistakes)
+
+
+def read_videos(data: VideoFolder, mistakes: Mistakes) -> list[Item]:
+    """The same with videos."""
+    return _labelled(data.path, lambda file: Clip(file, data.frames), "videos", mistakes)
+
+
+def read_unlabelled(data: Unlabelled, mistakes: Mistakes) -> list[Item]:
+    """Pictures or videos at any depth of DIR, or of DIR/PART. What is neither, by its suffix, is left alone."""
+    items: list[Item] = []
+    for part, folder in _parts(data.path, mistakes):
+        for file in _files(folder):
+            suffix = file.suffix.lower()
+            if suffix in PICTURE_SUFFIXES:
+                items.append(Item(Picture(file), None, str(file), part=part))
+            elif suffix in VIDEO_SUFFIXES:
+                items.append(Item(Clip(file, data.frames), None, str(file), part=part))
+    if len({type(item.frames) for item in items}) > 1:
+        mistakes.add(f"{data.path} holds pictures and videos; a domain is made of one of them", "path")
+    elif not items and data.path.is_dir():
+        mistakes.add(f"{data.path} holds no picture ({', '.join(PICTURE_SUFFIXES)}) and no video", "path")
+    return items
+
+
+def _labelled(root: Path, frames: Callable[[Path], Frames], what: str, mistakes: Mistakes) -> list[Item]:
+    items: list[Item] = []
+    for part, folder in _parts(root, mistakes):
+        labels = sorted(entry for entry in folder.iterdir() if entry.is_dir() and not entry.name.startswith("."))
+        if not labels:
+            mistakes.add(f"{folder} has no folders LABEL/ with {what}", "path")
+        for label in labels:
+            for file in _files(label):
+                group = "" if file.parent == label else str(file.parent)
+                items.append(Item(frames(file), label.name, str(file), group=group, part=part))
+    return items
+
+
+def _parts(root: Path, mistakes: Mistakes) -> Iterator[tuple[Part | None, Path]]:
+    if not root.is_dir():
+        mistakes.add(f"{root} is no folder", "path")
+        return
+    there = [part for part in PARTS if (root / part).is_dir()]
+    if not there:
+        yield None, root
+    elif len(there) < len(PARTS):
+        missing = [part for part in PARTS if part not in there]
+        mistakes.add(f"{root} has {', '.join(there)}, but no {' and no '.join(missing)}", "path")
+    else:
+        yield from ((part, root / part) for part in PARTS)
+
+
+def _files(folder: Path) -> list[Path]:
+    """All files in order; hidden ones (what file managers leave behind) are none."""
+    inside = (file for file in folder.rglob("*") if file.is_file())
+    return sorted(file for file in inside if not any(p.startswith(".") for p in file.relative_to(folder).parts))

@@ -1,0 +1,199 @@
+"""From a plan's domains to samples in three parts, with everything that is wrong in them told at once."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+
+from fusion.data.coco import read_coco
+from fusion.data.folders import read_images, read_unlabelled, read_videos
+from fusion.data.frames import Seen
+from fusion.data.items import PARTS, Item, Part
+from fusion.data.split import split
+from fusion.data.tables import read_labelled_videos, read_questions
+from fusion.data.targets import labels_shown, targets_of
+from fusion.data.verify import check_parts, verified
+from fusion.mistakes import Mistakes
+from fusion.plan import Coco, DataPlan, DomainPlan, ImageFolder, Plan, PlanFile, Questions, Unlabelled, VideoFolder
+from fusion.samples import Sample, Splits
+from fusion.sources import BUILT_IN, load_source
+from fusion.tasks import HEADS, METRICS, WORDS
+from fusion.teaching import labelled_by_teacher, score_of_teacher
+
+# What each kind of data can be used for; the first is meant where the plan names no task. A teacher can say anything,
+# so there the plan has to.
+_TASKS: dict[str, tuple[str, ...]] = {
+    "image_folder": ("classification", "binary", "counting"),
+    "coco": ("detection", "multi_label", "counting", "captioning"),
+    "video_folder": ("action", "classification", "binary", "counting"),
+    "questions": (
+        *("vqa", "captioning", "referring", "classification", "binary", "counting", "multi_label", "regression"),
+    ),
+    "unlabelled": (
+        *("classification", "binary", "counting", "action", "multi_label", "detection", "captioning", "regression"),
+    ),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class DomainData:
+    """A domain ready for training. dropped: samples left out because the teacher was not sure enough. teacher_score:
+    the domain's metric of its teacher on validation data; 1 where the teacher made the labels; None without one."""
+
+    splits: Splits
+    dropped: int = 0
+    teacher_score: float | None = None
+
+
+def load_domains(file: PlanFile) -> dict[str, DomainData]:
+    """Read, check and cut every domain's data, by name. Raises BadPlan with what is wrong, by line, field and file."""
+    mistakes = Mistakes(file.text)
+    loaded: dict[str, DomainData] = {}
+    for place, domain in enumerate(file.plan.domains):
+        data = _load(domain, file.plan, mistakes.inside("domains", place))
+        if data is not None:
+            loaded[domain.name] = data
+    mistakes.refuse()
+    return loaded
+
+
+def _load(domain: DomainPlan, plan: Plan, mistakes: Mistakes) -> DomainData | None:
+    if domain.source in BUILT_IN:
+        splits = _built_in(domain, plan.seed, mistakes)
+        data = None if splits is None else DomainData(splits)
+    else:
+        data = _own(domain, plan.seed, mistakes)
+    if data is None:
+        return None
+    _can_be_kept(domain, plan, len(data.splits.validation), mistakes)
+    if data.teacher_score is None:
+        data = dataclasses.replace(data, teacher_score=score_of_teacher(domain, data.splits, mistakes))
+    in_words = domain.head == WORDS and data.splits.labels
+    return dataclasses.replace(data, splits=data.splits.in_words()) if in_words else data
+
+
+def _built_in(domain: DomainPlan, seed: int, mistakes: Mistakes) -> Splits | None:
+    assert domain.source is not None
+    if domain.labels is not None:
+        mistakes.add(f"source {domain.source!r} brings its own; leave them out", "labels")
+    try:
+        splits = load_source(domain.source, seed)
+    except ImportError as error:
+        mistakes.add(f"{domain.source!r} needs {error.name}; install it with pip install 'vlora[demo]'", "source")
+        return None
+    if domain.task not in (None, splits.task):
+        mistakes.add(f"is {domain.task!r}, but {domain.source!r} is for {splits.task!r}; leave the task out", "task")
+        return None
+    return splits if _fits(domain, splits.task, mistakes) else None
+
+
+def _own(domain: DomainPlan, seed: int, mistakes: Mistakes) -> DomainData | None:
+    """Data of the user's own."""
+    data, here = domain.data, mistakes.inside("data")
+    if data is None:
+        assert domain.source is not None
+        if not Path(domain.source).is_dir():
+            known = ", ".join(sorted(BUILT_IN))
+            mistakes.add(f"{domain.source!r} is neither a folder nor built in ({known})", "source")
+            return None
+        data = ImageFolder(format="image_folder", path=Path(domain.source))
+        here = mistakes.inside("source", whole=True)
+    task = _task_for(domain, data.format, mistakes)
+    if task is None or not _fits(domain, task, mistakes):
+        return None
+    items = _read(data, task, here)
+    seen = verified(items, here)
+    if here:
+        return None
+    taught = isinstance(data, Unlabelled)
+    dropped = 0
+    if taught:
+        labelled = labelled_by_teacher(domain, task, items, mistakes)
+        if labelled is None:
+            return None
+        kept = [(item, one) for item, one in zip(labelled, seen, strict=True) if item is not None]
+        dropped = len(items) - len(kept)
+        items, seen = [item for item, _ in kept], [one for _, one in kept]
+    splits = _cut(domain, data, task, items, seen, seed, here)
+    return None if here else DomainData(splits, dropped, 1.0 if taught else None)
+
+
+def _task_for(domain: DomainPlan, form: str, mistakes: Mistakes) -> str | None:
+    known = _TASKS[form]
+    if domain.task is None and form == "unlabelled":
+        mistakes.add(f"has no `task`; what a teacher says can serve several: {', '.join(known)}")
+        return None
+    task = domain.task or known[0]
+    if task not in known:
+        mistakes.add(f"is {task!r}; data of the format {form!r} serves {', '.join(known)}", "task")
+        return None
+    return task
+
+
+def _fits(domain: DomainPlan, task: str, mistakes: Mistakes) -> bool:
+    """Whether metric and head are of the task."""
+    if domain.metric == "mae":
+        mistakes.add(f"'mae' grows with mistakes; a promise is a share of 1: {', '.join(METRICS[task])}", "metric")
+    elif domain.metric is not None and domain.metric not in METRICS[task]:
+        mistakes.add(f"is {domain.metric!r}; the task {task!r} knows {', '.join(METRICS[task])}", "metric")
+    if domain.head is not None and domain.head not in HEADS[task]:
+        mistakes.add(f"is {domain.head!r}; the task {task!r} is answered by {', '.join(HEADS[task])}", "head")
+    return not mistakes
+
+
+def _can_be_kept(domain: DomainPlan, plan: Plan, count: int, mistakes: Mistakes) -> None:
+    """Refuse a threshold that so few validation samples could not prove even if all were right (Clopper, Pearson)."""
+    if plan.confidence is None or not isinstance(domain.threshold, float):
+        return
+    best = (1 - plan.confidence) ** (1 / count)
+    if domain.threshold > best:
+        mistakes.add(
+            f"{domain.threshold:g} can never be proven: {count} validation samples, all of them right, show at least "
+            f"{best:.3f} with a confidence of {plan.confidence:g}; lower it, or give more data",
+            "threshold",
+        )
+
+
+def _read(data: DataPlan, task: str, mistakes: Mistakes) -> list[Item]:
+    match data:
+        case ImageFolder():
+            return read_images(data, mistakes)
+        case Coco():
+            return read_coco(data, task, mistakes)
+        case VideoFolder():
+            return read_videos(data, mistakes) if data.labels is None else read_labelled_videos(data, mistakes)
+        case Questions():
+            return read_questions(data, task == "multi_label", mistakes)
+        case Unlabelled():
+            return read_unlabelled(data, mistakes)
+
+
+def _cut(
+    domain: DomainPlan,
+    data: DataPlan,
+    task: str,
+    items: Sequence[Item],
+    seen: Sequence[Seen],
+    seed: int,
+    mistakes: Mistakes,
+) -> Splits:
+    labels, targets = targets_of(task, items, domain.labels, mistakes)
+    samples: dict[Part, list[Sample]] = {part: [] for part in PARTS}
+    whole = [(item, one, t) for item, one, t in zip(items, seen, targets, strict=True) if t is not None]
+    told = Counter(item.part for item in items)
+    if 0 < told[None] < len(items):
+        mistakes.add(f"{told[None]} of {len(items)} samples say no split, the others do; it is all or none", "path")
+    parts: Sequence[Part | None] = [item.part for item, _, _ in whole]
+    if told[None]:
+        # What has the same bytes belongs together wherever it lies.
+        groups = [[one.digest, item.group] if item.group else [one.digest] for item, one, _ in whole]
+        parts = split([labels_shown(task, target) for _, _, target in whole], groups, data.split, seed)
+    for (item, _, target), part in zip(whole, parts, strict=True):
+        if part is not None:
+            samples[part].append(Sample(item.frames, target, item.question))
+    splits = Splits(task, labels, samples["train"], samples["validation"], samples["test"], real=True)
+    if not mistakes:
+        check_parts(splits, mistakes)
+    return splits

@@ -1,0 +1,138 @@
+"""CSV and JSONL: one row per sample, each mistake told with file and line."""
+
+from __future__ import annotations
+
+import csv
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from fusion.data.frames import Clip, Picture
+from fusion.data.items import PARTS, Answer, Item, Part
+from fusion.mistakes import Mistakes
+from fusion.plan import Questions, VideoFolder
+
+_SEVERAL = ";"  # between labels of one cell, as in "car;person"
+
+
+def read_questions(data: Questions, several: bool, mistakes: Mistakes) -> list[Item]:
+    """Rows image, answer[, question, split, group]. several: an answer is a list of labels, which may be empty."""
+    folder = data.images or data.path.parent
+    items = []
+    for place, row in _rows(data.path, ("image", "answer"), "path", mistakes):
+        image, answer = str(row["image"]), _answer(row["answer"], several)
+        part = _part(row, place, "path", mistakes)
+        if not image:
+            mistakes.add(f"{place}: `image` is empty", "path")
+        elif not (folder / image).is_file():
+            mistakes.add(f"{place}: there is no picture {folder / image}", "path" if data.images is None else "images")
+        elif answer == "":
+            mistakes.add(f"{place}: `answer` is empty", "path")
+        else:
+            # Questions about one picture belong together unless their file says otherwise.
+            group = _text(row, "group") or image
+            items.append(Item(Picture(folder / image), answer, place, _text(row, "question"), group, part))
+    return items
+
+
+def read_labelled_videos(data: VideoFolder, mistakes: Mistakes) -> list[Item]:
+    """Rows video, label[, split, start_s, end_s]. Clips of one video belong together."""
+    assert data.labels is not None
+    items = []
+    for place, row in _rows(data.labels, ("video", "label"), "labels", mistakes):
+        file, label = data.path / str(row["video"]), str(row["label"])
+        part = _part(row, place, "labels", mistakes)
+        start, end = (_seconds(row, field, place, mistakes) for field in ("start_s", "end_s"))
+        if not file.is_file():
+            mistakes.add(f"{place}: there is no video {file}", "labels")
+        elif not label:
+            mistakes.add(f"{place}: `label` is empty", "labels")
+        else:
+            items.append(Item(Clip(file, data.frames, start or 0.0, end), label, place, group=str(file), part=part))
+    return items
+
+
+def _rows(
+    file: Path, needed: tuple[str, ...], field: str, mistakes: Mistakes
+) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """Rows that have the needed fields, with where they stand."""
+    read = {".csv": _csv, ".jsonl": _jsonl}.get(file.suffix.lower())
+    if read is None:
+        mistakes.add(f"{file} is neither .csv nor .jsonl", field)
+        return
+    if not file.is_file():
+        mistakes.add(f"there is no file {file}", field)
+        return
+    told: set[str] = set()
+    try:
+        for line, row in read(file):
+            place = f"{file}, line {line}"
+            if not isinstance(row, dict):
+                mistakes.add(f"{place}: {row}", field)
+                continue
+            missing = [name for name in needed if row.get(name) is None]
+            if not missing:
+                yield place, row
+            # A column that is not there is missing in every row.
+            elif file.suffix.lower() != ".csv" or not told.issuperset(missing):
+                told.update(missing)
+                mistakes.add(
+                    f"{place}: lacks {' and '.join(f'`{name}`' for name in missing)}; has {', '.join(row)}", field
+                )
+    except (OSError, UnicodeDecodeError, csv.Error) as error:
+        mistakes.add(f"{file} cannot be read: {error}", field)
+
+
+def _csv(file: Path) -> Iterator[tuple[int, dict[str, Any] | str]]:
+    with file.open(newline="", encoding="utf-8-sig") as source:
+        reader = csv.DictReader(source)
+        for row in reader:
+            if None in row:
+                yield reader.line_num, f"has more cells than the first line; put quotes around commas: {row[None]!r}"
+            else:
+                yield reader.line_num, row
+
+
+def _jsonl(file: Path) -> Iterator[tuple[int, dict[str, Any] | str]]:
+    with file.open(encoding="utf-8") as source:
+        for line, text in enumerate(source, 1):
+            if not text.strip():
+                continue
+            try:
+                row = json.loads(text)
+            except ValueError as error:
+                yield line, f"is not JSON: {error}"
+                continue
+            yield line, row if isinstance(row, dict) else f"is {type(row).__name__}; a row is an object"
+
+
+def _answer(value: Any, several: bool) -> Answer:
+    if several:
+        labels = value if isinstance(value, list) else str(value).split(_SEVERAL)
+        return tuple(label for label in (str(each).strip() for each in labels) if label)
+    return str(value).strip()
+
+
+def _text(row: Mapping[str, Any], field: str) -> str:
+    value = row.get(field)
+    return "" if value is None else str(value).strip()
+
+
+def _part(row: Mapping[str, Any], place: str, field: str, mistakes: Mistakes) -> Part | None:
+    given = _text(row, "split")
+    if given and given not in PARTS:
+        mistakes.add(f"{place}: `split` is {given!r}; choose {', '.join(PARTS)}, or leave it out", field)
+    return next((part for part in PARTS if part == given), None)
+
+
+def _seconds(row: Mapping[str, Any], field: str, place: str, mistakes: Mistakes) -> float | None:
+    given = _text(row, field)
+    try:
+        value = float(given) if given else None
+    except ValueError:
+        value = -1.0
+    if value is not None and not 0 <= value < float("inf"):
+        mistakes.add(f"{place}: `{field}` is {given!r}; it counts seconds from the video's start", "labels")
+        return None
+    return value

@@ -1,0 +1,130 @@
+"""From answers as files have them to what training wants: indices, counts, numbers, boxes or words."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+
+from fusion.data.items import Answer, Item, NamedBox
+from fusion.mistakes import Mistakes
+from fusion.samples import Target
+from heads import Box
+
+_LIKE_YES = {"no": "no", "false": "no", "0": "no", "yes": "yes", "true": "yes", "1": "yes"}
+_MOST_COUNTED = 1000
+
+
+def targets_of(
+    task: str, items: Sequence[Item], given: tuple[str, ...] | None, mistakes: Mistakes
+) -> tuple[tuple[str, ...], list[Target | None]]:
+    """The labels, and every item's target; None for one that was told as a mistake. given: the plan's labels."""
+    labels = given or _labels(task, items)
+    least = {"detection": 1, "multi_label": 1, "regression": 1, "classification": 2, "binary": 2, "action": 2}
+    if len(labels) < least.get(task, 0):
+        mistakes.add(f"{least[task]} labels are needed; the data has {', '.join(labels) or 'none'}")
+    read = reader(task, labels)
+    found: list[Target | None] = []
+    for item in items:
+        assert item.answer is not None, "a teacher has answered"
+        try:
+            found.append(read(item.answer))
+        except ValueError as error:
+            found.append(None)
+            mistakes.add(f"{item.place}: {error}")
+    return labels, found
+
+
+def reader(task: str, labels: tuple[str, ...]) -> Callable[[Answer], Target]:
+    """From an answer to a target with known labels. The function raises ValueError for an answer that fits none."""
+    index = {label: number for number, label in enumerate(labels)}
+    if task == "detection":
+        return lambda answer: _boxes(answer, index)
+    if task == "multi_label":
+        return lambda answer: _several(answer, index)
+    if task == "counting":
+        return lambda answer: _count(answer, labels)
+    if task == "binary" and set(labels) == {"no", "yes"}:
+        return lambda answer: _index(_LIKE_YES.get(_words(answer).lower(), _words(answer)), index)
+    if task == "regression":
+        return _number
+    return (lambda answer: _index(_words(answer), index)) if labels else _words
+
+
+def labels_shown(task: str, target: Target) -> tuple[int, ...]:
+    """The labels that a sample shows, by index; none where there are none to be shown."""
+    if task in ("classification", "binary", "action", "counting"):
+        assert isinstance(target, int)
+        return (target,)
+    if isinstance(target, tuple):
+        return tuple(sorted({each.label if isinstance(each, Box) else int(each) for each in target}))
+    return ()
+
+
+def _labels(task: str, items: Sequence[Item]) -> tuple[str, ...]:
+    """Those that the data has: all that training items show (of data without parts: that any item shows)."""
+    if task in ("vqa", "captioning", "referring"):
+        return ()
+    if task == "regression":
+        return ("value",)
+    if task == "binary":
+        return ("no", "yes")
+    if task == "counting":
+        counts = [int(item.answer) for item in items if isinstance(item.answer, str) and item.answer.isdecimal()]
+        return tuple(map(str, range(min(_MOST_COUNTED, max(1, *counts, 1)) + 1)))
+    told: set[str] = set()
+    for item in items:
+        if item.part in (None, "train"):
+            answer = item.answer or ()
+            told.update([answer] if isinstance(answer, str) else map(_name, answer))
+    return tuple(sorted(told))
+
+
+def _words(answer: Answer) -> str:
+    if not isinstance(answer, str):
+        raise ValueError(f"the answer is {answer!r}; words are expected")
+    return answer
+
+
+def _number(answer: Answer) -> float:
+    try:
+        value = float(_words(answer))
+    except ValueError:
+        value = math.nan
+    if not math.isfinite(value):
+        raise ValueError(f"the answer is {answer!r}; a number is expected")
+    return value
+
+
+def _count(answer: Answer, labels: tuple[str, ...]) -> int:
+    """By its label, or in digits."""
+    word = _words(answer)
+    if word in labels:
+        return labels.index(word)
+    if not word.isdecimal() or int(word) >= len(labels):
+        raise ValueError(f"the answer is {word!r}; a count of 0 to {len(labels) - 1} is expected")
+    return int(word)
+
+
+def _name(each: str | NamedBox) -> str:
+    return each.label if isinstance(each, NamedBox) else each
+
+
+def _several(answer: Answer, index: dict[str, int]) -> tuple[int, ...]:
+    each = (answer,) if isinstance(answer, str) else tuple(map(_name, answer))
+    return tuple(sorted({_index(label, index) for label in each}))
+
+
+def _boxes(answer: Answer, index: dict[str, int]) -> tuple[Box, ...]:
+    if isinstance(answer, str) or not all(isinstance(each, NamedBox) for each in answer):
+        raise ValueError(f"the answer is {answer!r}; boxes are expected")
+    return tuple(
+        Box(_index(box.label, index), box.left, box.top, box.right, box.bottom)
+        for box in answer
+        if isinstance(box, NamedBox)
+    )
+
+
+def _index(label: str, index: dict[str, int]) -> int:
+    if label not in index:
+        raise ValueError(f"the label {label!r} is unknown; known: {', '.join(index) or 'none'}")
+    return index[label]

@@ -1,0 +1,74 @@
+"""What no data may have: files that cannot be read, one picture in two parts, a part or a label's samples missing."""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from fusion.data.frames import Seen
+from fusion.data.items import Item
+from fusion.data.targets import labels_shown
+from fusion.mistakes import Mistakes
+from fusion.samples import Splits
+
+_SHOWS_LABELS = ("classification", "binary", "action", "multi_label", "detection")  # all of them in every part
+
+
+def verified(items: Sequence[Item], mistakes: Mistakes) -> list[Seen]:
+    """Decode every file once, and look for one picture in two parts."""
+    field = "path"
+    with ThreadPoolExecutor() as pool:
+        found = list(pool.map(_see, items))
+    seen: list[Seen] = []
+    first: dict[str, Item] = {}
+    told: set[tuple[str, Path]] = set()
+    for item, one in zip(items, found, strict=True):
+        if isinstance(one, str):
+            if (one, item.frames.file) not in told:  # several questions on one picture are one mistake
+                told.add((one, item.frames.file))
+                mistakes.add(one, field)
+            continue
+        seen.append(one)
+        if item.size not in (None, one.size):
+            mistakes.add(f"{item.place} is of size {item.size}, but {item.frames.file} of {one.size}", field)
+        before = first.setdefault(one.digest, item)
+        pair = (one.digest, item.frames.file)
+        if before.part != item.part and pair not in told:
+            told.add(pair)
+            same = (
+                "is also in" if before.frames.file == item.frames.file else f"has the bytes of {before.frames.file} in"
+            )
+            mistakes.add(
+                f"{item.frames.file} in {item.part} {same} {before.part}; what is tested must not have been trained on",
+                field,
+            )
+    return seen
+
+
+def _see(item: Item) -> Seen | str:
+    try:
+        return item.frames.verify()
+    except ValueError as error:
+        return str(error)
+
+
+def check_parts(splits: Splits, mistakes: Mistakes) -> None:
+    for name, part in splits.parts.items():
+        if not part:
+            mistakes.add(f"{name} is empty", "path")
+    if mistakes or splits.task not in _SHOWS_LABELS:
+        return
+    shown = {
+        name: Counter(itertools.chain.from_iterable(labels_shown(splits.task, sample.target) for sample in part))
+        for name, part in splits.parts.items()
+    }
+    for number, label in enumerate(splits.labels):
+        missing = [name for name, counts in shown.items() if not counts[number]]
+        if missing:
+            there = ", ".join(f"{counts[number]} in {name}" for name, counts in shown.items() if counts[number])
+            mistakes.add(
+                f"the label {label!r} is missing from {' and '.join(missing)}: {there or 'none anywhere'}", "path"
+            )

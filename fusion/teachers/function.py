@@ -1,0 +1,68 @@
+"""A function of the user's own as a teacher."""
+
+from __future__ import annotations
+
+import importlib
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from fusion.data.items import Answer, NamedBox
+from fusion.teachers.protocol import Clip, Labelled
+
+
+def import_function(path: str) -> Callable[..., Any]:
+    """PACKAGE.MODULE:NAME. Importing runs code. Raises ValueError saying what is missing."""
+    module, _, name = path.partition(":")
+    try:
+        found = getattr(importlib.import_module(module), name, None)
+    except Exception as error:  # a module raises whatever it likes
+        raise ValueError(f"importing {module} failed: {type(error).__name__}: {error}") from error
+    if not callable(found):
+        raise ValueError(f"{module} has no function {name}")
+    return found
+
+
+class Function:
+    """Frames, a list of RGB pictures, to (answer, confidence). An answer is a label, a number, words, a list of labels,
+    or a list of boxes (label, left, top, right, bottom[, confidence]) with edges in shares of the picture."""
+
+    def __init__(self, path: str) -> None:
+        self.name = path
+        self._function = import_function(path)
+
+    def label(self, clips: Sequence[Clip]) -> list[Labelled]:
+        return [self._one(list(clip)) for clip in clips]
+
+    def _one(self, frames: list[Any]) -> Labelled:
+        said = self._function(frames)
+        if not (isinstance(said, tuple) and len(said) == 2 and isinstance(said[1], float | int)):
+            raise ValueError(f"it returned {said!r}; expected (answer, confidence)")
+        answer, confidence = said
+        if not 0 <= confidence <= 1:
+            raise ValueError(f"its confidence is {confidence}; expected 0 to 1")
+        return Labelled(_answer(answer), float(confidence))
+
+
+def _answer(answer: Any) -> Answer:
+    if isinstance(answer, list | tuple):
+        if all(isinstance(each, str) for each in answer):
+            return tuple(answer)
+        return tuple(_box(each) for each in answer)
+    if isinstance(answer, bool):
+        return "yes" if answer else "no"
+    if isinstance(answer, str | int | float):
+        return str(answer)
+    raise ValueError(f"its answer is {answer!r}; expected a word or more, a number, or a list of labels or boxes")
+
+
+def _box(each: Any) -> NamedBox:
+    box = NamedBox(*each)
+    edges = [float(edge) for edge in box[1:5]]
+    if (
+        not all(math.isfinite(edge) and 0 <= edge <= 1 for edge in edges)
+        or edges[0] >= edges[2]
+        or edges[1] >= edges[3]
+    ):
+        raise ValueError(f"its box {each!r} is none; expected (label, left, top, right, bottom) in shares of 0 to 1")
+    return box

@@ -1,0 +1,95 @@
+"""Detectors that ship with OpenCV, and ONNX classifiers through its dnn module. None of them runs code from a file."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+
+import cv2
+import numpy as np
+
+from fusion.data.items import NamedBox
+from fusion.teachers.classifier import Preprocessing, classified
+from fusion.teachers.protocol import Clip, Labelled
+
+_FACES = Path(cv2.__file__).parent / "data" / "haarcascade_frontalface_default.xml"
+_SCALE_STEP = 1.05
+_FEWEST_HITS = 2  # overlapping windows that make a find
+
+
+class Cascade:
+    """Haar or LBP features in a cascade of boosted stages. Confidence: the last stage's score, squashed to 0 to 1; an
+    order, no probability. Raises ValueError for a file that is no cascade."""
+
+    def __init__(self, file: Path | None, label: str) -> None:
+        file = file or _FACES
+        self.name = f"cascade {file.stem}"
+        self._label = label
+        # OpenCV raises its own error for some broken files, and is just empty for others.
+        try:
+            self._cascade = cv2.CascadeClassifier(str(file))
+        except cv2.error as error:
+            raise ValueError(f"{file} is no cascade that OpenCV reads: {error.err or error}") from error
+        if self._cascade.empty():
+            raise ValueError(f"{file} is no cascade that OpenCV reads")
+
+    def find(self, frame: np.ndarray) -> list[NamedBox]:
+        grey = cv2.cvtColor(frame, cv2.COLOR_RGB2GRAY)
+        places, _, weights = self._cascade.detectMultiScale3(grey, _SCALE_STEP, _FEWEST_HITS, outputRejectLevels=True)
+        return _boxes(self._label, places, weights, frame)
+
+
+class People:
+    """OpenCV's people detector: histograms of oriented gradients, and a linear SVM whose margin, squashed to 0 to 1, is
+    the confidence. Sees upright people from 128 pixels on."""
+
+    name = "HOG people detector"
+
+    def __init__(self, label: str) -> None:
+        self._label = label
+        self._hog = cv2.HOGDescriptor()
+        self._hog.setSVMDetector(np.array(cv2.HOGDescriptor.getDefaultPeopleDetector()))
+
+    def find(self, frame: np.ndarray) -> list[NamedBox]:
+        places, weights = self._hog.detectMultiScale(cv2.cvtColor(frame, cv2.COLOR_RGB2BGR), scale=_SCALE_STEP)
+        return _boxes(self._label, places, weights, frame)
+
+
+class OnnxClassifier:
+    """A classifier in ONNX with one input [1, 3, size, size]. Raises ValueError for a file that OpenCV cannot run, or
+    one whose outputs are not as many as labels."""
+
+    def __init__(self, file: Path, labels: tuple[str, ...], preprocessing: Preprocessing) -> None:
+        self.name = f"ONNX {file.stem}"
+        self._labels, self._preprocessing = labels, preprocessing
+        try:
+            self._net = cv2.dnn.readNetFromONNX(str(file))
+            outputs = self._run(np.zeros((8, 8, 3), np.uint8))
+        except cv2.error as error:
+            raise ValueError(f"{file} cannot be run by OpenCV: {error.err or error}") from error
+        if outputs.shape != (len(labels),):
+            raise ValueError(f"{file} gives outputs of the shape {outputs.shape} for {len(labels)} labels")
+
+    def label(self, clips: Sequence[Clip]) -> list[Labelled]:
+        return [classified(np.stack([self._run(frame) for frame in clip]), self._labels) for clip in clips]
+
+    def _run(self, frame: np.ndarray) -> np.ndarray:
+        # One at a time: many exported models know no other batch.
+        self._net.setInput(self._preprocessing(frame)[None])
+        return np.asarray(self._net.forward())[0]
+
+
+def _boxes(label: str, places: Sequence[Sequence[int]], weights: Sequence[float], frame: np.ndarray) -> list[NamedBox]:
+    height, width = frame.shape[:2]
+    return [
+        NamedBox(
+            label,
+            max(0.0, x / width),
+            max(0.0, y / height),
+            min(1.0, (x + w) / width),
+            min(1.0, (y + h) / height),
+            1 / (1 + math.exp(-float(weight))),
+        )
+        for (x, y, w, h), weight in zip(places, np.ravel(weights), strict=True)
+    ]

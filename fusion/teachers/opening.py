@@ -1,0 +1,93 @@
+"""From a plan's teacher to one that answers. Files that can run code are refused unless the plan allows it."""
+
+from __future__ import annotations
+
+from fusion.mistakes import Mistakes
+from fusion.plan import (
+    BuiltInTeacher,
+    CallableTeacher,
+    CascadeTeacher,
+    HogTeacher,
+    OnnxTeacher,
+    SklearnTeacher,
+    TeacherPlan,
+    TorchTeacher,
+    TransformersTeacher,
+)
+from fusion.teachers import boxes
+from fusion.teachers.boxes import Detector
+from fusion.teachers.classifier import Preprocessing
+from fusion.teachers.estimator import Estimator, load_estimator
+from fusion.teachers.function import Function
+from fusion.teachers.module import ModuleClassifier, load_module
+from fusion.teachers.opencv import Cascade, OnnxClassifier, People
+from fusion.teachers.pretrained import PretrainedDetector, load_pretrained
+from fusion.teachers.protocol import Teacher
+
+_NAMES = ("file", "path", "function")  # what a teacher is known by
+_ALLOW = "set `allow_code: true` if you trust it"
+
+
+def open_teacher(plan: TeacherPlan, task: str, mistakes: Mistakes) -> Teacher | None:
+    """A ready teacher for a task; None where it cannot be had, which is told with the field."""
+    refused = runs_code(plan)
+    if refused is not None and not plan.allow_code:
+        field, why = refused
+        mistakes.add(f"{why}; {_ALLOW}", field)
+        return None
+    file = getattr(plan, "file", None) or getattr(plan, "path", None)
+    if file is not None and not file.exists():
+        mistakes.add(f"there is no {file}", "file" if hasattr(plan, "file") else "path")
+        return None
+    try:
+        return _open(plan, task)
+    except ValueError as error:
+        mistakes.add(str(error), next((field for field in _NAMES if hasattr(plan, field)), "kind"))
+        return None
+
+
+def _open(plan: TeacherPlan, task: str) -> Teacher:
+    match plan:
+        case CascadeTeacher():
+            return _find(plan, Cascade(plan.file, plan.label), task)
+        case HogTeacher():
+            return _find(plan, People(plan.label), task)
+        case SklearnTeacher(file=file):
+            return Estimator(load_estimator(file), file.name, plan.size, plan.labels)
+        case TorchTeacher(file=file):
+            return ModuleClassifier(load_module(file, plan.module), file.name, plan.labels, _sizes(plan))
+        case OnnxTeacher():
+            return OnnxClassifier(plan.file, plan.labels, _sizes(plan))
+        case TransformersTeacher():
+            return _pretrained(plan, task)
+        case CallableTeacher():
+            return Function(plan.function)
+        case BuiltInTeacher():
+            raise ValueError("a built-in teacher learns from a built-in source, and there only; name another kind")
+
+
+def runs_code(plan: TeacherPlan) -> tuple[str, str] | None:
+    """The field that names what can run code when it is loaded, and why it can; None where nothing does."""
+    match plan:
+        case SklearnTeacher(file=file) if file.suffix != ".skops":
+            return "file", f"{file.name} is a pickle, which can run any code when it is loaded (skops files cannot)"
+        case TorchTeacher(file=file):
+            return "file", f"{file.name} is loaded together with code"
+        case CallableTeacher():
+            return "function", f"{plan.function} is code"
+    return None
+
+
+def _find(plan: CascadeTeacher | HogTeacher | TransformersTeacher, detector: Detector, task: str) -> Teacher:
+    if task not in boxes.TASKS:
+        raise ValueError(f"{detector.name} finds things; that serves {', '.join(boxes.TASKS)}, not {task}")
+    return boxes.FromBoxes(detector, task, plan.min_confidence, plan.absent)
+
+
+def _pretrained(plan: TransformersTeacher, task: str) -> Teacher:
+    found = load_pretrained(plan.path, plan.rename, plan.allow_code)
+    return _find(plan, found, task) if isinstance(found, PretrainedDetector) else found
+
+
+def _sizes(plan: OnnxTeacher | TorchTeacher) -> Preprocessing:
+    return Preprocessing(plan.size, plan.mean, plan.std)

@@ -1,0 +1,109 @@
+"""Classifiers of pictures and videos, and detectors, in transformers' format, from a local folder."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import (
+    AutoConfig,
+    AutoImageProcessor,
+    AutoModelForImageClassification,
+    AutoModelForObjectDetection,
+    AutoModelForVideoClassification,
+)
+
+from fusion.data.items import NamedBox
+from fusion.teachers.classifier import classified
+from fusion.teachers.protocol import Clip, Labelled
+
+_KINDS = {
+    "ForImageClassification": AutoModelForImageClassification,
+    "ForObjectDetection": AutoModelForObjectDetection,
+    "ForVideoClassification": AutoModelForVideoClassification,
+}
+
+
+def load_pretrained(
+    folder: Path, rename: Mapping[str, str], allow_code: bool
+) -> PictureClassifier | VideoClassifier | PretrainedDetector:
+    """By the architecture that the folder's config names. Code beside the weights is never run; weights that are not
+    safetensors only with allow_code. Raises ValueError for what cannot be loaded."""
+    try:
+        config = AutoConfig.from_pretrained(folder, local_files_only=True)
+        name = (config.architectures or ["none"])[0]
+        kind = next((kind for kind in _KINDS if name.endswith(kind)), None)
+        if kind is None:
+            raise ValueError(f"its architecture is {name}; known are names that end with {', '.join(_KINDS)}")
+        model = (
+            _KINDS[kind]
+            .from_pretrained(folder, local_files_only=True, use_safetensors=None if allow_code else True)
+            .eval()
+        )
+        processor = AutoImageProcessor.from_pretrained(folder, local_files_only=True)
+    except (OSError, ValueError, RuntimeError, ImportError) as error:
+        raise ValueError(f"{folder} cannot be loaded: {error}") from error
+    unknown = sorted(set(rename) - set(config.id2label.values()))
+    if unknown:
+        raise ValueError(f"renames {', '.join(unknown)}, which {folder} does not know")
+    labels = [rename.get(config.id2label[number], config.id2label[number]) for number in range(config.num_labels)]
+    title = f"{name} {folder.name}"
+    if kind == "ForObjectDetection":
+        return PretrainedDetector(title, model, processor, labels)
+    return (VideoClassifier if kind == "ForVideoClassification" else PictureClassifier)(title, model, processor, labels)
+
+
+class _Pretrained:
+    def __init__(self, name: str, model: Any, processor: Any, labels: Sequence[str]) -> None:
+        self.name = name
+        self._model, self._processor, self._labels = model, processor, labels
+
+
+class PictureClassifier(_Pretrained):
+    """A clip is what its frames are on average."""
+
+    @torch.no_grad()
+    def label(self, clips: Sequence[Clip]) -> list[Labelled]:
+        return [
+            classified(self._model(**self._processor(list(clip), return_tensors="pt")).logits.numpy(), self._labels)
+            for clip in clips
+        ]
+
+
+class VideoClassifier(_Pretrained):
+    """Clips of as many frames as the model wants; of others, frames evenly from the first to the last."""
+
+    @torch.no_grad()
+    def label(self, clips: Sequence[Clip]) -> list[Labelled]:
+        wanted = getattr(self._model.config, "num_frames", None)
+        answers = []
+        for clip in clips:
+            frames = list(clip)
+            if wanted is not None and len(frames) != wanted:
+                frames = [frames[round(place)] for place in np.linspace(0, len(frames) - 1, wanted)]
+            inputs = self._processor(frames, return_tensors="pt")
+            answers.append(classified(self._model(**inputs).logits.numpy(), self._labels))
+        return answers
+
+
+class PretrainedDetector(_Pretrained):
+    """Boxes as the model's own post-processing gives them."""
+
+    @torch.no_grad()
+    def find(self, frame: np.ndarray) -> list[NamedBox]:
+        height, width = frame.shape[:2]
+        outputs = self._model(**self._processor(frame, return_tensors="pt"))
+        sizes = torch.tensor([[height, width]])
+        (found,) = self._processor.post_process_object_detection(outputs, threshold=0.0, target_sizes=sizes)
+        boxes = []
+        for score, label, (left, top, right, bottom) in zip(
+            found["scores"].tolist(), found["labels"].tolist(), found["boxes"].tolist(), strict=True
+        ):
+            x = [min(1.0, max(0.0, edge / width)) for edge in (left, right)]
+            y = [min(1.0, max(0.0, edge / height)) for edge in (top, bottom)]
+            if x[0] < x[1] and y[0] < y[1]:
+                boxes.append(NamedBox(self._labels[label], x[0], y[0], x[1], y[1], score))
+        return boxes

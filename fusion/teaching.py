@@ -1,0 +1,93 @@
+"""What teachers are for: to label what has no labels, and to be the measure of an adapter."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+from fusion.data.items import Item
+from fusion.data.targets import reader
+from fusion.mistakes import Mistakes
+from fusion.objectives import task_of
+from fusion.plan import BuiltInTeacher, DomainPlan, RelativeThreshold
+from fusion.samples import Splits
+from fusion.teachers.built_in import TEACHERS
+from fusion.teachers.opening import open_teacher
+from fusion.teachers.protocol import Clip, Labelled, Teacher
+
+_AT_ONCE = 32  # samples that a teacher is asked about in one go, and that are in memory
+
+
+def labelled_by_teacher(
+    domain: DomainPlan, task: str, items: Sequence[Item], mistakes: Mistakes
+) -> list[Item | None] | None:
+    """Items with the teacher's answers; None in the place of one it is not sure enough of. None for a teacher that
+    fails, which is told."""
+    assert domain.teacher is not None, "the plan file asks for one"
+    here = mistakes.inside("teacher")
+    teacher = open_teacher(domain.teacher, task, here)
+    if teacher is None:
+        return None
+    said = _ask(teacher, [item.frames for item in items], here)
+    if said is None:
+        return None
+    floor = domain.teacher.min_confidence
+    kept = [
+        dataclasses.replace(item, answer=one.answer) if one.confidence >= floor else None
+        for item, one in zip(items, said, strict=True)
+    ]
+    if not any(kept):
+        here.add(f"{floor:g} is more than the teacher is ever sure of: nothing is left", "min_confidence")
+        return None
+    return kept
+
+
+def score_of_teacher(domain: DomainPlan, splits: Splits, mistakes: Mistakes) -> float | None:
+    """The domain's metric of its teacher on validation data that has labels of its own. None without a teacher, or for
+    one that fails, which is told."""
+    measure = isinstance(domain.threshold, RelativeThreshold) and domain.threshold.relative_to == "teacher"
+    if domain.teacher is None and not measure:
+        return None
+    if domain.teacher is None or isinstance(domain.teacher, BuiltInTeacher):
+        return _score_of_built_in(domain, splits, mistakes)
+    samples = splits.validation
+    here = mistakes.inside("teacher")
+    teacher = open_teacher(domain.teacher, splits.task, here)
+    said = None if teacher is None else _ask(teacher, [sample.frames for sample in samples], here)
+    if said is None:
+        return None
+    read = reader(splits.task, splits.labels)
+    answers: list[object] = []
+    for one in said:
+        try:
+            answers.append(read(one.answer))
+        except ValueError as error:
+            here.add(f"{error}")
+            return None
+    targets = [sample.target for sample in samples]
+    if not splits.labels:  # words are right or wrong
+        answers = [answer == target for answer, target in zip(answers, targets, strict=True)]
+    return task_of(splits).metric(answers, targets)
+
+
+def _score_of_built_in(domain: DomainPlan, splits: Splits, mistakes: Mistakes) -> float | None:
+    learner = TEACHERS.get(domain.source or "")
+    if learner is None:
+        field = "threshold" if domain.teacher is None else "teacher"
+        mistakes.add(f"needs a `teacher` of your own; only these have one: {', '.join(sorted(TEACHERS))}", field)
+        return None
+    model = learner()
+    model.fit(splits)
+    return task_of(splits).metric(model.answers(splits.validation), [sample.target for sample in splits.validation])
+
+
+def _ask(teacher: Teacher, clips: Sequence[Clip], mistakes: Mistakes) -> list[Labelled] | None:
+    said: list[Labelled] = []
+    for first in range(0, len(clips), _AT_ONCE):
+        part = [list(clip) for clip in clips[first : first + _AT_ONCE]]
+        try:
+            said += teacher.label(part)
+        except Exception as error:  # code of others raises whatever it likes
+            mistakes.add(f"{teacher.name} fails: {type(error).__name__}: {error}")
+            return None
+    return said

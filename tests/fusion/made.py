@@ -1,0 +1,40 @@
+"""Small data sets on disk, for tests of what reads them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import cv2
+import numpy as np
+
+
+def picture(file: Path, seed: int, size: tuple[int, int] = (24, 32)) -> Path:
+    """A picture [height, width] that differs from every other seed's."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    pixels = np.random.default_rng(seed).integers(0, 256, (*size, 3)).astype(np.uint8)
+    assert cv2.imwrite(str(file), pixels)
+    return file
+
+
+def video(file: Path, seed: int, num_frames: int = 12, fps: int = 6) -> Path:
+    """Frame i is everywhere about 20 * i bright, so that a frame tells its place."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    writer = cv2.VideoWriter(str(file), cv2.VideoWriter.fourcc(*"MJPG"), fps, (48, 32))
+    assert writer.isOpened()
+    noise = np.random.default_rng(seed).integers(0, 4, (32, 48, 3)).astype(np.uint8)
+    for place in range(num_frames):
+        writer.write(noise + np.uint8(20 * place))
+    writer.release()
+    return file
+
+
+def write_plan(folder: Path, *domains: str, more: str = "") -> Path:
+    """A plan with these domains: each the lines behind its name, question and threshold."""
+    text = f"{more}domains:\n"
+    for number, lines in enumerate(domains):
+        text += f"  - name: domain{number}\n    question: what is it ?\n"
+        text += "" if "threshold:" in lines else "    threshold: 0.5\n"
+        text += "".join(f"    {line}\n" for line in lines.splitlines())
+    file = folder / "plan.yaml"
+    file.write_text(text)
+    return file

@@ -1,0 +1,433 @@
+"""Data of the user's own: read, checked and cut; whatever is wrong is told with line, field and file."""
+
+from __future__ import annotations
+
+import csv
+import json
+from collections import Counter
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fusion.data.frames import Clip, Picture
+from fusion.data.items import PARTS
+from fusion.data.load import DomainData, load_domains
+from fusion.data.split import split
+from fusion.plan import SplitPlan, read_plan_file
+from fusion.samples import Sample
+from heads import Box
+from tests.fusion.made import picture, video, write_plan
+from vlora.errors import BadPlan
+
+
+def load(plan: Path) -> DomainData:
+    (data,) = load_domains(read_plan_file(plan)).values()
+    return data
+
+
+def mistakes_of(plan: Path) -> list[str]:
+    with pytest.raises(BadPlan) as caught:
+        load_domains(read_plan_file(plan))
+    return str(caught.value).splitlines()
+
+
+def image_folder(root: Path, counts: dict[str, int], labels: Sequence[str] = ("cat", "dog")) -> None:
+    """counts: part (or "" for none) -> pictures per label."""
+    seed = 0
+    for part, count in counts.items():
+        for label in labels:
+            for number in range(count):
+                seed += 1
+                picture(root / part / label / f"{number}.png", seed)
+
+
+IMAGES = "data: {format: image_folder, path: pictures}"
+
+
+# -- formats ----------------------------------------------------------------------------------------------------------
+
+
+def test_an_image_folder_with_parts(tmp_path: Path) -> None:
+    image_folder(tmp_path / "pictures", {"train": 3, "validation": 1, "test": 2})
+    splits = load(write_plan(tmp_path, IMAGES)).splits
+    assert splits.task == "classification" and splits.labels == ("cat", "dog") and splits.real
+    assert [len(part) for part in splits.parts.values()] == [6, 2, 4]
+    assert splits.train[0].frames[0].shape == (24, 32, 3) and splits.num_frames == 1
+    assert [sample.target for sample in splits.test] == [0, 0, 1, 1]
+
+
+def test_a_source_may_be_an_image_folder(tmp_path: Path) -> None:
+    image_folder(tmp_path / "pictures", {"train": 3, "validation": 1, "test": 2})
+    assert len(load(write_plan(tmp_path, "source: pictures")).splits.train) == 6
+
+
+def test_an_image_folder_without_parts_is_cut_alike_for_a_seed(tmp_path: Path) -> None:
+    image_folder(tmp_path / "pictures", {"": 20})
+
+    def files(seed: int) -> list[list[Path]]:
+        splits = load(write_plan(tmp_path, IMAGES, more=f"seed: {seed}\n")).splits
+        return [[file_of(sample) for sample in part] for part in splits.parts.values()]
+
+    assert files(0) == files(0) != files(1)
+    for part, count in zip(files(0), (14, 3, 3), strict=True):
+        assert Counter(file.parent.name for file in part) == {"cat": count, "dog": count}
+
+
+def test_frames_of_a_clip_stay_together(tmp_path: Path) -> None:
+    seed = 0
+    for label in ("cat", "dog"):
+        for clip in range(6):
+            for frame in range(5):
+                seed += 1
+                picture(tmp_path / "pictures" / label / f"clip{clip}" / f"{frame}.png", seed)
+    splits = load(write_plan(tmp_path, IMAGES)).splits
+    clips = [{file_of(sample).parent for sample in part} for part in splits.parts.values()]
+    assert sum(map(len, clips)) == 12 and all(clips)
+
+
+def test_equal_pictures_stay_together(tmp_path: Path) -> None:
+    for label, first in (("cat", 0), ("dog", 100)):
+        for number in range(30):
+            picture(tmp_path / "pictures" / label / f"{number}.png", first + number % 6)
+    splits = load(write_plan(tmp_path, IMAGES)).splits
+    seen = [{file_of(sample).read_bytes() for sample in part} for part in splits.parts.values()]
+    assert sum(map(len, seen)) == 12
+
+
+def coco(folder: Path, count: int = 9) -> dict[str, Any]:
+    content: dict[str, Any] = {
+        "images": [],
+        "annotations": [],
+        "categories": [{"id": 3, "name": "car"}, {"id": 8, "name": "van"}],
+    }
+    for number in range(1, count + 1):
+        picture(folder / "pictures" / f"{number}.jpg", number)
+        content["images"].append({"id": number, "file_name": f"{number}.jpg", "width": 32, "height": 24})
+        for which, category in enumerate((3, 8)):
+            content["annotations"].append(
+                {
+                    "id": 2 * number + which,
+                    "image_id": number,
+                    "category_id": category,
+                    "bbox": [8 * which, 6, 8, 12],
+                    "caption": f"picture {number}",
+                }
+            )
+    return content
+
+
+COCO = "data: {format: coco, path: boxes.json, images: pictures}"
+
+
+def test_coco_boxes(tmp_path: Path) -> None:
+    (tmp_path / "boxes.json").write_text(json.dumps(coco(tmp_path)))
+    splits = load(write_plan(tmp_path, COCO)).splits
+    assert splits.task == "detection" and splits.labels == ("car", "van")
+    assert splits.train[0].target == (Box(0, 0.0, 0.25, 0.25, 0.75), Box(1, 0.25, 0.25, 0.5, 0.75))
+
+
+@pytest.mark.parametrize(("task", "want"), [("multi_label", (0, 1)), ("counting", 2)])
+def test_coco_for_other_tasks(tmp_path: Path, task: str, want: object) -> None:
+    (tmp_path / "boxes.json").write_text(json.dumps(coco(tmp_path)))
+    splits = load(write_plan(tmp_path, f"{COCO}\ntask: {task}")).splits
+    assert {sample.target for sample in splits.train} == {want}
+
+
+def test_coco_captions(tmp_path: Path) -> None:
+    (tmp_path / "boxes.json").write_text(json.dumps(coco(tmp_path)))
+    splits = load(write_plan(tmp_path, f"{COCO}\ntask: captioning")).splits
+    assert all(sample.target == f"picture {file_of(sample).stem}" for sample in splits.test)
+    seen = [{file_of(sample) for sample in part} for part in splits.parts.values()]
+    assert sum(map(len, seen)) == 9  # both captions of a picture in one part
+
+
+def test_videos_in_folders(tmp_path: Path) -> None:
+    for number in range(6):
+        for label in ("left", "right"):
+            video(tmp_path / "videos" / label / f"{number}.avi", 10 * number + len(label))
+    splits = load(write_plan(tmp_path, "data: {format: video_folder, path: videos, frames: 3}")).splits
+    assert splits.task == "action" and splits.labels == ("left", "right") and splits.num_frames == 3
+    brightness = [float(frame.mean()) for frame in splits.train[0].frames]
+    assert brightness == pytest.approx([1.5, 121.5, 221.5], abs=8)  # frames 0, 6 and 11 of 12
+
+
+def test_videos_with_a_table(tmp_path: Path) -> None:
+    rows = []
+    for number in range(5):
+        video(tmp_path / "videos" / f"{number}.avi", number)
+        rows += [[f"{number}.avi", "early", "0", "1"], [f"{number}.avi", "late", "1", ""]]
+    write_csv(tmp_path / "labels.csv", ["video", "label", "start_s", "end_s"], rows)
+    lines = "data: {format: video_folder, path: videos, labels: labels.csv, frames: 1}"
+    splits = load(write_plan(tmp_path, lines)).splits
+    for name, part in splits.parts.items():
+        for sample in part:
+            # Six frames a second: the middle of the first second is frame 3, of the second one frame 9.
+            assert float(sample.frames[0].mean()) == pytest.approx(61.5 if sample.target == 0 else 181.5, abs=8)
+        assert Counter(file_of(sample) for sample in part).most_common(1)[0][1] == 2, name
+
+
+@pytest.mark.parametrize(
+    ("task", "answers", "labels", "targets"),
+    [
+        ("vqa", ["a cat", "a dog"], (), {"a cat", "a dog"}),
+        ("classification", ["cat", "dog"], ("cat", "dog"), {0, 1}),
+        ("binary", ["True", "no"], ("no", "yes"), {0, 1}),
+        ("counting", ["0", "3"], ("0", "1", "2", "3"), {0, 3}),
+        ("multi_label", ["cat;dog", "dog"], ("cat", "dog"), {(0, 1), (1,)}),
+        ("regression", ["1.5", "-2"], ("value",), {1.5, -2.0}),
+    ],
+)
+@pytest.mark.parametrize("suffix", ("csv", "jsonl"))
+def test_questions(
+    tmp_path: Path, suffix: str, task: str, answers: list[str], labels: tuple[str, ...], targets: set[object]
+) -> None:
+    rows = []
+    for number in range(24):
+        picture(tmp_path / "pictures" / f"{number}.png", number)
+        rows.append([f"{number}.png", f"question {number} ?", answers[number % 2]])
+    if suffix == "csv":
+        write_csv(tmp_path / "rows.csv", ["image", "question", "answer"], rows)
+    else:
+        lines = [json.dumps(dict(zip(("image", "question", "answer"), row, strict=True))) for row in rows]
+        (tmp_path / "rows.jsonl").write_text("\n".join(lines))
+    lines_ = f"task: {task}\ndata: {{format: questions, path: rows.{suffix}, images: pictures}}"
+    splits = load(write_plan(tmp_path, lines_)).splits
+    assert splits.labels == labels and {sample.target for sample in splits.train} == targets
+    assert splits.train[0].question == f"question {file_of(splits.train[0]).stem} ?"
+
+
+def test_groups_of_a_table_stay_together_and_its_parts_are_kept(tmp_path: Path) -> None:
+    rows = [[str(picture(tmp_path / f"{n}.png", n).name), "yes", f"camera {n // 4}"] for n in range(24)]
+    write_csv(tmp_path / "rows.csv", ["image", "answer", "group"], rows)
+    lines = "data: {format: questions, path: rows.csv}"
+    splits = load(write_plan(tmp_path, lines)).splits
+    cameras = [{int(file_of(sample).stem) // 4 for sample in part} for part in splits.parts.values()]
+    assert sum(map(len, cameras)) == 6
+    parts = ["test", "train", "validation"]
+    write_csv(
+        tmp_path / "rows.csv", ["image", "answer", "split"], [[*row[:2], parts[n % 3]] for n, row in enumerate(rows)]
+    )
+    assert [int(file_of(s).stem) % 3 for s in load(write_plan(tmp_path, lines)).splits.train] == [1] * 8
+
+
+def test_labels_to_be_said_in_words(tmp_path: Path) -> None:
+    image_folder(tmp_path / "pictures", {"train": 3, "validation": 1, "test": 2})
+    splits = load(write_plan(tmp_path, f"{IMAGES}\nhead: words")).splits
+    assert splits.labels == () and [sample.target for sample in splits.validation] == ["cat", "dog"]
+
+
+def test_sixteen_bits_and_rotations_are_read_as_the_server_reads_them(tmp_path: Path) -> None:
+    from PIL import Image
+
+    grey = (np.arange(12, dtype=np.uint16) * 5000).reshape(3, 4)
+    Image.fromarray(grey).save(tmp_path / "deep.png")
+    assert np.array_equal(Picture(tmp_path / "deep.png")[0][..., 0], grey // 256)
+    exif = Image.Exif()
+    exif[0x0112] = 6  # to be turned by 90 degrees
+    Image.new("RGB", (8, 4)).save(tmp_path / "turned.jpg", exif=exif)
+    assert Picture(tmp_path / "turned.jpg")[0].shape == (8, 4, 3)
+
+
+def test_a_short_clip_repeats_frames(tmp_path: Path) -> None:
+    clip = Clip(video(tmp_path / "a.avi", 0, num_frames=2), 4)
+    assert len(list(clip)) == len(clip) == 4
+    assert [round(float(frame.mean()) / 20) for frame in clip] == [0, 0, 1, 1]
+
+
+# -- splits -----------------------------------------------------------------------------------------------------------
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    items=st.lists(st.tuples(st.integers(0, 3), st.integers(0, 30)), min_size=1, max_size=80), seed=st.integers(0, 9)
+)
+def test_groups_are_never_cut(items: list[tuple[int, int]], seed: int) -> None:
+    labels, groups = [[label] for label, _ in items], [[str(group)] for _, group in items]
+    parts = split(labels, groups, SplitPlan(), seed)
+    assert parts == split(labels, groups, SplitPlan(), seed)
+    homes: dict[str, set[str]] = {}
+    for (group,), part in zip(groups, parts, strict=True):
+        homes.setdefault(group, set()).add(part)
+    assert all(len(home) == 1 for home in homes.values())
+
+
+@settings(max_examples=60, deadline=None)
+@given(counts=st.lists(st.integers(3, 60), min_size=1, max_size=5), seed=st.integers(0, 9))
+def test_every_label_is_in_every_part_in_its_share(counts: list[int], seed: int) -> None:
+    labels = [[label] for label, count in enumerate(counts) for _ in range(count)]
+    parts = split(labels, [[str(item)] for item in range(len(labels))], SplitPlan(validation=0.2, test=0.2), seed)
+    for label, count in enumerate(counts):
+        found = Counter(part for (own,), part in zip(labels, parts, strict=True) if own == label)
+        for part, share in zip(PARTS, (0.6, 0.2, 0.2), strict=True):
+            assert found[part] >= 1 and abs(found[part] - share * count) <= 1.5
+
+
+# -- mistakes ---------------------------------------------------------------------------------------------------------
+
+
+def remove(file: str) -> Callable[[Path], None]:
+    return lambda root: (root / file).unlink()
+
+
+def copy(source: str, target: str) -> Callable[[Path], None]:
+    return lambda root: (root / target).write_bytes((root / source).read_bytes()) and None
+
+
+def cut(file: str) -> Callable[[Path], None]:
+    return lambda root: (root / file).write_bytes((root / file).read_bytes()[:200]) and None
+
+
+@pytest.mark.parametrize(
+    ("lines", "spoil", "field", "says"),
+    [
+        ("data: {format: image_folder, path: nowhere}", None, "data.path", "nowhere is no folder"),
+        ("source: nowhere", None, "source", "neither a folder nor built in"),
+        (f"{IMAGES}\nmetric: map", None, "metric", "'classification' knows accuracy, f1"),
+        (f"{IMAGES}\nmetric: mae", None, "metric", "share of 1"),
+        (f"{IMAGES}\nhead: detection", None, "head", "is answered by classification, words"),
+        (f"{IMAGES}\ntask: detection", None, "task", "serves classification"),
+        (f"{IMAGES}\nlabels: [cat, bird]", None, "data", "the label 'dog' is unknown; known: cat, bird"),
+        (
+            f"{IMAGES}\nlabels: [cat, dog, bird]",
+            None,
+            "data.path",
+            "'bird' is missing from train and validation and test",
+        ),
+        (IMAGES, cut("pictures/train/cat/1.png"), "data.path", "pictures/train/cat/1.png is none of JPEG"),
+        (IMAGES, remove("pictures/test/dog/0.png"), "data.path", "'dog' is missing from test: 2 in train"),
+        (
+            IMAGES,
+            copy("pictures/train/cat/0.png", "pictures/test/cat/copy.png"),
+            "data.path",
+            "copy.png in test has the bytes of",
+        ),
+        (
+            "source: pictures",
+            copy("pictures/train/cat/0.png", "pictures/test/cat/copy.png"),
+            "source",
+            "what is tested must not have been trained on",
+        ),
+        ("source: drawn-signs\ntask: action", None, "task", "is for 'classification'"),
+        ("source: drawn-signs\nlabels: [a, b]", None, "labels", "brings its own"),
+        ("source: drawn-signs\nmetric: token_f1", None, "metric", "knows accuracy"),
+    ],
+)
+def test_mistakes_in_a_folder(
+    tmp_path: Path, lines: str, spoil: Callable[[Path], None] | None, field: str, says: str
+) -> None:
+    image_folder(tmp_path / "pictures", {"train": 2, "validation": 1, "test": 1})
+    if spoil is not None:
+        spoil(tmp_path)
+    plan = write_plan(tmp_path, lines)
+    told = mistakes_of(plan)[0]
+    line = 1 + next(
+        number for number, text in enumerate(plan.read_text().splitlines()) if f" {field.split('.')[0]}:" in text
+    )
+    assert told.startswith(f"{plan}, line {line}, field `domains[0].{field}`: ") and says in told
+
+
+def test_a_part_that_is_missing_or_empty(tmp_path: Path) -> None:
+    image_folder(tmp_path / "pictures", {"train": 2, "test": 1})
+    (told,) = mistakes_of(write_plan(tmp_path, IMAGES))
+    assert "has train, test, but no validation" in told
+    for label in ("cat", "dog"):
+        (tmp_path / "pictures" / "validation" / label).mkdir(parents=True)
+    (told,) = mistakes_of(write_plan(tmp_path, IMAGES))
+    assert "validation is empty" in told
+
+
+def test_a_threshold_that_so_few_samples_cannot_prove(tmp_path: Path) -> None:
+    image_folder(tmp_path / "pictures", {"train": 2, "validation": 10, "test": 1})
+    (told,) = mistakes_of(write_plan(tmp_path, f"{IMAGES}\nthreshold: 0.9", more="confidence: 0.95\n"))
+    # Clopper and Pearson: 20 of 20 right show 0.05 ** (1 / 20).
+    assert "`domains[0].threshold`: 0.9 can never be proven: 20 validation samples" in told and "0.861" in told
+    load(write_plan(tmp_path, f"{IMAGES}\nthreshold: 0.86", more="confidence: 0.95\n"))
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"annotations": [{"image_id": 77}]}, "annotation 2: there is no image 77"),
+        ({"annotations": [{"category_id": 5}]}, "annotation 2: category 5 is unknown; known: 3 (car), 8 (van)"),
+        (
+            {"annotations": [{"bbox": [20, 6, 20, 12]}]},
+            "annotation 2: bbox [20.0, 6.0, 20.0, 12.0] stands out of its picture",
+        ),
+        ({"annotations": [{"bbox": [20, 6, 0, 12]}]}, "has no area"),
+        ({"annotations": [{"bbox": [1, 2]}]}, "`annotations[0].bbox[2]`: Field required"),
+        ({"images": [{"file_name": "gone.jpg"}]}, "image 1: there is no picture"),
+        ({"images": [{"width": 64}]}, "image 1 is of size (64, 24), but"),
+    ],
+)
+def test_mistakes_in_coco(tmp_path: Path, change: dict[str, list[dict[str, Any]]], says: str) -> None:
+    content = coco(tmp_path)
+    for key, entries in change.items():
+        for number, entry in enumerate(entries):
+            content[key][number].update(entry)
+    (tmp_path / "boxes.json").write_text(json.dumps(content))
+    told = mistakes_of(write_plan(tmp_path, COCO))[0]
+    assert "line 5, field `domains[0].data.path`" in told and "boxes.json" in told and says in told
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("image,answer\n0.png,\n", "rows.csv, line 2: `answer` is empty"),
+        ("image,answer\n9.png,cat\n", "rows.csv, line 2: there is no picture"),
+        ("image,words\n0.png,cat\n1.png,cat", "rows.csv, line 2: lacks `answer`; has image, words"),
+        ("image,answer\n0.png,cat,dog\n", "line 2: has more cells than the first line"),
+        ("image,answer,split\n0.png,cat,dev\n", "line 2: `split` is 'dev'; choose train, validation, test"),
+        ("image,answer,split\n0.png,cat,train\n1.png,dog,\n", "1 of 2 samples say no split"),
+        ("image,answer\n0.png,cat\n1.png,cow\n", "line 3: the label 'cow' is unknown; known: cat, dog"),
+        ("", "train is empty"),
+    ],
+)
+def test_mistakes_in_a_table(tmp_path: Path, text: str, says: str) -> None:
+    for number in range(3):
+        picture(tmp_path / f"{number}.png", number)
+    (tmp_path / "rows.csv").write_text(text)
+    lines = "task: classification\nlabels: [cat, dog]\ndata: {format: questions, path: rows.csv}"
+    assert says in mistakes_of(write_plan(tmp_path, lines))[0]
+
+
+def test_lines_that_are_no_json(tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").write_text('{"image": "0.png", "answer"\n[1]\n')
+    told = mistakes_of(write_plan(tmp_path, "data: {format: questions, path: rows.jsonl}"))
+    assert "line 1: is not JSON" in told[0] and "line 2: is list; a row is an object" in told[1]
+
+
+def test_videos_that_do_not_open(tmp_path: Path) -> None:
+    for label in ("left", "right"):
+        (tmp_path / "videos" / label).mkdir(parents=True)
+        (tmp_path / "videos" / label / "a.mp4").write_bytes(b"no video " + label.encode())
+    told = mistakes_of(write_plan(tmp_path, "data: {format: video_folder, path: videos}"))
+    assert len(told) == 2 and "left/a.mp4 is no video that this machine can decode" in told[0]
+    video(tmp_path / "b.avi", 0)
+    write_csv(tmp_path / "labels.csv", ["video", "label", "start_s"], [["b.avi", "x", "7"], ["b.avi", "x", "soon"]])
+    told = mistakes_of(write_plan(tmp_path, "data: {format: video_folder, path: ., labels: labels.csv}"))
+    assert "labels.csv, line 3: `start_s` is 'soon'" in told[0]
+    assert "has no frame from second 7 to its end; it lasts 2.00 s" in told[1]
+
+
+def test_every_domain_s_mistakes_are_told(tmp_path: Path) -> None:
+    told = mistakes_of(write_plan(tmp_path, IMAGES, "source: nowhere", "data: {format: coco, path: none.json}"))
+    assert [line.split("`")[1] for line in told] == [
+        "domains[0].data.path",
+        "domains[1].source",
+        "domains[2].data.path",
+    ]
+
+
+def write_csv(file: Path, header: list[str], rows: list[list[str]]) -> None:
+    with file.open("w", newline="") as target:
+        csv.writer(target).writerows([header, *rows])
+
+
+def file_of(sample: Sample) -> Path:
+    assert isinstance(sample.frames, Picture | Clip)
+    return sample.frames.file
