@@ -12,10 +12,10 @@ import torch
 from PIL import Image
 from rich.console import Console
 
-from fusion.data.load import DomainData, load_domains
+from fusion.check import as_json, check, tell
+from fusion.data.load import DomainData
 from fusion.drawn import render_stream
 from fusion.embedded import checkpoint_path
-from fusion.not_yet import refuse_not_measured, refuse_not_yet
 from fusion.objectives import answer_in_words
 from fusion.pack import pack
 from fusion.plan import DomainPlan, Plan, read_plan_file
@@ -38,11 +38,18 @@ def fuse(
 ) -> FusionReport:
     """Run a plan file and write OUT/adapters/NAME/ (PEFT format with heads), OUT/test/ and OUT/report.json. Raises
     BadPlan."""
-    file = read_plan_file(plan_path)
-    refuse_not_yet(file)
-    data = load_domains(file)
-    refuse_not_measured(file, data)
-    return run(file.plan, data, Path(out), device=device, console=console or Console())
+    checked = check(read_plan_file(plan_path))
+    return run(checked.plan, checked.data, Path(out), device=device, console=console or Console())
+
+
+def explain(plan_path: Path | str, *, json_out: bool = False, console: Console | None = None) -> None:
+    """Tell what a plan file would do, without training. Raises BadPlan with everything that is wrong in it."""
+    checked = check(read_plan_file(plan_path))
+    console = console or Console()
+    if json_out:
+        console.out(as_json(checked), highlight=False)
+    else:
+        tell(checked, console)
 
 
 def run(plan: Plan, data: Mapping[str, DomainData], out: Path, *, device: str, console: Console) -> FusionReport:

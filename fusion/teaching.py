@@ -18,18 +18,27 @@ from fusion.teachers.protocol import Clip, Labelled, Teacher
 _AT_ONCE = 32  # samples that a teacher is asked about in one go, and that are in memory
 
 
-def labelled_by_teacher(
+@dataclasses.dataclass(frozen=True)
+class Teaching:
+    """What a teacher was good for. score: the domain's metric of its answers on validation data; 1 where the labels are
+    its own. dropped, dropped_boxes: samples, and boxes of a detector, that it was not sure enough of."""
+
+    name: str
+    score: float
+    dropped: int = 0
+    dropped_boxes: int = 0
+
+
+def label_by_teacher(
     domain: DomainPlan, task: str, items: Sequence[Item], mistakes: Mistakes
-) -> list[Item | None] | None:
+) -> tuple[list[Item | None], Teaching] | None:
     """Items with the teacher's answers; None in the place of one it is not sure enough of. None for a teacher that
     fails, which is told."""
     assert domain.teacher is not None, "the plan file asks for one"
     here = mistakes.inside("teacher")
     teacher = open_teacher(domain.teacher, task, here)
-    if teacher is None:
-        return None
-    said = _ask(teacher, [item.frames for item in items], here)
-    if said is None:
+    said = None if teacher is None else _ask(teacher, [item.frames for item in items], here)
+    if teacher is None or said is None:
         return None
     floor = domain.teacher.min_confidence
     kept = [
@@ -39,12 +48,12 @@ def labelled_by_teacher(
     if not any(kept):
         here.add(f"{floor:g} is more than the teacher is ever sure of: nothing is left", "min_confidence")
         return None
-    return kept
+    return kept, Teaching(teacher.name, 1.0, kept.count(None), sum(one.num_dropped for one in said))
 
 
-def score_of_teacher(domain: DomainPlan, splits: Splits, mistakes: Mistakes) -> float | None:
-    """The domain's metric of its teacher on validation data that has labels of its own. None without a teacher, or for
-    one that fails, which is told."""
+def compare_with_teacher(domain: DomainPlan, splits: Splits, mistakes: Mistakes) -> Teaching | None:
+    """How good a teacher is where the data has labels of its own. None without a teacher, or for one that fails, which
+    is told."""
     measure = isinstance(domain.threshold, RelativeThreshold) and domain.threshold.relative_to == "teacher"
     if domain.teacher is None and not measure:
         return None
@@ -54,7 +63,7 @@ def score_of_teacher(domain: DomainPlan, splits: Splits, mistakes: Mistakes) -> 
     here = mistakes.inside("teacher")
     teacher = open_teacher(domain.teacher, splits.task, here)
     said = None if teacher is None else _ask(teacher, [sample.frames for sample in samples], here)
-    if said is None:
+    if teacher is None or said is None:
         return None
     read = reader(splits.task, splits.labels)
     answers: list[object] = []
@@ -62,15 +71,12 @@ def score_of_teacher(domain: DomainPlan, splits: Splits, mistakes: Mistakes) -> 
         try:
             answers.append(read(one.answer))
         except ValueError as error:
-            here.add(f"{error}")
+            here.add(str(error))
             return None
-    targets = [sample.target for sample in samples]
-    if not splits.labels:  # words are right or wrong
-        answers = [answer == target for answer, target in zip(answers, targets, strict=True)]
-    return task_of(splits).metric(answers, targets)
+    return Teaching(teacher.name, _score(splits, answers))
 
 
-def _score_of_built_in(domain: DomainPlan, splits: Splits, mistakes: Mistakes) -> float | None:
+def _score_of_built_in(domain: DomainPlan, splits: Splits, mistakes: Mistakes) -> Teaching | None:
     learner = TEACHERS.get(domain.source or "")
     if learner is None:
         field = "threshold" if domain.teacher is None else "teacher"
@@ -78,7 +84,14 @@ def _score_of_built_in(domain: DomainPlan, splits: Splits, mistakes: Mistakes) -
         return None
     model = learner()
     model.fit(splits)
-    return task_of(splits).metric(model.answers(splits.validation), [sample.target for sample in splits.validation])
+    return Teaching(model.name, _score(splits, model.answers(splits.validation)))
+
+
+def _score(splits: Splits, answers: Sequence[object]) -> float:
+    targets = [sample.target for sample in splits.validation]
+    if all(isinstance(target, int | str) for target in targets):  # right or wrong, whatever the task
+        return sum(answer == target for answer, target in zip(answers, targets, strict=True)) / len(targets)
+    return task_of(splits).metric(answers, targets)
 
 
 def _ask(teacher: Teacher, clips: Sequence[Clip], mistakes: Mistakes) -> list[Labelled] | None:

@@ -20,7 +20,7 @@ from fusion.plan import Coco, DataPlan, DomainPlan, ImageFolder, Plan, PlanFile,
 from fusion.samples import Sample, Splits
 from fusion.sources import BUILT_IN, load_source
 from fusion.tasks import HEADS, METRICS, WORDS
-from fusion.teaching import labelled_by_teacher, score_of_teacher
+from fusion.teaching import Teaching, compare_with_teacher, label_by_teacher
 
 # What each kind of data can be used for; the first is meant where the plan names no task. A teacher can say anything,
 # so there the plan has to.
@@ -39,12 +39,10 @@ _TASKS: dict[str, tuple[str, ...]] = {
 
 @dataclasses.dataclass(frozen=True)
 class DomainData:
-    """A domain ready for training. dropped: samples left out because the teacher was not sure enough. teacher_score:
-    the domain's metric of its teacher on validation data; 1 where the teacher made the labels; None without one."""
+    """A domain ready for training. teaching: None without a teacher."""
 
     splits: Splits
-    dropped: int = 0
-    teacher_score: float | None = None
+    teaching: Teaching | None = None
 
 
 def load_domains(file: PlanFile) -> dict[str, DomainData]:
@@ -68,8 +66,8 @@ def _load(domain: DomainPlan, plan: Plan, mistakes: Mistakes) -> DomainData | No
     if data is None:
         return None
     _can_be_kept(domain, plan, len(data.splits.validation), mistakes)
-    if data.teacher_score is None:
-        data = dataclasses.replace(data, teacher_score=score_of_teacher(domain, data.splits, mistakes))
+    if data.teaching is None:
+        data = dataclasses.replace(data, teaching=compare_with_teacher(domain, data.splits, mistakes))
     in_words = domain.head == WORDS and data.splits.labels
     return dataclasses.replace(data, splits=data.splits.in_words()) if in_words else data
 
@@ -107,17 +105,16 @@ def _own(domain: DomainPlan, seed: int, mistakes: Mistakes) -> DomainData | None
     seen = verified(items, here)
     if here:
         return None
-    taught = isinstance(data, Unlabelled)
-    dropped = 0
-    if taught:
-        labelled = labelled_by_teacher(domain, task, items, mistakes)
-        if labelled is None:
+    teaching = None
+    if isinstance(data, Unlabelled):
+        taught = label_by_teacher(domain, task, items, mistakes)
+        if taught is None:
             return None
+        labelled, teaching = taught
         kept = [(item, one) for item, one in zip(labelled, seen, strict=True) if item is not None]
-        dropped = len(items) - len(kept)
         items, seen = [item for item, _ in kept], [one for _, one in kept]
     splits = _cut(domain, data, task, items, seen, seed, here)
-    return None if here else DomainData(splits, dropped, 1.0 if taught else None)
+    return None if here else DomainData(splits, teaching)
 
 
 def _task_for(domain: DomainPlan, form: str, mistakes: Mistakes) -> str | None:

@@ -9,7 +9,7 @@ import click
 
 from vlora.cli import asking, making, measuring, serving  # noqa: F401  (each joins its commands to the group)
 from vlora.cli.group import cli
-from vlora.errors import EngineDead, StepFailed, VLoraError
+from vlora.errors import BadPlan, EngineDead, StepFailed, VLoraError
 
 __all__ = ["cli", "main"]
 
@@ -28,6 +28,10 @@ def main() -> None:
         _fail(error.format_message(), 2)
     except (EngineDead, StepFailed) as error:
         _fail(str(error), 1)
+    except BadPlan as error:
+        # Up to twenty mistakes, each with its place: a line for each.
+        print("\n".join(f"error: {line}" for line in str(error).splitlines()), file=sys.stderr)
+        sys.exit(2)
     except VLoraError as error:
         _fail(str(error), 2)
     except KeyboardInterrupt:

@@ -14,12 +14,15 @@ from vlora.errors import BadConfig
 
 @cli.command()
 @click.argument("plan", type=click.Path(path_type=Path))
-@click.option("--out", required=True, type=click.Path(path_type=Path), help="Folder for adapters and report.")
+@click.option("--out", type=click.Path(path_type=Path), help="Folder for adapters and report.")
 @click.option("--device", default=EngineConfig.device, show_default=True, help="Device to train on: cpu or cuda.")
-def fuse(plan: Path, out: Path, device: str) -> None:
+@click.option("--check", is_flag=True, help="Explain the plan, with everything that is wrong in it; train nothing.")
+@click.option("--json", "as_json", is_flag=True, help="With --check: print JSON.")
+def fuse(plan: Path, out: Path | None, device: str, check: bool, as_json: bool) -> None:
     """Train adapters and task heads from a fusion plan: a file, or the name of one in the package.
 
     \b
+        vlora fuse plan.yaml --check
         vlora fuse plan.yaml --out out
         vlora fuse demo --out demo
     """
@@ -31,9 +34,15 @@ def fuse(plan: Path, out: Path, device: str) -> None:
     warnings.simplefilter("ignore", FutureWarning)
     warnings.filterwarnings("ignore", module=r"peft\.")
     packaged = Path(fusion.__file__).parent / "plans" / f"{plan}.yaml"
-    from fusion.commands import fuse as run
+    from fusion import commands
 
-    run(packaged if packaged.is_file() and not plan.is_file() else plan, out, device=device)
+    file = packaged if packaged.is_file() and not plan.is_file() else plan
+    if check:
+        commands.explain(file, json_out=as_json)
+    elif out is None:
+        raise click.UsageError("--out is missing: a folder for adapters and report (or --check, to train nothing)")
+    else:
+        commands.fuse(file, out, device=device)
 
 
 @cli.command()

@@ -1,0 +1,206 @@
+"""`vlora fuse --check`: what a plan would do, told without training."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+from collections import Counter
+from collections.abc import Mapping, Sequence
+
+from rich.console import Console
+
+from fusion.data.load import DomainData, load_domains
+from fusion.data.targets import labels_shown
+from fusion.lora_size import LoraSize, lora_size
+from fusion.mistakes import Mistakes
+from fusion.not_yet import refuse_not_measured, refuse_not_yet
+from fusion.plan import DomainPlan, Plan, PlanFile, RelativeThreshold
+from fusion.samples import Sample
+from fusion.tasks import HEADS, METRICS, SAID, WORDS
+
+_CLASSES_TOLD = 12
+
+
+@dataclasses.dataclass(frozen=True)
+class Checked:
+    """A plan that can be run. data: by domain."""
+
+    plan: Plan
+    data: Mapping[str, DomainData]
+    size: LoraSize
+
+
+@dataclasses.dataclass(frozen=True)
+class DomainCheck:
+    """counts: samples by part. classes: by label, samples that show it, by part. answers: how many different ones there
+    are where they are words or numbers. threshold: the number it comes to, where that is known before training."""
+
+    name: str
+    task: str
+    real_or_synthetic: str
+    question: str
+    head: str
+    metric: str
+    threshold: float | None
+    promise: str
+    counts: dict[str, int]
+    classes: dict[str, dict[str, int]]
+    answers: int
+    frames: int
+    teacher: dict[str, object] | None
+
+
+def check(file: PlanFile) -> Checked:
+    """Everything that can be known to be wrong before training. Raises BadPlan telling all of it."""
+    refuse_not_yet(file)
+    mistakes = Mistakes(file.text)
+    size = lora_size(file.plan, mistakes)
+    mistakes.refuse()
+    assert size is not None, "what it lacks was told"
+    data = load_domains(file)
+    refuse_not_measured(file, data)
+    return Checked(file.plan, data, size)
+
+
+def explain(checked: Checked) -> list[DomainCheck]:
+    """What each domain comes to."""
+    return [_domain(domain, checked.plan, checked.data[domain.name]) for domain in checked.plan.domains]
+
+
+def as_json(checked: Checked) -> str:
+    plan, size = checked.plan, checked.size
+    return json.dumps(
+        {
+            "base": plan.base,
+            "seed": plan.seed,
+            "lora": {
+                **plan.lora.model_dump(mode="json"),
+                "layers": size.layers,
+                "parameters": size.parameters,
+                "bytes": size.num_bytes,
+            },
+            "training": plan.training.model_dump(mode="json"),
+            "order": plan.order,
+            "packing": plan.packing,
+            "confidence": plan.confidence,
+            "training_s_at_most": _longest(plan),
+            "domains": [dataclasses.asdict(domain) for domain in explain(checked)],
+        },
+        indent=2,
+    )
+
+
+def tell(checked: Checked, console: Console) -> None:
+    """The same for people."""
+    for domain in explain(checked):
+        kind = f"{domain.task}, answered by {_answered(domain)}, on {domain.real_or_synthetic} pixels"
+        rows = {
+            "asks": domain.question,
+            "samples": ", ".join(f"{count} {part}" for part, count in domain.counts.items()) + f" of {_frames(domain)}",
+            "classes" if domain.classes else "answers": _shown(domain),
+            "promise": domain.promise,
+            "teacher": _taught(domain.teacher),
+        }
+        _block(console, f"{domain.name}: {kind}", rows)
+    plan, size, training = checked.plan, checked.size, checked.plan.training
+    where = "language model and vision side" if plan.lora.vision else "language model"
+    seconds = _longest(plan)
+    rows = {
+        "adapter": f"rank {plan.lora.rank}, alpha {plan.lora.alpha}{' / sqrt(rank)' if plan.lora.rslora else ''}, on "
+        f"{size.layers} layers of the {where}: {size.parameters:,} parameters, {size.num_bytes / 1e6:.1f} MB",
+        "training": f"{training.steps} steps of {training.batch_size} samples a domain; beside domains that an adapter "
+        f"holds, {training.rehearsal:.0%} of them are theirs",
+        "packing": f"{plan.packing}, order {' and '.join(plan.order)}, seed {plan.seed}, decided on "
+        + (f"lower bounds at a confidence of {plan.confidence:g}" if plan.confidence else "the score itself"),
+        "time": "not known; `training.seconds` would bound it"
+        if seconds is None
+        else f"at most {seconds / 60:.1f} min of training, and evaluation",
+    }
+    _block(console, f"run: {len(plan.domains)} domain{'s' * (len(plan.domains) > 1)} on {plan.base}", rows)
+
+
+def _block(console: Console, title: str, rows: Mapping[str, str]) -> None:
+    lines = [title, *(f"  {name:9} {text}" for name, text in rows.items() if text)]
+    console.print("\n".join(lines), markup=False, highlight=False, soft_wrap=True)
+
+
+def _answered(domain: DomainCheck) -> str:
+    return "the language model in words" if domain.head == WORDS else f"a {domain.head} head"
+
+
+def _frames(domain: DomainCheck) -> str:
+    return "one picture" if domain.frames == 1 else f"{domain.frames} frames"
+
+
+def _domain(domain: DomainPlan, plan: Plan, data: DomainData) -> DomainCheck:
+    splits = data.splits
+    metric = domain.metric or METRICS[splits.task][0]
+    value = _threshold(domain, data)
+    return DomainCheck(
+        name=domain.name,
+        task=domain.task or splits.task,
+        real_or_synthetic="real" if splits.real else "synthetic",
+        question=domain.question,
+        head=domain.head or HEADS[splits.task][0],
+        metric=metric,
+        threshold=value,
+        promise=_promise(domain, plan, data, metric, value),
+        counts={name: len(part) for name, part in splits.parts.items()},
+        classes=_classes(splits.task, splits.labels, splits.parts),
+        answers=len({str(sample.target) for sample in splits.train}),
+        frames=splits.num_frames,
+        teacher=None if data.teaching is None else dataclasses.asdict(data.teaching),
+    )
+
+
+def _threshold(domain: DomainPlan, data: DomainData) -> float | None:
+    if not isinstance(domain.threshold, RelativeThreshold):
+        return domain.threshold
+    if domain.threshold.relative_to == "teacher" and data.teaching is not None:
+        return data.teaching.score - domain.threshold.minus
+    return None
+
+
+def _promise(domain: DomainPlan, plan: Plan, data: DomainData, metric: str, value: float | None) -> str:
+    what = f"{metric} ({SAID[metric]})" if SAID[metric] != metric else metric
+    if value is None:
+        assert isinstance(domain.threshold, RelativeThreshold)
+        said = f"{what} of at least what an adapter of its own reaches, less {domain.threshold.minus:g}"
+    else:
+        said = f"{what} of at least {value:.3f}"
+    if isinstance(domain.threshold, RelativeThreshold) and value is not None and data.teaching is not None:
+        said += f" (its teacher's {data.teaching.score:.3f} less {domain.threshold.minus:g})"
+    return f"{said}, with a confidence of {plan.confidence:g}" if plan.confidence else said
+
+
+def _classes(task: str, labels: tuple[str, ...], parts: Mapping[str, Sequence[Sample]]) -> dict[str, dict[str, int]]:
+    shown = {
+        name: Counter(itertools.chain.from_iterable(labels_shown(task, sample.target) for sample in part))
+        for name, part in parts.items()
+    }
+    if task == "regression":
+        return {}
+    return {label: {name: shown[name][number] for name in parts} for number, label in enumerate(labels)}
+
+
+def _shown(domain: DomainCheck) -> str:
+    if not domain.classes:
+        return f"{domain.answers} different ones in training"
+    told = [f"{label} {' / '.join(map(str, counts.values()))}" for label, counts in domain.classes.items()]
+    more = len(told) - _CLASSES_TOLD
+    return ", ".join(told[:_CLASSES_TOLD]) + (f" and {more} more" if more > 0 else "")
+
+
+def _taught(teacher: Mapping[str, object] | None) -> str:
+    if teacher is None:
+        return ""
+    left = f"left out as unsure: {teacher['dropped']} samples, {teacher['dropped_boxes']} boxes"
+    return f"{teacher['name']}: {teacher['score']:.3f} on validation data; {left}"
+
+
+def _longest(plan: Plan) -> float | None:
+    """Seconds of the longest possible run: greedy packing trains every domain but the first at most twice."""
+    if plan.training.seconds is None or plan.packing != "naive":
+        return None
+    return plan.training.seconds * (2 * len(plan.domains) - 1) * len(plan.order)

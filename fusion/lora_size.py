@@ -1,0 +1,52 @@
+"""How large an adapter of a plan is, found on the model's shapes alone; and whether it can be made at all."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+from transformers import AutoConfig
+
+from fusion.embedded import checkpoint_path
+from fusion.mistakes import Mistakes
+from fusion.plan import Plan
+from vlora.errors import BadConfig
+from vlora.models.loading import dummy_model
+from vlora.models.seam import Seam
+
+_BYTES = 4  # adapters are trained and stored in float32
+
+
+@dataclasses.dataclass(frozen=True)
+class LoraSize:
+    """layers: linear layers with a delta."""
+
+    layers: int
+    parameters: int
+
+    @property
+    def num_bytes(self) -> int:
+        return self.parameters * _BYTES
+
+
+def lora_size(plan: Plan, mistakes: Mistakes) -> LoraSize | None:
+    """Read the base model's config, no weights. None where base or targets cannot be, which is told."""
+    base = checkpoint_path() if plan.base == "embedded" else plan.base
+    try:
+        model = dummy_model(AutoConfig.from_pretrained(base), "float32", torch.device("meta"), seed=0)
+    except (OSError, ValueError, BadConfig) as error:
+        mistakes.add(f'{plan.base!r} is neither "embedded" nor a model that can be loaded: {error}', "base")
+        return None
+    seam = Seam(model)
+    language = {name: layer for name, layer in seam.language_linears.items() if _wanted(name, plan.lora.targets)}
+    known = sorted({name.rpartition(".")[2] for name in seam.language_linears})
+    unknown = [target for target in plan.lora.targets or () if target not in known]
+    if unknown:
+        mistakes.add(f"the model has no {', '.join(unknown)}; it has {', '.join(known)}", "lora", "targets")
+        return None
+    layers = [*language.values(), *(seam.vision_linears.values() if plan.lora.vision else ())]
+    return LoraSize(len(layers), sum(plan.lora.rank * (layer.in_features + layer.out_features) for layer in layers))
+
+
+def _wanted(name: str, targets: tuple[str, ...] | None) -> bool:
+    return targets is None or name.rpartition(".")[2] in targets

@@ -1,0 +1,147 @@
+"""`vlora fuse --check` tells what a plan comes to, or everything that is wrong with it, and trains nothing."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+
+from fusion.check import check, explain
+from fusion.embedded.model import build_model
+from fusion.embedded.processor import build_processor
+from fusion.lora_size import lora_size
+from fusion.mistakes import Mistakes, PlanText
+from fusion.plan import LoraPlan, Plan, read_plan_file
+from tests.fusion.made import picture, write_plan
+from vlora.cli import cli, main
+from vlora.errors import BadPlan
+
+DOMAIN = {"name": "a", "source": "drawn-signs", "question": "what ?", "threshold": 0.5}
+
+
+def animals(root: Path, count: int = 20) -> None:
+    for place, label in enumerate(("cat", "dog")):
+        for number in range(count):
+            picture(root / "pictures" / label / f"{number}.png", 1000 * place + number)
+
+
+def run(*arguments: str) -> tuple[int, str]:
+    """Exit code, and what was said; the command line's entry point prints what an error says."""
+    result = CliRunner().invoke(cli, ["fuse", *arguments])
+    told = str(result.exception) if isinstance(result.exception, BadPlan) else ""
+    return result.exit_code, result.output + told
+
+
+def test_a_plan_is_told_as_json(tmp_path: Path) -> None:
+    animals(tmp_path)
+    plan = write_plan(tmp_path, "data: {format: image_folder, path: pictures}", more="training: {seconds: 6}\n")
+    code, output = run(str(plan), "--check", "--json")
+    told = json.loads(output)
+    assert code == 0
+    assert told["lora"]["bytes"] == 4 * told["lora"]["parameters"] and told["training_s_at_most"] == 6
+    (domain,) = told["domains"]
+    assert domain["counts"] == {"train": 28, "validation": 6, "test": 6}
+    assert domain["classes"]["dog"] == {"train": 14, "validation": 3, "test": 3}
+    assert (domain["task"], domain["head"], domain["metric"]) == ("classification", "classification", "accuracy")
+    assert domain["threshold"] == 0.5 and domain["teacher"] is None
+
+
+def test_a_plan_is_told_in_words(tmp_path: Path) -> None:
+    animals(tmp_path)
+    code, output = run(str(write_plan(tmp_path, "data: {format: image_folder, path: pictures}")), "--check")
+    assert code == 0
+    for said in (
+        "what is it ?",
+        "28 train, 6 validation, 6 test of one picture",
+        "cat 14 / 3 / 3",
+        "share of samples answered right) of at least 0.500",
+        "time      not known",
+    ):
+        assert said in output
+
+
+@pytest.mark.parametrize(
+    ("more", "says"),
+    [
+        ("base: nowhere/at/all\n", "line 1, field `base`: 'nowhere/at/all' is neither"),
+        ("lora:\n  targets: [q_proj, nose]\n", "line 2, field `lora.targets`"),
+        ("order: random\n", "line 1, field `order`"),
+        ("lora: {vision: true}\n", "line 1, field `lora.vision`"),
+    ],
+)
+def test_what_cannot_be_run_is_refused_before_training(tmp_path: Path, more: str, says: str) -> None:
+    animals(tmp_path)
+    plan = write_plan(tmp_path, "data: {format: image_folder, path: pictures}", more=more)
+    for arguments in (("--check",), ("--out", str(tmp_path / "out"))):
+        code, output = run(str(plan), *arguments)
+        assert code != 0 and says in output
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_task_that_is_not_trained_is_refused(tmp_path: Path) -> None:
+    animals(tmp_path)
+    plan = write_plan(tmp_path, "data: {format: image_folder, path: pictures}\nmetric: f1")
+    with pytest.raises(BadPlan, match="the metric 'f1' of classification is not supported yet"):
+        check(read_plan_file(plan))
+
+
+def test_data_is_told_as_wrong_with_a_non_zero_exit(tmp_path: Path) -> None:
+    animals(tmp_path)
+    (tmp_path / "pictures" / "cat" / "0.png").write_bytes(b"")
+    code, output = run(str(write_plan(tmp_path, "data: {format: image_folder, path: pictures}")), "--check")
+    assert code == 1 and "cat/0.png is none of JPEG" in output
+
+
+def test_the_command_tells_each_mistake_on_a_line_of_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plan = write_plan(tmp_path, "source: nowhere", "source: here")
+    monkeypatch.setattr("sys.argv", ["vlora", "fuse", str(plan), "--check"])
+    with pytest.raises(SystemExit) as left:
+        main()
+    assert left.value.code == 2
+    told = capsys.readouterr().err.splitlines()
+    assert [line.split(",")[1] for line in told] == [" line 5", " line 9"]
+    assert all(line.startswith(f"error: {plan}") for line in told)
+
+
+def test_without_check_a_folder_for_the_result_is_needed(tmp_path: Path) -> None:
+    code, output = run(str(write_plan(tmp_path, "source: drawn-signs")))
+    assert code == 2 and "--out is missing" in output
+
+
+def test_the_plan_that_ships_can_be_run() -> None:
+    import fusion
+
+    file = Path(fusion.__file__).parent / "plans" / "demo.yaml"
+    domains = explain(check(read_plan_file(file)))
+    assert [domain.counts["test"] for domain in domains] == [397, 400, 400, 320]
+    assert domains[3].frames == 4
+
+
+@pytest.mark.parametrize(
+    "settings", [{}, {"rank": 3}, {"targets": ("q_proj", "down_proj")}, {"vision": True, "rank": 2}]
+)
+def test_an_adapter_is_as_large_as_peft_makes_it(tmp_path: Path, settings: dict[str, Any]) -> None:
+    from peft import LoraConfig, get_peft_model
+    from torch import nn
+
+    model = build_model(seed=0)
+    model.save_pretrained(str(tmp_path))
+    build_processor().save_pretrained(str(tmp_path))
+    lora = LoraPlan(**settings)
+    size = lora_size(Plan(base=str(tmp_path), lora=lora, domains=(DOMAIN,)), Mistakes(PlanText()))
+    leaves = {name.rpartition(".")[2] for name, m in model.model.language_model.named_modules() if type(m) is nn.Linear}
+    pattern = rf".*language_model\..*\.({'|'.join(lora.targets or leaves)})"
+    if lora.vision:
+        vision = [
+            name
+            for name, m in model.named_modules()
+            if type(m) is nn.Linear and "language_model" not in name and m is not model.lm_head
+        ]
+        pattern = f"({pattern})|{'|'.join(vision)}"
+    peft = get_peft_model(model, LoraConfig(r=lora.rank, target_modules=pattern))
+    assert size is not None and size.parameters == sum(p.numel() for n, p in peft.named_parameters() if "lora_" in n)
