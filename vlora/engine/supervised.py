@@ -10,6 +10,7 @@ import msgspec
 
 from vlora.config import EngineConfig
 from vlora.engine.client import ENGINE_COMMAND, EngineClient
+from vlora.engine.snapshot import EngineSnapshot
 from vlora.errors import EngineDead, VLoraError
 from vlora.types import AdapterStatus, EngineStats, Request, RequestOutput
 
@@ -93,6 +94,13 @@ class SupervisedEngine:
     async def stats(self) -> EngineStats:
         """See EngineInterface. Counters begin anew with every process, but for the number of restarts."""
         return msgspec.structs.replace(await self._alive().stats(), num_restarts=self._num_restarts)
+
+    async def snapshot(self, since: int = 0) -> EngineSnapshot:
+        """See EngineInterface. Steps are counted anew with every process."""
+        snapshot = await self._alive().snapshot(since)
+        return msgspec.structs.replace(
+            snapshot, stats=msgspec.structs.replace(snapshot.stats, num_restarts=self._num_restarts)
+        )
 
     async def close(self) -> None:
         """See EngineInterface. No process is started any more."""
