@@ -28,6 +28,8 @@ class EngineConfig:
     max_ttft_s: bound on the first token (or head's answer) of requests that come without one of their own, or None.
     weight: NAME=WEIGHT of adapters, for fair shares between them in tokens served; the name "*" is for all others.
     Empty keeps no shares: who comes first is served first.
+    tenant_weight: the same between tenants, which are the names of tokens; then nobody is let in before the next step
+    has room, so that a crowd of one tenant's requests waits outside.
     switching: how merged weights come into place; "shadow" keeps a second copy of the language model's target weights,
     "in_place" writes over them and goes back with the checkpoint's files; "auto" takes shadow where memory allows.
     vision_cache_bytes: image embeddings kept for reuse. prefix_cache: KV blocks of prompts and answers are kept while
@@ -50,6 +52,7 @@ class EngineConfig:
     theta_s: float = 0.1
     max_ttft_s: float | None = None
     weight: tuple[str, ...] = ()
+    tenant_weight: tuple[str, ...] = ()
     merge_fidelity_floor: float = 0.8
     switching: Literal["auto", "shadow", "in_place"] = "auto"
     vision_cache_bytes: int = 256 * 2**20
@@ -79,7 +82,8 @@ class EngineConfig:
             raise BadConfig(f"theta_s is {self.theta_s}; it must be above 0")
         if self.max_ttft_s is not None and not self.max_ttft_s > 0:
             raise BadConfig(f"max_ttft_s is {self.max_ttft_s}; it must be above 0, or left away for no bound")
-        _parse_weights(self.weight)
+        _parse_weights("weight", self.weight)
+        _parse_weights("tenant_weight", self.tenant_weight)
         if not 0 <= self.merge_fidelity_floor <= 1:
             raise BadConfig(f"merge_fidelity_floor is {self.merge_fidelity_floor}; it must lie between 0 and 1")
         if self.vision_cache_bytes < 0:
@@ -88,10 +92,15 @@ class EngineConfig:
     @property
     def weights(self) -> dict[str, float]:
         """`weight` by adapter's name."""
-        return _parse_weights(self.weight)
+        return _parse_weights("weight", self.weight)
+
+    @property
+    def tenant_weights(self) -> dict[str, float]:
+        """`tenant_weight` by tenant's name."""
+        return _parse_weights("tenant_weight", self.tenant_weight)
 
 
-def _parse_weights(pairs: Sequence[str]) -> dict[str, float]:
+def _parse_weights(field: str, pairs: Sequence[str]) -> dict[str, float]:
     """Raises BadConfig for what is no pair, no number above 0, or given twice."""
     found: dict[str, float] = {}
     for pair in pairs:
@@ -101,9 +110,9 @@ def _parse_weights(pairs: Sequence[str]) -> dict[str, float]:
         except ValueError:
             value = math.nan
         if not (name and math.isfinite(value) and value > 0):
-            raise BadConfig(f"weight is {pair!r}; write NAME=WEIGHT with a weight above 0, or *=WEIGHT for all others")
+            raise BadConfig(f"{field} is {pair!r}; write NAME=WEIGHT with a weight above 0, or *=WEIGHT for all others")
         if name in found:
-            raise BadConfig(f"weight gives {name!r} twice; one is enough")
+            raise BadConfig(f"{field} gives {name!r} twice; one is enough")
         found[name] = value
     return found
 

@@ -105,6 +105,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     max_ttft_s: the caller's bound on the first token, or on the head's answer, or None. A request that cannot keep a
     bound is refused ahead of time; one that was let in is answered, even when its first token comes late after all.
     priority: who waits with a higher one comes first, from -MAX_PRIORITY to MAX_PRIORITY.
+    tenant: on whose behalf, for fair shares; None where nobody showed a token.
     read_from: the first prompt token whose hidden state is needed, so that from there on nothing is reused; the engine
     says it of heads that read image tokens. None: the last one.
     """
@@ -119,6 +120,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     max_ttft_s: float | None = None
     priority: int = 0
     read_from: int | None = None
+    tenant: str | None = None
 
     def __post_init__(self) -> None:
         if not self.prompt_ids:

@@ -227,6 +227,7 @@ class Machine:
     speed: Speed = Speed()
     prefix_cache: bool = False
     weights: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    tenant_weights: Mapping[str, float] = dataclasses.field(default_factory=dict)
 
 
 class Simulation:
@@ -258,6 +259,7 @@ class Simulation:
             cost=CostModel(),
             clock=self.clock,
             weights=machine.weights,
+            tenant_weights=machine.tenant_weights,
         )
         self.log: list[Step] = []
         self.let_in_s: dict[str, float] = {}  # when each request arrived for the policy
@@ -267,7 +269,8 @@ class Simulation:
         for request in requests:
             self.scheduler.add(request)
             self.runner.add(request)
-            if request.max_ttft_s is None and request.max_latency_s is None:
+            unbounded = request.max_ttft_s is None and request.max_latency_s is None
+            if unbounded and not self.machine.tenant_weights:
                 self.let_in_s[request.request_id] = self.clock.now
             self.outputs[request.request_id] = []
 
@@ -357,6 +360,7 @@ def make_request(
     images: Sequence[tuple[str, int]] = (),
     max_ttft_s: float | None = None,
     priority: int = 0,
+    tenant: str | None = None,
 ) -> Request:
     """A request with a prompt of that many tokens, or of these. images: (content, placeholders) in their order."""
     return Request(
@@ -371,4 +375,5 @@ def make_request(
         max_latency_s=max_latency_s,
         max_ttft_s=max_ttft_s,
         priority=priority,
+        tenant=tenant,
     )

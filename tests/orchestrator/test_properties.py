@@ -43,6 +43,7 @@ def machines(draw: st.DrawFn) -> Machine:
         speed=Speed(merge=draw(st.sampled_from([0.0, 0.02, 0.3]))),
         prefix_cache=draw(st.booleans()),
         weights=draw(st.sampled_from([{}, {"*": 1.0}, {"a": 3.0, "c": 0.2}])),
+        tenant_weights=draw(st.sampled_from([{}, {}, {"x": 2.0}])),
     )
 
 
@@ -67,6 +68,7 @@ def loads(draw: st.DrawFn, *, max_prompt: int = 24, max_tokens: int = 8, bounded
             max_latency_s=draw(st.sampled_from([None, None, None, 0.05, 1.0])) if bounded else None,
             max_ttft_s=draw(st.sampled_from([None, None, 0.05, 0.3, 2.0])) if bounded else None,
             priority=draw(st.sampled_from([0, 0, 0, 3, -10])),
+            tenant=draw(st.sampled_from([None, "x", "y"])),
         )
         arrivals.append((now, request))
         now += draw(st.sampled_from([0.0, 0.0, 0.01, 0.2]))

@@ -14,7 +14,7 @@ from tests.orchestrator.simulation import Machine, Simulation, Speed, make_reque
 from vlora.orchestrator import POLICIES, make_policy
 from vlora.orchestrator.admission import Admission
 from vlora.orchestrator.tracked import Tracked
-from vlora.orchestrator.turns import FairShares, in_turn
+from vlora.orchestrator.turns import FairShares, adapter_of, in_turn, tenant_of
 from vlora.types import Request
 
 PLAIN = Speed(step=1.0, token=0.0, lane=0.0, context=0.0, merge=0.5)
@@ -100,7 +100,7 @@ class SLora:
     tl_max=st.sampled_from([1.0, 2.5, 8.0]),
 )
 def test_it_lets_in_whom_s_lora_fetches(periods: list[tuple[int, int, float]], prefill_s: float, tl_max: float) -> None:
-    admission, oracle = Admission(None), SLora()
+    admission, oracle = Admission([]), SLora()
     waiting: dict[str, float] = {}
     now = 0.0
     for came, num_places, step_s in periods:
@@ -359,23 +359,26 @@ def test_nobody_is_held_back_for_a_share_that_is_not_asked_for() -> None:
 
 
 def test_idle_time_is_not_saved_up() -> None:
-    shares = FairShares({"*": 1.0, "b": 2.0})
-    shares.arrived("a@1")
-    shares.serve("a@1", 100)
-    shares.arrived("a@2")
-    shares.arrived("b@7")
-    waiting = [Tracked(make_request(name, name[0] + "@1"), 0.0, None) for name in ("a1", "b1", "b2", "b3", "a2")]
-    assert [t.request_id for t in in_turn(waiting[:1] + waiting[2:3], shares)] == ["a1", "b2"], "b starts where a is"
+    shares = FairShares({"*": 1.0, "b": 2.0}, adapter_of)
+
+    def came(name: str, adapter: str) -> Tracked:
+        tracked = Tracked(make_request(name, adapter), 0.0, None)
+        shares.arrived(tracked)
+        return tracked
+
+    a1 = came("a1", "a@1")
+    shares.serve(a1, 100)
+    a2, b1, b2, b3 = came("a2", "a@2"), came("b1", "b@1"), came("b2", "b@1"), came("b3", "b@7")
+    assert [t.request_id for t in in_turn([a1, b2], [shares])] == ["a1", "b2"], "b starts where a is"
     # A prompt of four tokens: b stands at 100, 102, 104; a at 100, 104.
-    assert [t.request_id for t in in_turn(waiting, shares)] == ["a1", "b1", "b2", "b3", "a2"]
-    shares.serve("a@2", 1)
-    assert [t.request_id for t in in_turn(waiting, shares)] == ["b1", "a1", "b2", "b3", "a2"]
-    for adapter in ("a@1", "a@2", "b@7"):
-        shares.ended(adapter)
-    shares.arrived("c@1")
-    shares.arrived("a@3")
-    late = [Tracked(make_request(name, f"{name}@3"), 0.0, None) for name in "ac"]
-    assert [t.request_id for t in in_turn(late, shares)] == ["c", "a"], "what a was served is remembered"
+    waiting = [a1, b1, b2, b3, a2]
+    assert [t.request_id for t in in_turn(waiting, [shares])] == ["a1", "b1", "b2", "b3", "a2"]
+    shares.serve(a2, 1)
+    assert [t.request_id for t in in_turn(waiting, [shares])] == ["b1", "a1", "b2", "b3", "a2"]
+    for tracked in (a1, a2, b1, b2, b3):
+        shares.ended(tracked)
+    late = [came("c", "c@1"), came("a", "a@3")]
+    assert [t.request_id for t in in_turn(late[::-1], [shares])] == ["c", "a"], "what a was served is remembered"
 
 
 def test_a_flood_of_one_adapter_does_not_drown_another_s_requests() -> None:
@@ -389,3 +392,85 @@ def test_a_flood_of_one_adapter_does_not_drown_another_s_requests() -> None:
         simulation.run(sorted([*flood, *few], key=lambda pair: pair[0]))
         refused[bool(weights)] = sum(ended(simulation, f"b{i}") == "deadline_unreachable" for i in range(40))
     assert 3 * refused[True] < refused[False]
+
+
+# -- tenants ----------------------------------------------------------------------------------------------------------
+
+
+def test_tenants_come_before_adapters() -> None:
+    adapters, tenants = FairShares({"*": 1.0}, adapter_of), FairShares({"*": 1.0}, tenant_of)
+    found: dict[str, Tracked] = {}
+    for name, adapter, tenant in (("xa1", "a", "x"), ("xa2", "a", "x"), ("xb", "b", "x"), ("ya", "a", "y")):
+        found[name] = Tracked(make_request(name, adapter, tenant=tenant), 0.0, None)
+        adapters.arrived(found[name])
+        tenants.arrived(found[name])
+    # x's and y's first requests stand level, x's others behind them; among x's own, b's comes before a's second.
+    order = [t.request_id for t in in_turn(list(found.values()), [adapters, tenants])]
+    assert order == ["xa1", "ya", "xb", "xa2"]
+
+
+@settings(max_examples=12, deadline=None)
+@given(
+    weight=st.sampled_from([1.0, 2.0, 4.0]),
+    flood=st.integers(30, 60),
+    batch=st.integers(1, 6),
+    policy=st.sampled_from(sorted(POLICIES.keys() - {"merged_only"})),
+    bounded=st.booleans(),
+    theta_s=st.sampled_from([0.01, 10.0]),
+)
+def test_a_tenant_gets_its_share_whatever_another_sends(
+    weight: float, flood: int, batch: int, policy: str, bounded: bool, theta_s: float
+) -> None:
+    """Everybody of the flood waits past theta. While both have requests waiting, what they were served follows their
+    weights within the largest request of each place in the batch."""
+    simulation = box(
+        policy, max_batch_size=batch, max_step_tokens=64, theta_s=theta_s, tenant_weights={"y": weight}, num_pages=320
+    )
+    bound = 1e6 if bounded else None
+    largest = 4 + 8
+    for number in range(flood):
+        simulation.add(make_request(f"x{number}", "ab"[number % 2], tenant="x", max_tokens=8, max_ttft_s=bound))
+    for _ in range(3):
+        simulation.step()
+    for number in range(12):
+        simulation.add(make_request(f"y{number}", "a", tenant="y", max_tokens=1 + number % 8, max_ttft_s=bound))
+    came_s = simulation.clock.now
+    simulation.run()
+    x = y = 0.0
+    waiting = {"x": flood, "y": 12}
+    for step in simulation.log:
+        waiting["y"] -= sum(item.request_id[0] == "y" and item.answers and item.start == 0 for item in step.batch.items)
+        waiting["x"] -= sum(item.request_id[0] == "x" and item.answers and item.start == 0 for item in step.batch.items)
+        if step.start_s < came_s:
+            continue
+        for item in step.batch.items:
+            if item.request_id[0] == "x":
+                x += item.num_tokens
+            else:
+                y += item.num_tokens / weight
+        if min(waiting.values()) <= 0:
+            break
+        assert abs(x - y) <= 2 * batch * largest
+    assert all(simulation.outputs[f"x{number}"][-1].error is None for number in range(flood)), "nobody is refused"
+
+
+def test_a_crowd_of_one_tenant_does_not_keep_another_waiting() -> None:
+    first_s = {}
+    for weights in ({}, {"*": 1.0}):
+        simulation = box(max_batch_size=4, theta_s=1.0, tenant_weights=weights)
+        simulation.add(*(make_request(f"x{i}", "a", tenant="x", max_tokens=4) for i in range(100)))
+        simulation.step()
+        simulation.add(make_request("y", "b", tenant="y", max_tokens=4))
+        simulation.run()
+        first_s[bool(weights)] = first_answer_s(simulation, "y")
+    assert first_s[True] <= 5.0 < 20.0 < first_s[False]
+
+
+def test_who_has_no_bound_is_let_in_in_order_while_the_newest_of_the_others_come_first() -> None:
+    admission = Admission([])
+    for name, bound in (("old", None), ("b1", 100.0), ("b2", 100.0), ("new", None), ("b3", 100.0)):
+        admission.add(Tracked(make_request(name, max_ttft_s=bound), 0.0, None))
+    admission.judge(0.0, Minibatch(0, 1.0))  # type: ignore[arg-type]  # from now on it knows that more come than go in
+    assert admission.overloaded
+    verdict = admission.judge(1.0, Minibatch(5, 1.0))  # type: ignore[arg-type]
+    assert [t.request_id for t in verdict.let_in] == ["old", "b3", "b2", "new", "b1"]

@@ -56,7 +56,14 @@ class Head:
         self._gates: dict[bytes, asyncio.Event] = {}
 
     async def __call__(
-        self, images: Sequence[Any], adapter: str, head: str, *, max_latency_s: float | None, priority: int
+        self,
+        images: Sequence[Any],
+        adapter: str,
+        head: str,
+        *,
+        max_latency_s: float | None,
+        priority: int,
+        tenant: str | None,
     ) -> HeadResult:
         (image,) = images
         self.asked.append(image)

@@ -141,6 +141,7 @@ class Engine:
             clock=clock,
             in_place=self._switcher.in_place,
             weights=config.weights,
+            tenant_weights=config.tenant_weights,
         )
         self._users: dict[str, set[str]] = {}  # requests under way by the key of their adapter
         self._pinned: dict[str, Run] = {}  # by an operator, by name

@@ -1,5 +1,6 @@
 """Early abort: requests with a bound on their first answer wait here until the next step has room for them, or until
-it is certain enough that they cannot keep it (S-LoRA section 4.3 and appendix B)."""
+it is certain enough that they cannot keep it (S-LoRA section 4.3 and appendix B). With fair shares between tenants the
+others wait here, too, and are never refused."""
 
 from __future__ import annotations
 
@@ -42,16 +43,18 @@ class Load:
         free_blocks: int,
         resident: Set[str],
         most_adapters: float,
+        all_wait_outside: bool = False,
     ) -> None:
         """accepted: everybody who was let in and has not ended. resident: adapters in memory, which holds at most
-        `most_adapters` as far as anybody knows."""
+        `most_adapters` as far as anybody knows. all_wait_outside: requests without a bound as well, so that they take
+        places here like the others."""
         self._costs = costs
         self._max_batch_size = max_batch_size
         self._max_step_tokens = max_step_tokens
         self._block_size = block_size
         self._free_blocks = free_blocks
         self._num_accepted = len(accepted)
-        bounded = [t for t in accepted if t.answer_by is not None]
+        bounded = accepted if all_wait_outside else [t for t in accepted if t.answer_by is not None]
         self._num_bounded = len(bounded)
         self._due = 0  # tokens until everybody with a bound has a first answer
         for tracked in bounded:
@@ -127,14 +130,14 @@ class Load:
 
 
 class Admission:
-    """Holds requests with a bound until they are let in or refused, whichever comes first; both in a step's time.
+    """Holds requests until they are let in or, with a bound, refused, whichever comes first; both in a step's time.
 
     Every period (a step) ends with a verdict:
 
     1. Who could not answer in time even if it were let in now is refused.
     2. If more requests come in a period than can be let in, by moving averages, the newest are let in first, otherwise
-       the oldest: under overload somebody must be refused, and who came last has most time left. Priority and fair
-       shares come before age.
+       the oldest: under overload somebody must be refused, and who came last has most time left. Those without a bound
+       keep their places. Priority and fair shares come before age.
     3. They are let in as long as the next step has room. Who needs an adapter that cannot be brought is passed over.
     4. Who is left, and so far behind that at the present rate it would be let in too late, is refused as well.
 
@@ -144,7 +147,7 @@ class Admission:
     little less in each period, until somebody is let in and shows what they are worth.
     """
 
-    def __init__(self, shares: FairShares | None) -> None:
+    def __init__(self, shares: Sequence[FairShares]) -> None:
         self._shares = shares
         self._waiting: dict[str, Tracked] = {}  # in order of arrival
         self._num_arrived = 0
@@ -201,15 +204,18 @@ class Admission:
         refused: list[tuple[Tracked, float]] = []
 
         def in_time(tracked: Tracked, wait_s: float = 0.0) -> bool:
+            if tracked.answer_by is None:
+                return True
             needed_s = wait_s + margin * load.first_answer_s(tracked.new_tokens)
-            if now + needed_s <= tracked.answer_by:  # type: ignore[operator]  # who waits here has a bound
+            if now + needed_s <= tracked.answer_by:
                 return True
             refused.append((tracked, needed_s))
             return False
 
         queue = [tracked for tracked in self._waiting.values() if in_time(tracked)]
         if self.overloaded:
-            queue.reverse()
+            newest = reversed([tracked for tracked in queue if tracked.answer_by is not None])
+            queue = [tracked if tracked.answer_by is None else next(newest) for tracked in queue]
         queue = list(in_turn(queue, self._shares))
         let_in: list[Tracked] = []
         left: list[Tracked] = []

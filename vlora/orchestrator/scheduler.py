@@ -19,7 +19,7 @@ from vlora.orchestrator.policy import Candidate, Decision, Policy, PolicyState
 from vlora.orchestrator.reuse import look_up
 from vlora.orchestrator.stays import Stays
 from vlora.orchestrator.tracked import Tracked
-from vlora.orchestrator.turns import FairShares, in_turn
+from vlora.orchestrator.turns import FairShares, adapter_of, in_turn, tenant_of
 from vlora.types import (
     Batch,
     BatchItem,
@@ -56,7 +56,9 @@ class Scheduler:
 
     max_request_blocks: KV blocks that are always to be had for one request alone, whatever adapters are resident.
     in_place: merged weights are written over W0, so nothing but what is in place is at hand, and going back costs time.
-    weights: for fair shares between adapters, see `FairShares`; none are kept where it is empty.
+    weights, tenant_weights: for fair shares between adapters, and before those between tenants, see `FairShares`; none
+    are kept where it is empty. With shares between tenants everybody waits outside until there is room: among those
+    that are in, whoever starves comes first, and a crowd of one tenant's requests would starve together.
     """
 
     def __init__(
@@ -73,6 +75,7 @@ class Scheduler:
         clock: Callable[[], float],
         in_place: bool = False,
         weights: Mapping[str, float] | None = None,
+        tenant_weights: Mapping[str, float] | None = None,
     ) -> None:
         assert max_step_tokens >= max_batch_size >= 1
         self._policy = policy
@@ -85,8 +88,13 @@ class Scheduler:
         self._cost = cost
         self._clock = clock
         self._in_place = in_place
-        self._shares = FairShares(weights) if weights else None
+        self._shares = [
+            FairShares(given, name_of)
+            for given, name_of in ((weights, adapter_of), (tenant_weights, tenant_of))
+            if given
+        ]
         self._admission = Admission(self._shares)
+        self._all_wait_outside = bool(tenant_weights)
         self._tracked: dict[str, Tracked] = {}  # those that were let in, in order of arrival
         self._arrivals = itertools.count()
         self._num_of: Counter[str] = Counter()  # of those, by adapter
@@ -125,11 +133,11 @@ class Scheduler:
                 f"{self._tables.block_size}; {self._max_request_blocks} are there for one request. Shorten the prompt, "
                 "lower max_tokens, or start the engine with a larger arena_bytes"
             )
-        if self._shares is not None:
-            self._shares.arrived(tracked.adapter)
+        for shares in self._shares:
+            shares.arrived(tracked)
         if request.max_latency_s is not None:
             heapq.heappush(self._bounds, (now + request.max_latency_s, next(self._num_bounds), tracked))
-        if tracked.answer_by is None:
+        if tracked.answer_by is None and not self._all_wait_outside:
             self._let_in(tracked, now)
         else:
             self._admission.add(tracked)
@@ -233,6 +241,7 @@ class Scheduler:
             free_blocks=self._tables.num_free_blocks,
             resident=resident,
             most_adapters=self._most_adapters_in(resident),
+            all_wait_outside=self._all_wait_outside,
         )
         self._judged_s = now
         verdict = self._admission.judge(now, load)
@@ -399,8 +408,8 @@ class Scheduler:
             if item.request_id in result.errors:
                 outputs.append(self._end(tracked, "error", now, error=result.errors[item.request_id]))
                 continue
-            if self._shares is not None:
-                self._shares.serve(item.adapter, item.num_tokens)
+            for shares in self._shares:
+                shares.serve(tracked, item.num_tokens)
             self._computed(tracked, item)
             tracked.last_ran_s = now
             if item.answers:
@@ -475,8 +484,8 @@ class Scheduler:
         )
 
     def _forget(self, tracked: Tracked) -> None:
-        if self._shares is not None:
-            self._shares.ended(tracked.adapter)
+        for shares in self._shares:
+            shares.ended(tracked)
         if self._tracked.pop(tracked.request_id, None) is None:
             self._admission.remove(tracked.request_id)
         elif tracked.adapter is not None:

@@ -49,6 +49,7 @@ class Tracked:
         "request_id",
         "status",
         "steps_by_mode",
+        "tenant",
     )
 
     def __init__(self, request: Request, now: float, chain: TokenChain | None) -> None:
@@ -58,6 +59,7 @@ class Tracked:
         self.is_head = request.head is not None
         self.held = False
         self.priority = request.priority
+        self.tenant = request.tenant
         self.arrival = -1
         self.arrival_s = now
         self.let_in_s = now

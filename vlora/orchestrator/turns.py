@@ -3,38 +3,42 @@ came."""
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from vlora.orchestrator.tracked import Tracked
 
 
 class FairShares:
-    """Weighted fairness between adapters: each has a counter of the tokens it was served, over its weight, and the
-    adapter with the lowest comes first (virtual token counters, VTC; Y. Sheng et al., OSDI 2024, Algorithm 2).
+    """Weighted fairness between those that requests count for: each has a counter of the tokens it was served, over its
+    weight, and the one with the lowest comes first (virtual token counters, VTC; Y. Sheng et al., OSDI 2024, Algorithm
+    2).
 
-    Nothing is held back: where only one adapter has requests it gets all there is. An adapter that comes back starts
-    at what the least served of the others has by then, so that nobody saves up shares while idle.
+    Nothing is held back: where only one has requests it gets all there is. One that comes back starts at what the least
+    served of the others has by then, so that nobody saves up shares while idle.
     """
 
-    def __init__(self, weights: Mapping[str, float]) -> None:
-        """weights: by adapter's name; "*" is for all that are not named, base model included (1 if not given)."""
+    def __init__(self, weights: Mapping[str, float], name_of: Callable[[Tracked], str | None]) -> None:
+        """name_of: whom a request counts for, such as `adapter_of`. weights: by that name; "*" is for all that are not
+        named, None included (1 if not given)."""
+        self._name_of = name_of
         self._weights = weights
         self._served: dict[str | None, float] = {}
         self._unfinished: Counter[str | None] = Counter()
         self._least = 0.0  # what whoever comes next starts at, at least
 
-    def arrived(self, adapter: str | None) -> None:
+    def arrived(self, tracked: Tracked) -> None:
         """Count a request in."""
-        name = _name(adapter)
+        name = self._name_of(tracked)
         if not self._unfinished[name]:
             self._move_least()
             self._served[name] = max(self._served.get(name, 0.0), self._least)
         self._unfinished[name] += 1
 
-    def ended(self, adapter: str | None) -> None:
+    def ended(self, tracked: Tracked) -> None:
         """Count a request out."""
-        name = _name(adapter)
+        name = self._name_of(tracked)
         if self._unfinished[name] == 1:
             self._move_least()
             del self._unfinished[name]
@@ -43,22 +47,21 @@ class FairShares:
         else:
             self._unfinished[name] -= 1
 
-    def serve(self, adapter: str | None, num_tokens: int) -> None:
-        """Put tokens of an unfinished request on its adapter's counter."""
-        name = _name(adapter)
+    def serve(self, tracked: Tracked, num_tokens: int) -> None:
+        """Count tokens of an unfinished request."""
+        name = self._name_of(tracked)
         self._served[name] += num_tokens / self._weight(name)
 
     def starts(self, requests: Sequence[Tracked]) -> list[float]:
-        """Where each request's adapter will stand when its turn comes, if its requests before it are served first."""
-        by_name: dict[str | None, list[float]] = {}  # where the name stands, and how far a token moves it
-        stands: dict[str | None, list[float]] = {}  # the same by adapter: names are not taken apart for each request
+        """Where each one's counter will stand when its turn comes, if those before it of the same name are served
+        first."""
+        stands: dict[str | None, list[float]] = {}  # where the name stands, and how far a token moves it
         found: list[float] = []
         for t in requests:
-            stand = stands.get(t.adapter)
+            name = self._name_of(t)
+            stand = stands.get(name)
             if stand is None:
-                name = _name(t.adapter)
-                stand = by_name.setdefault(name, [self._served[name], 1 / self._weight(name)])
-                stands[t.adapter] = stand
+                stand = stands[name] = [self._served[name], 1 / self._weight(name)]
             found.append(stand[0])
             stand[0] += (t.device_len - t.cached_len) * stand[1]
         return found
@@ -72,22 +75,35 @@ class FairShares:
             self._least = max(self._least, min(self._served[name] for name in self._unfinished))
 
 
-def in_turn(requests: Sequence[Tracked], shares: FairShares | None) -> Sequence[Tracked]:
-    """The requests by priority, within one by fair share, within one as they come."""
+def in_turn(requests: Sequence[Tracked], shares: Sequence[FairShares]) -> Sequence[Tracked]:
+    """The requests by priority, within one by fair shares, within one as they come.
+
+    shares: the last of them counts first, and the others order what it leaves open.
+    """
     ranked = any([tracked.priority for tracked in requests])
     if ranked:
         requests = sorted(requests, key=_rank)
-    if shares is None:
-        return requests
-    starts = shares.starts(requests)
-    requests = [requests[place] for place in sorted(range(len(starts)), key=starts.__getitem__)]
-    return sorted(requests, key=_rank) if ranked else requests
+    for each in shares:
+        starts = each.starts(requests)
+        requests = [requests[place] for place in sorted(range(len(starts)), key=starts.__getitem__)]
+    return sorted(requests, key=_rank) if ranked and shares else requests
+
+
+def tenant_of(tracked: Tracked) -> str | None:
+    """On whose behalf a request came."""
+    return tracked.tenant
+
+
+@functools.lru_cache(maxsize=4096)
+def _name(adapter: str | None) -> str | None:
+    return None if adapter is None else adapter.rpartition("@")[0] or adapter
+
+
+def adapter_of(tracked: Tracked) -> str | None:
+    """The name of a request's adapter. Inside the engine an adapter is known as name@version; all versions of a name
+    share."""
+    return _name(tracked.adapter)
 
 
 def _rank(tracked: Tracked) -> int:
     return -tracked.priority
-
-
-def _name(adapter: str | None) -> str | None:
-    """Inside the engine an adapter is known as name@version; all versions of a name share."""
-    return None if adapter is None else adapter.rpartition("@")[0] or adapter

@@ -37,6 +37,7 @@ class Ask(Protocol):
         *,
         max_latency_s: float | None,
         priority: int,
+        tenant: str | None,
     ) -> HeadResult: ...
 
 
@@ -56,10 +57,18 @@ class _Frame(NamedTuple):
 class FrameStream:
     """Belongs to one event loop. Of sends, and of pulls, one waits at a time: a later one takes over."""
 
-    def __init__(self, ask: Ask, options: StreamOptions, num_images: int, seen: Seen | None = None) -> None:
+    def __init__(
+        self,
+        ask: Ask,
+        options: StreamOptions,
+        num_images: int,
+        seen: Seen | None = None,
+        tenant: str | None = None,
+    ) -> None:
         self._ask = ask
         self.options = options
         self._seen = seen
+        self._tenant = tenant
         self.num_answered = self.num_dropped = self.num_failed = 0
         self.last_result: FrameResult | None = None
         self._num_images = num_images
@@ -233,6 +242,7 @@ class FrameStream:
                     self.options.head,
                     max_latency_s=left,
                     priority=self.options.priority,
+                    tenant=self._tenant,
                 )
         except TimeoutError:
             self._finish(frame, error=DeadlineMissed(f"the frame was not answered within the stream's {bound:g} s"))

@@ -83,11 +83,12 @@ class FrontEnd:
         max_latency_s: float | None = None,
         max_ttft_s: float | None = None,
         priority: int = 0,
+        tenant: str | None = None,
     ) -> AsyncIterator[str | Answer]:
         """Pieces of text as they become certain, then the whole Answer. Closing the iterator early cancels the request.
 
         prompt: a question (the images go before it) or whole messages. images: encoded bytes or URLs, in order.
-        max_latency_s, max_ttft_s, priority: as of `Request`.
+        max_latency_s, max_ttft_s, priority, tenant: as of `Request`.
         Raises BadRequest's kinds for a request that is wrong, OverCapacity, DeadlineMissed, DeadlineUnreachable,
         StepFailed, EngineDead.
         """
@@ -99,6 +100,7 @@ class FrontEnd:
             max_latency_s=max_latency_s,
             max_ttft_s=max_ttft_s,
             priority=priority,
+            tenant=tenant,
         )
         async with contextlib.aclosing(choices):
             async for _, part in choices:
@@ -118,6 +120,7 @@ class FrontEnd:
         max_latency_s: float | None = None,
         max_ttft_s: float | None = None,
         priority: int = 0,
+        tenant: str | None = None,
     ) -> AsyncGenerator[tuple[int, Piece | Answer], None]:
         """As `generate`, several answers to one prompt side by side: each part with its choice's number.
 
@@ -140,6 +143,7 @@ class FrontEnd:
                     max_latency_s=max_latency_s,
                     max_ttft_s=max_ttft_s,
                     priority=priority,
+                    tenant=tenant,
                 )
                 for choice in range(num_choices)
             ]
@@ -156,6 +160,7 @@ class FrontEnd:
         *,
         max_latency_s: float | None = None,
         priority: int = 0,
+        tenant: str | None = None,
     ) -> HeadResult:
         """One pass through a task head, with the question it was trained on.
 
@@ -177,6 +182,7 @@ class FrontEnd:
                 head=head,
                 max_latency_s=max_latency_s,
                 priority=priority,
+                tenant=tenant,
             )
             async with self._outputs(request, clock) as outputs:
                 *_, output = [output async for output in outputs]

@@ -25,7 +25,7 @@ from vlora.server.console.routes import add_console
 from vlora.server.frontend import FrontEnd
 from vlora.server.head_answers import head_form
 from vlora.server.http_errors import ErrorBody, error_body, handle_errors
-from vlora.server.http_guard import ADMIN_PATHS, guarded
+from vlora.server.http_guard import ADMIN_PATHS, guarded, tenant
 from vlora.server.text import Piece
 from vlora.types import AdapterStatus
 
@@ -130,6 +130,7 @@ def _asking(app: FastAPI, front_end: FrontEnd, model: str) -> None:
             max_latency_s=body.max_latency_s,
             max_ttft_s=body.max_ttft_s,
             priority=body.priority,
+            tenant=tenant(request),
         )
         head = {"id": f"chatcmpl-{uuid.uuid4().hex}", "created": int(time.time()), "model": body.model}
         form = Completion(head, logprobs=body.logprobs)
@@ -145,7 +146,14 @@ def _asking(app: FastAPI, front_end: FrontEnd, model: str) -> None:
     @app.post("/v1/heads/{adapter}/{head}")
     async def ask_head(adapter: str, head: str, body: HeadRequest, request: Request) -> dict[str, Any]:
         """Ask a task head, which answers in one pass and brings its own question."""
-        asked = front_end.ask_head(body.images, adapter, head, max_latency_s=body.max_latency_s, priority=body.priority)
+        asked = front_end.ask_head(
+            body.images,
+            adapter,
+            head,
+            max_latency_s=body.max_latency_s,
+            priority=body.priority,
+            tenant=tenant(request),
+        )
         return head_form(await _unless_disconnected(request, asked))
 
 

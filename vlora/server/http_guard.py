@@ -7,9 +7,10 @@ import urllib.parse
 from fastapi.security.utils import get_authorization_scheme_param
 from starlette.datastructures import Headers
 from starlette.middleware.trustedhost import TrustedHostMiddleware
+from starlette.requests import HTTPConnection
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from vlora.config import LOOPBACK_HOSTS, ServerConfig
+from vlora.config import LOOPBACK_HOSTS, ServerConfig, Token
 from vlora.errors import Forbidden, OverCapacity, TooLarge, VLoraError
 from vlora.server.access import Access
 from vlora.server.budget import ByteBudget
@@ -20,7 +21,6 @@ from vlora.server.metrics import Metrics
 ADMIN_PATHS = "/v1/adapters"
 OPEN_PATHS = frozenset({"/health", "/ready"}) | CONSOLE_FILES.keys()
 """What a load balancer asks, which has no token, and the console's page, where a token is typed in."""
-
 
 _FIELDS = 20_000  # room for the structure of a body, beside the commas in its text
 
@@ -33,6 +33,12 @@ def guarded(app: ASGIApp, access: Access, metrics: Metrics, held: ByteBudget, co
     # Without tokens the address is the only guard: a web page may not reach it under a name of its own.
     app = _OriginCheck(app, metrics)
     return TrustedHostMiddleware(app, allowed_hosts=[*LOOPBACK_HOSTS, "[::1]"], www_redirect=False)
+
+
+def tenant(request: HTTPConnection) -> str | None:
+    """Whose token a request showed; None where the server has none."""
+    caller: Token | None = getattr(request.state, "caller", None)
+    return None if caller is None else caller.name
 
 
 class _TokenCheck:

@@ -54,6 +54,7 @@ class VLoraService(rpyc.Service):
         self._access = access
         self._peer = peer
         self._token: str | None = None
+        self._tenant: str | None = None
         self._known = not access.required
         if self._known:
             peer.trust()
@@ -75,8 +76,9 @@ class VLoraService(rpyc.Service):
 
         async def work() -> Hello:
             token = _checked("token", args[0] if args else None, str | None)
-            self._access.check(token)
+            found = self._access.check(token)
             self._token, self._known = token, True
+            self._tenant = None if found is None else found.name
             self._peer.trust()
             limit = self._front_end.config.max_message_bytes
             # A message is its images and a little around them.
@@ -141,6 +143,7 @@ class VLoraService(rpyc.Service):
                 _checked("head", head, str),
                 max_latency_s=_checked("max_latency_s", max_latency_s, float | None),
                 priority=_checked("priority", priority, int),
+                tenant=self._tenant,
             )
 
         return self._run(work, call_id=args[:1])
@@ -321,6 +324,7 @@ class VLoraService(rpyc.Service):
             max_latency_s=_checked("max_latency_s", max_latency_s, float | None),
             max_ttft_s=_checked("max_ttft_s", max_ttft_s, float | None),
             priority=_checked("priority", priority, int),
+            tenant=self._tenant,
         )
 
     def _frames_owner(self) -> Token | None:

@@ -49,8 +49,9 @@ class Streams:
                 f"{len(self._open)} streams are open, which is this server's limit; close some, or try again later"
             )
         stream_id = secrets.token_urlsafe(_ID_BYTES)
+        tenant = None if owner is None else owner.name
         last = LastFrame(self._config)
-        self._open[stream_id] = FrameStream(self._ask, options, num_images, last.show), owner
+        self._open[stream_id] = FrameStream(self._ask, options, num_images, last.show, tenant), owner
         self._num_opened += 1
         self._watched[stream_id] = WatchedStream(self._num_opened, *self._open[stream_id], last)
         self._users[stream_id] = {user}
