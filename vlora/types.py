@@ -276,7 +276,10 @@ class Batch(msgspec.Struct, frozen=True):
 
 
 class StepResult(msgspec.Struct, frozen=True, kw_only=True):
-    """What one step brought: a token or a head's answer per answering request, errors for those that failed alone."""
+    """What one step brought: a token or a head's answer per answering request, errors for those that failed alone.
+
+    in_place: merged weights are written over W0, so nothing but what is in place is at hand, and going back costs time.
+    """
 
     tokens: dict[str, int] = {}
     scores: dict[str, TokenScore] = {}
@@ -285,6 +288,7 @@ class StepResult(msgspec.Struct, frozen=True, kw_only=True):
     step_s: float = 0.0
     switch_s: float = 0.0
     switched: bool = False
+    in_place: bool = False
 
 
 class MemoryView(msgspec.Struct, frozen=True, kw_only=True):

@@ -122,6 +122,26 @@ def test_a_cold_adapter_never_stalls_the_running_batch(
     assert status.loaded and status.version and status.resident
 
 
+def test_what_waits_to_be_let_in_is_read_meanwhile_and_not_brought(
+    folders: dict[str, str], prompt: Prompt, answers: dict[str | None, list[int]], background: OnDemand
+) -> None:
+    config = EngineConfig(model=FAMILY, arena_bytes=64 * 2**20, max_context=256, block_size=8, max_batch_size=1)
+    engine = Engine(config, model=build_model(FAMILY), executor=background)
+    engine.register_adapters(folders)
+    engine.add(ask(prompt, "inside", None, max_ttft_s=1e6))
+    outputs = steps(engine, 2)
+    engine.add(ask(prompt, "outside", "wide8", max_ttft_s=1e6))
+    engine.add(ask(prompt, "behind", "narrow4", max_ttft_s=1e6))
+    outputs += steps(engine, 2)
+    assert not ends(outputs) and not engine._scheduler.needed_adapters, "one at a time is let in here"
+    assert background.run() and background.run() and not background.waiting, "both were to be read, and nothing else"
+    outputs += steps(engine, 1)
+    assert [s.loaded for s in engine.adapters() if s.name in ("narrow4", "wide8")] == [True, True]
+    assert not engine._bank.resident and not engine._bank.arriving
+    outputs += finish(engine, background)
+    assert tokens(outputs, "outside") == answers["wide8"] and tokens(outputs, "behind") == answers["narrow4"]
+
+
 def test_the_most_wanted_adapters_are_read_first(folders: dict[str, str], prompt: Prompt, background: OnDemand) -> None:
     now = 0.0
     config = EngineConfig(model=FAMILY, arena_bytes=64 * 2**20, max_context=256)

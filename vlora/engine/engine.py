@@ -139,7 +139,6 @@ class Engine:
             eos_ids=seam.eos_ids,
             cost=CostModel(),
             clock=clock,
-            in_place=self._switcher.in_place,
             weights=config.weights,
             tenant_weights=config.tenant_weights,
         )
@@ -413,6 +412,8 @@ class Engine:
 
     def _bring_adapters(self) -> None:
         bring_wanted(self._scheduler, self._residency, self._bring)
+        for key in self._scheduler.adapters_outside():
+            self._registry.fetch(key)  # into host memory only: whether its requests are let in nobody knows yet
         gone = self._switcher.merged_key
         if gone is not None and gone not in self._bank.resident:
             self._switcher.forget(gone)

@@ -108,6 +108,7 @@ class ModelRunner:
             step_s=time.perf_counter() - started - switch_s,
             switch_s=switch_s,
             switched=switched,
+            in_place=self._switcher.in_place,
         )
 
     # -- before the first forward -----------------------------------------------------------------------------------

@@ -55,7 +55,6 @@ class Scheduler:
     fair shares order those that do not starve.
 
     max_request_blocks: KV blocks that are always to be had for one request alone, whatever adapters are resident.
-    in_place: merged weights are written over W0, so nothing but what is in place is at hand, and going back costs time.
     weights, tenant_weights: for fair shares between adapters, and before those between tenants, see `FairShares`; none
     are kept where it is empty. With shares between tenants everybody waits outside until there is room: among those
     that are in, whoever starves comes first, and a crowd of one tenant's requests would starve together.
@@ -73,7 +72,6 @@ class Scheduler:
         eos_ids: frozenset[int],
         cost: CostModel,
         clock: Callable[[], float],
-        in_place: bool = False,
         weights: Mapping[str, float] | None = None,
         tenant_weights: Mapping[str, float] | None = None,
     ) -> None:
@@ -87,7 +85,6 @@ class Scheduler:
         self._eos_ids = eos_ids
         self._cost = cost
         self._clock = clock
-        self._in_place = in_place
         self._shares = [
             FairShares(given, name_of)
             for given, name_of in ((weights, adapter_of), (tenant_weights, tenant_of))
@@ -167,6 +164,10 @@ class Scheduler:
     def needed_adapters(self) -> Set[str]:
         """Adapters that requests need; of those that wait to be let in nobody knows yet whether they ever run."""
         return self._num_of.keys()
+
+    def adapters_outside(self) -> Set[str]:
+        """Adapters of requests that wait to be let in, in order of arrival."""
+        return dict.fromkeys(t.adapter for t in self._admission.waiting if t.adapter is not None).keys()
 
     def waiting_adapters(self) -> tuple[str, ...]:
         """The needed adapters, the one with the highest credit first."""
@@ -445,11 +446,11 @@ class Scheduler:
     def _learn_costs(self, batch: Batch, result: StepResult) -> None:
         merged = self._merged_adapter = batch.merged_adapter
         if result.switched:
-            if merged is None and self._in_place:
+            if merged is None and result.in_place:
                 self._cost.observe_back(result.switch_s)
             elif merged is not None and merged != self._shadow_adapter:
                 self._cost.observe_switch(result.switch_s)
-                self._shadow_adapter = None if self._in_place else merged
+                self._shadow_adapter = None if result.in_place else merged
         if result.step_s > 0 and not result.errors:
             lanes = [_num_lanes(item.adapter, merged) for item in batch.items]
             lane_tokens = sum(item.num_tokens * each for item, each in zip(batch.items, lanes, strict=True))

@@ -65,7 +65,14 @@ class Machine:
                 heads[item.request_id] = _ANSWER
         step_s = self._costs.step_s(num_tokens, lane_tokens, lanes, context)
         self._clock.now += step_s + switch_s
-        return StepResult(tokens=tokens, heads=heads, step_s=step_s, switch_s=switch_s, switched=switched)
+        return StepResult(
+            tokens=tokens,
+            heads=heads,
+            step_s=step_s,
+            switch_s=switch_s,
+            switched=switched,
+            in_place=self._costs.back_s > 0,
+        )
 
 
 def read_costs(path: Path) -> tuple[Costs, float]:

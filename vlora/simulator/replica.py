@@ -85,7 +85,6 @@ class Replica:
             eos_ids=frozenset(),
             cost=CostModel(),
             clock=self.clock,
-            in_place=box.costs.back_s > 0,
             weights=box.settings().weights,
         )
         self._view = MemoryView(resident=frozenset(), mergeable=frozenset())
