@@ -21,6 +21,7 @@ from vlora.orchestrator import (
     PolicyState,
     Scheduler,
     bring_wanted,
+    give_way_to_kv,
 )
 from vlora.simulator.loader import Loader
 from vlora.types import (
@@ -345,6 +346,7 @@ class Simulation:
         pages = self.machine.adapters
         self.loader.collect()
         bring_wanted(self.scheduler, self.residency, lambda name: self.loader.bring(name, pages[name]))
+        give_way_to_kv(self.scheduler, self.residency, self.runner.merged)
         self.residency.drain_evicted()
 
 

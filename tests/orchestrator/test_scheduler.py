@@ -460,3 +460,37 @@ def test_theta_is_never_below_two_of_the_longest_steps() -> None:
     for _ in range(10):
         simulation.step()
     assert simulation.watched.theta_s == pytest.approx(2.0, rel=0.01), "steps take one second"
+
+
+# -- adapters and KV share one memory ---------------------------------------------------------------------------------
+
+
+def test_adapters_that_nobody_needs_leave_before_anybody_is_preempted() -> None:
+    """Twelve pages of one block each, half of them full of adapters, of which one is needed."""
+    machine = Machine(
+        num_pages=12, block_size=4, max_adapter_pages=6, adapters={"cold": 2, "warm": 2, "used": 2}, theta_s=10.0
+    )
+    simulation = Simulation(machine)
+    for name, pages in machine.adapters.items():
+        simulation.residency.bring(name, pages)
+    simulation.add(
+        make_request("r1", "used", prompt=8, max_tokens=8), make_request("r2", "used", prompt=8, max_tokens=8)
+    )
+    simulation.step()
+    assert simulation.residency.resident == {"cold", "warm", "used"}, "four blocks are there for two prompts"
+    simulation.run()
+    assert simulation.scheduler.stats("m").num_preemptions == 0
+    assert simulation.residency.resident == {"warm", "used"}, "the one used longest ago, and no more than it takes"
+
+
+def test_what_requests_need_and_what_is_merged_stays() -> None:
+    machine = Machine(num_pages=8, block_size=4, max_adapter_pages=4, adapters={"a": 2, "b": 2}, theta_s=10.0)
+    simulation = Simulation(machine)
+    for name, pages in machine.adapters.items():
+        simulation.residency.bring(name, pages)
+    simulation.add(make_request("r1", "a", prompt=8, max_tokens=8), make_request("r2", "b", prompt=8, max_tokens=8))
+    simulation.run()
+    assert simulation.scheduler.stats("m").num_preemptions > 0
+    assert simulation.residency.resident == {"a", "b"}
+    simulation.residency.yield_blocks(8, kept={"a"})
+    assert simulation.residency.resident == {"a"}

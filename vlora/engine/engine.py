@@ -45,7 +45,7 @@ from vlora.models.shadow import ShadowSwitcher
 from vlora.models.slabs import WeightSlabs
 from vlora.models.switcher import ModeSwitcher, merge_fidelity
 from vlora.models.vision import VisionEncoder
-from vlora.orchestrator import CostModel, Scheduler, bring_wanted, make_policy, pin_in_use
+from vlora.orchestrator import CostModel, Scheduler, bring_wanted, give_way_to_kv, make_policy, pin_in_use
 from vlora.types import (
     AdapterStatus,
     EngineStats,
@@ -412,6 +412,8 @@ class Engine:
 
     def _bring_adapters(self) -> None:
         bring_wanted(self._scheduler, self._residency, self._bring)
+        give_way_to_kv(self._scheduler, self._residency, self._switcher.merged_key)
+        self._bank.forget_evicted()
         for key in self._scheduler.adapters_outside():
             self._registry.fetch(key)  # into host memory only: whether its requests are let in nobody knows yet
         gone = self._switcher.merged_key

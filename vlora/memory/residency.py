@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter, OrderedDict
-from collections.abc import Iterable
+from collections.abc import Iterable, Set
 
 from vlora.memory.books import ArenaBooks, Run
 from vlora.memory.relocation import Plan, plan_room
@@ -77,6 +77,16 @@ class Residency:
         """Names whose run is another one since the last call; their content lies there already."""
         moved, self._moved = tuple(self._moved), []
         return moved
+
+    def yield_blocks(self, num_blocks: int, kept: Set[str | None]) -> None:
+        """Free up to so many more KV blocks: adapters leave that are neither pinned nor kept, least recently used
+        first. Names evicted are in `drain_evicted()`."""
+        wanted = self.books.num_free_blocks + num_blocks
+        for name in [name for name in self._runs if name not in kept and not self._pins[name]]:
+            if self.books.num_free_blocks >= wanted:
+                break
+            self.drop(name)
+            self._evicted.append(name)
 
     def reserve(self, num_pages: int) -> Run | None:
         """Pages of the adapters' share for something made from them, such as a packed copy. Never evicts."""

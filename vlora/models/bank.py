@@ -109,8 +109,7 @@ class AdapterBank:
         if run is None and self._packed is not None:
             self._unpack()
             run = self._residency.bring(key, num_pages)
-        for evicted in self._residency.drain_evicted():
-            self._forget(evicted)
+        self.forget_evicted()
         for moved in self._residency.drain_moved():
             self._follow(moved)
         if run is None:
@@ -124,6 +123,11 @@ class AdapterBank:
         if copy.done() and copy.exception() is None:
             self.settle(key)
         return True
+
+    def forget_evicted(self) -> None:
+        """Let go of adapters whose pages were taken."""
+        for evicted in self._residency.drain_evicted():
+            self._forget(evicted)
 
     def settle(self, key: str) -> None:
         """Wait until an adapter that is on its way is resident. Raises what went wrong; its pages are free then."""

@@ -9,7 +9,7 @@ from vlora.orchestrator.cost import CostModel, Costs
 from vlora.orchestrator.policy import Candidate, Decision, Policy, PolicyState
 from vlora.orchestrator.registry import POLICIES, make_policy
 from vlora.orchestrator.scheduler import Scheduler
-from vlora.orchestrator.wanted import bring_wanted, pin_in_use
+from vlora.orchestrator.wanted import bring_wanted, give_way_to_kv, pin_in_use
 
 __all__ = [
     "POLICIES",
@@ -22,6 +22,7 @@ __all__ = [
     "PolicyState",
     "Scheduler",
     "bring_wanted",
+    "give_way_to_kv",
     "make_policy",
     "pin_in_use",
 ]

@@ -185,6 +185,20 @@ class Scheduler:
         credits = self._credits(tracked, self._clock(), self._merged_adapter)
         return heapq.nlargest(most, zip(tracked, credits, strict=True), key=lambda pair: pair[1])
 
+    def blocks_short(self) -> int:
+        """How many more KV blocks than there are free the next step would use if those under way ran, and beside them
+        the oldest of those that wait."""
+        under_way = [self._tracked[holder] for holder in self._tables.holders]
+        waiting = (t for t in self._tracked.values() if t.status is RequestStatus.WAITING)
+        left, wanted = self._max_step_tokens, 0
+        for tracked in itertools.islice(itertools.chain(under_way, waiting), self._max_batch_size):
+            tokens = min(tracked.new_tokens, left)
+            left -= tokens
+            held = len(self._tables.table(tracked.request_id))
+            if tokens:
+                wanted += max(0, self._tables.blocks_for(tracked.cached_len + tokens) - held)
+        return max(0, wanted - self._tables.num_free_blocks)
+
     def adapters_in_use(self) -> frozenset[str]:
         """Adapters that must stay in memory: evicting one stalls requests that hold KV blocks.
 

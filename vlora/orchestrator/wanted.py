@@ -28,6 +28,16 @@ def bring_wanted(scheduler: Scheduler, residency: Residency, bring: Callable[[st
         residency.unpin(name)
 
 
+def give_way_to_kv(scheduler: Scheduler, residency: Residency, merged: str | None) -> None:
+    """Where the next step is short of KV blocks, adapters leave that no request needs: bringing one back costs less
+    than computing a request's KV again. To be called after `bring_wanted`, which knows who is wanted.
+
+    merged: an adapter whose weights are in place, which stays.
+    """
+    if num_blocks := scheduler.blocks_short():
+        residency.yield_blocks(num_blocks, kept={*scheduler.needed_adapters, merged})
+
+
 def pin_in_use(scheduler: Scheduler, residency: Residency) -> list[str]:
     """Keep what requests under way need from being evicted; which adapters these are, for the caller to unpin."""
     pinned = [name for name in scheduler.adapters_in_use() if name in residency.resident]

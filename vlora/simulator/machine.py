@@ -34,7 +34,7 @@ class Machine:
         self._clock = clock
         self._costs = costs
         self._move_s = move_s
-        self._merged: str | None = None
+        self.merged: str | None = None
         self._shadow: str | None = None
 
     def copy(self, first_page: int, target: int, num_pages: int) -> None:
@@ -43,7 +43,7 @@ class Machine:
 
     def run(self, batch: Batch) -> StepResult:
         merged = batch.merged_adapter
-        switched, self._merged = merged != self._merged, merged
+        switched, self.merged = merged != self.merged, merged
         switch_s = 0.0
         if switched and merged is None:
             switch_s = self._costs.back_s

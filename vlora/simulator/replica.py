@@ -9,7 +9,7 @@ from vlora.config import EngineConfig
 from vlora.errors import BadConfig
 from vlora.memory.books import ArenaBooks, BlockTables
 from vlora.memory.residency import Residency
-from vlora.orchestrator import CostModel, Costs, Scheduler, bring_wanted, make_policy
+from vlora.orchestrator import CostModel, Costs, Scheduler, bring_wanted, give_way_to_kv, make_policy
 from vlora.simulator.arrivals import Arrival
 from vlora.simulator.loader import Loader
 from vlora.simulator.machine import Clock, Machine
@@ -135,6 +135,7 @@ class Replica:
         self._loader.collect()
         self.scheduler.admit(self._loader.resident | self._loader.arriving)
         bring_wanted(self.scheduler, self._residency, lambda name: self._loader.bring(name, 1))
+        give_way_to_kv(self.scheduler, self._residency, self._machine.merged)
         self._residency.drain_evicted()
         resident, arriving = self._loader.resident, self._loader.arriving
         if resident is not self._view.resident or arriving is not self._view.loading:
