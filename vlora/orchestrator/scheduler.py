@@ -188,7 +188,7 @@ class Scheduler:
     def blocks_short(self) -> int:
         """How many more KV blocks than there are free the next step would use if those under way ran, and beside them
         the oldest of those that wait. What the prefix cache has of these is not counted: others may use it already."""
-        under_way = [self._tracked[holder] for holder in self._tables.holders]
+        under_way = [t for t in self._tracked.values() if t.status is RequestStatus.RUNNING]
         waiting = (t for t in self._tracked.values() if t.status is RequestStatus.WAITING)
         left, wanted = self._max_step_tokens, 0
         for tracked in itertools.islice(itertools.chain(under_way, waiting), self._max_batch_size):
