@@ -27,7 +27,7 @@ class SmallVocabulary(ByteProcessor):
     """Bytes as ids that any model has."""
 
     def encode(self, prompt: str, images: Sequence[Any] = ()) -> Encoded:
-        return Encoded(tuple(3 + byte % 32 for byte in prompt.encode()), ())
+        return Encoded(tuple(3 + byte % 32 for byte in prompt.encode()), (), ())
 
 
 def finished_by_the_crowd_when_the_guest_is_answered(tenant_weight: tuple[str, ...]) -> int:
