@@ -13,20 +13,24 @@ from fusion.teachers.classifier import classified
 from fusion.teachers.protocol import Clip, Labelled
 
 
-def load_estimator(file: Path) -> Any:
-    """skops, or whatever joblib reads; the latter runs code. Raises ValueError for what cannot be read."""
+def load_estimator(file: Path, allow_code: bool) -> Any:
+    """skops, or whatever joblib reads; the latter runs code. Of skops files only types that skops knows no harm of,
+    without allow_code. Raises ValueError for what cannot be read."""
     try:
         if file.suffix == ".skops":
             import skops.io
 
-            return skops.io.load(file, trusted=[])
+            unknown = skops.io.get_untrusted_types(file=file)
+            if unknown and not allow_code:
+                raise ValueError(f"{', '.join(unknown)} may do harm; set `allow_code: true` if you trust it")
+            return skops.io.load(file, trusted=unknown)
         import joblib
 
         return joblib.load(file)
     except ImportError as error:
         raise ValueError(f"{file} needs {error.name}; install it with pip install 'vlora[teachers]'") from error
     except Exception as error:  # both raise whatever their content makes them raise
-        raise ValueError(f"{file} cannot be loaded: {type(error).__name__}: {error}") from error
+        raise ValueError(f"{file} cannot be loaded: {error}") from error
 
 
 class Estimator:

@@ -53,7 +53,7 @@ def _open(plan: TeacherPlan, task: str) -> Teacher:
         case HogTeacher():
             return _find(plan, People(plan.label), task)
         case SklearnTeacher(file=file):
-            return Estimator(load_estimator(file), file.name, plan.size, plan.labels)
+            return Estimator(load_estimator(file, plan.allow_code), file.name, plan.size, plan.labels)
         case TorchTeacher(file=file):
             return ModuleClassifier(load_module(file, plan.module), file.name, plan.labels, _sizes(plan))
         case OnnxTeacher():

@@ -236,14 +236,14 @@ def test_a_video_cut_short_is_one_line_too(address: str, video: str, tmp_path: P
     assert done.stderr == f"error: cannot read video {str(broken)!r}: it is no video this machine can decode\n"
 
 
-def test_several_mistakes_of_a_plan_stay_on_one_line(vlora_command: Vlora, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_several_mistakes_of_a_plan_have_a_line_each(vlora_command: Vlora, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*args: object, **options: object) -> None:
         raise BadPlan("plan.yaml, line 3, field `a`: is missing\nplan.yaml, line 9, field `b`: no such field")
 
     monkeypatch.setattr("fusion.commands.fuse", refuse)
     code, _, err = vlora_command("fuse", "plan.yaml", "--out", "x")
     assert code == 2 and err == (
-        "error: plan.yaml, line 3, field `a`: is missing; plan.yaml, line 9, field `b`: no such field\n"
+        "error: plan.yaml, line 3, field `a`: is missing\nerror: plan.yaml, line 9, field `b`: no such field\n"
     )
 
 

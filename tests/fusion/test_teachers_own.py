@@ -1,0 +1,462 @@
+"""Teachers of the user's own: small real models of every kind label what has no labels; code runs only if allowed."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import cv2
+import joblib
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import nn
+
+from fusion.data.items import NamedBox
+from fusion.data.load import DomainData, load_domains
+from fusion.mistakes import Mistakes, PlanText
+from fusion.plan import DomainPlan, read_plan_file
+from fusion.teachers.boxes import FromBoxes
+from fusion.teachers.classifier import classified
+from fusion.teachers.function import Function
+from fusion.teachers.opening import open_teacher
+from fusion.teachers.protocol import Teacher
+from tests.fusion.made import video, write_plan
+from vlora.errors import BadPlan
+
+DARK, BRIGHT = 30, 220
+PLAN = "data: {format: unlabelled, path: pictures}\n"
+
+
+def shades(folder: Path, count: int = 10) -> None:
+    """Pictures of one grey each, half of them dark; the file's name tells its shade."""
+    folder.mkdir()
+    for number in range(count):
+        for shade in (DARK + number, BRIGHT - number):
+            cv2.imwrite(str(folder / f"{shade}.png"), np.full((40, 40, 3), shade, np.uint8))
+
+
+def teach(tmp_path: Path, teacher: str, task: str = "classification", more: str = "") -> DomainData:
+    if not (tmp_path / "pictures").exists():
+        shades(tmp_path / "pictures")
+    plan = write_plan(tmp_path, f"{PLAN}task: {task}\nteacher: {teacher}{more}")
+    (data,) = load_domains(read_plan_file(plan)).values()
+    return data
+
+
+def refused(tmp_path: Path, teacher: str, task: str = "classification") -> str:
+    with pytest.raises(BadPlan) as caught:
+        teach(tmp_path, teacher, task)
+    return str(caught.value)
+
+
+def all_right(data: DomainData, num: int = 20) -> bool:
+    samples = [sample for part in data.splits.parts.values() for sample in part]
+    said = {sample.frames.file.stem: data.splits.labels[sample.target] for sample in samples}  # type: ignore[attr-defined, index]
+    return len(said) == num and all(
+        (label == "bright") == (int(stem) > 127) and label in ("bright", "dark") for stem, label in said.items()
+    )
+
+
+class Brightness(nn.Module):
+    """Logits of dark and bright from pictures [n, 3, h, w] of 0 to 1."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 2)
+        with torch.no_grad():
+            self.linear.weight.copy_(torch.tensor([[-4.0] * 3, [4.0] * 3]))
+            self.linear.bias.copy_(torch.tensor([6.0, -6.0]))
+
+    def forward(self, pixels: torch.Tensor) -> torch.Tensor:
+        return self.linear(pixels.mean((2, 3)))
+
+
+# -- what can run code ------------------------------------------------------------------------------------------------
+
+
+def explode(*_: object) -> None:
+    raise AssertionError("code was run that nobody allowed")
+
+
+class Trap:
+    def __reduce__(self) -> tuple[Any, tuple[str]]:
+        return explode, ("now",)
+
+
+@pytest.mark.parametrize(
+    ("teacher", "field"),
+    [
+        ("{kind: sklearn, file: trap, size: 8}", "file"),
+        ("{kind: torch, file: trap, labels: [a, b], size: 8}", "file"),
+        (
+            "{kind: torch, file: trap, labels: [a, b], size: 8, module: 'tests.fusion.test_teachers_own:explode'}",
+            "file",
+        ),
+        ("{kind: callable, function: 'tests.fusion.test_teachers_own:explode'}", "function"),
+    ],
+)
+def test_code_is_refused_unless_allowed(tmp_path: Path, teacher: str, field: str) -> None:
+    (tmp_path / "trap").write_bytes(pickle.dumps(Trap()))
+    told = refused(tmp_path, teacher)
+    assert f"line 7, field `domains[0].teacher.{field}`" in told and "set `allow_code: true`" in told
+
+
+def test_a_pickle_that_is_allowed_does_run(tmp_path: Path) -> None:
+    """What the refusal is good for: the trap is real."""
+    (tmp_path / "trap").write_bytes(pickle.dumps(Trap()))
+    assert "code was run" in refused(tmp_path, "{kind: sklearn, file: trap, size: 8, allow_code: true}")
+
+
+def test_pretrained_weights_that_are_no_safetensors_are_refused(tmp_path: Path) -> None:
+    folder = image_classifier(tmp_path / "vit")
+    state = {name: value for name, value in vit().state_dict().items()}
+    (folder / "model.safetensors").unlink()
+    torch.save(state, folder / "pytorch_model.bin")
+    assert "field `domains[0].teacher.path`" in refused(tmp_path, "{kind: transformers, path: vit}")
+    allowed = teach(tmp_path, "{kind: transformers, path: vit, allow_code: true}", "captioning")
+    assert {sample.target for sample in allowed.splits.train} <= {"LABEL_A", "LABEL_B"}
+
+
+# -- one of each ------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def forest(tmp_path: Path) -> Any:
+    from sklearn.tree import DecisionTreeClassifier
+
+    rng = np.random.default_rng(0)
+    shades = rng.random((200, 1)).repeat(16, 1)
+    return DecisionTreeClassifier(max_depth=1).fit(shades, np.where(shades[:, 0] > 0.5, "bright", "dark"))
+
+
+def test_an_estimator(tmp_path: Path, forest: Any) -> None:
+    joblib.dump(forest, tmp_path / "tree.joblib")
+    data = teach(tmp_path, "{kind: sklearn, file: tree.joblib, size: 4, allow_code: true}")
+    assert all_right(data) and data.teaching is not None and data.teaching.score == 1
+    told = refused(tmp_path, "{kind: sklearn, file: tree.joblib, size: 5, allow_code: true}")
+    assert "takes 16 features, but size 5 makes 25" in told
+
+
+def test_an_estimator_in_a_file_that_cannot_run_code(tmp_path: Path, forest: Any) -> None:
+    skops = pytest.importorskip("skops.io")
+    from sklearn.linear_model import LogisticRegression
+
+    shades = np.linspace(0, 1, 50)[:, None].repeat(16, 1)
+    linear = LogisticRegression(C=100).fit(shades, np.where(shades[:, 0] > 0.5, "bright", "dark"))
+    skops.dump(linear, tmp_path / "linear.skops")
+    assert all_right(teach(tmp_path, "{kind: sklearn, file: linear.skops, size: 4}"))
+    # Of trees skops itself says that a file made for it could crash the process.
+    skops.dump(forest, tmp_path / "tree.skops")
+    assert "allow_code" in refused(tmp_path, "{kind: sklearn, file: tree.skops, size: 4}")
+    assert all_right(teach(tmp_path, "{kind: sklearn, file: tree.skops, size: 4, allow_code: true}"))
+
+
+@pytest.mark.parametrize("form", ("script", "export", "weights"))
+def test_a_torch_module(tmp_path: Path, form: str) -> None:
+    module, example = Brightness().eval(), torch.zeros(1, 3, 16, 16)
+    builder = ""
+    if form == "script":
+        torch.jit.trace(module, example).save(str(tmp_path / "net"))
+    elif form == "export":
+        torch.export.save(torch.export.export(module, (example,)), tmp_path / "net.pt2")
+    else:
+        save_file(module.state_dict(), tmp_path / "net.safetensors")
+        builder = ", module: 'tests.fusion.test_teachers_own:Brightness'"
+    file = {"script": "net", "export": "net.pt2", "weights": "net.safetensors"}[form]
+    lines = f"{{kind: torch, file: {file}, size: 16, labels: [dark, bright], allow_code: true{builder}}}"
+    assert all_right(teach(tmp_path, lines))
+    told = refused(tmp_path, lines.replace("[dark, bright]", "[dark, grey, bright]"))
+    assert "outputs of the shape (1, 2) for 3 labels" in told
+
+
+def test_an_onnx_model(tmp_path: Path) -> None:
+    """Mean over the picture, then a linear layer: written node by node, as no exporter is needed for it."""
+    onnx = pytest.importorskip("onnx")
+    from onnx import TensorProto, helper, numpy_helper
+
+    weight = np.array([[-4.0] * 3, [4.0] * 3], np.float32)
+    graph = helper.make_graph(
+        [
+            helper.make_node("GlobalAveragePool", ["x"], ["mean"]),
+            helper.make_node("Flatten", ["mean"], ["flat"], axis=1),
+            helper.make_node("Gemm", ["flat", "w", "b"], ["y"], transB=1),
+        ],
+        "brightness",
+        [helper.make_tensor_value_info("x", TensorProto.FLOAT, [1, 3, 16, 16])],
+        [helper.make_tensor_value_info("y", TensorProto.FLOAT, [1, 2])],
+        [numpy_helper.from_array(weight, "w"), numpy_helper.from_array(np.array([6.0, -6.0], np.float32), "b")],
+    )
+    onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 13)]), str(tmp_path / "net.onnx"))
+    assert all_right(teach(tmp_path, "{kind: onnx, file: net.onnx, size: 16, labels: [dark, bright]}"))
+    told = refused(tmp_path, "{kind: onnx, file: net.onnx, size: 16, labels: [dark, grey, bright]}")
+    assert "outputs of the shape (2,) for 3 labels" in told
+
+
+def test_an_onnx_file_that_is_none(tmp_path: Path) -> None:
+    (tmp_path / "net.onnx").write_bytes(b"nothing of the kind")
+    told = refused(tmp_path, "{kind: onnx, file: net.onnx, size: 16, labels: [dark, bright]}")
+    assert "field `domains[0].teacher.file`" in told and "cannot be run by OpenCV" in told
+
+
+def vit() -> Any:
+    from transformers import ViTConfig, ViTForImageClassification
+
+    torch.manual_seed(0)
+    config = ViTConfig(
+        hidden_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        intermediate_size=16,
+        image_size=16,
+        patch_size=8,
+        id2label={0: "LABEL_A", 1: "LABEL_B"},
+        label2id={"LABEL_A": 0, "LABEL_B": 1},
+    )
+    return ViTForImageClassification(config).eval()
+
+
+def image_classifier(folder: Path) -> Path:
+    vit().save_pretrained(folder)
+    preprocessor(folder, "ViTImageProcessor", size={"height": 16, "width": 16})
+    return folder
+
+
+def preprocessor(folder: Path, kind: str, **settings: object) -> None:
+    """As published folders have it: no word of the library that shall do the work."""
+    (folder / "preprocessor_config.json").write_text(json.dumps({"image_processor_type": kind, **settings}))
+
+
+def test_a_pretrained_image_classifier(tmp_path: Path) -> None:
+    image_classifier(tmp_path / "vit")
+    data = teach(tmp_path, "{kind: transformers, path: vit, rename: {LABEL_A: dark, LABEL_B: bright}}", "captioning")
+    # The model's own forward is the oracle for what was said.
+    model = vit()
+    for sample in data.splits.train:
+        pixels = torch.from_numpy(cv2.resize(sample.frames[0], (16, 16))).permute(2, 0, 1).float() / 127.5 - 1
+        want = ("dark", "bright")[int(model(pixels[None]).logits.argmax())]
+        assert sample.target == want
+    assert "renames LABEL_X" in refused(tmp_path, "{kind: transformers, path: vit, rename: {LABEL_X: dark}}")
+
+
+def test_a_pretrained_video_classifier(tmp_path: Path) -> None:
+    from transformers import VideoMAEConfig, VideoMAEForVideoClassification
+
+    torch.manual_seed(0)
+    config = VideoMAEConfig(
+        hidden_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        intermediate_size=16,
+        image_size=16,
+        patch_size=8,
+        num_frames=4,
+        tubelet_size=2,
+        id2label={0: "walks", 1: "runs"},
+        label2id={"walks": 0, "runs": 1},
+    )
+    VideoMAEForVideoClassification(config).save_pretrained(tmp_path / "mae")
+    sizes = {"size": {"shortest_edge": 16}, "crop_size": {"height": 16, "width": 16}}
+    preprocessor(tmp_path / "mae", "VideoMAEImageProcessor", **sizes)
+    for number in range(6):
+        video(tmp_path / "pictures" / f"{number}.avi", number)
+    data = teach(tmp_path, "{kind: transformers, path: mae}", "captioning")
+    assert {sample.target for sample in data.splits.train} <= {"walks", "runs"} and data.splits.num_frames == 4
+
+
+def test_a_pretrained_detector(tmp_path: Path) -> None:
+    from transformers import YolosConfig, YolosForObjectDetection
+
+    torch.manual_seed(0)
+    config = YolosConfig(
+        hidden_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        intermediate_size=16,
+        image_size=[32, 32],
+        patch_size=8,
+        num_detection_tokens=5,
+        id2label={0: "car", 1: "van"},
+        label2id={"car": 0, "van": 1},
+    )
+    YolosForObjectDetection(config).save_pretrained(tmp_path / "yolos")
+    preprocessor(tmp_path / "yolos", "YolosImageProcessor", size={"height": 32, "width": 32}, do_pad=False)
+    data = teach(tmp_path, "{kind: transformers, path: yolos}", "counting")
+    assert {sample.target for sample in data.splits.train} == {5}
+    strict = teach(tmp_path, "{kind: transformers, path: yolos, min_confidence: 1.0}", "counting")
+    assert strict.teaching is not None and strict.teaching.dropped_boxes == 100
+    assert {sample.target for sample in strict.splits.train} == {0}
+
+
+def test_a_folder_without_a_model(tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    assert "teacher.path`" in refused(tmp_path, "{kind: transformers, path: empty}")
+    assert "there is no " in refused(tmp_path, "{kind: transformers, path: gone}")
+    (tmp_path / "empty" / "config.json").write_text(
+        json.dumps({"model_type": "bert", "architectures": ["BertForMaskedLM"]})
+    )
+    assert "its architecture is BertForMaskedLM" in refused(tmp_path, "{kind: transformers, path: empty}")
+
+
+# -- functions --------------------------------------------------------------------------------------------------------
+
+
+def by_mean(frames: Sequence[np.ndarray]) -> tuple[str, float]:
+    mean = float(frames[0].mean())
+    return ("bright" if mean > 127 else "dark"), abs(mean - 127) / 128
+
+
+def by_luck(frames: Sequence[np.ndarray]) -> str:
+    return "bright"
+
+
+def test_a_function(tmp_path: Path) -> None:
+    teacher = "{kind: callable, function: 'tests.fusion.test_teachers_own:by_mean', allow_code: true"
+    assert all_right(teach(tmp_path, teacher + "}"))
+    # (220 - 127) / 128 = 0.727 and less; (127 - 30) / 128 = 0.758 and less, 8 of 10 of them above 0.7.
+    sure = teach(tmp_path, teacher + ", min_confidence: 0.7}")
+    left = [sample.frames.file.stem for part in sure.splits.parts.values() for sample in part]  # type: ignore[attr-defined]
+    assert sorted(map(int, left)) == [30, 31, 32, 33, 34, 35, 36, 37, 217, 218, 219, 220]
+    assert sure.teaching is not None and sure.teaching.dropped == 8
+    assert "nothing is left" in refused(tmp_path, teacher + ", min_confidence: 0.9}")
+
+
+def test_functions_that_do_not_fit(tmp_path: Path) -> None:
+    def teacher(name: str) -> str:
+        return f"{{kind: callable, function: '{name}', allow_code: true}}"
+
+    here = "tests.fusion.test_teachers_own"
+    assert "expected (answer, confidence)" in refused(tmp_path, teacher(f"{here}:by_luck"))
+    assert "code was run" in refused(tmp_path, teacher(f"{here}:explode"))
+    assert "has no function nobody" in refused(tmp_path, teacher(f"{here}:nobody"))
+    assert "importing no.such failed" in refused(tmp_path, teacher("no.such:thing"))
+
+
+@pytest.mark.parametrize(
+    ("said", "want"),
+    [
+        (True, "yes"),
+        (3, "3"),
+        (["a", "b"], ("a", "b")),
+        ([("car", 0.1, 0.2, 0.3, 0.4)], (NamedBox("car", 0.1, 0.2, 0.3, 0.4),)),
+        ([("car", 0.3, 0.2, 0.1, 0.4)], None),
+        ({"a": 1}, None),
+    ],
+)
+def test_what_a_function_may_say(monkeypatch: pytest.MonkeyPatch, said: object, want: object) -> None:
+    monkeypatch.setattr(sys.modules[__name__], "by_luck", lambda frames: (said, 0.5))
+    teacher = Function(f"{__name__}:by_luck")
+    if want is None:
+        with pytest.raises(ValueError, match="expected"):
+            teacher.label([[]])
+    else:
+        assert teacher.label([[]])[0].answer == want
+
+
+# -- detectors --------------------------------------------------------------------------------------------------------
+
+
+def face() -> np.ndarray:
+    """A real photograph with one face (scikit-image's astronaut)."""
+    from skimage.data import astronaut
+
+    return np.asarray(astronaut())
+
+
+def opened(lines: dict[str, Any], task: str) -> Teacher:
+    domain = DomainPlan(name="a", source="x", question="q", threshold=0.5, teacher=lines)  # type: ignore[arg-type]
+    mistakes = Mistakes(PlanText())
+    assert domain.teacher is not None
+    teacher = open_teacher(domain.teacher, task, mistakes)
+    mistakes.refuse()
+    assert teacher is not None
+    return teacher
+
+
+def test_a_cascade_finds_a_face() -> None:
+    (found,) = opened({"kind": "cascade", "min_confidence": 0.9}, "detection").label([[face()]])
+    ((label, left, top, right, bottom, confidence),) = found.answer
+    # The face lies about (177 to 270, 70 to 170) of 512 x 512 pixels.
+    assert label == "face" and left < 0.4 < 0.46 < right and top < 0.18 < 0.28 < bottom
+    assert confidence == found.confidence > 0.9
+
+
+@pytest.mark.parametrize(
+    ("task", "with_face", "without"),
+    [
+        ("counting", "1", "0"),
+        ("binary", "yes", "no"),
+        ("multi_label", ("face",), ()),
+        ("classification", "face", "empty street"),
+    ],
+)
+def test_what_a_cascade_says_for_other_tasks(task: str, with_face: object, without: object) -> None:
+    teacher = opened({"kind": "cascade", "min_confidence": 0.9, "absent": "empty street"}, task)
+    blank = np.full((64, 64, 3), 128, np.uint8)
+    assert [one.answer for one in teacher.label([[face()], [blank]])] == [with_face, without]
+    with pytest.raises(BadPlan, match="not captioning"):
+        opened({"kind": "cascade"}, "captioning")
+
+
+def test_the_people_detector_finds_a_person() -> None:
+    """An upright figure in one clear shade: what its histograms are made for."""
+    frame = np.full((300, 200, 3), 200, np.uint8)
+    cv2.ellipse(frame, (100, 75), (14, 18), 0, 0, 360, (40, 40, 40), -1)
+    cv2.ellipse(frame, (100, 135), (26, 48), 0, 0, 360, (40, 40, 40), -1)
+    for x in (88, 112):
+        cv2.line(frame, (x, 170), (x, 245), (40, 40, 40), 18)
+    (found,) = opened({"kind": "hog"}, "detection").label([[frame]])
+    assert found.answer and all(isinstance(box, NamedBox) and box.label == "person" for box in found.answer)
+    box = found.answer[0]
+    assert isinstance(box, NamedBox) and box.left < 0.5 < box.right and box.top < 0.45 < box.bottom
+
+
+def test_unsure_boxes_are_dropped_and_counted() -> None:
+    class Two:
+        name = "two"
+
+        def find(self, frame: np.ndarray) -> list[NamedBox]:
+            return [NamedBox("a", 0, 0, 1, 1, 0.4), NamedBox("b", 0, 0, 1, 1, 0.8)]
+
+    (found,) = FromBoxes(Two(), "detection", 0.5, "").label([[np.zeros((1, 1, 3), np.uint8)]])
+    assert found.answer == (NamedBox("b", 0, 0, 1, 1, 0.8),) and found.num_dropped == 1 and found.confidence == 0.8
+
+
+# -- teachers as a measure --------------------------------------------------------------------------------------------
+
+
+def test_logits_and_probabilities_mean_the_same() -> None:
+    logits = np.array([[1.0, 3.0], [2.0, 0.5]])
+    probabilities = np.exp(logits) / np.exp(logits).sum(1, keepdims=True)
+    assert classified(logits, "ab").answer == classified(probabilities, "ab").answer == "b"
+    assert classified(logits, "ab").confidence == pytest.approx(float(probabilities.mean(0).max()))
+
+
+def test_a_teacher_is_measured_where_there_are_labels(tmp_path: Path) -> None:
+    plan = write_plan(tmp_path, "source: lfw-faces\nthreshold: {relative_to: teacher, minus: 0.05}")
+    (data,) = load_domains(read_plan_file(plan)).values()
+    assert data.teaching is not None and data.teaching.name == "Haar cascade" and data.teaching.score > 0.9
+    plan = write_plan(tmp_path, "source: lfw-faces\nteacher: {kind: cascade, label: a face, absent: no face}")
+    (data,) = load_domains(read_plan_file(plan)).values()
+    assert data.teaching is not None and 0.4 < data.teaching.score <= 1
+    plan = write_plan(tmp_path, ["source: lfw-faces\nteacher: {kind: cascade, absent: no face}", "uestion: x"][0])
+    with pytest.raises(BadPlan, match="the label 'face' is unknown; known: a face, no face"):
+        load_domains(read_plan_file(plan))
+
+
+def test_a_built_in_teacher_needs_its_source(tmp_path: Path) -> None:
+    assert "only these have one" in refused_source(
+        tmp_path, "source: drawn-traffic-captions\nteacher: {kind: built_in}"
+    )
+    assert "there only" in refused(tmp_path, "{kind: built_in}")
+
+
+def refused_source(tmp_path: Path, lines: str) -> str:
+    with pytest.raises(BadPlan) as caught:
+        load_domains(read_plan_file(write_plan(tmp_path, lines)))
+    return str(caught.value)
