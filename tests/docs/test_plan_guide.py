@@ -1,0 +1,38 @@
+"""docs/plan.md: its example can be read, and its tables name what there is."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import get_args
+
+from pydantic import BaseModel
+
+from fusion.plan import DataPlan, DomainPlan, LoraPlan, Plan, TeacherPlan, TrainingPlan, read_plan
+from fusion.tasks import METRICS, TASKS
+
+GUIDE = (Path(__file__).parents[2] / "docs" / "plan.md").read_text()
+
+
+def test_the_example_can_be_read(tmp_path: Path) -> None:
+    (example,) = re.findall(r"^```yaml\n(.*?)^```$", GUIDE, re.MULTILINE | re.DOTALL)
+    (tmp_path / "plan.yaml").write_text(example)
+    assert [domain.name for domain in read_plan(tmp_path / "plan.yaml").domains] == ["signs", "lots", "gates"]
+
+
+def test_every_field_task_format_and_teacher_is_told() -> None:
+    for model in (Plan, LoraPlan, TrainingPlan, DomainPlan):
+        assert issubclass(model, BaseModel)
+        for field in model.model_fields:
+            assert re.search(rf"`[\w.\[\]]*{field}\b", GUIDE), field
+    for union, key in ((DataPlan, "format"), (TeacherPlan, "kind")):
+        for form in get_args(get_args(union)[0]):
+            (name,) = get_args(form.model_fields[key].annotation)
+            assert f"`{name}`" in GUIDE, name
+            for field in set(form.model_fields) - {key, "allow_code"}:
+                assert f"`{field}" in GUIDE or f"{field}:" in GUIDE, f"{name}.{field}"
+    for task in TASKS:
+        assert f"`{task}`" in GUIDE
+    for task, metrics in METRICS.items():
+        row = next(line for line in GUIDE.splitlines() if line.startswith("| `") and f"`{task}`" in line)
+        assert all(metric in row for metric in metrics if metric != "accuracy" or "words" not in row), task
