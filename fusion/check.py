@@ -18,6 +18,7 @@ from fusion.not_yet import refuse_not_measured, refuse_not_yet
 from fusion.plan import DomainPlan, Plan, PlanFile, RelativeThreshold
 from fusion.samples import Sample
 from fusion.tasks import HEADS, METRICS, SAID, WORDS
+from fusion.teaching import threshold_before_training
 
 _CLASSES_TOLD = 12
 
@@ -29,6 +30,15 @@ class Checked:
     plan: Plan
     data: Mapping[str, DomainData]
     size: LoraSize
+
+    @property
+    def to_train(self) -> Plan:
+        """The plan with the numbers that thresholds relative to a teacher have come to."""
+        domains = []
+        for domain in self.plan.domains:
+            known = threshold_before_training(domain, self.data[domain.name].teaching)
+            domains.append(domain if known is None else domain.model_copy(update={"threshold": known}))
+        return self.plan.model_copy(update={"domains": tuple(domains)})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -136,7 +146,7 @@ def _frames(domain: DomainCheck) -> str:
 def _domain(domain: DomainPlan, plan: Plan, data: DomainData) -> DomainCheck:
     splits = data.splits
     metric = domain.metric or METRICS[splits.task][0]
-    value = _threshold(domain, data)
+    value = threshold_before_training(domain, data.teaching)
     return DomainCheck(
         name=domain.name,
         task=domain.task or splits.task,
@@ -152,14 +162,6 @@ def _domain(domain: DomainPlan, plan: Plan, data: DomainData) -> DomainCheck:
         frames=splits.num_frames,
         teacher=None if data.teaching is None else dataclasses.asdict(data.teaching),
     )
-
-
-def _threshold(domain: DomainPlan, data: DomainData) -> float | None:
-    if not isinstance(domain.threshold, RelativeThreshold):
-        return domain.threshold
-    if domain.threshold.relative_to == "teacher" and data.teaching is not None:
-        return data.teaching.score - domain.threshold.minus
-    return None
 
 
 def _promise(domain: DomainPlan, plan: Plan, data: DomainData, metric: str, value: float | None) -> str:

@@ -39,7 +39,7 @@ def fuse(
     """Run a plan file and write OUT/adapters/NAME/ (PEFT format with heads), OUT/test/ and OUT/report.json. Raises
     BadPlan."""
     checked = check(read_plan_file(plan_path))
-    return run(checked.plan, checked.data, Path(out), device=device, console=console or Console())
+    return run(checked.to_train, checked.data, Path(out), device=device, console=console or Console())
 
 
 def explain(plan_path: Path | str, *, json_out: bool = False, console: Console | None = None) -> None:

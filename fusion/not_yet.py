@@ -7,16 +7,8 @@ from collections.abc import Mapping
 from fusion.data.load import DomainData
 from fusion.mistakes import Mistakes
 from fusion.plan import PlanFile, RelativeThreshold
-from fusion.tasks import METRICS
-
-# Task -> the metrics that training measures.
-_MEASURED: dict[str, tuple[str, ...]] = {
-    "classification": ("accuracy",),
-    "action": ("accuracy",),
-    "vqa": ("exact_match", "accuracy"),
-    "captioning": ("exact_match", "accuracy"),
-    "referring": ("exact_match", "accuracy"),
-}
+from fusion.tasks import HEADS, METRICS, WORDS
+from heads import TASKS
 
 
 def refuse_not_yet(file: PlanFile) -> None:
@@ -31,8 +23,8 @@ def refuse_not_yet(file: PlanFile) -> None:
         (plan.confidence is not None, ("confidence",), "deciding on a lower confidence bound"),
     ]
     for place, domain in enumerate(plan.domains):
-        relative = isinstance(domain.threshold, RelativeThreshold)
-        asked.append((relative, ("domains", place, "threshold"), "a relative threshold"))
+        alone = isinstance(domain.threshold, RelativeThreshold) and domain.threshold.relative_to == "alone"
+        asked.append((alone, ("domains", place, "threshold"), "a threshold relative to an adapter of its own"))
     for wanted, location, what in asked:
         if wanted:
             mistakes.add(f"{what} is not supported yet", *location)
@@ -44,9 +36,16 @@ def refuse_not_measured(file: PlanFile, data: Mapping[str, DomainData]) -> None:
     mistakes = Mistakes(file.text)
     for place, domain in enumerate(file.plan.domains):
         task = data[domain.name].splits.task
-        measured = _MEASURED.get(task, ())
+        measured = _measured(task)
         if (domain.metric or METRICS[task][0]) not in measured:
             field = "metric" if measured else "task"
             asked = f"the metric {domain.metric!r} of {task}" if measured else f"the task {task}"
             mistakes.inside("domains", place).add(f"{asked} is not supported yet", field)
     mistakes.refuse()
+
+
+def _measured(task: str) -> tuple[str, ...]:
+    """The metrics that training decides on: a head's first, and whether words are right."""
+    if WORDS in HEADS[task][:1]:
+        return "exact_match", "accuracy"
+    return METRICS[task][:1] if task in TASKS else ()

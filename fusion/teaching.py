@@ -29,6 +29,15 @@ class Teaching:
     dropped_boxes: int = 0
 
 
+def threshold_before_training(domain: DomainPlan, teaching: Teaching | None) -> float | None:
+    """The number a domain's threshold comes to; None where only training can tell."""
+    if not isinstance(domain.threshold, RelativeThreshold):
+        return domain.threshold
+    if domain.threshold.relative_to == "teacher" and teaching is not None:
+        return teaching.score - domain.threshold.minus
+    return None
+
+
 def label_by_teacher(
     domain: DomainPlan, task: str, items: Sequence[Item], mistakes: Mistakes
 ) -> tuple[list[Item | None], Teaching] | None:

@@ -20,7 +20,7 @@ from fusion.plan import Coco, DataPlan, DomainPlan, ImageFolder, Plan, PlanFile,
 from fusion.samples import Sample, Splits
 from fusion.sources import BUILT_IN, load_source
 from fusion.tasks import HEADS, METRICS, WORDS
-from fusion.teaching import Teaching, compare_with_teacher, label_by_teacher
+from fusion.teaching import Teaching, compare_with_teacher, label_by_teacher, threshold_before_training
 
 # What each kind of data can be used for; the first is meant where the plan names no task. A teacher can say anything,
 # so there the plan has to.
@@ -65,9 +65,9 @@ def _load(domain: DomainPlan, plan: Plan, mistakes: Mistakes) -> DomainData | No
         data = _own(domain, plan.seed, mistakes)
     if data is None:
         return None
-    _can_be_kept(domain, plan, len(data.splits.validation), mistakes)
     if data.teaching is None:
         data = dataclasses.replace(data, teaching=compare_with_teacher(domain, data.splits, mistakes))
+    _can_be_kept(domain, plan, data, mistakes)
     in_words = domain.head == WORDS and data.splits.labels
     return dataclasses.replace(data, splits=data.splits.in_words()) if in_words else data
 
@@ -140,14 +140,21 @@ def _fits(domain: DomainPlan, task: str, mistakes: Mistakes) -> bool:
     return not mistakes
 
 
-def _can_be_kept(domain: DomainPlan, plan: Plan, count: int, mistakes: Mistakes) -> None:
-    """Refuse a threshold that so few validation samples could not prove even if all were right (Clopper, Pearson)."""
-    if plan.confidence is None or not isinstance(domain.threshold, float):
+def _can_be_kept(domain: DomainPlan, plan: Plan, data: DomainData, mistakes: Mistakes) -> None:
+    """Refuse a threshold that is none, and one that so few validation samples could not prove even if all were right
+    (Clopper and Pearson's bound)."""
+    threshold = threshold_before_training(domain, data.teaching)
+    if threshold is None:
         return
+    if threshold <= 0:
+        mistakes.add(f"comes to {threshold:.3f}, which everything keeps", "threshold")
+    if plan.confidence is None:
+        return
+    count = len(data.splits.validation)
     best = (1 - plan.confidence) ** (1 / count)
-    if domain.threshold > best:
+    if threshold > best:
         mistakes.add(
-            f"{domain.threshold:g} can never be proven: {count} validation samples, all of them right, show at least "
+            f"{threshold:g} can never be proven: {count} validation samples, all of them right, show at least "
             f"{best:.3f} with a confidence of {plan.confidence:g}; lower it, or give more data",
             "threshold",
         )

@@ -52,6 +52,9 @@ class People:
         self._hog.setSVMDetector(np.array(cv2.HOGDescriptor.getDefaultPeopleDetector()))
 
     def find(self, frame: np.ndarray) -> list[NamedBox]:
+        width, height = self._hog.winSize
+        if frame.shape[0] < height or frame.shape[1] < width:
+            return []  # OpenCV reads beyond such a picture
         places, weights = self._hog.detectMultiScale(cv2.cvtColor(frame, cv2.COLOR_RGB2BGR), scale=_SCALE_STEP)
         return _boxes(self._label, places, weights, frame)
 

@@ -88,6 +88,21 @@ def test_a_task_that_is_not_trained_is_refused(tmp_path: Path) -> None:
         check(read_plan_file(plan))
 
 
+def test_a_threshold_relative_to_a_teacher_becomes_a_number(tmp_path: Path) -> None:
+    plan = write_plan(tmp_path, "source: lfw-faces\nthreshold: {relative_to: teacher, minus: 0.1}")
+    checked = check(read_plan_file(plan))
+    teaching = checked.data["domain0"].teaching
+    assert teaching is not None and 0.9 < teaching.score <= 1
+    assert checked.to_train.domains[0].threshold == teaching.score - 0.1
+    (told,) = explain(checked)
+    assert told.threshold == teaching.score - 0.1 and f"its teacher's {teaching.score:.3f} less 0.1" in told.promise
+    # People of 128 pixels there are none: right about half of the pictures.
+    unfit = "source: lfw-faces\nthreshold: {relative_to: teacher, minus: 0.9}\nteacher: {kind: hog, absent: no face}"
+    with pytest.raises(BadPlan, match="which everything keeps") as caught:
+        check(read_plan_file(write_plan(tmp_path, unfit)))
+    assert "line 5, field `domains[0].threshold`: comes to -0." in str(caught.value)
+
+
 def test_data_is_told_as_wrong_with_a_non_zero_exit(tmp_path: Path) -> None:
     animals(tmp_path)
     (tmp_path / "pictures" / "cat" / "0.png").write_bytes(b"")

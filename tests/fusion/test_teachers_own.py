@@ -416,6 +416,12 @@ def test_the_people_detector_finds_a_person() -> None:
     assert isinstance(box, NamedBox) and box.left < 0.5 < box.right and box.top < 0.45 < box.bottom
 
 
+@pytest.mark.parametrize("size", [(96, 96), (127, 64), (128, 63), (1, 1)])
+def test_pictures_too_small_for_a_person_show_none(size: tuple[int, int]) -> None:
+    (found,) = opened({"kind": "hog"}, "detection").label([[np.zeros((*size, 3), np.uint8)]])
+    assert found.answer == ()
+
+
 def test_unsure_boxes_are_dropped_and_counted() -> None:
     class Two:
         name = "two"
