@@ -29,8 +29,8 @@ class Cascade:
         # OpenCV raises its own error for some broken files, and is just empty for others.
         try:
             self._cascade = cv2.CascadeClassifier(str(file))
-        except cv2.error as error:
-            raise ValueError(f"{file} is no cascade that OpenCV reads: {error.err or error}") from error
+        except (cv2.error, SystemError) as error:
+            raise ValueError(f"{file} is no cascade that OpenCV reads") from error
         if self._cascade.empty():
             raise ValueError(f"{file} is no cascade that OpenCV reads")
 

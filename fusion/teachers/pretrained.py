@@ -32,18 +32,16 @@ def load_pretrained(
 ) -> PictureClassifier | VideoClassifier | PretrainedDetector:
     """By the architecture that the folder's config names. Code beside the weights is never run; weights that are not
     safetensors only with allow_code. Raises ValueError for what cannot be loaded."""
+    safely = {"local_files_only": True, "trust_remote_code": False}
     try:
-        config = AutoConfig.from_pretrained(folder, local_files_only=True)
+        config = AutoConfig.from_pretrained(folder, **safely)
         name = (config.architectures or ["none"])[0]
         kind = next((kind for kind in _KINDS if name.endswith(kind)), None)
         if kind is None:
             raise ValueError(f"its architecture is {name}; known are names that end with {', '.join(_KINDS)}")
-        model = (
-            _KINDS[kind]
-            .from_pretrained(folder, local_files_only=True, use_safetensors=None if allow_code else True)
-            .eval()
-        )
-        processor = AutoImageProcessor.from_pretrained(folder, local_files_only=True)
+        weights = None if allow_code else True  # None takes whatever is there
+        model = _KINDS[kind].from_pretrained(folder, use_safetensors=weights, **safely).eval()
+        processor = AutoImageProcessor.from_pretrained(folder, **safely)
     except (OSError, ValueError, RuntimeError, ImportError) as error:
         raise ValueError(f"{folder} cannot be loaded: {error}") from error
     unknown = sorted(set(rename) - set(config.id2label.values()))
