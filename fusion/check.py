@@ -14,7 +14,7 @@ from fusion.data.load import DomainData, load_domains
 from fusion.data.targets import labels_shown
 from fusion.lora_size import LoraSize, lora_size
 from fusion.mistakes import Mistakes
-from fusion.not_yet import refuse_not_measured, refuse_not_yet
+from fusion.not_yet import tell_not_measured, tell_not_yet
 from fusion.plan import DomainPlan, Plan, PlanFile, RelativeThreshold
 from fusion.samples import Sample
 from fusion.tasks import HEADS, METRICS, SAID, WORDS
@@ -63,14 +63,14 @@ class DomainCheck:
 
 def check(file: PlanFile) -> Checked:
     """Everything that can be known to be wrong before training. Raises BadPlan telling all of it."""
-    refuse_not_yet(file)
-    mistakes = Mistakes(file.text)
-    size = lora_size(file.plan, mistakes)
+    plan, mistakes = file.plan, Mistakes(file.text)
+    tell_not_yet(plan, mistakes)
+    size = lora_size(plan, mistakes)
+    data = load_domains(plan, mistakes)
+    tell_not_measured(plan, data, mistakes)
     mistakes.refuse()
     assert size is not None, "what it lacks was told"
-    data = load_domains(file)
-    refuse_not_measured(file, data)
-    return Checked(file.plan, data, size)
+    return Checked(plan, data, size)
 
 
 def explain(checked: Checked) -> list[DomainCheck]:

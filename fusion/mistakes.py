@@ -23,7 +23,7 @@ class PlanText:
     tree: yaml.Node | None = None
 
     def place(self, location: Location) -> str:
-        """ "plan.yaml, line 7, field `domains[0].threshold`"."""
+        """As a reader finds it: "plan.yaml, line 7, field `domains[0].threshold`"."""
         field = _field(location)
         return f"field `{field}`" if self.file is None else f"{self.file}, line {self._line(location)}, field `{field}`"
 

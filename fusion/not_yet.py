@@ -6,14 +6,13 @@ from collections.abc import Mapping
 
 from fusion.data.load import DomainData
 from fusion.mistakes import Mistakes
-from fusion.plan import PlanFile, RelativeThreshold
+from fusion.plan import Plan, RelativeThreshold
 from fusion.tasks import HEADS, METRICS, WORDS
 from heads import TASKS
 
 
-def refuse_not_yet(file: PlanFile) -> None:
-    """Raises BadPlan for settings that training would not honour. One line each, to be deleted with its reason."""
-    plan, mistakes = file.plan, Mistakes(file.text)
+def tell_not_yet(plan: Plan, mistakes: Mistakes) -> None:
+    """Settings that training would not honour. One line each, to be deleted with its reason."""
     asked: list[tuple[bool, tuple[int | str, ...], str]] = [
         (plan.lora.rslora, ("lora", "rslora"), "rank-stabilised scaling"),
         (plan.lora.targets is not None, ("lora", "targets"), "a choice of layers"),
@@ -28,20 +27,19 @@ def refuse_not_yet(file: PlanFile) -> None:
     for wanted, location, what in asked:
         if wanted:
             mistakes.add(f"{what} is not supported yet", *location)
-    mistakes.refuse()
 
 
-def refuse_not_measured(file: PlanFile, data: Mapping[str, DomainData]) -> None:
-    """Raises BadPlan for a task or metric that training does not know."""
-    mistakes = Mistakes(file.text)
-    for place, domain in enumerate(file.plan.domains):
+def tell_not_measured(plan: Plan, data: Mapping[str, DomainData], mistakes: Mistakes) -> None:
+    """Tasks and metrics that training does not know."""
+    for place, domain in enumerate(plan.domains):
+        if domain.name not in data:
+            continue
         task = data[domain.name].splits.task
-        measured = _measured(task)
-        if (domain.metric or METRICS[task][0]) not in measured:
+        metric, measured = domain.metric or METRICS[task][0], _measured(task)
+        if metric in METRICS[task] and metric not in measured:
             field = "metric" if measured else "task"
-            asked = f"the metric {domain.metric!r} of {task}" if measured else f"the task {task}"
-            mistakes.inside("domains", place).add(f"{asked} is not supported yet", field)
-    mistakes.refuse()
+            asked = f"the metric {metric!r} of {task}" if measured else f"the task {task}"
+            mistakes.add(f"{asked} is not supported yet", "domains", place, field)
 
 
 def _measured(task: str) -> tuple[str, ...]:

@@ -43,6 +43,9 @@ def _labelled(root: Path, frames: Callable[[Path], Frames], what: str, mistakes:
     items: list[Item] = []
     for part, folder in _parts(root, mistakes):
         labels = sorted(entry for entry in folder.iterdir() if entry.is_dir() and not entry.name.startswith("."))
+        for file in sorted(folder.iterdir()):
+            if file.suffix.lower() in PICTURE_SUFFIXES + VIDEO_SUFFIXES:
+                mistakes.add(f"{file} lies in no label's folder", "path")
         if not labels:
             mistakes.add(f"{folder} has no folders LABEL/ with {what}", "path")
         for label in labels:

@@ -16,7 +16,7 @@ from fusion.data.tables import read_labelled_videos, read_questions
 from fusion.data.targets import labels_shown, targets_of
 from fusion.data.verify import check_parts, verified
 from fusion.mistakes import Mistakes
-from fusion.plan import Coco, DataPlan, DomainPlan, ImageFolder, Plan, PlanFile, Questions, Unlabelled, VideoFolder
+from fusion.plan import Coco, DataPlan, DomainPlan, ImageFolder, Plan, Questions, Unlabelled, VideoFolder
 from fusion.samples import Sample, Splits
 from fusion.sources import BUILT_IN, load_source
 from fusion.tasks import HEADS, METRICS, WORDS
@@ -45,15 +45,14 @@ class DomainData:
     teaching: Teaching | None = None
 
 
-def load_domains(file: PlanFile) -> dict[str, DomainData]:
-    """Read, check and cut every domain's data, by name. Raises BadPlan with what is wrong, by line, field and file."""
-    mistakes = Mistakes(file.text)
+def load_domains(plan: Plan, mistakes: Mistakes) -> dict[str, DomainData]:
+    """Read, check and cut every domain's data, by name. What is wrong is told; a domain that has no samples for it is
+    left out."""
     loaded: dict[str, DomainData] = {}
-    for place, domain in enumerate(file.plan.domains):
-        data = _load(domain, file.plan, mistakes.inside("domains", place))
+    for place, domain in enumerate(plan.domains):
+        data = _load(domain, plan, mistakes.inside("domains", place))
         if data is not None:
             loaded[domain.name] = data
-    mistakes.refuse()
     return loaded
 
 
@@ -84,7 +83,8 @@ def _built_in(domain: DomainPlan, seed: int, mistakes: Mistakes) -> Splits | Non
     if domain.task not in (None, splits.task):
         mistakes.add(f"is {domain.task!r}, but {domain.source!r} is for {splits.task!r}; leave the task out", "task")
         return None
-    return splits if _fits(domain, splits.task, mistakes) else None
+    _fit(domain, splits.task, mistakes)
+    return splits
 
 
 def _own(domain: DomainPlan, seed: int, mistakes: Mistakes) -> DomainData | None:
@@ -99,8 +99,9 @@ def _own(domain: DomainPlan, seed: int, mistakes: Mistakes) -> DomainData | None
         data = ImageFolder(format="image_folder", path=Path(domain.source))
         here = mistakes.inside("source", whole=True)
     task = _task_for(domain, data.format, mistakes)
-    if task is None or not _fits(domain, task, mistakes):
+    if task is None:
         return None
+    _fit(domain, task, mistakes)
     items = _read(data, task, here)
     seen = verified(items, here)
     if here:
@@ -129,15 +130,16 @@ def _task_for(domain: DomainPlan, form: str, mistakes: Mistakes) -> str | None:
     return task
 
 
-def _fits(domain: DomainPlan, task: str, mistakes: Mistakes) -> bool:
-    """Whether metric and head are of the task."""
+def _fit(domain: DomainPlan, task: str, mistakes: Mistakes) -> None:
+    """Metric and head are of the task."""
+    known = METRICS["vqa" if domain.head == WORDS else task]
     if domain.metric == "mae":
-        mistakes.add(f"'mae' grows with mistakes; a promise is a share of 1: {', '.join(METRICS[task])}", "metric")
-    elif domain.metric is not None and domain.metric not in METRICS[task]:
-        mistakes.add(f"is {domain.metric!r}; the task {task!r} knows {', '.join(METRICS[task])}", "metric")
+        mistakes.add(f"'mae' grows with mistakes; a promise is a share of 1: {', '.join(known)}", "metric")
+    elif domain.metric is not None and domain.metric not in known:
+        answered = "in words" if WORDS in (domain.head, HEADS[task][0]) else "by a head"
+        mistakes.add(f"is {domain.metric!r}; {task} {answered} knows {', '.join(known)}", "metric")
     if domain.head is not None and domain.head not in HEADS[task]:
         mistakes.add(f"is {domain.head!r}; the task {task!r} is answered by {', '.join(HEADS[task])}", "head")
-    return not mistakes
 
 
 def _can_be_kept(domain: DomainPlan, plan: Plan, data: DomainData, mistakes: Mistakes) -> None:
@@ -189,6 +191,8 @@ def _cut(
     told = Counter(item.part for item in items)
     if 0 < told[None] < len(items):
         mistakes.add(f"{told[None]} of {len(items)} samples say no split, the others do; it is all or none", "path")
+    if items and not told[None] and "split" in data.model_fields_set:
+        mistakes.add("the data says its parts itself; leave this out", "split")
     parts: Sequence[Part | None] = [item.part for item, _, _ in whole]
     if told[None]:
         # What has the same bytes belongs together wherever it lies.

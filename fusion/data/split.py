@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import zlib
 from collections import Counter
 from collections.abc import Sequence
 
@@ -31,7 +30,7 @@ def split(labels: Sequence[Sequence[int]], groups: Sequence[Sequence[str]], shar
     wanted = {"train": 1 - shares.validation - shares.test, "validation": shares.validation, "test": shares.test}
     parts: list[Part] = ["train"] * len(labels)
     for label, stratum in sorted(strata.items()):
-        rng = np.random.default_rng([seed, zlib.crc32(str(label).encode())])
+        rng = np.random.default_rng([seed, label + 1])
         size = sum(map(len, stratum))
         lacking = {part: wanted[part] * size for part in PARTS}
         empty = list(PARTS)

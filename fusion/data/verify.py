@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from fusion.data.frames import Seen
+from fusion.data.frames import Frames, Seen
 from fusion.data.items import Item
 from fusion.data.targets import labels_shown
 from fusion.mistakes import Mistakes
@@ -20,16 +20,18 @@ _SHOWS_LABELS = ("classification", "binary", "action", "multi_label", "detection
 def verified(items: Sequence[Item], mistakes: Mistakes) -> list[Seen]:
     """Decode every file once, and look for one picture in two parts."""
     field = "path"
+    different = list(dict.fromkeys(item.frames for item in items))  # a picture may have many questions
     with ThreadPoolExecutor() as pool:
-        found = list(pool.map(_see, items))
+        found = dict(zip(different, pool.map(_see, different), strict=True))
     seen: list[Seen] = []
     first: dict[str, Item] = {}
     told: set[tuple[str, Path]] = set()
-    for item, one in zip(items, found, strict=True):
+    for why in found.values():
+        if isinstance(why, str):
+            mistakes.add(why, field)
+    for item in items:
+        one = found[item.frames]
         if isinstance(one, str):
-            if (one, item.frames.file) not in told:  # several questions on one picture are one mistake
-                told.add((one, item.frames.file))
-                mistakes.add(one, field)
             continue
         seen.append(one)
         if item.size not in (None, one.size):
@@ -48,14 +50,15 @@ def verified(items: Sequence[Item], mistakes: Mistakes) -> list[Seen]:
     return seen
 
 
-def _see(item: Item) -> Seen | str:
+def _see(frames: Frames) -> Seen | str:
     try:
-        return item.frames.verify()
+        return frames.verify()
     except ValueError as error:
         return str(error)
 
 
 def check_parts(splits: Splits, mistakes: Mistakes) -> None:
+    """Every part has samples, and samples of every label."""
     for name, part in splits.parts.items():
         if not part:
             mistakes.add(f"{name} is empty", "path")

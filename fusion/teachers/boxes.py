@@ -21,8 +21,11 @@ class Detector(Protocol):
 
 
 class FromBoxes:
-    """A detector's boxes as one of TASKS. floor: boxes less sure than this are dropped. absent: the class of a picture
-    without any; of one with several boxes the class is the surest one's."""
+    """A detector's boxes in a picture, or in a clip's first frame, as one of TASKS.
+
+    floor: boxes less sure than this are dropped. absent: the class of a picture without any; of one with several boxes
+    the class is the surest one's.
+    """
 
     def __init__(self, detector: Detector, task: str, floor: float, absent: str) -> None:
         assert task in TASKS, task

@@ -7,6 +7,10 @@ from pathlib import Path
 import cv2
 import numpy as np
 
+from fusion.data.load import DomainData, load_domains
+from fusion.mistakes import Mistakes
+from fusion.plan import read_plan_file
+
 
 def picture(file: Path, seed: int, size: tuple[int, int] = (24, 32)) -> Path:
     """A picture [height, width] that differs from every other seed's."""
@@ -38,3 +42,12 @@ def write_plan(folder: Path, *domains: str, more: str = "") -> Path:
     file = folder / "plan.yaml"
     file.write_text(text)
     return file
+
+
+def load_plan(file: Path) -> dict[str, DomainData]:
+    """What a plan's domains come to. Raises BadPlan with everything that is wrong in their data."""
+    plan = read_plan_file(file)
+    mistakes = Mistakes(plan.text)
+    data = load_domains(plan.plan, mistakes)
+    mistakes.refuse()
+    return data

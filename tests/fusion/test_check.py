@@ -88,6 +88,15 @@ def test_a_task_that_is_not_trained_is_refused(tmp_path: Path) -> None:
         check(read_plan_file(plan))
 
 
+def test_all_that_is_wrong_is_told_together(tmp_path: Path) -> None:
+    more = "base: nowhere/at/all\norder: random\n"
+    plan = write_plan(tmp_path, "source: nowhere", "source: drawn-signs\nmetric: map", more=more)
+    with pytest.raises(BadPlan) as caught:
+        check(read_plan_file(plan))
+    fields = [line.split("`")[1] for line in str(caught.value).splitlines()]
+    assert fields == ["order", "base", "domains[0].source", "domains[1].metric"]
+
+
 def test_a_threshold_relative_to_a_teacher_becomes_a_number(tmp_path: Path) -> None:
     plan = write_plan(tmp_path, "source: lfw-faces\nthreshold: {relative_to: teacher, minus: 0.1}")
     checked = check(read_plan_file(plan))

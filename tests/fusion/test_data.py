@@ -16,23 +16,23 @@ from hypothesis import strategies as st
 
 from fusion.data.frames import Clip, Picture
 from fusion.data.items import PARTS
-from fusion.data.load import DomainData, load_domains
+from fusion.data.load import DomainData
 from fusion.data.split import split
-from fusion.plan import SplitPlan, read_plan_file
+from fusion.plan import SplitPlan
 from fusion.samples import Sample
 from heads import Box
-from tests.fusion.made import picture, video, write_plan
+from tests.fusion.made import load_plan, picture, video, write_plan
 from vlora.errors import BadPlan
 
 
 def load(plan: Path) -> DomainData:
-    (data,) = load_domains(read_plan_file(plan)).values()
+    (data,) = load_plan(plan).values()
     return data
 
 
 def mistakes_of(plan: Path) -> list[str]:
     with pytest.raises(BadPlan) as caught:
-        load_domains(read_plan_file(plan))
+        load_plan(plan)
     return str(caught.value).splitlines()
 
 
@@ -287,8 +287,9 @@ def cut(file: str) -> Callable[[Path], None]:
     [
         ("data: {format: image_folder, path: nowhere}", None, "data.path", "nowhere is no folder"),
         ("source: nowhere", None, "source", "neither a folder nor built in"),
-        (f"{IMAGES}\nmetric: map", None, "metric", "'classification' knows accuracy, f1"),
+        (f"{IMAGES}\nmetric: map", None, "metric", "classification by a head knows accuracy, f1"),
         (f"{IMAGES}\nmetric: mae", None, "metric", "share of 1"),
+        (f"{IMAGES}\nmetric: f1\nhead: words", None, "metric", "in words knows exact_match"),
         (f"{IMAGES}\nhead: detection", None, "head", "is answered by classification, words"),
         (f"{IMAGES}\ntask: detection", None, "task", "serves classification"),
         (f"{IMAGES}\nlabels: [cat, bird]", None, "data", "the label 'dog' is unknown; known: cat, bird"),
@@ -312,6 +313,8 @@ def cut(file: str) -> Callable[[Path], None]:
             "source",
             "what is tested must not have been trained on",
         ),
+        (IMAGES, copy("pictures/train/cat/0.png", "pictures/test/loose.png"), "data.path", "lies in no label's folder"),
+        (IMAGES.replace("}", ", split: {test: 0.3}}"), None, "data.split", "says its parts itself"),
         ("source: drawn-signs\ntask: action", None, "task", "is for 'classification'"),
         ("source: drawn-signs\nlabels: [a, b]", None, "labels", "brings its own"),
         ("source: drawn-signs\nmetric: token_f1", None, "metric", "knows accuracy"),

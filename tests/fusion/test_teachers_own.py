@@ -18,15 +18,15 @@ from safetensors.torch import save_file
 from torch import nn
 
 from fusion.data.items import NamedBox
-from fusion.data.load import DomainData, load_domains
+from fusion.data.load import DomainData
 from fusion.mistakes import Mistakes, PlanText
-from fusion.plan import DomainPlan, read_plan_file
+from fusion.plan import DomainPlan
 from fusion.teachers.boxes import FromBoxes
 from fusion.teachers.classifier import classified
 from fusion.teachers.function import Function
 from fusion.teachers.opening import open_teacher
 from fusion.teachers.protocol import Teacher
-from tests.fusion.made import video, write_plan
+from tests.fusion.made import load_plan, video, write_plan
 from vlora.errors import BadPlan
 
 DARK, BRIGHT = 30, 220
@@ -45,7 +45,7 @@ def teach(tmp_path: Path, teacher: str, task: str = "classification", more: str 
     if not (tmp_path / "pictures").exists():
         shades(tmp_path / "pictures")
     plan = write_plan(tmp_path, f"{PLAN}task: {task}\nteacher: {teacher}{more}")
-    (data,) = load_domains(read_plan_file(plan)).values()
+    (data,) = load_plan(plan).values()
     return data
 
 
@@ -445,14 +445,14 @@ def test_logits_and_probabilities_mean_the_same() -> None:
 
 def test_a_teacher_is_measured_where_there_are_labels(tmp_path: Path) -> None:
     plan = write_plan(tmp_path, "source: lfw-faces\nthreshold: {relative_to: teacher, minus: 0.05}")
-    (data,) = load_domains(read_plan_file(plan)).values()
+    (data,) = load_plan(plan).values()
     assert data.teaching is not None and data.teaching.name == "Haar cascade" and data.teaching.score > 0.9
     plan = write_plan(tmp_path, "source: lfw-faces\nteacher: {kind: cascade, label: a face, absent: no face}")
-    (data,) = load_domains(read_plan_file(plan)).values()
+    (data,) = load_plan(plan).values()
     assert data.teaching is not None and 0.4 < data.teaching.score <= 1
     plan = write_plan(tmp_path, ["source: lfw-faces\nteacher: {kind: cascade, absent: no face}", "uestion: x"][0])
     with pytest.raises(BadPlan, match="the label 'face' is unknown; known: a face, no face"):
-        load_domains(read_plan_file(plan))
+        load_plan(plan)
 
 
 def test_a_built_in_teacher_needs_its_source(tmp_path: Path) -> None:
@@ -464,5 +464,5 @@ def test_a_built_in_teacher_needs_its_source(tmp_path: Path) -> None:
 
 def refused_source(tmp_path: Path, lines: str) -> str:
     with pytest.raises(BadPlan) as caught:
-        load_domains(read_plan_file(write_plan(tmp_path, lines)))
+        load_plan(write_plan(tmp_path, lines))
     return str(caught.value)
