@@ -11,7 +11,7 @@ from fusion.mistakes import Mistakes
 from fusion.objectives import task_of
 from fusion.plan import BuiltInTeacher, DomainPlan, RelativeThreshold
 from fusion.samples import Splits
-from fusion.teachers.built_in import TEACHERS
+from fusion.teachers import TEACHERS
 from fusion.teachers.opening import open_teacher
 from fusion.teachers.protocol import Clip, Labelled, Teacher
 

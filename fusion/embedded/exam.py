@@ -16,7 +16,7 @@ from fusion.embedded import world
 from fusion.embedded.evaluate import Accuracy, accuracy_by_skill
 from fusion.plan import DomainPlan, LoraPlan, Plan, TrainingPlan
 from fusion.sources import load_source
-from fusion.teachers.built_in import TEACHERS
+from fusion.teachers import TEACHERS
 from fusion.train import Domain, FrozenBase, LoraTrainer
 from vlora.config import EngineConfig
 from vlora.engine import LocalEngine

@@ -9,7 +9,7 @@ import torch
 from fusion.objectives import task_of
 from fusion.samples import Sample, Splits
 from fusion.sources import load_source
-from fusion.teachers.built_in import TEACHERS, SmallNetwork
+from fusion.teachers import TEACHERS, SmallNetwork
 from heads import Box
 
 
