@@ -24,8 +24,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from apps.annotate import annotate
-from apps.video_analytics import CHUNKS_IN_FLIGHT, ChunkResult, analyse
+from apps.video_analytics import CHUNKS_IN_FLIGHT, AnnotatedVideo, ChunkResult, Source, analyse
 from vlora.client import Client
 from vlora.errors import VLoraError
 
@@ -165,8 +164,11 @@ def _stream(client: Client, domain: dict[str, Any], tests: Path, out: Path, cons
     stream = json.loads(described.read_text())
     video = described.parent / stream["video"]
     results = []
-    answers = analyse(client, str(video), domain["adapter"], domain["name"])
-    for result, shown in zip(answers, stream["labels"], strict=False):
+    source = Source(domain["name"], str(video), "file")
+    annotated = AnnotatedVideo(out / f"{domain['name']}.webm")
+    answers = analyse(client, source, domain["adapter"], domain["name"], shown=True)
+    for (chunk, result), shown in zip(answers, stream["labels"], strict=False):
+        annotated.add(chunk, result)
         console.print(
             f"{result.start_s:5.1f} s  {result.label} ({result.confidence:.0%}, {result.latency_s * 1e3:.0f} ms)"
             f"   shown: {shown}",
@@ -178,9 +180,8 @@ def _stream(client: Client, domain: dict[str, Any], tests: Path, out: Path, cons
         "seconds": len(results),
         "right": sum(result.label == shown for result, shown in zip(results, stream["labels"], strict=False)),
     }
-    annotated = out / f"{domain['name']}.mp4"
-    annotate(video, annotated, results)
-    console.print(f"with the answers drawn on it: {annotated}")
+    annotated.close()
+    console.print(f"with the answers drawn on it: {annotated.path}")
     return results
 
 

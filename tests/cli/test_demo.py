@@ -37,7 +37,7 @@ def test_the_report_counts_what_was_served(tmp_path: Path) -> None:
 
 def test_the_annotated_video_shows_every_frame(tmp_path: Path) -> None:
     apps.demo.run(tmp_path, command=COMMAND, console=Console(file=io.StringIO()))
-    capture = cv2.VideoCapture(str(tmp_path / "day.mp4"))
+    capture = cv2.VideoCapture(str(tmp_path / "day.webm"))
     frames = []
     while (read := capture.read())[0]:
         frames.append(read[1])

@@ -2,35 +2,23 @@
 
 from __future__ import annotations
 
-import os
 import re
 import threading
 from collections.abc import Iterator
 
 import pytest
 
+pytest.importorskip("playwright", reason="`make console-test` installs it")
+
+from playwright.sync_api import Browser, ConsoleMessage, Page, expect
+
 from tests.server.api import Api, running_api
 from tests.server.running import png
 from tests.server.scripted import write_adapter
 from tests.server.test_console import CAMERAS, OPS, open_stream, send
 
-CHROMIUM = os.environ.get("VLORA_CHROMIUM")
-if not CHROMIUM:
-    pytest.skip("a browser is a system package: `make console-test` finds it", allow_module_level=True)
-
-from playwright.sync_api import Browser, ConsoleMessage, Page, expect, sync_playwright  # noqa: E402
-
 HOSTILE = "<img src=x onerror=alert(1)>"
 PHOTO = {"name": "photo.png", "mimeType": "image/png", "buffer": png(230, (64, 48))}
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Browser]:
-    with sync_playwright() as playwright:
-        # Who runs tests in a container is root there, and Chromium's own sandbox does not work for root.
-        started = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
-        yield started
-        started.close()
 
 
 @pytest.fixture(scope="module")

@@ -24,7 +24,7 @@ from vlora.server.console.feed import Feed
 from vlora.server.console.files import CONSOLE_FILES
 from vlora.server.images import RawImage
 from vlora.server.last_frame import draw
-from vlora.types import Timings
+from vlora.types import FoundBox, Timings
 
 CAMERAS = Token(name="cameras", secret="camera-token-0123456789")
 GUEST = Token(name="guest", secret="guest-token-0123456789")
@@ -209,11 +209,14 @@ def test_any_frame_that_was_answered_can_be_drawn(image: bytes | RawImage) -> No
         num_preemptions=0,
         steps_by_mode={},
     )
+    label = "ночь 夜 " + "x" * 300
+    boxes = (FoundBox(label=label, label_id=0, score=0.9, left=0, top=0, right=1, bottom=1),)
     answer = HeadResult(
-        label="ночь 夜 " + "x" * 300,
-        label_id=0,
-        labels=("",),
-        scores=(0.5,),
+        task="detection",
+        label=label,
+        confidence=0.5,
+        labels=(label,),
+        boxes=boxes,
         adapter="a",
         head="h",
         timings=timings,

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from vlora.cli.group import cli
+from vlora.cli.interrupt import INTERRUPTED, stopping
 from vlora.cli.server_flags import json_option, print_json, server_option
 
 if TYPE_CHECKING:
@@ -59,26 +61,59 @@ def query(
 
 
 @cli.command()
-@click.argument("video", type=click.Path())
+@click.argument("sources", nargs=-1, required=True)
 @click.option("--adapter", required=True, help="Adapter that has the head.")
 @click.option("--head", required=True, help="Task head that answers.")
+@click.option(
+    "--out", type=click.Path(file_okay=False, path_type=Path), help="Folder for NAME.jsonl, NAME.csv and NAME.webm."
+)
+@click.option("--max-latency-s", type=float, help="Longest time to an answer; no bound if not given.")
 @server_option
 @json_option
-def stream(video: str, adapter: str, head: str, client: Client, as_json: bool) -> None:
-    """Ask a task head about every second of a video.
+def stream(
+    sources: tuple[str, ...],
+    adapter: str,
+    head: str,
+    out: Path | None,
+    max_latency_s: float | None,
+    client: Client,
+    as_json: bool,
+) -> None:
+    """Ask a task head about every second of videos and cameras, many at once.
 
     \b
         vlora stream street.mp4 --adapter traffic --head jam
-    """
-    from apps.video_analytics import analyse
+        vlora stream rtsp://camera-7/main 0 videos/ --adapter traffic --head jam --out results
 
-    with client:
-        for result in analyse(client, video, adapter, head):
-            if as_json:
-                print_json(result)
-            else:
-                latency = f"{result.latency_s * 1e3:6.0f} ms"
-                click.echo(f"{result.start_s:7.1f} s  {result.label:<20} {result.confidence:6.1%}  {latency}")
+    A source is a file, a camera's number, a URL, or a folder of videos and pictures. A camera or a server that is gone
+    is tried again. Ctrl-C lets what is under way finish and completes the files.
+    """
+    from apps.video_analytics import ChunkResult, find_sources, run
+
+    found = find_sources(sources)
+
+    def tell(result: ChunkResult) -> None:
+        if as_json:
+            print_json(result)
+            return
+        name = f"{result.source:<20.20} " if len(found) > 1 else ""
+        said = f"{result.label:<20} {result.confidence:6.1%}" if result.problem is None else result.problem
+        click.echo(f"{name}{result.start_s:7.1f} s  {said}  {result.latency_s * 1e3:6.0f} ms")
+
+    with client, stopping() as stop:
+        run(
+            client,
+            found,
+            adapter,
+            head,
+            out=out,
+            max_latency_s=max_latency_s,
+            stop=stop,
+            tell=tell,
+            say=lambda text: click.echo(text, err=True),
+        )
+        if stop.is_set():
+            sys.exit(INTERRUPTED)
 
 
 @cli.command()

@@ -11,8 +11,10 @@ from PIL import Image, ImageDraw, ImageFont, ImageOps
 from vlora.client.values import FrameResult
 from vlora.config import ServerConfig
 from vlora.server.images import RawImage, decode_images
+from vlora.types import FoundBox
 
 _WIDTH, _HEIGHT, _BAR = 480, 280, 40  # room for the picture, and below it for the answer
+_COLOUR = (255, 220, 80)
 _LOOKED_S = 5.0  # how long after a look frames are still drawn
 _APART_S = 0.5
 
@@ -46,8 +48,9 @@ class LastFrame:
 def draw(image: bytes | RawImage, result: FrameResult, config: ServerConfig) -> bytes:
     """A small JPEG of an answered frame, its answer below the picture. Raises BadImage."""
     assert result.answer is not None
-    (picture,) = decode_images((image,), config)
-    picture = ImageOps.contain(picture, (_WIDTH, _HEIGHT))
+    (whole,) = decode_images((image,), config)
+    picture = ImageOps.contain(whole, (_WIDTH, _HEIGHT))
+    _draw_boxes(picture, result.answer.boxes, picture.width / whole.width)
     drawn = Image.new("RGB", (_WIDTH, _HEIGHT + _BAR))
     drawn.paste(picture, ((_WIDTH - picture.width) // 2, (_HEIGHT - picture.height) // 2))
     text = f"{result.answer.label}  {result.answer.confidence:.0%}  {result.latency_s * 1e3:.0f} ms"
@@ -57,3 +60,14 @@ def draw(image: bytes | RawImage, result: FrameResult, config: ServerConfig) -> 
     stream = io.BytesIO()
     drawn.save(stream, "JPEG", quality=80)
     return stream.getvalue()
+
+
+def _draw_boxes(picture: Image.Image, boxes: Sequence[FoundBox], scale: float) -> None:
+    """Those of the last image."""
+    pen, font = ImageDraw.Draw(picture), ImageFont.load_default(14)
+    last = max((box.image for box in boxes), default=0)
+    for box in boxes:
+        if box.image == last:
+            edges = [edge * scale for edge in (box.left, box.top, box.right, box.bottom)]
+            pen.rectangle(edges, outline=_COLOUR, width=2)
+            pen.text((edges[0] + 3, max(0, edges[1] - 17)), f"{box.label} {box.score:.0%}", fill=_COLOUR, font=font)

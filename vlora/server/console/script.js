@@ -723,7 +723,7 @@ async function askHead(signal) {
   const path = [chosenAdapter().name, chosenHead().name].map(encodeURIComponent).join("/");
   const answer = await (await post(`/v1/heads/${path}`, { images }, signal)).json();
   const scores = element("div", "scores");
-  const best = Object.entries(answer.scores).sort((one, other) => other[1] - one[1]).slice(0, 12);
+  const best = Object.entries(answer.scores ?? {}).sort((one, other) => other[1] - one[1]).slice(0, 12);
   for (const [label, score] of best) {
     const bar = element("span", "bar");
     const inner = element("i");
@@ -732,7 +732,32 @@ async function askHead(signal) {
     scores.append(element("span", "", label), bar, element("span", "number", `${(score * 100).toFixed(1)} %`));
   }
   at("answer").append(element("p", "text", answer.label), scores);
+  for (const [label, value] of Object.entries(answer.values ?? {})) {
+    at("answer").append(element("p", "", `${label} ${value.toPrecision(4)} ± ${answer.deviations[label].toPrecision(2)}`));
+  }
+  const shown = images.map((url, place) => drawBoxes(url, (answer.boxes ?? []).filter((box) => box.image === place)));
+  if (answer.boxes) at("answer").append(...(await Promise.all(shown)));
   return "";
+}
+
+/** A picture with what a detection head found in it; edges are pixels of the picture. */
+async function drawBoxes(url, boxes) {
+  const picture = new Image();
+  picture.src = url;
+  await picture.decode();
+  const canvas = element("canvas", "found");
+  [canvas.width, canvas.height] = [picture.naturalWidth, picture.naturalHeight];
+  const pen = canvas.getContext("2d");
+  pen.drawImage(picture, 0, 0);
+  const unit = Math.max(1, canvas.width / 320); // as large on the screen whatever the picture's size
+  pen.strokeStyle = pen.fillStyle = "#ffdc50";
+  pen.lineWidth = 2 * unit;
+  pen.font = `${13 * unit}px system-ui, sans-serif`;
+  for (const { label, score, left, top, right, bottom } of boxes) {
+    pen.strokeRect(left, top, right - left, bottom - top);
+    pen.fillText(`${label} ${(score * 100).toFixed(0)} %`, left, Math.max(13 * unit, top - 4 * unit));
+  }
+  return canvas;
 }
 
 // -- start ----------------------------------------------------------------------------------------------------------

@@ -1,0 +1,29 @@
+"""Video to answers: files, cameras, network streams and folders, cut into seconds, asked of a task head, written down.
+
+::
+
+    from apps.video_analytics import find_sources, run
+    from vlora.client import Client
+
+    with Client() as client:
+        run(client, find_sources(["street.mp4", "rtsp://camera-7/main"]), "traffic", "jam", out=Path("results"))
+"""
+
+from apps.video_analytics.annotate import AnnotatedVideo
+from apps.video_analytics.answers import CHUNKS_IN_FLIGHT, ChunkResult, analyse, find_head
+from apps.video_analytics.run import run
+from apps.video_analytics.sources import CHUNK_S, Chunk, Source, find_sources, read_chunks
+
+__all__ = [
+    "CHUNKS_IN_FLIGHT",
+    "CHUNK_S",
+    "AnnotatedVideo",
+    "Chunk",
+    "ChunkResult",
+    "Source",
+    "analyse",
+    "find_head",
+    "find_sources",
+    "read_chunks",
+    "run",
+]

@@ -1,0 +1,78 @@
+"""Draw a chunk's answer on its pictures, into a video that browsers play."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+
+from apps.opencv import cv2, quiet
+from apps.video_analytics.answers import ChunkResult
+from apps.video_analytics.sources import CHUNK_S, Chunk
+from vlora.errors import BadImage
+
+_WIDTH = 480  # small videos are enlarged, so that text is readable
+_BAR = 48  # pixels below the picture
+_SUFFIX, _CODEC = ".webm", "VP80"  # what OpenCV's own build writes and every browser plays
+
+_COLOUR = (80, 220, 255)
+
+
+class AnnotatedVideo:
+    """A WebM file that grows with every chunk. It plays as far as it was written, should the writer be killed."""
+
+    def __init__(self, path: Path) -> None:
+        """path: its suffix becomes .webm."""
+        self.path = path.with_suffix(_SUFFIX)
+        self._writer: cv2.VideoWriter | None = None
+        self._size = (0, 0)
+
+    def add(self, chunk: Chunk, result: ChunkResult) -> None:
+        """Raises BadImage when the file cannot be written."""
+        for encoded in chunk.shown:
+            picture = cv2.imdecode(np.frombuffer(encoded, np.uint8), cv2.IMREAD_COLOR)
+            assert picture is not None, "pictures of a chunk are our own"
+            drawn = _drawn(picture, chunk, result)
+            if self._writer is None:
+                self._open(drawn, len(chunk.shown) / CHUNK_S)
+            assert self._writer is not None
+            height, width = drawn.shape[:2]
+            self._writer.write(drawn if (width, height) == self._size else cv2.resize(drawn, self._size))
+
+    def close(self) -> None:
+        if self._writer is not None:
+            self._writer.release()
+
+    def _open(self, first: cv2.typing.MatLike, fps: float) -> None:
+        self._size = (first.shape[1], first.shape[0])
+        with quiet():
+            self._writer = cv2.VideoWriter(str(self.path), cv2.VideoWriter.fourcc(*_CODEC), fps, self._size)
+        if not self._writer.isOpened():
+            raise BadImage(f"cannot write video {str(self.path)!r}")
+
+
+def _drawn(picture: cv2.typing.MatLike, chunk: Chunk, result: ChunkResult) -> cv2.typing.MatLike:
+    scale = max(1, round(_WIDTH / picture.shape[1]))
+    picture = cv2.resize(picture, None, fx=scale, fy=scale, interpolation=cv2.INTER_NEAREST)
+    if result.answer is not None and chunk.width:
+        _draw_boxes(picture, result, picture.shape[1] / chunk.width)
+    even = picture.shape[1] % 2, (picture.shape[0] + _BAR) % 2  # the codec takes even sizes only
+    drawn = cv2.copyMakeBorder(picture, 0, _BAR + even[1], 0, even[0], cv2.BORDER_CONSTANT, value=(0, 0, 0))
+    if result.answer is None:
+        text = result.problem or ""
+    else:
+        text = f"{result.label}  {result.confidence:.0%}  {result.latency_s * 1e3:.0f} ms"
+    cv2.putText(drawn, text, (10, drawn.shape[0] - 16), cv2.FONT_HERSHEY_SIMPLEX, 0.7, (255, 255, 255), 1, cv2.LINE_AA)
+    return drawn
+
+
+def _draw_boxes(picture: cv2.typing.MatLike, result: ChunkResult, scale: float) -> None:
+    """Boxes of the last frame asked about."""
+    assert result.answer is not None
+    last = max((box.image for box in result.answer.boxes), default=0)
+    for box in result.answer.boxes:
+        if box.image == last:
+            left, top, right, bottom = (round(edge * scale) for edge in (box.left, box.top, box.right, box.bottom))
+            cv2.rectangle(picture, (left, top), (right, bottom), _COLOUR, 2)
+            text = f"{box.label} {box.score:.0%}"
+            cv2.putText(picture, text, (left, max(14, top - 5)), cv2.FONT_HERSHEY_SIMPLEX, 0.5, _COLOUR, 1, cv2.LINE_AA)

@@ -1,0 +1,227 @@
+"""A source's chunks through a stream of the server, and what came back: in order, across broken connections."""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import functools
+import queue
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+
+import msgspec
+
+from apps.video_analytics.sources import Chunk, Source, read_chunks
+from vlora.client import Client, FrameStream, HeadResult
+from vlora.errors import Disconnected, EngineDead, UnknownAdapter, UnknownHead, UnknownStream
+from vlora.types import HeadSummary
+
+CHUNKS_IN_FLIGHT = 4  # that the server answers at once, of a stream
+
+_READ_AHEAD = 2  # chunks
+_MOST_UNREAD = 12  # chunks sent whose results were not taken yet: they are held here, and finished after Ctrl-C
+_ROOM_S = 0.5
+_PATIENCE_S = 120.0  # how long a server that is gone is waited for
+_PAUSE_S = 1.0
+_STOP_S = 2.0
+
+
+class ChunkResult(msgspec.Struct, frozen=True, kw_only=True):
+    """What became of a chunk. latency_s: on the server, from its arrival to its answer.
+
+    answer: None, and problem says why, where the chunk was dropped or failed. time: when the answer came, UTC.
+    """
+
+    source: str
+    index: int
+    start_s: float
+    time: datetime.datetime
+    latency_s: float
+    label: str = ""
+    confidence: float = 0.0
+    answer: HeadResult | None = None
+    problem: str | None = None
+
+
+def analyse(
+    client: Client,
+    source: Source,
+    adapter: str,
+    head: str,
+    *,
+    max_latency_s: float | None = None,
+    stop: threading.Event | None = None,
+    shown: bool = False,
+    say: Callable[[str], None] = lambda text: None,
+    patience_s: float = _PATIENCE_S,
+) -> Iterator[tuple[Chunk, ChunkResult]]:
+    """Ask `head` about every chunk of a source; each chunk with its result, in order.
+
+    Of a camera that is faster than the server, older chunks give way to newer ones; of a file none. When `stop` is set
+    no more is read, and what was sent is still answered. A server that is gone is waited for, up to `patience_s`, and
+    chunks without an answer are sent again. shown, say: see `read_chunks`.
+
+    Raises BadImage for a source that cannot be read, UnknownAdapter, UnknownHead, and what the client raises.
+    """
+    reading = _Reading(source, find_head(client, adapter, head).num_frames, stop or threading.Event(), shown, say)
+    unanswered: deque[Chunk] = deque()
+    lost_at: float | None = None
+    try:
+        while True:
+            try:
+                with client.open_stream(
+                    adapter=adapter, head=head, max_latency_s=max_latency_s, drop="newest" if source.live else "none"
+                ) as stream:
+                    for pair in _through(stream, reading, unanswered, source):
+                        lost_at = None
+                        yield pair
+                    return
+            except (Disconnected, EngineDead, UnknownStream) as error:
+                lost_at = lost_at or time.monotonic()
+                if time.monotonic() - lost_at > patience_s:
+                    raise
+                say(f"{source.name}: {error}; trying again")
+                time.sleep(_PAUSE_S)
+    finally:
+        reading.close()
+
+
+def find_head(client: Client, adapter: str, head: str) -> HeadSummary:
+    """What the server knows of a head. Raises UnknownAdapter, UnknownHead with the names there are."""
+    adapters = {status.name: status for status in client.adapters()}
+    if adapter not in adapters:
+        raise UnknownAdapter(f"no adapter named {adapter!r}; registered: {', '.join(adapters) or 'none'}")
+    heads = {summary.name: summary for summary in adapters[adapter].heads}
+    if head not in heads:
+        owners = [name for name, status in adapters.items() if any(summary.name == head for summary in status.heads)]
+        hint = f"; head {head!r} belongs to adapter {' and '.join(map(repr, owners))}" if owners else ""
+        raise UnknownHead(f"adapter {adapter!r} has no head {head!r}; its heads: {', '.join(heads) or 'none'}{hint}")
+    return heads[head]
+
+
+class _Reading:
+    """Reads a source in a thread, a little ahead of who takes the chunks."""
+
+    def __init__(
+        self, source: Source, num_frames: int, stop: threading.Event, shown: bool, say: Callable[[str], None]
+    ) -> None:
+        self._chunks: queue.Queue[Chunk | Exception | None] = queue.Queue(_READ_AHEAD)
+        self._stop = stop
+        self._left = threading.Event()
+        self._ended = False
+        chunks = read_chunks(source, num_frames, stop=stop, shown=shown, say=say)
+        self._thread = threading.Thread(target=self._read, args=(chunks, source.live), daemon=True)
+        self._thread.start()
+
+    def take(self, gone: threading.Event) -> Chunk | None:
+        """The next chunk; None at the end, however often it is asked, and when `gone` is set. Raises what reading
+        raised."""
+        stopped_at: float | None = None
+        while not (self._ended or gone.is_set()):
+            try:
+                chunk = self._chunks.get(timeout=0.1)
+            except queue.Empty:
+                # Reading ends when it is told to stop, unless a camera that hangs holds it.
+                if self._stop.is_set():
+                    stopped_at = stopped_at or time.monotonic()
+                    self._ended = time.monotonic() - stopped_at > _STOP_S
+                continue
+            if isinstance(chunk, Chunk):
+                return chunk
+            self._ended = True
+            if chunk is not None:
+                raise chunk
+        return None
+
+    def close(self) -> None:
+        self._left.set()
+        self._thread.join(_STOP_S)  # a camera may hold its reader for longer; the thread is a daemon
+
+    def _read(self, chunks: Iterator[Chunk], live: bool) -> None:
+        last: Exception | None = None
+        try:
+            for chunk in chunks:
+                self._put(chunk, live)
+                if self._left.is_set():
+                    return
+        except Exception as error:
+            last = error
+        self._put(last, live=False)
+
+    def _put(self, item: Chunk | Exception | None, live: bool) -> None:
+        while not self._left.is_set():
+            try:
+                self._chunks.put(item, timeout=0.1)
+                return
+            except queue.Full:
+                if live:  # nobody takes chunks while the server is away: only the newest are of use then
+                    with contextlib.suppress(queue.Empty):
+                        self._chunks.get_nowait()
+
+
+def _through(
+    stream: FrameStream, reading: _Reading, unanswered: deque[Chunk], source: Source
+) -> Iterator[tuple[Chunk, ChunkResult]]:
+    """What the source gives through one stream. Chunks move through `unanswered`: what is there at the start goes
+    first, what is there at the end had no answer."""
+    failed: list[Exception] = []
+    again = tuple(unanswered)
+    gone = threading.Event()
+    room = threading.Semaphore(_MOST_UNREAD - len(again))
+
+    def send() -> None:
+        try:
+            for chunk in again:
+                stream.send(*chunk.frames)
+            for chunk in iter(functools.partial(_take, reading, gone, room, failed), None):
+                unanswered.append(chunk)
+                stream.send(*chunk.frames)
+            if not gone.is_set():
+                stream.end()
+        except Exception as error:
+            failed.append(error)
+            stream.close()  # who reads results learns it by that
+
+    sender = threading.Thread(target=send, daemon=True)
+    sender.start()
+    try:
+        for result in stream:
+            if result.error is not None and result.error.code == EngineDead.code:
+                raise result.error.to_exception()
+            chunk = unanswered.popleft()
+            room.release()
+            yield (
+                chunk,
+                ChunkResult(
+                    source=source.name,
+                    index=chunk.index,
+                    start_s=chunk.start_s,
+                    time=datetime.datetime.now(datetime.UTC),
+                    latency_s=result.latency_s,
+                    label="" if result.answer is None else result.answer.label,
+                    confidence=0.0 if result.answer is None else result.answer.confidence,
+                    answer=result.answer,
+                    problem=result.dropped or (None if result.error is None else result.error.message),
+                ),
+            )
+    finally:
+        # The next stream has a sender of its own, and chunks must not pass each other.
+        gone.set()
+        stream.close()
+        sender.join()
+    if failed:
+        raise failed[0]
+
+
+def _take(reading: _Reading, gone: threading.Event, room: threading.Semaphore, failed: list[Exception]) -> Chunk | None:
+    """The next chunk once there is room for it. What was sent before reading failed is still answered."""
+    while not room.acquire(timeout=_ROOM_S):
+        if gone.is_set():
+            return None
+    try:
+        return reading.take(gone)
+    except Exception as error:
+        failed.append(error)
+        return None

@@ -1,0 +1,227 @@
+"""Sources to answers over a scripted server: every second once, in order, whatever breaks on the way."""
+
+from __future__ import annotations
+
+import csv
+import json
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import cv2
+import numpy as np
+import pytest
+
+from apps.video_analytics import Chunk, ChunkResult, Source, analyse, find_sources, read_chunks, run
+from apps.video_analytics import sources as sources_module
+from tests.server.running import Running, png, running_server
+from tests.server.scripted import write_adapter
+from vlora.client import Client
+from vlora.client.connection import ServerConnection
+from vlora.errors import BadImage, Disconnected, UnknownHead
+
+BRIGHT = "bright"
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[Running]:
+    with running_server() as running:
+        folder = write_adapter(tmp_path / "adapter", {"night": 2, "one": 1})
+        running.on_loop(running.front_end.load_adapter("cam", folder))
+        yield running
+
+
+@pytest.fixture
+def client(server: Running) -> Iterator[Client]:
+    with Client(port=server.port) as made:
+        yield made
+
+
+def write_video(path: Path, shades: list[int], fps: int = 10, size: tuple[int, int] = (64, 48)) -> Path:
+    """A second of each shade."""
+    writer = cv2.VideoWriter(str(path), cv2.VideoWriter.fourcc(*"mp4v"), fps, size)
+    for shade in shades:
+        for _ in range(fps):
+            writer.write(np.full((size[1], size[0], 3), shade, np.uint8))
+    writer.release()
+    return path
+
+
+def shades(count: int) -> list[int]:
+    return [20 if place % 3 else 230 for place in range(count)]
+
+
+def labels(count: int) -> list[str]:
+    return ["dark" if place % 3 else BRIGHT for place in range(count)]
+
+
+def file_source(path: Path) -> Source:
+    (source,) = find_sources([str(path)])
+    return source
+
+
+# -- sources ----------------------------------------------------------------------------------------------------------
+
+
+def test_addresses_become_sources_with_names_of_their_own(tmp_path: Path) -> None:
+    for name in ("b.mp4", "a.MP4", "notes.txt", "c.png"):
+        (tmp_path / name).write_bytes(b"")
+    found = find_sources(
+        ["0", "rtsp://user:secret@camera-7:554/main?x=1", "x/street.mp4", "y/street.mp4", str(tmp_path)]
+    )
+    assert [(source.name, source.kind) for source in found] == [
+        ("camera-0", "live"),
+        ("camera-7-554-main-x-1", "live"),
+        ("street", "file"),
+        ("street-2", "file"),
+        ("a", "file"),
+        ("b", "file"),
+        (tmp_path.name, "pictures"),
+    ]
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(BadImage, match="holds no video and no picture"):
+        find_sources([str(tmp_path / "empty")])
+
+
+def test_a_folders_pictures_are_chunks_of_as_many_as_the_head_reads(tmp_path: Path) -> None:
+    for place in range(5):
+        (tmp_path / f"{place}.png").write_bytes(png(50 * place))
+    (source,) = find_sources([str(tmp_path)])
+    chunks = list(read_chunks(source, 2, shown=True))
+    assert [len(chunk.frames) for chunk in chunks] == [2, 2, 2] == [len(chunk.shown) for chunk in chunks]
+    assert chunks[2].frames[0] == chunks[2].frames[1]  # the last is repeated
+    (tmp_path / "5.png").write_bytes(b"no picture")
+    with pytest.raises(BadImage, match=r"5\.png' is no picture"):
+        list(read_chunks(source, 2))
+
+
+def test_a_camera_that_is_lost_is_opened_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    stop, said, opened = threading.Event(), [], []
+
+    def read(source: Source, num_frames: int, stop: threading.Event, shown: bool) -> Iterator[Chunk]:
+        opened.append(time.monotonic())
+        if len(opened) == 2:
+            raise BadImage("cannot read video")
+        yield Chunk(0, 0.0, (b"frame",))
+        yield Chunk(1, 1.0, (b"frame",))
+
+    monkeypatch.setattr(sources_module, "_read_video", read)
+    monkeypatch.setattr(sources_module, "_FIRST_PAUSE_S", 0.01)
+    chunks = read_chunks(Source("camera-0", "0", "live"), 1, stop=stop, say=said.append)
+    assert [next(chunks).index for _ in range(6)] == [0, 1, 2, 3, 4, 5]
+    stop.set()
+    assert list(chunks) == [] and len(opened) == 4
+    assert said[0].startswith("camera-0: no picture any more; trying again")
+
+
+# -- answers ----------------------------------------------------------------------------------------------------------
+
+
+def test_every_second_is_answered_once_and_in_order(client: Client, tmp_path: Path) -> None:
+    video = write_video(tmp_path / "street.mp4", shades(9))
+    pairs = list(analyse(client, file_source(video), "cam", "night"))
+    assert [result.label for _, result in pairs] == labels(9)
+    assert [(chunk.index, result.index, result.start_s) for chunk, result in pairs] == [
+        (n, n, float(n)) for n in range(9)
+    ]
+    with pytest.raises(UnknownHead, match="has no head 'day'"):
+        next(analyse(client, file_source(video), "cam", "day"))
+
+
+def test_a_broken_connection_and_a_lost_stream_lose_no_second(
+    client: Client, server: Running, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("apps.video_analytics.answers._PAUSE_S", 0.05)
+    said: list[str] = []
+    found: list[ChunkResult] = []
+    video = write_video(tmp_path / "street.mp4", shades(12))
+    for _, result in analyse(client, file_source(video), "cam", "night", say=said.append):
+        found.append(result)
+        if len(found) == 3:
+            client.connection().close()
+        if len(found) == 6:  # as after a restart of the server: nobody knows the stream any more
+            server.loop.call_soon_threadsafe(server.front_end.streams.close)
+    assert [result.index for result in found] == list(range(12))
+    assert [result.label for result in found] == labels(12)
+    assert any("no stream" in text or "closed" in text for text in said)
+
+
+def test_a_server_that_stays_away_is_given_up(server: Running, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("apps.video_analytics.answers._PAUSE_S", 0.05)
+    monkeypatch.setattr("vlora.client.stream_state._RETRY_S", 0.2)
+    video = write_video(tmp_path / "street.mp4", shades(30))
+    with Client(port=server.port) as client:
+        answers = analyse(client, file_source(video), "cam", "night", patience_s=0.2)
+        next(answers)
+        with socket.create_server(("127.0.0.1", 0)) as taken:
+            gone = taken.getsockname()[1]
+        monkeypatch.setattr(client, "_port", gone)
+        connection: ServerConnection = client.connection()
+        connection.close()
+        with pytest.raises(Disconnected):
+            list(answers)
+
+
+# -- files ------------------------------------------------------------------------------------------------------------
+
+
+def test_many_sources_write_their_files_side_by_side(client: Client, tmp_path: Path) -> None:
+    sources = find_sources([str(write_video(tmp_path / f"v{n}.mp4", shades(n + 2), size=(65, 49))) for n in range(3)])
+    out = tmp_path / "results"
+    assert run(client, sources, "cam", "night", out=out) == {"v0": 2, "v1": 3, "v2": 4}
+    for number in range(3):
+        lines = [json.loads(line) for line in (out / f"v{number}.jsonl").read_text().splitlines()]
+        assert [line["label"] for line in lines] == labels(number + 2)
+        assert all(line["answer"]["scores"] and line["problem"] is None for line in lines)
+        with (out / f"v{number}.csv").open(newline="") as file:
+            rows = list(csv.DictReader(file))
+        assert [row["label"] for row in rows] == labels(number + 2) and rows[0]["source"] == f"v{number}"
+        capture = cv2.VideoCapture(str(out / f"v{number}.webm"))
+        frames = []
+        while (read := capture.read())[0]:
+            frames.append(read[1])
+        assert len(frames) == 10 * (number + 2) and capture.get(cv2.CAP_PROP_FPS) == 10
+        assert frames[5][:100].mean() > 200 > 60 > frames[15][:100].mean() and frames[5][-48:].max() > 200
+
+
+def test_a_source_that_fails_does_not_end_the_others(client: Client, tmp_path: Path) -> None:
+    good = write_video(tmp_path / "good.mp4", shades(4))
+    (tmp_path / "bad.mp4").write_bytes(b"no video")
+    said: list[str] = []
+    with pytest.raises(BadImage, match=r"bad\.mp4"):
+        run(
+            client,
+            find_sources([str(tmp_path / "bad.mp4"), str(good)]),
+            "cam",
+            "night",
+            out=tmp_path / "out",
+            say=said.append,
+        )
+    assert len((tmp_path / "out" / "good.jsonl").read_text().splitlines()) == 4
+    assert len(said) == 1 and said[0].startswith("bad ended: cannot read video")
+
+
+def test_when_told_to_stop_what_was_read_is_answered_and_files_are_whole(client: Client, tmp_path: Path) -> None:
+    video = write_video(tmp_path / "long.mp4", shades(300))
+    stop = threading.Event()
+    seen: list[ChunkResult] = []
+
+    def tell(result: ChunkResult) -> None:
+        seen.append(result)
+        if len(seen) == 5:
+            stop.set()
+
+    counts = run(client, [file_source(video)], "cam", "night", out=tmp_path / "out", stop=stop, tell=tell)
+    assert 5 <= counts["long"] < 40 and [result.index for result in seen] == list(range(len(seen)))
+    lines = (tmp_path / "out" / "long.jsonl").read_text().splitlines()
+    assert [json.loads(line)["index"] for line in lines] == list(range(counts["long"]))
+    assert cv2.VideoCapture(str(tmp_path / "out" / "long.webm")).read()[0]
+
+
+def test_a_table_holds_no_formula(client: Client, tmp_path: Path) -> None:
+    (tmp_path / "=1+1.mp4").write_bytes(write_video(tmp_path / "v.mp4", shades(2)).read_bytes())
+    run(client, [file_source(tmp_path / "=1+1.mp4")], "cam", "night", out=tmp_path / "out")
+    with (tmp_path / "out" / "=1+1.csv").open(newline="") as file:
+        assert {row["source"] for row in csv.DictReader(file)} == {"'=1+1"}
