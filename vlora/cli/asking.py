@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 import click
 
 from vlora.cli.group import cli
 from vlora.cli.interrupt import INTERRUPTED, stopping
+from vlora.cli.progress import counting
 from vlora.cli.server_flags import json_option, print_json, server_option
+from vlora.errors import BadConfig
 
 if TYPE_CHECKING:
     from vlora.client import Client
@@ -114,6 +117,103 @@ def stream(
         )
         if stop.is_set():
             sys.exit(INTERRUPTED)
+
+
+@cli.command()
+@click.argument("images", nargs=-1, required=True, type=click.Path(path_type=Path))
+@click.option("--question", help="What to ask about each; or give --head.")
+@click.option("--adapter", help="Adapter that answers; the base model if not given.")
+@click.option("--head", help="Task head that answers instead of words.")
+@click.option("--max-tokens", type=int, default=128, show_default=True, help="Longest answer, in tokens.")
+@click.option("--out", type=click.Path(dir_okay=False, path_type=Path), help="File for the answers, in JSON lines.")
+@server_option
+@json_option
+def batch(
+    images: tuple[Path, ...],
+    question: str | None,
+    adapter: str | None,
+    head: str | None,
+    max_tokens: int,
+    out: Path | None,
+    client: Client,
+    as_json: bool,
+) -> None:
+    """Ask the same about many pictures, or folders of them.
+
+    \b
+        vlora batch photos/ --question "What is this?" --out answers.jsonl
+        vlora batch photos/ --adapter signs --head signs --json
+
+    A picture that cannot be answered is told and ends nothing; the exit code is then 1.
+    """
+    import msgspec
+
+    from apps.image_query import ask_all, find_pictures
+
+    found = find_pictures(images)
+    sampling = {} if head is not None else {"max_tokens": max_tokens}
+    num_problems = 0
+    with contextlib.ExitStack() as scope:
+        scope.enter_context(client)
+        stop = scope.enter_context(stopping())
+        file = None if out is None else scope.enter_context(_create(out))
+        advance = scope.enter_context(counting("pictures", len(found)))
+        for answer in ask_all(client, found, question=question, adapter=adapter, head=head, stop=stop, **sampling):
+            advance()
+            num_problems += answer.problem is not None
+            if file is not None:
+                file.write(msgspec.json.encode(answer) + b"\n")
+                file.flush()
+            if as_json:
+                print_json(answer)
+            elif answer.problem is not None:
+                click.echo(f"{answer.image}  {answer.problem}", err=True)
+            elif file is None:
+                click.echo(f"{answer.image}  {answer.text}")
+        if stop.is_set():
+            sys.exit(INTERRUPTED)
+    if num_problems:
+        sys.exit(1)
+
+
+def _create(file: Path) -> BinaryIO:
+    try:
+        return file.open("wb")
+    except OSError as error:
+        raise BadConfig(f"cannot write {str(file)!r}: {error.strerror}") from error
+
+
+@cli.command()
+@server_option
+@json_option
+def status(client: Client, as_json: bool) -> None:
+    """Show what a server does: requests, modes, memory, adapters.
+
+    \b
+        vlora status
+        watch vlora status
+    """
+    with client:
+        stats = client.stats()
+    if as_json:
+        print_json(stats)
+        return
+    mib = 2**20
+    modes = ", ".join(f"{mode} {count}" for mode, count in sorted(stats.steps_by_mode.items())) or "none yet"
+    for name, value in (
+        ("requests", f"{stats.num_running} running, {stats.num_waiting} waiting"),
+        ("ended", f"{stats.num_finished} finished, {stats.num_failed} failed, {stats.num_cancelled} cancelled"),
+        ("steps", modes),
+        ("switches", f"{stats.num_switches} in {stats.switch_s:.2f} s"),
+        (
+            "arena",
+            f"{stats.arena_bytes / mib:.0f} MiB: adapters {stats.adapter_bytes / mib:.0f}, KV in use "
+            f"{stats.kv_bytes / mib:.0f}, KV cached {stats.cached_kv_bytes / mib:.0f}",
+        ),
+        ("adapters", f"{stats.num_resident_adapters} of {stats.num_adapters} on the device"),
+        ("preempted", str(stats.num_preemptions)),
+    ):
+        click.echo(f"{name:<10} {value}")
 
 
 @cli.command()

@@ -9,6 +9,7 @@ from typing import Any
 import click
 
 from vlora.cli.group import cli
+from vlora.cli.progress import waiting
 from vlora.cli.server_flags import json_option, print_json
 from vlora.cli.settings import config_flags, model_path
 from vlora.config import EngineConfig
@@ -67,15 +68,16 @@ def simulate(
     """
     from vlora.simulator import commands
 
-    found = commands.simulate(
-        trace,
-        num_adapters=adapters,
-        num_replicas=replicas,
-        num_requests=requests,
-        seed=seed,
-        costs=costs,
-        settings=settings,
-    )
+    with waiting("replaying"):
+        found = commands.simulate(
+            trace,
+            num_adapters=adapters,
+            num_replicas=replicas,
+            num_requests=requests,
+            seed=seed,
+            costs=costs,
+            settings=settings,
+        )
     if as_json:
         print_json(found)
     else:
@@ -97,7 +99,9 @@ def bench(name: str, quick: bool, out: Path | None) -> None:
     """
     from vlora.bench import main as run
 
-    if not run(name, quick, out):
+    with waiting(f"bench {name}"):
+        holds = run(name, quick, out)
+    if not holds:
         sys.exit(1)
 
 

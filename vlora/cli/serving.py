@@ -10,6 +10,7 @@ from typing import Any
 import click
 
 from vlora.cli.group import cli
+from vlora.cli.progress import waiting
 from vlora.cli.settings import EMBEDDED, config_flags, make_config, model_path
 from vlora.config import EngineConfig, ServerConfig
 from vlora.errors import BadAdapter, BadConfig
@@ -42,7 +43,13 @@ def serve(model: str, adapters: tuple[str, ...], folder: Path | None, token_file
 
     from vlora.server.supervise import serve as serve_until_stopped
 
-    asyncio.run(serve_until_stopped(engine_config, server_config, named, announce=click.echo, model_name=model))
+    with waiting(f"loading {model}") as loaded:
+
+        def announce(line: str) -> None:
+            loaded()
+            click.echo(line)
+
+        asyncio.run(serve_until_stopped(engine_config, server_config, named, announce=announce, model_name=model))
     # Everything has ended; taking torch apart again would only make the caller wait.
     sys.stdout.flush()
     sys.stderr.flush()

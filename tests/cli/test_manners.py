@@ -1,0 +1,225 @@
+"""What every command has in common: where options come from, completion, progress, and how it ends."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import re
+import select
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+import vlora.cli
+from tests.apps.test_video_analytics import shades, write_video
+from tests.cli.test_cli import Vlora, address, image, server, vlora_command  # noqa: F401  (fixtures)
+from tests.server.running import Running, png
+from vlora.cli.group import cli
+from vlora.cli.progress import counting, waiting
+
+ROOT = Path(__file__).parents[2]
+COMMAND = (sys.executable, "-m", "vlora.cli")
+
+
+# -- where options come from ------------------------------------------------------------------------------------------
+
+
+def theta(monkeypatch: pytest.MonkeyPatch, *before: str, flags: tuple[str, ...] = ()) -> float:
+    """What `serve` would get."""
+    found: dict[str, float] = {}
+    monkeypatch.setattr(cli.commands["serve"], "callback", lambda **settings: found.update(settings))
+    assert cli.main([*before, "serve", *flags], prog_name="vlora", standalone_mode=False) is None
+    return found["theta_s"]
+
+
+@pytest.mark.parametrize("in_file", [False, True])
+@pytest.mark.parametrize("in_environment", [False, True])
+@pytest.mark.parametrize("as_flag", [False, True])
+def test_a_flag_goes_before_the_environment_and_that_before_the_file(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, in_file: bool, in_environment: bool, as_flag: bool
+) -> None:
+    config = tmp_path / "vlora.yaml"
+    config.write_text("serve: {theta-s: 3}\n")
+    if in_environment:
+        monkeypatch.setenv("VLORA_SERVE_THETA_S", "2")
+    value = theta(
+        monkeypatch,
+        *(("--config", str(config)) if in_file else ()),
+        flags=("--theta-s", "1") if as_flag else (),
+    )
+    assert value == (1 if as_flag else 2 if in_environment else 3 if in_file else 0.1)
+
+
+def test_the_file_may_be_named_by_the_environment_and_hold_lists(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    config = tmp_path / "vlora.yaml"
+    config.write_text("serve:\n  weight: [signs=2, '*=1']\n  image-hosts: example.org\n  prefix-cache: false\n")
+    monkeypatch.setenv("VLORA_CONFIG", str(config))
+    found: dict[str, object] = {}
+    monkeypatch.setattr(cli.commands["serve"], "callback", lambda **settings: found.update(settings))
+    cli.main(["serve"], prog_name="vlora", standalone_mode=False)
+    assert (found["weight"], found["image_hosts"], found["prefix_cache"]) == (
+        ("signs=2", "*=1"),
+        ("example.org",),
+        False,
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("srve: {port: 1}", "there is no command 'srve'; did you mean 'serve'?"),
+        ("serve: {rpyc_port: 1}", "serve: there is no option 'rpyc_port'; did you mean 'rpyc-port'?"),
+        ("model: {eval: {quik: true}}", "model, eval: there is no option 'quik'; did you mean 'quick'?"),
+        ("serve: [1]", "serve: write options and their values, such as 'http-port: 8000'"),
+        ("just words", "holds no options; write"),
+        ("serve: {", "is not YAML"),
+        ("serve: {theta-s: many}", "invalid value for '--theta-s'"),
+    ],
+)
+def test_a_mistake_in_the_file_is_one_line(vlora_command: Vlora, tmp_path: Path, text: str, message: str) -> None:  # noqa: F811
+    config = tmp_path / "vlora.yaml"
+    config.write_text(text)
+    code, out, err = vlora_command("--config", str(config), "serve", "--adapter", "x")
+    assert (code, out) == (2, "") and message in err and err.count("\n") == 1, err
+
+
+# -- completion -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_there_is_a_script_for_every_shell(vlora_command: Vlora, tmp_path: Path, shell: str) -> None:  # noqa: F811
+    if shell == "bash" and not shutil.which("bash"):
+        pytest.skip("no bash here")
+    code, out, err = vlora_command("completion", shell)
+    assert (code, err) == (0, "") and "_VLORA_COMPLETE" in out
+    if shutil.which(shell):
+        (tmp_path / "script").write_text(out)
+        assert subprocess.run([shell, "-n", str(tmp_path / "script")]).returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("words", "offered"), [("vlora str", {"stream"}), ("vlora serve --policy vlora --switching s", {"shadow"})]
+)
+def test_commands_options_and_choices_are_completed(words: str, offered: set[str]) -> None:
+    place = str(len(words.split()) - 1)
+    asked = os.environ | {"_VLORA_COMPLETE": "bash_complete", "COMP_WORDS": words, "COMP_CWORD": place}
+    done = subprocess.run(COMMAND, env=asked, cwd=ROOT, capture_output=True, text=True, check=True)
+    assert {line.partition(",")[2] for line in done.stdout.splitlines()} == offered
+
+
+# -- progress ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("stdout_too", [False, True])
+def test_progress_shows_on_a_terminal_only_and_never_in_what_is_printed(tmp_path: Path, stdout_too: bool) -> None:
+    code = (
+        "import time, click\n"
+        "from vlora.cli.progress import counting, waiting\n"
+        "with counting('pictures', 3) as advance:\n"
+        "    for _ in range(3): click.echo('line'); advance(); time.sleep(0.15)\n"
+        "with waiting('loading') as done: time.sleep(0.15); done(); click.echo('last')\n"
+    )
+    ours, theirs = pty.openpty()
+    file = tmp_path / "out"
+    with file.open("wb") as out:
+        child = subprocess.Popen(
+            [sys.executable, "-c", code],
+            stdout=theirs if stdout_too else out,
+            stderr=theirs,
+            cwd=ROOT,
+            env=os.environ | {"TERM": "xterm", "COLUMNS": "80"},
+        )
+        os.close(theirs)
+        shown = read_all(ours)
+        assert child.wait(20) == 0
+    assert "pictures 3/3" in shown and "loading" in shown
+    printed = shown if stdout_too else file.read_text()
+    assert re.sub(r"\x1b\[[0-9;?]*\w", "", printed).count("line") == 3 and "last" in printed
+    assert stdout_too or printed == "line\nline\nline\nlast\n"
+
+
+def read_all(terminal: int) -> str:
+    data = b""
+    while select.select([terminal], [], [], 20)[0]:
+        try:
+            data += os.read(terminal, 4096)
+        except OSError:
+            break
+    os.close(terminal)
+    return data.decode(errors="replace")
+
+
+def test_where_nobody_watches_nothing_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    with counting("pictures", 2) as advance, waiting("loading") as done:
+        advance()
+        done()
+    assert capsys.readouterr() == ("", "")
+
+
+# -- ends -------------------------------------------------------------------------------------------------------------
+
+
+def test_an_interrupt_finishes_what_is_under_way(server: Running, address: str, tmp_path: Path) -> None:  # noqa: F811
+    video = write_video(tmp_path / "long.mp4", shades(400))
+    command = [*COMMAND, "stream", str(video), "--adapter", "cam", "--head", "night", "--server", address]
+    child = subprocess.Popen(
+        [*command, "--out", str(tmp_path / "out")], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    assert child.stdout is not None and child.stderr is not None
+    assert child.stdout.readline().split()[:3] == ["0.0", "s", "bright"]
+    child.send_signal(signal.SIGINT)
+    began = time.monotonic()
+    printed = child.stdout.read().splitlines()
+    assert child.wait(20) == 130 and time.monotonic() - began < 15
+    assert child.stderr.read() == "stopping: what is under way is finished; once more ends at once\n"
+    lines = [json.loads(line) for line in (tmp_path / "out" / "long.jsonl").read_text().splitlines()]
+    assert [line["index"] for line in lines] == list(range(len(printed) + 1)) and len(lines) < 200
+
+
+def test_help_says_how_commands_end(vlora_command: Vlora) -> None:  # noqa: F811
+    _, out, _ = vlora_command("--help")
+    assert all(word in out for word in ("Exit codes", "130", "143", "VLORA_SERVE_HTTP_PORT"))
+
+
+# -- batch and status -------------------------------------------------------------------------------------
+
+
+def test_batch_answers_in_order_and_tells_bad_pictures(
+    vlora_command: Vlora,  # noqa: F811
+    address: str,  # noqa: F811
+    tmp_path: Path,
+) -> None:
+    folder = tmp_path / "photos"
+    folder.mkdir()
+    for place in range(4):
+        (folder / f"{place}.png").write_bytes(png())
+    args = ("batch", str(folder), "--question", "say:yes", "--server", address)
+    code, out, err = vlora_command(*args)
+    assert (code, err) == (0, "") and [line.split("  ")[1] for line in out.splitlines()] == ["yes"] * 4
+    (folder / "2.png").write_bytes(b"no picture")
+    code, out, err = vlora_command(*args, "--out", str(tmp_path / "answers.jsonl"))
+    assert (code, out) == (1, "") and err.startswith(f"{folder / '2.png'}  image 1")
+    lines = [json.loads(line) for line in (tmp_path / "answers.jsonl").read_text().splitlines()]
+    assert [line["text"] for line in lines] == ["yes", "yes", "", "yes"]
+    code, out, err = vlora_command("batch", str(folder), "--server", address)
+    assert code == 2 and err == "error: give a question, or a head and the adapter it belongs to\n"
+
+
+def test_status_tells_a_server_at_a_glance(vlora_command: Vlora, address: str) -> None:  # noqa: F811
+    code, out, err = vlora_command("status", "--server", address)
+    assert (code, err) == (0, "") and "0 running, 0 waiting" in out and out.count("\n") == 7
+    code, out, _ = vlora_command("status", "--server", address, "--json")
+    assert code == 0 and json.loads(out)["num_running"] == 0
+
+
+def test_the_module_runs_as_the_command() -> None:
+    done = subprocess.run([*COMMAND, "--version"], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0 and "version" in done.stdout and vlora.cli.cli is cli

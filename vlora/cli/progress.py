@@ -1,0 +1,43 @@
+"""Signs of life on a terminal, for what takes longer than a glance; nothing where nobody watches.
+
+They go to stderr. What is printed meanwhile comes above them where it goes to the terminal too, and stays as it is
+where it goes to a file.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+
+@contextlib.contextmanager
+def counting(what: str, total: int) -> Iterator[Callable[[], None]]:
+    """A bar; call what this gives once for each thing done."""
+    with _shown("{task.description} {task.completed}/{task.total}", bar=True) as bar:
+        task = None if bar is None else bar.add_task(what, total=total)
+        yield lambda: None if bar is None else bar.advance(task)
+
+
+@contextlib.contextmanager
+def waiting(what: str) -> Iterator[Callable[[], None]]:
+    """A spinner with the time, for what cannot be counted; call what this gives to end it before the block does."""
+    with _shown("{task.description}", bar=False) as bar:
+        if bar is not None:
+            bar.add_task(what, total=None)
+        yield lambda: None if bar is None else bar.stop()
+
+
+@contextlib.contextmanager
+def _shown(text: str, *, bar: bool) -> Iterator[Any]:
+    if not sys.stderr.isatty():
+        yield None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+    columns = (BarColumn(), TimeRemainingColumn()) if bar else (SpinnerColumn(), TimeElapsedColumn())
+    console, to_terminal = Console(stderr=True), sys.stdout.isatty()
+    with Progress(TextColumn(text), *columns, console=console, transient=True, redirect_stdout=to_terminal) as progress:
+        yield progress
