@@ -1,15 +1,32 @@
-"""The `vlora` command with a scripted engine: `python -m tests.docs.scripted_vlora ...`."""
+"""The `vlora` command with a scripted engine, and with fusing that writes at once what a fusion would:
+`python -m tests.docs.scripted_vlora ...`."""
 
 from __future__ import annotations
 
 import functools
+from pathlib import Path
 
 import tests.server.light  # noqa: F401
 import vlora.cli
 import vlora.server.supervise
-from tests.server.scripted import ENGINE_COMMAND, ByteProcessor
+from tests.server.scripted import ENGINE_COMMAND, ByteProcessor, write_adapter
+
+
+def fuse(plan: Path, out: Path, device: str) -> None:
+    """The demonstration plan's adapter, some test pictures and its video."""
+    from tests.apps.test_video_analytics import write_video
+    from tests.server.running import png
+
+    write_adapter(out / "adapters" / "digits-photos-signs-actions", {"digits": 1, "signs": 1, "actions": 4})
+    for folder in ("signs", "actions"):
+        (out / "test" / folder).mkdir(parents=True)
+    for place, brightness in enumerate((20, 220, 20)):
+        (out / "test" / "signs" / f"{place:04}-0.png").write_bytes(png(brightness, (36, 36)))
+    write_video(out / "test" / "actions" / "stream.mp4", [20, 230, 20])
+
 
 if __name__ == "__main__":
+    vlora.cli.cli.commands["fuse"].callback = fuse
     vlora.server.supervise.serve = functools.partial(  # type: ignore[assignment]
         vlora.server.supervise.serve,
         engine_command=ENGINE_COMMAND,
