@@ -20,10 +20,10 @@ CHUNK_S = 1.0
 FALLBACK_FPS = 30.0  # for containers that do not say
 VIDEO_SUFFIXES = {".mp4", ".avi", ".mkv", ".mov", ".webm", ".m4v", ".mpg", ".mpeg", ".ts"}
 PICTURE_SUFFIXES = {".jpg", ".jpeg", ".png", ".bmp", ".webp", ".tif", ".tiff"}
-SHOWN_FPS = 12.0
+SHOWN_FPS = 10.0
 """Pictures a second that are kept for the annotated video, at most."""
 
-_SHOWN_WIDTH = 854
+_SHOWN_WIDTH = 640
 _JPEG_QUALITY = 95
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 1.0, 30.0  # before a camera that was lost is opened again
 
