@@ -60,12 +60,13 @@ def analyse(
     """Ask `head` about every chunk of a source; each chunk with its result, in order.
 
     Of a camera that is faster than the server, older chunks give way to newer ones; of a file none. When `stop` is set
-    no more is read, and what was sent is still answered. A server that is gone is waited for, up to `patience_s`, and
-    chunks without an answer are sent again. shown, say: see `read_chunks`.
+    no more is read, and what was sent is still answered. A server that is gone is waited for, of a file up to
+    `patience_s`, and chunks without an answer are sent again. shown, say: see `read_chunks`.
 
     Raises BadImage for a source that cannot be read, UnknownAdapter, UnknownHead, and what the client raises.
     """
-    reading = _Reading(source, find_head(client, adapter, head).num_frames, stop or threading.Event(), shown, say)
+    stop = stop or threading.Event()
+    reading = _Reading(source, find_head(client, adapter, head).num_frames, stop, shown, say)
     unanswered: deque[Chunk] = deque()
     lost_at: float | None = None
     try:
@@ -80,10 +81,10 @@ def analyse(
                     return
             except (Disconnected, EngineDead, UnknownStream) as error:
                 lost_at = lost_at or time.monotonic()
-                if time.monotonic() - lost_at > patience_s:
+                if stop.is_set() or (not source.live and time.monotonic() - lost_at > patience_s):
                     raise
                 say(f"{source.name}: {error}; trying again")
-                time.sleep(_PAUSE_S)
+                stop.wait(_PAUSE_S)
     finally:
         reading.close()
 

@@ -164,6 +164,34 @@ def test_a_server_that_stays_away_is_given_up(server: Running, tmp_path: Path, m
             list(answers)
 
 
+def test_a_camera_waits_for_its_server_until_told_to_stop(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("apps.video_analytics.answers._PAUSE_S", 0.02)
+    monkeypatch.setattr("vlora.client.stream_state._RETRY_S", 0.05)
+
+    def frames(source: Source, num_frames: int, *, stop: threading.Event, **_: object) -> Iterator[Chunk]:
+        while not stop.wait(0.01):
+            yield Chunk(0, 0.0, (png(), png()))
+
+    monkeypatch.setattr("apps.video_analytics.answers.read_chunks", frames)
+    stop = threading.Event()
+    said: list[str] = []
+
+    def say(text: str) -> None:
+        said.append(text)
+        if len(said) == 4:
+            stop.set()
+
+    with Client(port=server.port) as client:
+        camera = Source("camera-0", "0", "live")
+        answers = analyse(client, camera, "cam", "night", stop=stop, say=say, patience_s=0.0)
+        assert next(answers)[1].label == "bright"
+        monkeypatch.setattr(client, "_port", 1)
+        client.connection().close()
+        with pytest.raises(Disconnected):
+            list(answers)
+    assert len(said) == 4
+
+
 # -- files ------------------------------------------------------------------------------------------------------------
 
 
