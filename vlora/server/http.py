@@ -66,7 +66,7 @@ def make_app(
     _watching(app, front_end, model, others_listen)
     _asking(app, front_end, model)
     _administering(app, front_end)
-    add_console(app, front_end, model)
+    add_console(app, front_end, model, access)
     return guarded(app, access, front_end.metrics, front_end.held, front_end.config)
 
 

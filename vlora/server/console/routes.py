@@ -11,6 +11,7 @@ from fastapi.responses import Response
 
 from vlora.config import Token
 from vlora.errors import UnknownStream
+from vlora.server.access import Access
 from vlora.server.console.feed import Feed
 from vlora.server.console.files import CONSOLE_FILES, HEADERS, read_file
 from vlora.server.frontend import FrontEnd
@@ -19,9 +20,14 @@ from vlora.server.streams import WatchedStream
 _PRIVATE = {"Cache-Control": "no-store", "X-Content-Type-Options": "nosniff"}
 
 
-def add_console(app: FastAPI, front_end: FrontEnd, model: str) -> None:
+def add_console(app: FastAPI, front_end: FrontEnd, model: str, access: Access) -> None:
     """The page under / and /console, and its data. model: the base model's name."""
     feed = Feed(front_end.snapshot)
+
+    def caller_of(request: Request) -> Token | None:
+        """Whose token was shown; None where there are none, and all may do all."""
+        caller: Token | None = request.state.caller if access.required else None
+        return caller
 
     async def file(content: bytes, media_type: str) -> Response:
         return Response(content, media_type=media_type, headers=HEADERS)
@@ -33,7 +39,7 @@ def add_console(app: FastAPI, front_end: FrontEnd, model: str) -> None:
     async def state(request: Request, since: int = 0) -> Response:
         """A snapshot, with the steps after number `since`."""
         snapshot, steps = await feed.read(since)
-        caller: Token | None = getattr(request.state, "caller", None)
+        caller = caller_of(request)
         streams = front_end.streams.watched()
         fields = msgspec.structs.asdict(snapshot)
         fields |= {
@@ -65,7 +71,7 @@ def add_console(app: FastAPI, front_end: FrontEnd, model: str) -> None:
     @app.get("/console/streams/{number}/frame", include_in_schema=False)
     async def frame(request: Request, number: int) -> Response:
         """The last answered frame, with its answer below it; 204 while there is none to show yet."""
-        caller: Token | None = getattr(request.state, "caller", None)
+        caller = caller_of(request)
         for stream in front_end.streams.watched():
             if stream.number == number and _may_see(caller, stream):
                 picture = stream.last_frame.look()
@@ -76,7 +82,7 @@ def add_console(app: FastAPI, front_end: FrontEnd, model: str) -> None:
 
 
 def _may_see(caller: Token | None, stream: WatchedStream) -> bool:
-    """An admin sees every stream, everybody else their own. caller None: there are no tokens, and all may do all."""
+    """An admin sees every stream, everybody else their own."""
     return caller is None or caller.admin or stream.owner == caller
 
 
