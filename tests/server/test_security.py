@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import datetime
 import logging
+import re
+import signal
 import socket
 import ssl
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -22,12 +26,14 @@ from tests.server.running import png, running_server
 from tests.server.scripted import write_adapter
 from vlora.client import Client
 from vlora.config import ServerConfig, Token
-from vlora.errors import BadConfig, Disconnected, Forbidden, Unauthorized
-from vlora.server import rpyc_service
+from vlora.errors import BadConfig, Disconnected, Forbidden, OverCapacity, Unauthorized
+from vlora.server import http_protocol, http_server, rpyc_service, rpyc_wire
 from vlora.server.access import Access
 from vlora.server.tls import server_context
 from vlora.server.tokens import read_tokens
+from vlora.server.wrong_tokens import WrongTokens
 
+ROOT = Path(__file__).parents[2]
 USER, ADMIN, EXPIRED = "user-token-0123456789", "admin-token-0123456789", "expired-token-0123456789"
 YESTERDAY = datetime.datetime.now(datetime.UTC) - datetime.timedelta(days=1)
 TOKENS = (
@@ -369,3 +375,169 @@ def test_a_token_file_that_others_reach_is_warned_of(
     assert len(read_tokens(file, {})) == 1
     told = capsys.readouterr().err
     assert ("chmod 600" in told) == warned and USER not in told
+
+
+# -- hardening --------------------------------------------------------------------------------------------------------
+
+
+def drip(port: int, seconds: float) -> float:
+    """Begin a handshake a byte at a time; after how many seconds the server ends it."""
+    incoming, outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
+    context = ssl.create_default_context()
+    with pytest.raises(ssl.SSLWantReadError):
+        context.wrap_bio(incoming, outgoing, server_hostname="localhost").do_handshake()
+    hello = outgoing.read()
+    started = time.monotonic()
+    with socket.create_connection(("127.0.0.1", port)) as sock:
+        sock.settimeout(0.05)
+        for byte in hello[:-1]:
+            try:
+                sock.sendall(bytes([byte]))
+                if not sock.recv(1):
+                    break
+            except TimeoutError:
+                pass
+            except OSError:
+                break
+            if time.monotonic() - started > seconds:
+                break
+    return time.monotonic() - started
+
+
+def test_a_handshake_has_a_deadline_however_it_drips(
+    certificates: Certificates, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in (rpyc_wire, http_server):
+        monkeypatch.setattr(module, "_HANDSHAKE_S", 0.5)
+    tls = {"tls_cert": certificates.cert, "tls_key": certificates.key}
+    with running_server(**tls) as server, running_api(**tls) as api:
+        assert 0.3 < drip(server.port, 5) < 3
+        assert 0.3 < drip(api.port, 5) < 3
+        assert api._replace(tls=certificates.context()).call("GET", "/health")[0] == 200
+
+
+def test_handshakes_count_among_the_connections(certificates: Certificates, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http_server, "connection_share", lambda: 4)
+    monkeypatch.setattr(http_protocol, "connection_share", lambda: 4)
+    monkeypatch.setattr(rpyc_wire, "connection_share", lambda: 4)
+    tls = {"tls_cert": certificates.cert, "tls_key": certificates.key}
+    with running_server(**tls) as server, running_api(**tls) as api:
+        for port in (server.port, api.port):
+            silent = [socket.create_connection(("127.0.0.1", port)) for _ in range(9)]
+            ended = 0
+            deadline = time.monotonic() + 5
+            while ended < 5 and time.monotonic() < deadline:
+                ended = sum(closed(sock) for sock in silent)
+            assert ended == 5 and not any(closed(sock) for sock in silent[5:]), "the oldest made room"
+            for sock in silent:
+                sock.close()
+        with Client(port=server.port, tls=certificates.context()) as client:
+            assert client.generate("say:x").text == "x"
+        assert api._replace(tls=certificates.context()).call("GET", "/health")[0] == 200
+
+
+def closed(sock: socket.socket) -> bool:
+    sock.settimeout(0.05)
+    try:
+        return sock.recv(1) == b""
+    except TimeoutError:
+        return False
+    except OSError:
+        return True
+
+
+def test_a_peer_that_guesses_has_to_wait() -> None:
+    now = 1000.0
+    wrong = WrongTokens(clock=lambda: now)
+    access = Access(TOKENS)
+    access._wrong = wrong
+    for _ in range(20):
+        with pytest.raises(Unauthorized, match="not one of this server's"):
+            access.check("x" * 20, peer="10.0.0.1")
+    for shown in ("x" * 20, USER, None):
+        with pytest.raises(OverCapacity, match=r"too many wrong tokens came from 10\.0\.0\.1; try again in 3 s"):
+            access.check(shown, peer="10.0.0.1")
+    assert access.check(USER, peer="10.0.0.2") is not None and access.check(USER) is not None
+    now += 3.0  # one more
+    assert access.check(USER, peer="10.0.0.1") is not None
+    with pytest.raises(Unauthorized):
+        access.check("x" * 20, peer="10.0.0.1")
+    with pytest.raises(OverCapacity):
+        access.check(USER, peer="10.0.0.1")
+    # Nothing shown, or one that has expired, is no guess.
+    for shown in (None, EXPIRED):
+        for _ in range(30):
+            with pytest.raises(Unauthorized):
+                access.check(shown, peer="10.0.0.3")
+    # A network of IPv6 is one peer, and what is remembered is bounded.
+    for number in range(20):
+        wrong.count(f"2001:db8::{number}")
+    with pytest.raises(OverCapacity):
+        wrong.check("2001:db8::ffff")
+    wrong.check("2001:db8:0:1::1")
+    for number in range(5000):
+        wrong.count(f"peer {number}")
+    wrong.check("2001:db8::ffff")
+    assert len(wrong._full_at) == 4096
+
+
+def test_guessing_is_slowed_down_on_both_surfaces() -> None:
+    with running_api(tokens=TOKENS) as api:
+        guess = api._replace(token="x" * 20)
+        assert [guess.call("GET", "/v1/models")[0] for _ in range(22)] == [401] * 20 + [429] * 2
+        assert api._replace(token=USER).call("GET", "/v1/models")[0] == 429
+        assert api.call("GET", "/health")[0] == 200
+    with running_server(tokens=TOKENS) as server, Client(port=server.port, token=USER) as known:
+        known.adapters()
+        for _ in range(20):
+            with Client(port=server.port, token="x" * 20) as client, pytest.raises(Unauthorized):
+                client.adapters()
+        with Client(port=server.port, token=USER) as client, pytest.raises(OverCapacity, match="too many wrong tokens"):
+            client.adapters()
+        assert known.adapters() == (), "who was let in before stays"
+
+
+def test_tokens_are_read_again_on_sighup(tmp_path: Path) -> None:
+    file = tmp_path / "tokens.yaml"
+    file.write_text(f"old: {{token: {USER}}}")
+    file.chmod(0o600)
+    code = (
+        "import tests.server.light, asyncio, pathlib, sys\n"
+        "from tests.server.scripted import ENGINE_COMMAND, ByteProcessor\n"
+        "from vlora.server.supervise import serve\n"
+        "from vlora.server.tokens import read_tokens\n"
+        "from vlora.config import EngineConfig, ServerConfig\n"
+        "read = lambda: read_tokens(pathlib.Path(sys.argv[1]), {})\n"
+        "config = ServerConfig(rpyc_port=0, tokens=read())\n"
+        "asyncio.run(serve(EngineConfig(model='scripted'), config, {}, announce=lambda line: print(line, flush=True),\n"
+        "                  engine_command=ENGINE_COMMAND, load_processor=lambda model: ByteProcessor(),\n"
+        "                  read_tokens=read))"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-c", code, str(file)], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    try:
+        assert process.stdout is not None and process.stderr is not None
+        match = re.match(r"ready: rpyc 127\.0\.0\.1:(\d+)", process.stdout.readline())
+        assert match, process.communicate()
+        with Client(port=int(match[1]), token=USER) as client:
+            client.stats()
+            for text, said in (
+                ("new: {token: [", "warning: the tokens stay as they were: the token file"),
+                (f"a: {{token: {USER}}}\nb: {{token: {USER}}}", "warning: the tokens stay as they were: token 'a' is"),
+                (f"new: {{token: {ADMIN}, admin: true}}", "tokens: new\n"),
+            ):
+                client.stats()
+                file.write_text(text)
+                process.send_signal(signal.SIGHUP)
+                assert said in process.stderr.readline()
+            with pytest.raises(Unauthorized):  # in the middle of its connection
+                client.stats()
+        with Client(port=int(match[1]), token=ADMIN) as client:
+            client.stats()
+    finally:
+        process.kill()
+        process.communicate()
+    access = Access(())
+    with pytest.raises(BadConfig, match="when it is started"):
+        access.replace(TOKENS)

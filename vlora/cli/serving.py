@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import sys
 from pathlib import Path
@@ -38,7 +39,8 @@ def serve(model: str, adapters: tuple[str, ...], folder: Path | None, token_file
 
     named = named_adapters(adapters, folder)
     engine_config = make_config(EngineConfig, settings, model=model_path(model))
-    server_config = make_config(ServerConfig, settings, tokens=read_tokens(token_file, os.environ))
+    all_tokens = functools.partial(read_tokens, token_file, os.environ)
+    server_config = make_config(ServerConfig, settings, tokens=all_tokens())
     import asyncio
 
     from vlora.server.supervise import serve as serve_until_stopped
@@ -49,7 +51,16 @@ def serve(model: str, adapters: tuple[str, ...], folder: Path | None, token_file
             loaded()
             click.echo(line)
 
-        asyncio.run(serve_until_stopped(engine_config, server_config, named, announce=announce, model_name=model))
+        asyncio.run(
+            serve_until_stopped(
+                engine_config,
+                server_config,
+                named,
+                announce=announce,
+                model_name=model,
+                read_tokens=None if token_file is None else all_tokens,
+            )
+        )
     # Everything has ended; taking torch apart again would only make the caller wait.
     sys.stdout.flush()
     sys.stderr.flush()

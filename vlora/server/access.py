@@ -8,7 +8,8 @@ import hmac
 from collections.abc import Callable, Sequence
 
 from vlora.config import Token
-from vlora.errors import Forbidden, Unauthorized
+from vlora.errors import BadConfig, Forbidden, Unauthorized
+from vlora.server.wrong_tokens import WrongTokens
 
 
 def _now() -> datetime.datetime:
@@ -21,19 +22,32 @@ class Access:
     def __init__(self, tokens: Sequence[Token], *, now: Callable[[], datetime.datetime] = _now) -> None:
         self._tokens = [(_digest(token.secret), token) for token in tokens]
         self._now = now
+        self._wrong = WrongTokens()
 
     @property
     def required(self) -> bool:
         """Whether there are tokens at all."""
         return bool(self._tokens)
 
-    def check(self, shown: str | None, *, admin: bool = False) -> Token | None:
+    def replace(self, tokens: Sequence[Token]) -> None:
+        """Take other tokens from now on, for every next call. Raises BadConfig where that would open or close the server
+        as a whole."""
+        if bool(tokens) != self.required:
+            raise BadConfig("a server begins to ask for tokens, or ceases to, when it is started, not in between")
+        self._tokens = [(_digest(token.secret), token) for token in tokens]
+
+    def check(self, shown: str | None, *, admin: bool = False, peer: str | None = None) -> Token | None:
         """The token that was shown; None where there are no tokens.
 
-        Raises Unauthorized for no token, a wrong or an expired one; Forbidden when `admin` is asked of a user's.
+        peer: address of who shows it; None for one that was found good before.
+
+        Raises Unauthorized for no token, a wrong or an expired one; Forbidden when `admin` is asked of a user's;
+        OverCapacity when too many wrong ones came from this peer.
         """
         if not self._tokens:
             return None
+        if peer is not None:
+            self._wrong.check(peer)
         if not shown:
             raise Unauthorized(
                 "this server answers only who shows a token: the header 'Authorization: Bearer TOKEN' over HTTP, "
@@ -45,6 +59,8 @@ class Access:
             if hmac.compare_digest(known, digest):
                 found = token
         if found is None:
+            if peer is not None:
+                self._wrong.count(peer)
             raise Unauthorized("the token is not one of this server's")
         if found.expires is not None and self._now() >= found.expires:
             expired = found.expires.astimezone(datetime.UTC)

@@ -52,7 +52,9 @@ class _TokenCheck:
             scheme, shown = get_authorization_scheme_param(Headers(scope=scope).get("authorization"))
             try:
                 changes = scope["path"].startswith(ADMIN_PATHS) and scope["method"] not in ("GET", "HEAD")
-                caller = self._access.check(shown if scheme.lower() == "bearer" else None, admin=changes)
+                token = shown if scheme.lower() == "bearer" else None
+                peer = (scope.get("client") or ("",))[0]
+                caller = self._access.check(token, admin=changes, peer=peer)
                 scope.setdefault("state", {})["caller"] = caller
             except VLoraError as error:
                 self._metrics.count(error.code)

@@ -76,7 +76,7 @@ class VLoraService(rpyc.Service):
 
         async def work() -> Hello:
             token = _checked("token", args[0] if args else None, str | None)
-            found = self._access.check(token)
+            found = self._access.check(token, peer=self._peer.address)
             self._token, self._known = token, True
             self._tenant = None if found is None else found.name
             self._peer.trust()

@@ -6,6 +6,7 @@ is reachable here. A peer may fetch the service and call its `exposed_` methods 
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import queue
 import socket
@@ -13,7 +14,7 @@ import ssl
 import threading
 import time
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from typing import Any
 
@@ -57,6 +58,18 @@ _PROTOCOL = {
 }
 
 
+@contextlib.contextmanager
+def _deadline(seconds: float, caller: Caller) -> Iterator[None]:
+    """End the connection if the block takes longer: a socket's own timeout begins anew with every byte."""
+    late = threading.Timer(seconds, caller.end)
+    late.daemon = True
+    late.start()
+    try:
+        yield
+    finally:
+        late.cancel()
+
+
 class BoundedChannel(Channel):
     """RPyC's frames up to a size, compressed or not; a longer one ends the connection before it is read."""
 
@@ -93,16 +106,12 @@ class BoundedChannel(Channel):
             self.close()
             raise EOFError(f"there was no room for a message of {length} bytes")
         self._charge = length
-        slow = threading.Timer(_FRAME_S, self._caller.end)
-        slow.daemon = True
-        slow.start()
         try:
-            return self.stream.read(size)[: -len(self.FLUSHER)]
+            with _deadline(_FRAME_S, self._caller):
+                return self.stream.read(size)[: -len(self.FLUSHER)]
         except BaseException:
             self.take_charge()()
             raise
-        finally:
-            slow.cancel()
 
     def _refuse(self, what: str) -> None:
         self.close()
@@ -283,10 +292,10 @@ class RpycServer(ThreadedServer):
             notice_silence(sock)
             if self._tls is not None:
                 self.clients.discard(sock)
-                sock.settimeout(_HANDSHAKE_S)
                 caller.sock = sock = self._tls.wrap_socket(sock, server_side=True, do_handshake_on_connect=False)
                 self.clients.add(sock)
-                sock.do_handshake()
+                with _deadline(_HANDSHAKE_S, caller):
+                    sock.do_handshake()
             sock.settimeout(_SEND_S)
             stream = TlsStream(sock, _SEND_S) if isinstance(sock, ssl.SSLSocket) else SocketStream(sock)
             channel = BoundedChannel(stream, self._max_message_bytes, self._held, caller)
@@ -318,6 +327,14 @@ class Peer:
         self._channel = channel
         self._caller = caller
         self._max_message_bytes = max_message_bytes
+
+    @property
+    def address(self) -> str:
+        """Where it comes from; empty once it is gone."""
+        try:
+            return str(self._caller.sock.getpeername()[0])
+        except OSError:
+            return ""
 
     def distrust(self) -> None:
         self._channel.max_bytes = min(_MAX_STRANGERS_BYTES, self._max_message_bytes)

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
+import functools
 import signal
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from vlora.config import EngineConfig, ServerConfig
+from vlora.config import EngineConfig, ServerConfig, Token
 from vlora.engine.client import ENGINE_COMMAND
 from vlora.engine.supervised import SupervisedEngine
-from vlora.errors import EngineDead
+from vlora.errors import BadConfig, EngineDead
 from vlora.server.access import Access
 from vlora.server.frontend import FrontEnd
 from vlora.server.rpyc_service import VLoraService
@@ -34,8 +36,11 @@ async def serve(
     model_name: str | None = None,
     engine_command: Sequence[str] = ENGINE_COMMAND,
     load_processor: Callable[[str], InputProcessor] | None = None,
+    read_tokens: Callable[[], tuple[Token, ...]] | None = None,
 ) -> None:
     """Serve until interrupted or terminated, then drain. adapters: name -> folder. announce is told when all is ready.
+
+    read_tokens: gives the tokens anew when the process is told to by SIGHUP; None where they cannot change.
 
     An engine that dies is started again; the front end stays, so that every client hears why, and streams go on.
 
@@ -46,6 +51,9 @@ async def serve(
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
     tls = server_context(server_config)
     access = Access(server_config.tokens)
+    if read_tokens is not None:
+        reload = functools.partial(_reload_tokens, access, server_config, read_tokens)
+        asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, reload)
     if tls is None and not server_config.on_loopback:
         print(
             f"warning: without TLS, tokens and pictures can be read on their way to {server_config.host}; "
@@ -143,6 +151,16 @@ async def _first(task: asyncio.Task[object], stop: asyncio.Event) -> asyncio.Tas
     task.cancel()
     await asyncio.wait({task})
     return None
+
+
+def _reload_tokens(access: Access, config: ServerConfig, read_tokens: Callable[[], tuple[Token, ...]]) -> None:
+    try:
+        tokens = dataclasses.replace(config, tokens=read_tokens()).tokens  # checked together, as at start
+        access.replace(tokens)
+    except BadConfig as error:
+        _tell(f"the tokens stay as they were: {error}")
+    else:
+        print(f"tokens: {', '.join(token.name for token in tokens)}", file=sys.stderr, flush=True)
 
 
 def _tell(line: str) -> None:
