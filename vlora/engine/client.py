@@ -184,18 +184,20 @@ class EngineClient:
     async def _read(self) -> None:
         """Hand every message to who waits for it, until the process ends; then tell everyone why."""
         ended = asyncio.ensure_future(self._process.wait())
+        receiving = asyncio.create_task(self._receive())
         try:
-            while True:
-                incoming = asyncio.ensure_future(self._socket.recv())
-                await asyncio.wait({incoming, ended}, return_when=asyncio.FIRST_COMPLETED)
-                if not incoming.done():
-                    await asyncio.wait({incoming}, timeout=_LAST_WORDS_S)
-                if not incoming.done():
-                    incoming.cancel()
-                    break
-                self._handle(wire.decode_from_engine(incoming.result()))
+            await asyncio.wait({receiving, ended}, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait({receiving}, timeout=_LAST_WORDS_S)
+            receiving.cancel()
+            await asyncio.wait({receiving})
         finally:
             self._bury(ended.result() if ended.done() else None)
+        if not receiving.cancelled():
+            receiving.result()  # a mistake of ours
+
+    async def _receive(self) -> None:
+        while True:
+            self._handle(wire.decode_from_engine(await self._socket.recv()))
 
     def _handle(self, message: wire.FromEngine) -> None:
         match message:

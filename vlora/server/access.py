@@ -30,8 +30,8 @@ class Access:
         return bool(self._tokens)
 
     def replace(self, tokens: Sequence[Token]) -> None:
-        """Take other tokens from now on, for every next call. Raises BadConfig where that would open or close the server
-        as a whole."""
+        """Take other tokens from the next call on. Raises BadConfig where that would open or close the server as a
+        whole."""
         if bool(tokens) != self.required:
             raise BadConfig("a server begins to ask for tokens, or ceases to, when it is started, not in between")
         self._tokens = [(_digest(token.secret), token) for token in tokens]

@@ -1,0 +1,70 @@
+"""The soak bench's own eyes: what is lost, doubled or cut does not pass as an answer; phases and growth add up."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+import httpx
+import pytest
+
+from vlora.bench.soak import _answer, _Soak
+
+
+def piece(text: str = "", reason: str | None = None, name: str = "id") -> dict[str, Any]:
+    scores = {"content": [{"token": text}]} if text else None
+    return {"id": name, "choices": [{"delta": {"content": text}, "finish_reason": reason, "logprobs": scores}]}
+
+
+USAGE = {"id": "id", "choices": [], "usage": {"completion_tokens": 3}}
+WHOLE = [piece(), piece("a"), piece("b"), piece(reason="stop"), USAGE]
+
+
+def answered(events: list[Any], end: str = "[DONE]", status: int = 200) -> str:
+    lines = [f"data: {json.dumps(event)}\n\n" for event in events] + [f"data: {end}\n\n"]
+    transport = httpx.MockTransport(lambda _: httpx.Response(status, text="".join(lines)))
+
+    async def ask() -> str:
+        async with httpx.AsyncClient(transport=transport, base_url="http://x") as web:
+            return await _answer(web, "model", "question")
+
+    return asyncio.run(ask())
+
+
+def test_a_whole_answer_is_one() -> None:
+    assert answered(WHOLE) == "ab"
+    by_length = [piece(), piece("a"), piece("b"), piece("c"), piece(reason="length"), USAGE]
+    assert answered(by_length) == "abc"
+
+
+@pytest.mark.parametrize(
+    "events",
+    [
+        WHOLE[:2] + WHOLE[3:],
+        [*WHOLE[:2], *WHOLE[1:]],
+        WHOLE[:3] + WHOLE[4:],
+        [*WHOLE[:4], *WHOLE[3:]],
+        [*WHOLE[:2], piece("b", name="another"), *WHOLE[3:]],
+        WHOLE[:4],
+        [*WHOLE[:3], {"error": {"code": "engine_dead"}}],
+    ],
+    ids=["lost", "doubled", "no end", "two ends", "another's", "no usage", "error"],
+)
+def test_what_is_not_whole_is_told(events: list[Any]) -> None:
+    with pytest.raises((ValueError, KeyError)):
+        answered(events)
+    with pytest.raises(ValueError, match="ends with"):
+        answered(WHOLE, end="nothing")
+    with pytest.raises(ValueError, match="status 429"):
+        answered(WHOLE, status=429)
+
+
+def test_phases_and_growth() -> None:
+    soak = _Soak(warm_s=100.0, end_s=200.0, num_phases=4)
+    assert [soak.bad_company(at) for at in (90, 110, 130, 160, 180)] == [False, False, True, False, True]
+    soak.answers = [(90, 95), (101, 110), (110, 130), (126, 149), (176, 178), (102, 170)]
+    assert soak.latencies(bad=None) == [9, 20, 23, 2, 68]
+    assert soak.latencies(bad=False) == [9] and soak.latencies(bad=True) == [23, 2]
+    soak.memory_mib["engine"] = [(float(at), 50.0 if at < 100 else 100.0 + (at >= 190)) for at in range(300)]
+    assert soak.growth("engine") == pytest.approx(1.01, abs=1e-3)

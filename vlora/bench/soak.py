@@ -1,0 +1,324 @@
+"""Hundreds of clients at once for minutes: nothing lost or doubled, memory flat, and bad clients slow nobody else.
+
+Every HTTP stream shows its tokens one by one (`logprobs`) and counts them at its end (`usage`): a token that was lost
+or came twice shows, and so does an answer that is another one than the same question got alone. Cameras get exactly one
+result for each frame, in order. Slow clients (who read nothing of a stream for seconds) and vanishing ones (who leave
+in the middle of an answer) come and go in phases, and what well-behaved clients wait is compared between phases.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import io
+import itertools
+import json
+import math
+import random
+from collections.abc import AsyncIterator, Coroutine
+from typing import Any
+
+import httpx
+import numpy as np
+import torch
+from PIL import Image
+
+from vlora.bench.form import Goal, Report
+from vlora.bench.served import ADAPTERS, HEAD, Served, resident_mib, served
+from vlora.client import AsyncClient
+from vlora.errors import VLoraError
+
+_NUM_STREAMS = 200
+_NUM_CAMERAS = 16
+_FPS = 1.0  # of a camera
+_ANSWER_TOKENS = 16
+_NUM_SLOW = 16
+_VANISHING_S = 0.5  # one of them comes every so often
+_NUM_QUESTIONS = 24
+_PHASES, _PHASES_QUICK = 6, 2  # bad clients are there in every other one
+_WARM_SHARE = 0.25  # of the time; caches fill
+_SAMPLE_S = 0.5
+_FILLING_TOKENS, _LONGEST_PROMPT = 16_000, 200  # numbers of up to five tokens each
+_GROWTH_GOAL = 1.02
+_COMPANY_GOAL = 1.25
+_THINGS = ("red", "green", "blue", "yellow", "purple", "orange", "cyan", "white")
+_QUESTIONS = tuple(f"what {what} is {which} ?" for what in ("color", "shape", "thing") for which in _THINGS)
+assert len(_QUESTIONS) == _NUM_QUESTIONS
+# Small enough to be full before anything is measured.
+_FLAGS = ("--max-requests", "512", "--arena-bytes", str(48 * 2**20), "--vision-cache-bytes", str(4 * 2**20))
+
+
+def run(quick: bool) -> Report:
+    """200 HTTP streams and 16 video streams at once on the embedded model in float32, one thread; five minutes.
+
+    quick: one minute.
+    """
+    torch.set_num_threads(1)
+    with served(*_FLAGS) as server:
+        soak = asyncio.run(_soak(server, 60.0 if quick else 300.0, _PHASES_QUICK if quick else _PHASES))
+    rows: list[dict[str, Any]] = [
+        {"what": "HTTP streams", **_times(soak.latencies(bad=None))},
+        {"what": "HTTP streams, good company", **_times(soak.latencies(bad=False))},
+        {"what": "HTTP streams, bad company", **_times(soak.latencies(bad=True))},
+        {"what": "frames", **_times(soak.frame_s)},
+    ]
+    company = _p99(soak.latencies(bad=True)) / _p99(soak.latencies(bad=False))
+    growth = {name: soak.growth(name) for name in soak.memory_mib}
+    goals = [
+        Goal("answers lost, doubled or wrong", float(len(soak.wrong)), 0.0, True),
+        *(
+            Goal(f"memory of the {name}, end / after warm-up", value, _GROWTH_GOAL, True)
+            for name, value in growth.items()
+        ),
+        Goal("p99 in bad company / in good", company, _COMPANY_GOAL, True),
+    ]
+    found = {
+        "wrong": soak.wrong[:20],
+        "memory_mib": {name: [round(value, 1) for _, value in each[::10]] for name, each in soak.memory_mib.items()},
+        "vanished": soak.num_vanished,
+        "slow": soak.num_slow,
+        "dropped frames": soak.num_dropped,
+    }
+    return Report("soak", rows, goals, found=found)
+
+
+def _p99(seconds: list[float]) -> float:
+    return sorted(seconds)[int(0.99 * len(seconds))] if seconds else float("nan")
+
+
+def _times(seconds: list[float]) -> dict[str, Any]:
+    middle = sorted(seconds)[len(seconds) // 2] if seconds else float("nan")
+    return {"count": len(seconds), "median ms": middle * 1e3, "p99 ms": _p99(seconds) * 1e3}
+
+
+@dataclasses.dataclass
+class _Soak:
+    """What came of it. warm_s: when measuring begins, in seconds of the loop's clock; then phases of one length."""
+
+    warm_s: float
+    end_s: float
+    num_phases: int
+    answers: list[tuple[float, float]] = dataclasses.field(default_factory=list)  # when it began and ended
+    frame_s: list[float] = dataclasses.field(default_factory=list)
+    wrong: list[str] = dataclasses.field(default_factory=list)
+    memory_mib: dict[str, list[tuple[float, float]]] = dataclasses.field(default_factory=dict)
+    num_vanished: int = 0
+    num_slow: int = 0
+    num_dropped: int = 0
+
+    @property
+    def over(self) -> bool:
+        return asyncio.get_running_loop().time() >= self.end_s
+
+    def phase(self, at: float) -> int:
+        """Counted from 0; -1 before the first."""
+        return math.floor((at - self.warm_s) / (self.end_s - self.warm_s) * self.num_phases)
+
+    def bad_company(self, at: float) -> bool:
+        """Whether slow and vanishing clients are about."""
+        return at >= self.warm_s and self.phase(at) % 2 == 1
+
+    def latencies(self, *, bad: bool | None) -> list[float]:
+        """Seconds of answers since the warm-up; with `bad`, of those that lie within one phase of that kind."""
+        return [
+            ended - began
+            for began, ended in self.answers
+            if began >= self.warm_s
+            and (bad is None or (self.bad_company(began) is bad and self.phase(began) == self.phase(ended)))
+        ]
+
+    def growth(self, name: str) -> float:
+        """Memory in the last tenth of the time over that in the first tenth after the warm-up."""
+        values = [value for at, value in self.memory_mib[name] if self.warm_s <= at <= self.end_s]
+        part = max(1, len(values) // 10)
+        return float(np.mean(values[-part:]) / np.mean(values[:part]))
+
+
+async def _soak(server: Served, seconds: float, num_phases: int) -> _Soak:
+    url = f"http://127.0.0.1:{server.http_port}"
+    limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
+    async with httpx.AsyncClient(base_url=url, limits=limits, timeout=120.0) as web:
+        # Each question alone, before anybody else is there.
+        expected = {(model, each): await _answer(web, model, each) for model in ADAPTERS for each in _QUESTIONS[::3]}
+        # More prompt than the arena has room for, so that from now on it is full.
+        for start in range(0, _FILLING_TOKENS, _LONGEST_PROMPT):
+            await _answer(web, ADAPTERS[0], " ".join(f"{number}" for number in range(start, start + _LONGEST_PROMPT)))
+        now = asyncio.get_running_loop().time()
+        soak = _Soak(now + _WARM_SHARE * seconds, now + seconds, num_phases)
+        async with AsyncClient(port=server.rpyc_port, timeout_s=120.0) as cameras:
+            work: list[Coroutine[Any, Any, None]] = [_watch_memory(soak, server), _vanish(soak, url)]
+            work += [_ask_again_and_again(soak, web, expected, number) for number in range(_NUM_STREAMS)]
+            work += [_read_slowly(soak, url) for _ in range(_NUM_SLOW)]
+            work += [_film(soak, cameras, number) for number in range(_NUM_CAMERAS)]
+            await asyncio.gather(*work)
+    return soak
+
+
+# -- those who behave -------------------------------------------------------------------------------------------------
+
+
+def _body(model: str, question: str, tokens: int = _ANSWER_TOKENS) -> dict[str, Any]:
+    return {
+        "model": model,
+        "messages": [{"role": "user", "content": question}],
+        "max_tokens": tokens,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+        "logprobs": True,
+    }
+
+
+async def _answer(web: httpx.AsyncClient, model: str, question: str) -> str:
+    """The text of a streamed answer that is whole. Raises ValueError for one that is not."""
+    text, num_tokens, finished, ids = "", 0, 0, set()
+    lines: list[str] = []
+    async with web.stream("POST", "/v1/chat/completions", json=_body(model, question)) as response:
+        if response.status_code != 200:
+            raise ValueError(f"status {response.status_code}: {(await response.aread())[:200]!r}")
+        async for line in response.aiter_lines():
+            if line:
+                lines.append(line.removeprefix("data: "))
+    if lines[-1:] != ["[DONE]"]:
+        raise ValueError(f"the stream ends with {lines[-1:]}")
+    *chunks, usage = map(json.loads, lines[:-1])
+    if "usage" not in usage:
+        raise ValueError(f"no usage at the end, but {usage}")
+    stopped = False
+    for chunk in chunks:
+        ids.add(chunk["id"])
+        (choice,) = chunk["choices"]
+        text += choice["delta"].get("content", "")
+        num_tokens += len((choice["logprobs"] or {}).get("content", ()))
+        finished += choice["finish_reason"] is not None
+        stopped |= choice["finish_reason"] == "stop"
+    # The token that ends an answer is counted, and has no text.
+    if num_tokens != usage["usage"]["completion_tokens"] - stopped or finished != 1 or len(ids) != 1:
+        raise ValueError(f"{num_tokens} tokens came, {finished} ends, ids {ids}; usage says {usage['usage']}")
+    return text
+
+
+async def _ask_again_and_again(
+    soak: _Soak, web: httpx.AsyncClient, expected: dict[tuple[str, str], str], number: int
+) -> None:
+    draws = random.Random(number)
+    asks = sorted(expected)
+    loop = asyncio.get_running_loop()
+    while not soak.over:
+        model, question = draws.choice(asks)
+        started = loop.time()
+        try:
+            text = await _answer(web, model, question)
+        except (ValueError, httpx.HTTPError) as error:
+            soak.wrong.append(f"{model}: {question} {type(error).__name__} {error}")
+            continue
+        now = loop.time()
+        if text != expected[model, question]:
+            soak.wrong.append(f"{model}: {question} {text!r} instead of {expected[model, question]!r}")
+        soak.answers.append((started, now))
+
+
+async def _film(soak: _Soak, client: AsyncClient, number: int) -> None:
+    pictures = _pictures(number)
+    stream = await client.open_stream(adapter=ADAPTERS[number % len(ADAPTERS)], head=HEAD, fps=2 * _FPS)
+    loop = asyncio.get_running_loop()
+
+    async def read() -> int:
+        count = 0
+        async for result in stream:
+            if result.number != count:
+                soak.wrong.append(f"camera {number}: frame {result.number} came where {count} was expected")
+            if result.error is not None:
+                soak.wrong.append(f"camera {number}: frame {count} {result.error}")
+            elif result.dropped is not None:
+                soak.num_dropped += 1
+            elif loop.time() >= soak.warm_s:
+                soak.frame_s.append(result.latency_s)
+            count += 1
+        return count
+
+    reading = asyncio.create_task(read())
+    num_sent = 0
+    try:
+        await asyncio.sleep(number / _NUM_CAMERAS / _FPS)
+        while not soak.over:
+            await stream.send(next(pictures))
+            num_sent += 1
+            await asyncio.sleep(1 / _FPS)
+        await stream.end()
+        if (count := await reading) != num_sent:
+            soak.wrong.append(f"camera {number}: {num_sent} frames were sent, {count} results came")
+    except VLoraError as error:
+        soak.wrong.append(f"camera {number}: {type(error).__name__} {error}")
+        reading.cancel()
+
+
+def _pictures(number: int) -> itertools.cycle[bytes]:
+    """Eight JPEGs of noise, again and again."""
+    draws = np.random.default_rng(number)
+    made = []
+    for _ in range(8):
+        stream = io.BytesIO()
+        Image.fromarray(draws.integers(0, 255, (48, 48, 3), dtype=np.uint8)).save(stream, "JPEG")
+        made.append(stream.getvalue())
+    return itertools.cycle(made)
+
+
+# -- those who do not -------------------------------------------------------------------------------------------------
+
+
+@contextlib.asynccontextmanager
+async def _connected(url: str, body: dict[str, Any]) -> AsyncIterator[asyncio.StreamReader]:
+    """A connection on which a request was sent; cut off at the end, without a word."""
+    host = httpx.URL(url)
+    data = json.dumps(body).encode()
+    head = ["POST /v1/chat/completions HTTP/1.1", "Host: 127.0.0.1", "Content-Type: application/json"]
+    head += [f"Content-Length: {len(data)}", "", ""]
+    reader, writer = await asyncio.open_connection(host.host, host.port, limit=1024)
+    try:
+        writer.write("\r\n".join(head).encode() + data)
+        await writer.drain()
+        yield reader
+    finally:
+        writer.transport.abort()
+
+
+async def _vanish(soak: _Soak, url: str) -> None:
+    """One client after the other leaves with the first bytes of its answer."""
+
+    async def once() -> None:
+        async with _connected(url, _body(random.choice(ADAPTERS), _QUESTIONS[0], 400)) as reader:
+            await reader.read(200)
+        soak.num_vanished += 1
+
+    loop = asyncio.get_running_loop()
+    leaving: set[asyncio.Task[None]] = set()
+    while not soak.over:
+        if soak.bad_company(loop.time()):
+            leaving.add(task := asyncio.create_task(once()))
+            task.add_done_callback(leaving.discard)
+        await asyncio.sleep(_VANISHING_S)
+    await asyncio.gather(*leaving)
+
+
+async def _read_slowly(soak: _Soak, url: str) -> None:
+    """Ask, read a byte a second for a while, and begin anew."""
+    loop = asyncio.get_running_loop()
+    while not soak.over:
+        if not soak.bad_company(loop.time()):
+            await asyncio.sleep(_SAMPLE_S)
+            continue
+        async with _connected(url, _body(random.choice(ADAPTERS), _QUESTIONS[1], _ANSWER_TOKENS)) as reader:
+            for _ in range(10):
+                await reader.read(1)
+                await asyncio.sleep(1)
+        soak.num_slow += 1
+
+
+async def _watch_memory(soak: _Soak, server: Served) -> None:
+    processes = server.processes
+    while not soak.over:
+        now = asyncio.get_running_loop().time()
+        for name, process in processes.items():
+            soak.memory_mib.setdefault(name, []).append((now, resident_mib(process)))
+        await asyncio.sleep(_SAMPLE_S)
