@@ -340,6 +340,8 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     these. num_computed_tokens, num_reused_tokens: of prompts, computed and found in the prefix cache.
     host_adapter_bytes: adapters in host memory. num_restarts: processes of this engine that died before this one.
     relocated_bytes: copied within the arena, so that an adapter found room.
+    num_adapter_hits, num_adapter_misses: requests whose adapter was on the device when they came, and not.
+    highest_credit_s: the credit (V-LoRA section 4.4.3) of the request that has it highest; 0 where nobody waits.
     num_adapter_loads: how often one was brought to the device. num_load_waits, load_wait_s: steps in which every
     request waited for an adapter to be read or brought, and how long they waited.
     """
@@ -376,3 +378,6 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     num_load_waits: int = 0
     load_wait_s: float = 0.0
     num_restarts: int = 0
+    num_adapter_hits: int = 0
+    num_adapter_misses: int = 0
+    highest_credit_s: float = 0.0

@@ -50,9 +50,13 @@ def test_a_pinned_adapter_stays_while_others_come_and_go(folders: dict[str, str]
     status = local.engine.pin_adapter(pinned, True)
     assert status.pinned and status.resident and residents(local) == {pinned}
     assert local.engine.pin_adapter(pinned, True) == status
-    for name in (largest, *others, largest):
+    hits = 0
+    for name in (largest, *others, largest, largest, pinned):
+        hits += name in residents(local)
         answer(local, name)
         assert {pinned, name} <= residents(local)
+    stats = local.engine.stats()
+    assert (stats.num_adapter_hits, stats.num_adapter_misses) == (hits, 6 - hits) and 2 <= hits < 6
     assert local.engine.stats().num_resident_adapters == len(residents(local))
     # Another pin would leave the largest no room at all.
     with pytest.raises(OverCapacity, match=f"would leave .* pages of the arena .* adapter '{largest}' needs"):

@@ -106,7 +106,9 @@ def test_an_error_fails_only_its_own_request() -> None:
     assert last(simulation, "good").finish_reason == "length"
     stats = simulation.scheduler.stats("paper")
     assert (stats.num_finished, stats.num_failed, stats.num_cancelled) == (1, 1, 0)
+    assert stats.highest_credit_s == 0
     simulation.add(make_request("left"))
+    assert simulation.scheduler.stats("paper").highest_credit_s > 0
     simulation.scheduler.cancel("left")
     stats = simulation.scheduler.stats("paper")
     assert (stats.num_finished, stats.num_failed, stats.num_cancelled) == (1, 1, 1)

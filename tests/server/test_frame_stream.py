@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import re
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
@@ -13,6 +14,7 @@ from vlora.client.values import FrameResult, HeadResult, StreamOptions
 from vlora.config import ServerConfig, Token
 from vlora.errors import BadRequest, OverCapacity, StepFailed, UnknownStream
 from vlora.server.frame_stream import MAX_UNACKNOWLEDGED, FrameStream
+from vlora.server.metrics import Metrics
 from vlora.server.streams import Streams
 from vlora.types import Timings
 
@@ -93,8 +95,8 @@ def on_loop(test: Callable[[], Coroutine[Any, Any, None]]) -> Callable[[], None]
     return run
 
 
-def make(head: Head, **options: Any) -> FrameStream:
-    return FrameStream(head, StreamOptions(adapter="cam", head="night", **options), 1)
+def make(head: Head, metrics: Metrics | None = None, **options: Any) -> FrameStream:
+    return FrameStream(head, StreamOptions(adapter="cam", head="night", **options), 1, metrics or Metrics())
 
 
 async def settle() -> None:
@@ -274,7 +276,8 @@ async def test_end_answers_what_was_taken_and_cancel_frees_it() -> None:
 @on_loop
 async def test_streams_belong_to_their_token_and_expire_without_a_connection() -> None:
     head = Head(at_once=False)
-    streams = Streams(head, ServerConfig(max_streams=2, stream_keep_s=0.05))
+    metrics = Metrics()
+    streams = Streams(head, ServerConfig(max_streams=2, stream_keep_s=0.05), metrics)
     options = StreamOptions(adapter="cam", head="night")
     mine, other = (Token(name=name, secret=name * 16) for name in "ab")
     first = streams.open(options, 1, mine, "connection 1")
@@ -294,8 +297,36 @@ async def test_streams_belong_to_their_token_and_expire_without_a_connection() -
     assert len(streams) == 1 and head.cancelled == 1
     with pytest.raises(UnknownStream, match="is open"):
         streams.use(first, mine, "connection 4")
+    assert b"vlora_streams_open 1.0" in metrics.render(None)
     streams.close()
-    assert len(streams) == 0
+    assert len(streams) == 0 and b"vlora_streams_open 0.0" in metrics.render(None)
+
+
+@on_loop
+async def test_every_frame_is_counted_in_and_out() -> None:
+    metrics = Metrics()
+    head = Head(at_once=False)
+    stream = make(head, metrics)
+    await send(stream, *(b"%d" % number for number in range(8)))  # four run, three were dropped, one waits
+    assert await stream.send(7, (b"again",), 0, nothing)
+    stream.cancel()
+    await settle()
+    late = make(Head(at_once=False), metrics, max_latency_s=0.01)
+    await send(late, b"0")
+    await late.pull(-1, 1)
+    quick = make(Head(at_once=True), metrics)
+    await send(quick, b"0", b"1")
+    await quick.pull(-1, 1)
+    quick.cancel()
+    counted = re.findall(rb"^vlora_frames_total\{outcome=\"(\w+)\"\} (\S+)$", metrics.render(None), re.MULTILINE)
+    assert {name.decode(): float(value) for name, value in counted} == {
+        "dropped": 3,
+        "closed": 5,
+        "deadline_missed": 1,
+        "answered": 2,
+    }
+    assert b"vlora_frames_taken_total 11.0" in metrics.render(None)
+    assert b"vlora_frame_seconds_count 2.0" in metrics.render(None)
 
 
 @pytest.mark.parametrize("drop", ["newest", "none"])

@@ -383,6 +383,12 @@ def test_metrics_count_what_happened() -> None:
             "vlora_arena_bytes kv",
             "vlora_arena_bytes adapters",
             "vlora_vision_cache_total hit",
+            "vlora_adapter_requests_total hit",
+            "vlora_engine_prompt_tokens_total reused",
+            "vlora_highest_credit_seconds",
+            "vlora_engine_restarts_total",
+            "vlora_streams_open",
+            "vlora_frames_taken_total",
         ):
             assert name in after
         api.engine.dead = "killed"

@@ -184,6 +184,8 @@ async def _answer(web: httpx.AsyncClient, model: str, question: str) -> str:
     *chunks, usage = map(json.loads, lines[:-1])
     if "usage" not in usage:
         raise ValueError(f"no usage at the end, but {usage}")
+    if broken := [chunk for chunk in chunks if "choices" not in chunk]:
+        raise ValueError(f"in the middle of the stream {broken[0]}")
     stopped = False
     for chunk in chunks:
         ids.add(chunk["id"])

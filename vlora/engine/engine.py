@@ -146,6 +146,7 @@ class Engine:
         self._pinned: dict[str, Run] = {}  # by an operator, by name
         self._key_of: dict[str, str | None] = {}
         self._view = MemoryView(resident=frozenset(), mergeable=frozenset())
+        self._num_hits = self._num_misses = 0
         self._num_load_waits = 0
         self._load_wait_s = 0.0
         self._observer = Observer(
@@ -186,6 +187,8 @@ class Engine:
             self._grammars.wait_for(request.request_id, grammar)
         if key is not None:
             self._users.setdefault(key, set()).add(request.request_id)
+            self._num_hits += key in self._bank.resident
+            self._num_misses += key not in self._bank.resident
         self._observer.asked(request.adapter)
 
     def cancel(self, request_id: str) -> RequestOutput | None:
@@ -306,6 +309,8 @@ class Engine:
             host_adapter_bytes=self._registry.num_bytes,
             relocated_bytes=self._arena.num_copied * PAGE_BYTES,
             num_adapter_loads=self._bank.num_loads,
+            num_adapter_hits=self._num_hits,
+            num_adapter_misses=self._num_misses,
             num_load_waits=self._num_load_waits,
             load_wait_s=self._load_wait_s,
         )

@@ -9,6 +9,8 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from typing import Any
 
+import msgspec
+
 from vlora.errors import Aborted, DeadlineMissed, DeadlineUnreachable, PromptTooLong
 from vlora.memory.books import BlockTables
 from vlora.orchestrator.admission import Admission, Load
@@ -216,7 +218,9 @@ class Scheduler:
 
     def stats(self, model: str) -> EngineStats:
         """Counters since the start."""
-        return self._counters.stats(model, self._tracked.values(), len(self._admission), self._tables)
+        stats = self._counters.stats(model, self._tracked.values(), len(self._admission), self._tables)
+        credits = self._credits(self._tracked.values(), self._clock(), self._merged_adapter)
+        return msgspec.structs.replace(stats, highest_credit_s=max(credits, default=0.0))
 
     def check_integrity(self) -> None:
         """Prove that each request's lengths are in order, that exactly the running ones hold blocks, and enough, and

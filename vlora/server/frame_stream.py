@@ -16,6 +16,7 @@ from typing import NamedTuple, Protocol
 from vlora.client.values import FrameResult, FrameResults, HeadResult, StreamOptions
 from vlora.errors import BadRequest, DeadlineMissed, UnknownStream, VLoraError
 from vlora.server.images import RawImage
+from vlora.server.metrics import Metrics
 from vlora.server.mistakes import typed
 from vlora.types import ErrorValue
 
@@ -62,10 +63,12 @@ class FrameStream:
         ask: Ask,
         options: StreamOptions,
         num_images: int,
+        metrics: Metrics,
         seen: Seen | None = None,
         tenant: str | None = None,
     ) -> None:
         self._ask = ask
+        self._metrics = metrics
         self.options = options
         self._seen = seen
         self._tenant = tenant
@@ -139,6 +142,8 @@ class FrameStream:
             self._pace.cancel()
         for frame in self._waiting:
             frame.done()
+        for _ in range(self._num_taken - self.num_answered - self.num_dropped - self.num_failed):
+            self._metrics.frame_ended("closed")
         self._waiting.clear()
         self._results.clear()
         self._notify()
@@ -189,6 +194,7 @@ class FrameStream:
             old.done()
         self._waiting.append(_Frame(number, images, self._loop.time(), done))
         self._num_taken += 1
+        self._metrics.frame_taken()
         self._start_due()
         return True
 
@@ -261,9 +267,16 @@ class FrameStream:
         dropped: str | None = None,
         error: VLoraError | None = None,
     ) -> FrameResult:
+        latency_s = self._loop.time() - frame.arrived
+        if error is not None:
+            self._metrics.frame_ended(error.code)
+        elif dropped is not None:
+            self._metrics.frame_ended("dropped")
+        else:
+            self._metrics.frame_ended("answered", latency_s)
         result = FrameResult(
             number=frame.number,
-            latency_s=self._loop.time() - frame.arrived,
+            latency_s=latency_s,
             answer=answer,
             dropped=dropped,
             error=None if error is None else ErrorValue.of(error),

@@ -63,7 +63,7 @@ class FrontEnd:
         self._adapters: dict[str, AdapterStatus] | None = None
         self._sources = ImageSources(config)
         self.metrics = Metrics()
-        self.streams = Streams(self.ask_head, config)
+        self.streams = Streams(self.ask_head, config, self.metrics)
         self.held = ByteBudget(config.max_held_bytes)
         self._num_active = 0
         self._idle = asyncio.Event()

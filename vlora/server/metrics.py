@@ -47,6 +47,20 @@ class Metrics:
             buckets=_TOKEN_S,
             registry=self._registry,
         )
+        self._streams = Gauge("vlora_streams_open", "Streams of frames that are open.", registry=self._registry)
+        self._frames_taken = Counter("vlora_frames_taken", "Frames that streams took in.", registry=self._registry)
+        self._frames = Counter(
+            "vlora_frames",
+            "Frames that ended: answered; dropped, for a newer one; closed, with their stream; or the error's code.",
+            ["outcome"],
+            registry=self._registry,
+        )
+        self._frame_s = Histogram(
+            "vlora_frame_seconds",
+            "Arrival to answer of a frame, waiting for its turn included.",
+            buckets=_REQUEST_S,
+            registry=self._registry,
+        )
         self._tokens = Counter("vlora_tokens", "Tokens of answered requests.", ["kind"], registry=self._registry)
 
     def count(self, outcome: str) -> None:
@@ -55,6 +69,19 @@ class Metrics:
 
     def active(self, change: int) -> None:
         self._active.inc(change)
+
+    def streams(self, change: int) -> None:
+        """Streams of frames were opened, or closed."""
+        self._streams.inc(change)
+
+    def frame_taken(self) -> None:
+        self._frames_taken.inc()
+
+    def frame_ended(self, outcome: str, latency_s: float | None = None) -> None:
+        """latency_s: of one that was answered."""
+        self._frames.labels(outcome).inc()
+        if latency_s is not None:
+            self._frame_s.observe(latency_s)
 
     def answered(self, *, total_s: float, first_s: float, num_prompt: int, num_completion: int) -> None:
         """One answer, seen from the front end. num_completion is 0 for a head's."""
@@ -87,6 +114,11 @@ class _EngineCollector(Collector):
             value=stats.num_restarts,
         )
         yield _gauge("vlora_queue_requests", "Requests in the engine.", "state", _queue(stats))
+        yield GaugeMetricFamily(
+            "vlora_highest_credit_seconds",
+            "The highest credit of a request: how long it has waited, and what its next step takes.",
+            value=stats.highest_credit_s,
+        )
         yield _counter("vlora_engine_steps", "Steps, by inference mode.", "mode", stats.steps_by_mode)
         yield _counter(
             "vlora_engine_mode_requests",
@@ -120,6 +152,13 @@ class _EngineCollector(Collector):
             "vlora_prefix_cache_blocks", "KV blocks kept while nobody needs their room.", value=stats.cached_blocks
         )
         yield GaugeMetricFamily("vlora_host_adapter_bytes", "Adapters in host memory.", value=stats.host_adapter_bytes)
+        asked = {"hit": stats.num_adapter_hits, "miss": stats.num_adapter_misses}
+        yield _counter(
+            "vlora_adapter_requests",
+            "Requests by whether their adapter was on the device when they came.",
+            "result",
+            asked,
+        )
         yield CounterMetricFamily(
             "vlora_adapter_loads", "Adapters brought to the device.", value=stats.num_adapter_loads
         )

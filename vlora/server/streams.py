@@ -11,6 +11,7 @@ from vlora.config import ServerConfig, Token
 from vlora.errors import OverCapacity, UnknownStream
 from vlora.server.frame_stream import Ask, FrameStream
 from vlora.server.last_frame import LastFrame
+from vlora.server.metrics import Metrics
 
 _ID_BYTES = 16
 
@@ -27,8 +28,9 @@ class WatchedStream(NamedTuple):
 class Streams:
     """One per front end; belongs to its event loop. A stream lives while a connection uses it, and a while longer."""
 
-    def __init__(self, ask: Ask, config: ServerConfig) -> None:
+    def __init__(self, ask: Ask, config: ServerConfig, metrics: Metrics) -> None:
         self._ask = ask
+        self._metrics = metrics
         self._config = config
         self._open: dict[str, tuple[FrameStream, Token | None]] = {}
         self._watched: dict[str, WatchedStream] = {}
@@ -51,9 +53,10 @@ class Streams:
         stream_id = secrets.token_urlsafe(_ID_BYTES)
         tenant = None if owner is None else owner.name
         last = LastFrame(self._config)
-        self._open[stream_id] = FrameStream(self._ask, options, num_images, last.show, tenant), owner
+        self._open[stream_id] = FrameStream(self._ask, options, num_images, self._metrics, last.show, tenant), owner
         self._num_opened += 1
         self._watched[stream_id] = WatchedStream(self._num_opened, *self._open[stream_id], last)
+        self._metrics.streams(1)
         self._users[stream_id] = {user}
         return stream_id
 
@@ -87,6 +90,7 @@ class Streams:
     def discard(self, stream_id: str) -> None:
         """Cancel what is under way and forget the stream."""
         stream, _ = self._open.pop(stream_id)
+        self._metrics.streams(-1)
         del self._users[stream_id], self._watched[stream_id]
         if (expiry := self._expiries.pop(stream_id, None)) is not None:
             expiry.cancel()
