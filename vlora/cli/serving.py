@@ -15,6 +15,7 @@ from vlora.cli.progress import waiting
 from vlora.cli.settings import EMBEDDED, config_flags, make_config, model_path
 from vlora.config import EngineConfig, ServerConfig
 from vlora.errors import BadAdapter, BadConfig
+from vlora.logs import JSON_VARIABLE, LEVEL_VARIABLE, LEVELS, configure
 
 
 @cli.command()
@@ -26,9 +27,26 @@ from vlora.errors import BadAdapter, BadConfig
     type=click.Path(path_type=Path),
     help="Who may call (YAML, see docs/api.md), beside VLORA_TOKEN and VLORA_ADMIN_TOKEN.",
 )
+@click.option(
+    "--log-level",
+    type=click.Choice(LEVELS),
+    default="warning",
+    show_default=True,
+    envvar=LEVEL_VARIABLE,
+    help="What is written to stderr; info has a line for each request.",
+)
+@click.option("--log-json", is_flag=True, envvar=JSON_VARIABLE, help="Write each line of the log as a JSON object.")
 @config_flags(EngineConfig, skip=("model",))
 @config_flags(ServerConfig, skip=("tokens",))
-def serve(model: str, adapters: tuple[str, ...], folder: Path | None, token_file: Path | None, **settings: Any) -> None:
+def serve(
+    model: str,
+    adapters: tuple[str, ...],
+    folder: Path | None,
+    token_file: Path | None,
+    log_level: str,
+    log_json: bool,
+    **settings: Any,
+) -> None:
     """Serve a model and its adapters until interrupted.
 
     \b
@@ -37,6 +55,8 @@ def serve(model: str, adapters: tuple[str, ...], folder: Path | None, token_file
     """
     from vlora.server.tokens import read_tokens
 
+    os.environ |= {LEVEL_VARIABLE: log_level, JSON_VARIABLE: "1" if log_json else ""}
+    configure(os.environ)
     named = named_adapters(adapters, folder)
     engine_config = make_config(EngineConfig, settings, model=model_path(model))
     all_tokens = functools.partial(read_tokens, token_file, os.environ)

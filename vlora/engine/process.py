@@ -18,6 +18,7 @@ import zmq
 from vlora.config import EngineConfig
 from vlora.engine import wire
 from vlora.errors import EngineDead, StepFailed, VLoraError
+from vlora.logs import configure
 from vlora.types import ErrorValue, RequestOutput
 
 if TYPE_CHECKING:
@@ -33,6 +34,7 @@ def main() -> None:
 
     if not sys.stderr.isatty():
         logging.disable_progress_bar()
+    configure(os.environ)
     code = run(sys.argv[1], Engine)
     # Taking torch apart again takes seconds that whoever stops the server would wait; nothing is left to save.
     sys.stdout.flush()

@@ -135,7 +135,7 @@ class SupervisedEngine:
                 try:
                     engine = await self._start_again()
                     break
-                except VLoraError as error:
+                except (VLoraError, OSError) as error:  # the latter from a machine that has no process to give
                     died = str(error)
                     num_starts += 1
                     self._tell(f"{died}; it is tried again")

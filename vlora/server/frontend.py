@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hashlib
+import logging
 import os
 import time
 import uuid
@@ -41,6 +42,8 @@ from vlora.types import AdapterStatus, EngineStats, HeadSummary, Request, Reques
 
 if TYPE_CHECKING:
     from vlora.models.processing import EncodedPrompt, InputProcessor
+
+log = logging.getLogger(__name__)
 
 Messages = Sequence[Mapping[str, Any]]
 """A conversation as chat templates take it; content entries are {"type": "image"} or {"type": "text", "text": ...}."""
@@ -320,9 +323,10 @@ class FrontEnd:
     def _admitted(self, num_choices: int = 1) -> Iterator[_Clock]:
         """Count a request in and out, and what became of it. Raises OverCapacity when there is no room for it."""
         outcome = "cancelled"
+        clock = _Clock(self.config.request_timeout_s)
         try:
             with self._counted_in(num_choices):
-                yield _Clock(self.config.request_timeout_s)
+                yield clock
             outcome = "ok"
         except VLoraError as error:
             outcome = error.code
@@ -332,6 +336,8 @@ class FrontEnd:
             raise
         finally:
             self.metrics.count(outcome)
+            fields = {"outcome": outcome, "seconds": round(clock.elapsed_s, 4), "choices": num_choices}
+            log.info("a request ended", extra={"fields": fields})
 
     @contextlib.contextmanager
     def _counted_in(self, num_choices: int) -> Iterator[None]:

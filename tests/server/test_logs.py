@@ -1,0 +1,69 @@
+"""What a server writes to stderr: quiet unless asked, one line an event, as text or JSON, and no secrets."""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+from collections.abc import Iterator
+
+import pytest
+
+from tests.server.api import running_api
+from vlora import logs
+from vlora.config import Token
+
+
+@pytest.fixture(autouse=True)
+def put_back() -> Iterator[None]:
+    logger = logging.getLogger("vlora")
+    before = logger.handlers, logger.level, logger.propagate
+    yield
+    logger.handlers, _, logger.propagate = before
+    logger.setLevel(before[1])
+
+
+def test_nothing_is_written_that_nobody_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
+    logs.configure({})
+    with running_api() as api:
+        assert api.chat("say:x")[0] == 200
+    assert capsys.readouterr().err == ""
+    logging.getLogger("vlora.server").warning("odd %s", "thing")
+    assert re.fullmatch(
+        r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}\+00:00 warning vlora\.server: odd thing\n", capsys.readouterr().err
+    )
+    logs.configure({logs.LEVEL_VARIABLE: "shouting"})
+    assert logging.getLogger("vlora").level == logging.WARNING
+
+
+def test_a_line_for_each_request_without_what_it_said(capsys: pytest.CaptureFixture[str]) -> None:
+    logs.configure({logs.LEVEL_VARIABLE: "info"})
+    token = "a-token-of-somebody"
+    with running_api(tokens=(Token(name="u", secret=token),)) as api:
+        mine = api._replace(token=token)
+        assert mine.chat("say:private")[0] == 200
+        assert mine.chat("")[0] == 400
+    written = capsys.readouterr().err
+    first, second = written.splitlines()
+    assert re.search(r"info vlora\.server\.frontend: a request ended outcome=ok seconds=\d\S* choices=1$", first)
+    assert "outcome=bad_request" in second
+    assert "private" not in written and token not in written
+
+
+def test_json_lines_carry_fields_and_tracebacks(capsys: pytest.CaptureFixture[str]) -> None:
+    logs.configure({logs.LEVEL_VARIABLE: "info", logs.JSON_VARIABLE: "1"})
+    log = logging.getLogger("vlora.engine")
+    log.info("loaded", extra={"fields": {"adapter": 'a"b', "seconds": 0.5}})
+    try:
+        raise RuntimeError("two\nlines")
+    except RuntimeError:
+        log.exception("failed")
+    loaded, failed = map(json.loads, capsys.readouterr().err.splitlines())
+    assert {name: loaded[name] for name in ("level", "logger", "message", "adapter", "seconds")} == {
+        "level": "info",
+        "logger": "vlora.engine",
+        "message": "loaded",
+        "adapter": 'a"b',
+        "seconds": 0.5,
+    }
+    assert failed["level"] == "error" and "RuntimeError: two\nlines" in failed["traceback"]

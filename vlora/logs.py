@@ -1,0 +1,55 @@
+"""What a server's processes write to stderr besides results: nothing below a warning unless it is asked for.
+
+A line is text, or one JSON object with the same content: at (UTC), level, logger, message, and the fields of its event
+(`extra={"fields": {...}}`). No prompt, picture, answer or token is ever logged.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+import logging
+from collections.abc import Mapping
+
+LEVELS = ("error", "warning", "info", "debug")
+LEVEL_VARIABLE, JSON_VARIABLE = "VLORA_LOG_LEVEL", "VLORA_LOG_JSON"
+
+
+def configure(environ: Mapping[str, str]) -> None:
+    """Write logs as the two variables say. The engine's process inherits them, so that both write alike."""
+    handler = logging.StreamHandler()
+    handler.setFormatter(_JsonLines() if environ.get(JSON_VARIABLE) else _TextLines())
+    logger = logging.getLogger("vlora")
+    logger.handlers = [handler]
+    logger.propagate = False
+    level = environ.get(LEVEL_VARIABLE, "warning")
+    logger.setLevel((level if level in LEVELS else "warning").upper())
+
+
+class _TextLines(logging.Formatter):
+    def format(self, record: logging.LogRecord) -> str:
+        fields = "".join(f" {name}={value}" for name, value in _fields(record).items())
+        line = f"{_at(record)} {record.levelname.lower()} {record.name}: {record.getMessage()}{fields}"
+        return line if record.exc_info is None else f"{line}\n{self.formatException(record.exc_info)}"
+
+
+class _JsonLines(logging.Formatter):
+    def format(self, record: logging.LogRecord) -> str:
+        line = {
+            "at": _at(record),
+            "level": record.levelname.lower(),
+            "logger": record.name,
+            "message": record.getMessage(),
+            **_fields(record),
+        }
+        if record.exc_info is not None:
+            line["traceback"] = self.formatException(record.exc_info)
+        return json.dumps(line, default=str)
+
+
+def _at(record: logging.LogRecord) -> str:
+    return datetime.datetime.fromtimestamp(record.created, datetime.UTC).isoformat(timespec="milliseconds")
+
+
+def _fields(record: logging.LogRecord) -> dict[str, object]:
+    return getattr(record, "fields", {})
