@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import base64
+import json
 import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import jsonschema
 import openai
 import pytest
 import torch
@@ -242,3 +244,48 @@ def test_metrics_of_a_real_engine(api: Api, tmp_path: Path) -> None:
     for source in ("computed", "reused"):
         assert float(values[f'vlora_engine_prompt_tokens_total{{source="{source}"}}']) > 0
     assert TOKEN not in text and ADMIN not in text
+
+
+NUMBERS = {"type": "array", "items": {"type": "integer", "minimum": 0, "maximum": 99}, "minItems": 2, "maxItems": 4}
+
+
+def in_form(schema: dict[str, Any]) -> dict[str, Any]:
+    return {"type": "json_schema", "json_schema": {"name": "form", "schema": schema, "strict": True}}
+
+
+@pytest.mark.parametrize("model", ["embedded", "streets"])
+def test_answers_keep_their_form_whole_and_streamed(client: openai.OpenAI, model: str) -> None:
+    fields: dict[str, Any] = {
+        "model": model,
+        "response_format": in_form(NUMBERS),
+        "max_tokens": 120,
+        "temperature": 1.0,
+        "seed": 5,
+        "logprobs": True,
+    }
+    whole = ask(client, 120, n=3, **fields)
+    texts = [choice.message.content for choice in whole.choices]
+    assert len(set(texts)) > 1 and {choice.finish_reason for choice in whole.choices} == {"stop"}
+    for choice in whole.choices:
+        jsonschema.validate(json.loads(choice.message.content), NUMBERS)
+        assert len(choice.logprobs.content) >= 2
+    streamed = ["", "", ""]
+    for chunk in ask(client, 120, n=3, stream=True, **fields):
+        for choice in chunk.choices:
+            streamed[choice.index] += choice.delta.content or ""
+    assert streamed == texts
+    (cut,) = ask(client, 120, stop=",", **fields).choices
+    assert cut.message.content == texts[0].partition(",")[0]
+
+
+def test_a_form_that_cannot_be_kept_is_a_400(client: openai.OpenAI) -> None:
+    for form, reason in (
+        (in_form({"type": "blah"}), "Invalid type: blah"),
+        (in_form({"const": "yes"}), "no token of this model continues it"),
+        ({"type": "json_schema", "json_schema": {"name": "no schema"}}, "takes {'json_schema'"),
+    ):
+        with pytest.raises(openai.BadRequestError, match=reason):
+            ask(client, 120, response_format=form, max_tokens=100)
+        # A stream may have begun by then: its last event says so.
+        with pytest.raises(openai.APIError, match=reason):
+            list(ask(client, 120, response_format=form, stream=True, max_tokens=100))
