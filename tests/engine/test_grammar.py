@@ -102,6 +102,11 @@ def local(folder: str) -> LocalEngine:
     return engine(folder)
 
 
+@pytest.fixture(scope="module")
+def compiler(folder: str) -> GrammarCompiler:
+    return GrammarCompiler(folder, VOCAB, [EOS])
+
+
 def schema_grammar(schema: Any) -> str:
     grammar = json_grammar("json_schema", {"name": "it", "schema": schema})
     assert grammar is not None
@@ -372,6 +377,32 @@ def test_what_the_tokenizer_cannot_write_is_told(tokenizer: Any) -> None:
         say({"const": "yes"})
 
 
+KEYWORDS = st.sampled_from(
+    ["type", "properties", "items", "enum", "anyOf", "allOf", "oneOf", "$ref", "pattern", "minimum", "maxLength", "a"]
+)
+JUNK = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats()
+    | st.text(max_size=8)
+    | st.sampled_from(["object", "#", "^a+$"]),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(KEYWORDS, inner, max_size=3),
+    max_leaves=8,
+)
+
+
+@given(schema=st.dictionaries(KEYWORDS, JUNK, max_size=4))
+@settings(max_examples=300, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck))
+def test_any_schema_is_a_grammar_or_a_refusal(compiler: GrammarCompiler, schema: Any) -> None:
+    try:
+        cursor = compiler.compile(schema_grammar(schema)).begin()
+        for _ in range(8):
+            _advance(cursor)
+    except BadRequest as error:
+        assert len(str(error)) < 500
+
+
 def test_a_model_without_a_tokenizer(tmp_path: Path) -> None:
     (answer,) = engine(str(tmp_path)).run([ask("r", schema_grammar({}))]).values()
     assert answer[-1].error is not None and "no answer of this model can be held" in answer[-1].error.message
@@ -461,8 +492,8 @@ def test_sixteen_grammars_are_kept_and_a_wrong_one_is_not_compiled_again() -> No
     assert compiled[-2:] == ["14", "trip"], "the one that was asked for longest ago made room"
 
 
-def test_a_cursor_is_its_answers_own(folder: str) -> None:
-    grammar = GrammarCompiler(folder, VOCAB, [EOS]).compile(schema_grammar({"enum": ["aba", "12"]}))
+def test_a_cursor_is_its_answers_own(compiler: GrammarCompiler) -> None:
+    grammar = compiler.compile(schema_grammar({"enum": ["aba", "12"]}))
     one, other = grammar.begin(), grammar.begin()
     before = other.allowed()
     _advance(one)
