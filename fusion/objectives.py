@@ -101,7 +101,7 @@ class WordsObjective:
     """The language model's own head answers; right is word for word."""
 
     num_outputs = 0
-    metric_names = ("accuracy",)
+    metric_names = ("exact_match", "accuracy")
 
     def loss(self, read: Read, head: nn.Linear | None, targets: Sequence[Target]) -> torch.Tensor:
         return read.words.mean()
@@ -110,10 +110,12 @@ class WordsObjective:
         return list(read.exact.tolist())
 
     def metrics(self, answers: Sequence[object], targets: Sequence[Target]) -> dict[str, float]:
-        return {"accuracy": sum(map(bool, answers)) / len(targets)}
+        """Both names mean the same: an answer in words is right when it is word for word."""
+        right = sum(map(bool, answers)) / len(targets)
+        return {"exact_match": right, "accuracy": right}
 
     def metric(self, answers: Sequence[object], targets: Sequence[Target]) -> float:
-        return self.metrics(answers, targets)["accuracy"]
+        return self.metrics(answers, targets)["exact_match"]
 
     def calibrated(self, reads: Sequence[Read], head: nn.Linear | None, targets: Sequence[Target]) -> Task | None:
         return None

@@ -19,7 +19,7 @@ class Classification:
 
     kind: ClassVar[str] = "classification"
     reads_images: ClassVar[bool] = False
-    metric_names: ClassVar[tuple[str, ...]] = ("accuracy",)
+    metric_names: ClassVar[tuple[str, ...]] = ("accuracy", "f1")
 
     labels: tuple[str, ...]
     temperature: float = 1.0
@@ -58,7 +58,13 @@ class Classification:
         )
 
     def metrics(self, found: Sequence[Value], wanted: Sequence[Value]) -> dict[str, float]:
-        return {"accuracy": share_equal(found, wanted)}
+        """f1: the mean of every label's own (macro F1), over labels that were wanted or said."""
+        pairs = list(zip(found, wanted, strict=True))
+        scores = []
+        for label in set(found) | set(wanted):
+            said_or_wanted = sum((one == label) + (other == label) for one, other in pairs)
+            scores.append(2 * sum(one == other == label for one, other in pairs) / said_or_wanted)
+        return {"accuracy": share_equal(found, wanted), "f1": sum(scores) / len(scores)}
 
     def right(self, found: Value, wanted: Value) -> bool:
         return found == wanted

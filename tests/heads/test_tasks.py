@@ -10,6 +10,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from sklearn.metrics import f1_score
 
 from heads import LESS_IS_BETTER, TASKS, Box, Grid, Task, Value, make_task
 from heads.regression import Regression
@@ -116,6 +117,12 @@ def test_metrics_by_hand() -> None:
     assert metrics("binary", [1, 1, 0, 0], [1, 0, 1, 0]) == {"accuracy": 0.5, "f1": 0.5}
     assert metrics("binary", [0, 0], [0, 0]) == {"accuracy": 1.0, "f1": 1.0}
     assert metrics("multi_label", [(0, 1), (2,)], [(1,), (2, 0)]) == {"f1": pytest.approx(2 / 3), "accuracy": 0.0}
+    truth, said = [0, 0, 1, 2, 2, 2], [0, 1, 1, 2, 2, 0]
+    macro = float(f1_score(truth, said, average="macro"))
+    assert metrics("classification", [*said], [*truth]) == {
+        "accuracy": pytest.approx(4 / 6),
+        "f1": pytest.approx(macro),
+    }
     task = Regression(("x",), (0.0,), (1.0,), (0.5,), (1.0,))
     assert task.metrics([1.0, 2.0], [1.4, 4.0]) == {"within": 0.5, "mae": pytest.approx(1.2)}
     boxes = (Box(0, 0, 0, 0.5, 0.5), Box(0, 0.5, 0.5, 1, 1, image=1))

@@ -14,7 +14,7 @@ from vlora.errors import BadConfig
 if TYPE_CHECKING:
     from vlora.bench.form import Report
 
-BENCHES = ("step", "merge", "atmm", "policy", "memory", "reuse", "overload", "gateway", "soak")
+BENCHES = ("step", "merge", "atmm", "policy", "memory", "reuse", "overload", "heads", "gateway", "soak")
 
 
 def main(name: str, quick: bool = False, out: Path | None = None) -> bool:
