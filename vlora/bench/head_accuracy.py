@@ -45,7 +45,7 @@ def compare(quick: bool) -> list[dict[str, Any]]:
     base = FrozenBase(load_model(config), processor)
     found = []
     for own in domains:
-        domain = Domain(own, load_source(own.source, plan.seed), base)
+        domain = Domain(own, load_source(own.name, plan.seed), base)
         trainer = LoraTrainer(base, {own.name: domain}, plan)
         trainer.fresh()
         trainer.train(own.name, ())
