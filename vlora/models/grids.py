@@ -22,8 +22,8 @@ def why_no_grid(config: Any) -> str | None:
 
 
 def image_grids(config: Any, vision: Sequence[VisionInput]) -> tuple[Grid, ...]:
-    """The grid of every picture, and of every time step of a video, in the order of their tokens where the items of a
-    prompt are of one kind. None at all for models whose tokens form no grid."""
+    """The grid of every picture, and of every time step of a video, in the order of `vision`. None at all for models
+    whose tokens form no grid."""
     if why_no_grid(config) is not None:
         return ()
     grids: list[Grid] = []
