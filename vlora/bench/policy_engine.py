@@ -1,0 +1,176 @@
+"""The simulator's word on `vlora_cost` against the real engine's: the same arrivals through both, at a few points."""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+import tempfile
+import time
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from vlora.bench.dummy import language_shapes, write_adapter
+from vlora.config import EngineConfig
+from vlora.engine import Engine
+from vlora.memory.transfer import Inline
+from vlora.models.loading import dummy_model
+from vlora.orchestrator import Costs
+from vlora.simulator import Arrival, Box, replay
+from vlora.simulator.arrivals import adapter_name
+from vlora.simulator.workloads import Hottest
+from vlora.types import Request, RequestOutput, SamplingParams, Timings
+
+OURS, BASELINE = "vlora_cost", "unmerged_only"
+LOAD = 0.9  # of the baseline's measured capacity
+_NUM_ADAPTERS = 8
+_ARENA_BYTES = 2 * 2**30
+# Shorter than visual retrieval, in about its proportions, so that many requests come and go within minutes.
+_LENGTHS = {"prompt_min": 32, "prompt_max": 64, "answer_min": 24, "answer_max": 48}
+
+
+class Point(NamedTuple):
+    """What came of one skewness. Average token latencies in ms and their ratios, a value for each repeat; the simulated
+    ratios are for the same arrivals."""
+
+    skew: float
+    requests_s: float
+    baseline_ms: tuple[float, ...]
+    ours_ms: tuple[float, ...]
+    ratios: tuple[float, ...]
+    simulated: tuple[float, ...]
+
+    @property
+    def ratio(self) -> float:
+        return statistics.median(self.ratios)
+
+    @property
+    def spread(self) -> float:
+        """Between the lowest and the highest ratio of the repeats."""
+        return max(self.ratios) - min(self.ratios)
+
+    @property
+    def error(self) -> float:
+        """How far the simulator's ratio is from the engine's, in the middle."""
+        return abs(statistics.median(self.simulated) - self.ratio)
+
+
+class WorkClock:
+    """The process's own CPU seconds, plus the idle ones that are skipped instead of slept through.
+
+    Other work on the machine should not look like the model's, and nobody learns from an engine that waits.
+    """
+
+    def __init__(self) -> None:
+        self._skipped_s = 0.0
+
+    def __call__(self) -> float:
+        return time.process_time() + self._skipped_s
+
+    def skip_to(self, now_s: float) -> None:
+        self._skipped_s += max(0.0, now_s - self())
+
+
+def confirm(
+    costs: Costs, config: Any, rank: int, *, skews: Sequence[float], repeats: int, num_requests: int
+) -> list[Point]:
+    """Run both policies on two engines over models of the shapes of `config`, random weights, bfloat16, one thread.
+
+    costs: of the machine that the simulator runs the same arrivals on. Each repeat has arrivals of its own.
+    """
+    torch.set_num_threads(1)
+    clock = WorkClock()
+    engines = {policy: _engine(policy, config, rank, clock) for policy in (BASELINE, OURS)}
+    for engine in engines.values():  # every adapter is brought, and the cost model learns what a step takes
+        drive(engine, clock, _arrivals(2 * engine.config.max_batch_size, 1e6, 0.5, seed=0))
+    rate = LOAD * _capacity(engines[BASELINE], clock)
+    return [_point(engines, clock, costs, skew, rate, repeats, num_requests) for skew in skews]
+
+
+def _engine(policy: str, config: Any, rank: int, clock: WorkClock) -> Engine:
+    model = dummy_model(config, "bfloat16", torch.device("cpu"), seed=0)
+    settings = EngineConfig(
+        model="dummy", policy=policy, arena_bytes=_ARENA_BYTES, merge_fidelity_floor=0.0, prefix_cache=False
+    )
+    engine = Engine(settings, model=model, clock=clock, executor=Inline())
+    shapes = language_shapes(model)
+    with tempfile.TemporaryDirectory() as folder:
+        for i in range(_NUM_ADAPTERS):
+            name = adapter_name(i)
+            engine.load_adapter(name, write_adapter(Path(folder) / name, shapes, rank, seed=i))
+    return engine
+
+
+def _point(
+    engines: dict[str, Engine],
+    clock: WorkClock,
+    costs: Costs,
+    skew: float,
+    rate: float,
+    repeats: int,
+    num_requests: int,
+) -> Point:
+    measured: dict[str, list[float]] = {policy: [] for policy in engines}
+    simulated: list[float] = []
+    for seed in range(1, repeats + 1):
+        arrivals = _arrivals(num_requests, rate, skew, seed)
+        for policy, engine in engines.items():
+            measured[policy].append(average_token_latency_ms(drive(engine, clock, arrivals)))
+        paper = {
+            policy: replay(arrivals, Box(costs=costs, policy=policy)).average_token_latency_s for policy in engines
+        }
+        simulated.append(paper[OURS] / paper[BASELINE])
+    ratios = [ours / base for ours, base in zip(measured[OURS], measured[BASELINE], strict=True)]
+    return Point(skew, rate, tuple(measured[BASELINE]), tuple(measured[OURS]), tuple(ratios), tuple(simulated))
+
+
+def _arrivals(number: int, rate: float, skew: float, seed: int) -> list[Arrival]:
+    return list(Hottest(rate=rate, skew=skew, **_LENGTHS).arrivals(number, _NUM_ADAPTERS, seed))
+
+
+def _capacity(engine: Engine, clock: WorkClock) -> float:
+    """Requests per second with more waiting than a batch takes: the first and the last batch of them not counted."""
+    size = engine.config.max_batch_size
+    started = clock()
+    outputs = drive(engine, clock, _arrivals(4 * size, 1e6, 0.2, seed=0))
+    ended = sorted(_timings(output).latency_s for output in outputs)  # all came at once
+    assert ended[-1] <= clock() - started
+    return (len(ended) - 2 * size) / (ended[-size - 1] - ended[size - 1])
+
+
+def drive(engine: Engine, clock: WorkClock, arrivals: Iterable[Arrival]) -> list[RequestOutput]:
+    """Hand requests over when they are due, or at the end of the step that was under way; the last output of each."""
+    started = clock()
+    waiting = iter(enumerate(arrivals))
+    following = next(waiting, None)
+    finished: list[RequestOutput] = []
+    while following is not None or engine.has_work:
+        if following is not None and not engine.has_work:
+            clock.skip_to(started + following[1].time_s)
+        while following is not None and started + following[1].time_s <= clock():
+            number, arrival = following
+            engine.add(
+                Request(
+                    request_id=str(number),
+                    prompt_ids=tuple(itertools.islice(itertools.cycle(range(3, 100)), arrival.prompt_tokens)),
+                    adapter=arrival.adapter,
+                    sampling=SamplingParams(max_tokens=arrival.answer_tokens, ignore_eos=True),
+                )
+            )
+            following = next(waiting, None)
+        finished += [output for output in engine.step() if output.finished]
+    return finished
+
+
+def average_token_latency_ms(outputs: Sequence[RequestOutput]) -> float:
+    """The sum of each request's latency over the number of all tokens, prompts' and answers' (V-LoRA section 6.1)."""
+    timings = [_timings(output) for output in outputs]
+    tokens = sum(each.num_prompt_tokens + each.num_completion_tokens for each in timings)
+    return 1e3 * sum(each.latency_s for each in timings) / tokens
+
+
+def _timings(output: RequestOutput) -> Timings:
+    assert output.error is None and output.timings is not None, output.error
+    return output.timings
