@@ -74,18 +74,19 @@ def grant_blocks(
             candidate.place(tables.reuse(request_id, candidate.chain, 0, candidate.device_len))
         share = min(shares[request_id], candidate.new_tokens)
         wanted = candidate.cached_len + share
-        missing = tables.missing(request_id, wanted)
-        if missing:
-            victims = victims or _Victims(tables, tracked, shares.keys(), ready)
-            taken = victims.for_blocks(missing, candidate, granted)
-            for victim in taken:
-                tables.free(victim.request_id)
-                victim.preempt()
-            preempted += taken
-        if not tables.grow(request_id, wanted):
-            if candidate.status is RequestStatus.WAITING:
-                tables.free(request_id)
-            continue
+        if len(tables.table(request_id)) * tables.block_size < wanted:  # a decoding request mostly has room left
+            missing = tables.missing(request_id, wanted)
+            if missing:
+                victims = victims or _Victims(tables, tracked, shares.keys(), ready)
+                taken = victims.for_blocks(missing, candidate, granted)
+                for victim in taken:
+                    tables.free(victim.request_id)
+                    victim.preempt()
+                preempted += taken
+            if not tables.grow(request_id, wanted):
+                if candidate.status is RequestStatus.WAITING:
+                    tables.free(request_id)
+                continue
         granted.add(request_id)
         items.append(
             BatchItem(

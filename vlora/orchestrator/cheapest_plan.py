@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from operator import add, sub
 from typing import NamedTuple
 
 from vlora.orchestrator.policy import Candidate, Decision, PolicyState
@@ -26,17 +27,18 @@ class _Work(NamedTuple):
 
     def merged(self) -> _Work:
         """The same work with its own weights in place."""
-        return self._replace(lane_tokens=0, lanes=0)
+        return _Work(self.requests, self.tokens, self.context, 0, 0, self.prompts, self.heads)
 
     def mixed(self) -> _Work:
         """The same work with the weights of an adapter that nobody in it wants."""
-        return self._replace(lane_tokens=self.lane_tokens + self.tokens, lanes=self.lanes + self.requests)
+        lane_tokens, lanes = self.lane_tokens + self.tokens, self.lanes + self.requests
+        return _Work(self.requests, self.tokens, self.context, lane_tokens, lanes, self.prompts, self.heads)
 
     def plus(self, other: _Work) -> _Work:
-        return _Work(*(a + b for a, b in zip(self, other, strict=True)))
+        return _Work._make(map(add, self, other))
 
     def minus(self, part: _Work) -> _Work:
-        return _Work(*(a - b for a, b in zip(self, part, strict=True)))
+        return _Work._make(map(sub, self, part))
 
 
 class _Plan(NamedTuple):
