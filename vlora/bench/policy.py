@@ -53,7 +53,7 @@ def run(quick: bool) -> Report:
         RANK,
         skews=(0.6,) if quick else (0.6, 0.8, 0.95),
         repeats=2 if quick else 3,
-        num_requests=12 if quick else 80,
+        num_requests=12 if quick else 64,
     )
     goals += itertools.chain.from_iterable(map(_confirmed, points))
     machine = {**fitted.costs._asdict(), "load_s": fitted.load_s}

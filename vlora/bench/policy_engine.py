@@ -27,8 +27,8 @@ OURS, BASELINE = "vlora_cost", "unmerged_only"
 LOAD = 0.9  # of the baseline's measured capacity
 _NUM_ADAPTERS = 8
 _ARENA_BYTES = 2 * 2**30
-# Shorter than visual retrieval, in about its proportions, so that many requests come and go within minutes.
-_LENGTHS = {"prompt_min": 32, "prompt_max": 64, "answer_min": 24, "answer_max": 48}
+# Shorter than visual retrieval, most of it decoding as there, so that many requests come and go within minutes.
+_LENGTHS = {"prompt_min": 16, "prompt_max": 32, "answer_min": 48, "answer_max": 80}
 
 
 class Point(NamedTuple):
@@ -84,7 +84,7 @@ def confirm(
     clock = WorkClock()
     engines = {policy: _engine(policy, config, rank, clock) for policy in (BASELINE, OURS)}
     for engine in engines.values():  # every adapter is brought, and the cost model learns what a step takes
-        drive(engine, clock, _arrivals(2 * engine.config.max_batch_size, 1e6, 0.5, seed=0))
+        drive(engine, clock, _arrivals(engine.config.max_batch_size, 1e6, 0.5, seed=0))
     rate = LOAD * _capacity(engines[BASELINE], clock)
     return [_point(engines, clock, costs, skew, rate, repeats, num_requests) for skew in skews]
 
