@@ -14,7 +14,7 @@ from fusion.data.load import DomainData, load_domains
 from fusion.data.targets import labels_shown
 from fusion.lora_size import LoraSize, lora_size
 from fusion.mistakes import Mistakes
-from fusion.not_yet import tell_not_measured, tell_not_yet
+from fusion.not_yet import tell_not_measured
 from fusion.plan import DomainPlan, Plan, PlanFile, RelativeThreshold
 from fusion.samples import Sample
 from fusion.tasks import HEADS, METRICS, SAID, WORDS
@@ -64,7 +64,6 @@ class DomainCheck:
 def check(file: PlanFile) -> Checked:
     """Everything that can be known to be wrong before training. Raises BadPlan telling all of it."""
     plan, mistakes = file.plan, Mistakes(file.text)
-    tell_not_yet(plan, mistakes)
     size = lora_size(plan, mistakes)
     data = load_domains(plan, mistakes)
     tell_not_measured(plan, data, mistakes)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -13,16 +14,29 @@ from PIL import Image
 from rich.console import Console
 
 from fusion.check import as_json, check, tell
+from fusion.checkpoint import Checkpoint
 from fusion.data.load import DomainData
 from fusion.drawn import render_stream
 from fusion.embedded import checkpoint_path
+from fusion.fusing import Verdict, packing_of, thresholds_of, verdict_of
+from fusion.identity import identity_of
 from fusion.objectives import answer_in_words
-from fusion.pack import pack
+from fusion.pack import Packing
 from fusion.plan import DomainPlan, Plan, read_plan_file
-from fusion.report import AdapterReport, DomainReport, FusionReport, RollbackReport
+from fusion.progress import Progress
+from fusion.report import (
+    AdapterReport,
+    DomainReport,
+    FusionReport,
+    OracleReport,
+    RollbackReport,
+    StepReport,
+    model_card,
+)
 from fusion.samples import Splits
 from fusion.tasks import METRICS
 from fusion.train import Domain, FrozenBase, LoraTrainer
+from fusion.trainings import Trainings
 from vlora.config import EngineConfig
 from vlora.engine import LocalEngine
 from vlora.models import InputProcessor
@@ -34,12 +48,22 @@ _TEST_SHOWN = 100  # test samples per domain written out for a live check
 
 
 def fuse(
-    plan_path: Path | str, out: Path | str, *, device: str = "cpu", console: Console | None = None
+    plan_path: Path | str,
+    out: Path | str,
+    *,
+    device: str = "cpu",
+    resume: bool = False,
+    oracle: bool = False,
+    console: Console | None = None,
 ) -> FusionReport:
-    """Run a plan file and write OUT/adapters/NAME/ (PEFT format with heads), OUT/test/ and OUT/report.json. Raises
-    BadPlan."""
+    """Run a plan file and write OUT/adapters/NAME/ (PEFT format with heads), OUT/test/ and OUT/report.json.
+
+    resume: go on with the trainings that an earlier run left in OUT/checkpoint. oracle: also find out what could not be
+    beaten, which takes many more trainings. Raises BadPlan.
+    """
     checked = check(read_plan_file(plan_path))
-    return run(checked.to_train, checked.data, Path(out), device=device, console=console or Console())
+    console = console or Console()
+    return run(checked.to_train, checked.data, Path(out), device=device, resume=resume, oracle=oracle, console=console)
 
 
 def explain(plan_path: Path | str, *, json_out: bool = False, console: Console | None = None) -> None:
@@ -52,51 +76,116 @@ def explain(plan_path: Path | str, *, json_out: bool = False, console: Console |
         tell(checked, console)
 
 
-def run(plan: Plan, data: Mapping[str, DomainData], out: Path, *, device: str, console: Console) -> FusionReport:
+def run(
+    plan: Plan,
+    data: Mapping[str, DomainData],
+    out: Path,
+    *,
+    device: str,
+    resume: bool,
+    oracle: bool,
+    console: Console,
+) -> FusionReport:
     """See `fuse`. Deterministic for a seed, device and number of threads."""
     started = time.perf_counter()
     base_path = checkpoint_path() if plan.base == "embedded" else plan.base
     splits = {name: own.splits for name, own in data.items()}
     config = EngineConfig(model=base_path, device=device, dtype="float32")
     processor = InputProcessor.from_pretrained(base_path)
+    base = FrozenBase(load_model(config), processor, features=out / "features", train_vision=plan.lora.vision)
+    # Before anything takes long: what cannot be resumed is told at once.
+    checkpoint = Checkpoint(out / "checkpoint", identity_of(plan, splits, base.weights, device), resume=resume)
     console.print(f"asking the base model {base_path} without adapters")
     before = zero_shot(config, processor, plan, splits)
-    base = FrozenBase(load_model(config), processor)
     domains = {domain.name: Domain(domain, splits[domain.name], base) for domain in plan.domains}
-    trainer = LoraTrainer(base, domains, plan)
-    thresholds = {domain.name: _absolute(domain) for domain in plan.domains}
-    packing = pack(tuple(domains), thresholds, trainer, say=console.print)
-    reports: list[DomainReport] = []
-    adapters: list[AdapterReport] = []
-    for packed in packing.adapters:
-        name = "-".join(packed.domains)
-        adapters.append(AdapterReport(name, packed.domains))
-        trainer.save(out / "adapters" / name, packed.state)
-        for domain in packed.domains:
-            own = domains[domain]
-            reports.append(
-                DomainReport(
-                    name=domain,
-                    task=own.splits.task,
-                    real_or_synthetic="real" if own.splits.real else "synthetic",
-                    metric=own.plan.metric or METRICS[own.splits.task][0],
-                    threshold=thresholds[domain],
-                    before=before[domain],
-                    validation=packed.accuracies[domain],
-                    after=trainer.score(domain, own.test),
-                    met=domain not in packing.missed,
-                    adapter=name,
-                    num_test=len(own.test),
-                )
-            )
-    rollbacks = tuple(RollbackReport(r.domain, r.into, dict(r.broken)) for r in packing.rollbacks)
+    with Progress(console, trainings=len(plan.order) * len(domains)) as progress:
+        trainer = LoraTrainer(base, domains, plan, progress=progress.step, say=progress.say)
+        trainings = Trainings(
+            trainer, checkpoint, rehearsal=plan.training.rehearsal, starting=progress.begin, made=progress.end
+        )
+        teachers = {name: own.teaching.score for name, own in data.items() if own.teaching is not None}
+        thresholds = thresholds_of(plan, trainings, teachers)
+        packing = packing_of(plan, domains, thresholds, trainings, progress.say)
+        verdict = verdict_of(thresholds, trainings) if oracle else None
+    tested = {}
+    for adapter in packing.adapters:
+        trainer.restore(trainings.state(adapter))
+        tested.update({name: trainer.score(name, domains[name].test) for name in adapter})
     report = FusionReport(
-        plan.base, plan.seed, time.perf_counter() - started, tuple(reports), tuple(adapters), rollbacks
+        base=plan.base,
+        seed=plan.seed,
+        seconds=time.perf_counter() - started,
+        confidence=plan.confidence,
+        domains=tuple(
+            DomainReport(
+                name=name,
+                task=domains[name].splits.task,
+                real_or_synthetic="real" if domains[name].splits.real else "synthetic",
+                metric=domains[name].plan.metric or METRICS[domains[name].splits.task][0],
+                threshold=thresholds[name],
+                before=before[name],
+                validation=trained.scores[name].value,
+                bound=trained.scores[name].lower,
+                after=tested[name],
+                met=name not in packing.missed,
+                adapter="-".join(adapter),
+                num_test=len(domains[name].test),
+            )
+            for adapter, trained in packing.adapters.items()
+            for name in adapter
+        ),
+        adapters=tuple(AdapterReport("-".join(adapter), adapter) for adapter in packing.adapters),
+        rollbacks=tuple(
+            RollbackReport(step.domain, step.into, {name: score.value for name, score in step.broken.items()})
+            for step in packing.rollbacks
+        ),
+        timeline=timeline(packing),
+        oracle=None if verdict is None else _told(verdict),
+        plan=plan.model_dump(mode="json"),
     )
+    _write_adapters(out / "adapters", report, trainings)
     write_test_data(out / "test", plan, splits)
     report.write(out / "report.json")
     console.print(report.table())
     return report
+
+
+def timeline(packing: Packing) -> tuple[StepReport, ...]:
+    begin = 0.0
+    steps = []
+    for step in packing.steps:
+        scores = step.trained.scores
+        steps.append(
+            StepReport(
+                domain=step.domain,
+                into=step.into,
+                kept=step.kept,
+                begin=begin,
+                seconds=step.trained.seconds,
+                values={name: score.value for name, score in scores.items()},
+                bounds={name: score.lower for name, score in scores.items()},
+                losses=step.trained.losses,
+            )
+        )
+        begin += step.trained.seconds
+    return tuple(steps)
+
+
+def _write_adapters(folder: Path, report: FusionReport, trainings: Trainings) -> None:
+    """All adapters, or those that were there before if the process dies on the way."""
+    temporary = folder.with_name(f"{folder.name}.unfinished")
+    shutil.rmtree(temporary, ignore_errors=True)
+    for adapter in report.adapters:
+        trainings.trainer.save(temporary / adapter.name, trainings.state(adapter.domains))
+        (temporary / adapter.name / "README.md").write_text(model_card(report, adapter))
+    shutil.rmtree(folder, ignore_errors=True)
+    temporary.rename(folder)
+
+
+def _told(verdict: Verdict) -> OracleReport:
+    bound, best = verdict.bound, verdict.optimum
+    optimum = None if best is None else tuple(tuple(sorted(together)) for together in best.adapters)
+    return OracleReport(bound.adapters, bound.missed, bound.conflicts, optimum)
 
 
 @torch.no_grad()
@@ -150,8 +239,3 @@ def write_test_data(folder: Path, plan: Plan, splits: Mapping[str, Splits]) -> N
         if domain.source == "drawn-actions":
             labels = render_stream(here / "stream.mp4", plan.seed)
             (here / "stream.json").write_text(json.dumps({"video": "stream.mp4", "labels": labels}) + "\n")
-
-
-def _absolute(domain: DomainPlan) -> float:
-    assert isinstance(domain.threshold, float), "relative thresholds are refused before"
-    return domain.threshold

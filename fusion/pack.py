@@ -1,117 +1,206 @@
-"""Accuracy-aware packing (V-LoRA section 4.2): as few adapters as keep every domain's promise, greedily, with
-rollback."""
+"""Accuracy-aware packing (V-LoRA section 4.2): as few adapters as keep every domain's promise.
+
+An adapter is named by the domains trained into it, in that order. Training is deterministic, so the name says
+everything: going back to an earlier adapter is to name it again, and nothing here ever holds weights.
+"""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
-from typing import Generic, Protocol, TypeVar
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import NamedTuple
 
-State = TypeVar("State")
+Adapter = tuple[str, ...]
 
 
-class AdapterTrainer(Protocol[State]):
-    """One adapter under construction, with one head per domain trained into it."""
+class Score(NamedTuple):
+    """value: the domain's metric on validation data, 0 to 1. lower: its lower confidence bound."""
 
-    def fresh(self) -> None:
-        """Start a new adapter."""
-
-    def snapshot(self) -> State:
-        """Adapter and heads as they are now."""
-
-    def restore(self, state: State) -> None:
-        """Go back to a snapshot."""
-
-    def train(self, domain: str, beside: Sequence[str]) -> None:
-        """Train one more domain into the adapter; `beside` are the domains it already holds."""
-
-    def accuracy(self, domain: str) -> float:
-        """Validation accuracy of a domain the adapter holds, as a share of 1."""
+    value: float
+    lower: float
 
 
 @dataclasses.dataclass(frozen=True)
-class PackedAdapter(Generic[State]):
-    """A finished adapter: the domains in it, their validation accuracies, and its weights."""
+class Trained:
+    """What is known of an adapter: the score of every domain in it, the seconds its last training took, and its losses
+    from beginning to end."""
 
-    domains: tuple[str, ...]
-    accuracies: Mapping[str, float]
-    state: State
+    scores: Mapping[str, Score]
+    seconds: float
+    losses: tuple[float, ...] = ()
+
+
+Train = Callable[[Adapter], Trained]
+"""Train the last domain of an adapter into the adapter of those before it, or look up what came of it."""
 
 
 @dataclasses.dataclass(frozen=True)
-class Rollback:
-    """A domain that did not fit: which domains would have fallen below their thresholds, and how far."""
+class Step:
+    """One training of a packing: `domain` into the adapter `into` (empty: a new one), and whether it stayed.
+
+    broken: the domains that would have missed their thresholds, with their scores.
+    """
 
     domain: str
-    into: tuple[str, ...]
-    broken: Mapping[str, float]
+    into: Adapter
+    trained: Trained
+    broken: Mapping[str, Score]
+    kept: bool
 
 
 @dataclasses.dataclass(frozen=True)
-class Packing(Generic[State]):
-    """missed: domains below their threshold even alone, with the accuracy reached; each has an adapter of its own."""
+class Packing:
+    """adapters: as trained, with their scores. missed: domains below their threshold in the adapter they are in.
+    margin: the smallest distance from a bound to its threshold, over domains that keep theirs."""
 
-    adapters: tuple[PackedAdapter[State], ...]
-    rollbacks: tuple[Rollback, ...]
-    missed: Mapping[str, float]
+    adapters: Mapping[Adapter, Trained]
+    steps: tuple[Step, ...]
+    missed: Mapping[str, Score]
+    margin: float
+
+    @property
+    def rollbacks(self) -> tuple[Step, ...]:
+        return tuple(step for step in self.steps if not step.kept)
+
+    @property
+    def rank(self) -> tuple[int, int, float]:
+        """Less is better: first promises, then adapters, then room to spare."""
+        return len(self.missed), len(self.adapters), -self.margin
 
 
 def pack(
     domains: Sequence[str],
     thresholds: Mapping[str, float],
-    trainer: AdapterTrainer[State],
+    train: Train,
+    *,
     say: Callable[[str], None] = lambda _: None,
-) -> Packing[State]:
-    """Train domain after domain into one adapter; when any in it falls below its threshold, roll back and open a new
-    one.
+    best: Packing | None = None,
+) -> Packing | None:
+    """First fit: each domain into the first adapter in which every promise still holds by its lower bound, else into a
+    new one.
 
-    A domain that misses its threshold even in an adapter of its own is reported and shares an adapter with no other.
+    A domain that misses its threshold even alone is reported, and shares its adapter with no other. None as soon as
+    the packing is sure to be worse than `best`.
     """
-    adapters: list[PackedAdapter[State]] = []
-    rollbacks: list[Rollback] = []
-    missed: dict[str, float] = {}
-    held: tuple[str, ...] = ()
-    accuracies: dict[str, float] = {}
-
-    def close() -> None:
-        nonlocal held
-        if held:
-            adapters.append(PackedAdapter(held, accuracies, trainer.snapshot()))
-            held = ()
-
-    trainer.fresh()
+    adapters: dict[Adapter, Trained] = {}
+    steps: list[Step] = []
+    missed: dict[str, Score] = {}
     for domain in domains:
-        if held:
-            before = trainer.snapshot()
-            trainer.train(domain, held)
-            reached = {name: trainer.accuracy(name) for name in (*held, domain)}
-            broken = {name: value for name, value in reached.items() if value < thresholds[name]}
+        for held in [adapter for adapter in adapters if not missed.keys() & set(adapter)]:
+            trained = train((*held, domain))
+            broken = _broken(trained.scores, thresholds)
+            steps.append(Step(domain, held, trained, broken, kept=not broken))
             if not broken:
-                held, accuracies = (*held, domain), reached
-                say(f"{domain} joins {_list(held[:-1])}: {_accuracies(reached)}")
-                continue
-            trainer.restore(before)
-            rollbacks.append(Rollback(domain, held, broken))
-            say(f"rolled back: with {domain} in it, below threshold: {_accuracies(broken)}")
-            close()
-            trainer.fresh()
-        trainer.train(domain, ())
-        reached = {domain: trainer.accuracy(domain)}
-        held, accuracies = (domain,), reached
-        if reached[domain] < thresholds[domain]:
-            missed[domain] = reached[domain]
-            say(f"{domain} misses its threshold {thresholds[domain]:.2f} even alone: {reached[domain]:.3f}")
-            close()
-            trainer.fresh()
+                # In the place of the one it grew from: adapters stay in the order in which they were opened.
+                adapters = {
+                    (*held, domain) if a == held else a: trained if a == held else t for a, t in adapters.items()
+                }
+                say(f"{domain} joins {_list(held)}: {_told(trained.scores)}")
+                break
+            say(f"rolled back: with {domain} in {_list(held)}, below threshold: {_told(broken)}")
         else:
-            say(f"{domain} opens adapter {len(adapters) + 1}: {_accuracies(reached)}")
-    close()
-    return Packing(tuple(adapters), tuple(rollbacks), missed)
+            trained = train((domain,))
+            broken = _broken(trained.scores, thresholds)
+            steps.append(Step(domain, (), trained, broken, kept=True))
+            adapters[(domain,)] = trained
+            missed.update(broken)
+            say(
+                f"{domain} misses its threshold {thresholds[domain]:.3f} even alone: {_told(broken)}"
+                if broken
+                else f"{domain} opens adapter {len(adapters)}: {_told(trained.scores)}"
+            )
+        if best is not None and (len(missed), len(adapters)) > best.rank[:2]:
+            return None
+    return _packing(adapters, steps, missed, thresholds)
+
+
+def pack_best(
+    orders: Iterable[Sequence[str]],
+    thresholds: Mapping[str, float],
+    train: Train,
+    *,
+    say: Callable[[str], None] = lambda _: None,
+) -> Packing:
+    """The best packing of several candidate orders; which comes first changes nothing.
+
+    Orders that begin alike share their trainings, and one that is sure to lose is given up.
+    """
+    best: Packing | None = None
+    for order in sorted(set(map(tuple, orders))):
+        packing = pack(order, thresholds, train, say=say, best=best)
+        if packing is not None and (best is None or packing.rank < best.rank):
+            best = packing
+    assert best is not None, "at least one order is needed"
+    return best
+
+
+def pack_in_sequence(
+    domains: Sequence[str],
+    thresholds: Mapping[str, float],
+    train: Train,
+    *,
+    say: Callable[[str], None] = lambda _: None,
+) -> Packing:
+    """The paper's algorithm as it stands (section 4.2.1): one adapter takes domain after domain until any in it falls
+    below its threshold; then it is rolled back and closed, and a new one learns the last domain.
+
+    The paper looks at the measured value: give `by_value(train)` for that.
+    """
+    closed: dict[Adapter, Trained] = {}
+    steps: list[Step] = []
+    held: Adapter = ()
+    current: Trained | None = None
+    for domain in domains:
+        trained = train((*held, domain))
+        broken = _broken(trained.scores, thresholds)
+        steps.append(Step(domain, held, trained, broken, kept=not (held and broken)))
+        if current is not None and broken:
+            say(f"rolled back: with {domain} in {_list(held)}, below threshold: {_told(broken)}")
+            closed[held] = current
+            held = ()
+            trained = train((domain,))
+            steps.append(Step(domain, (), trained, _broken(trained.scores, thresholds), kept=True))
+        held, current = (*held, domain), trained
+        say(f"{_list(held)}: {_told(trained.scores)}")
+    if current is not None:
+        closed[held] = current
+    missed = {name: score for trained in closed.values() for name, score in _broken(trained.scores, thresholds).items()}
+    return _packing(closed, steps, missed, thresholds)
+
+
+def by_value(train: Train) -> Train:
+    """The same trainings, judged by the measured values as if these were certain."""
+
+    def trained(adapter: Adapter) -> Trained:
+        found = train(adapter)
+        values = {name: Score(score.value, score.value) for name, score in found.scores.items()}
+        return dataclasses.replace(found, scores=values)
+
+    return trained
+
+
+def _packing(
+    adapters: Mapping[Adapter, Trained],
+    steps: Sequence[Step],
+    missed: Mapping[str, Score],
+    thresholds: Mapping[str, float],
+) -> Packing:
+    margins = [
+        score.lower - thresholds[name]
+        for trained in adapters.values()
+        for name, score in trained.scores.items()
+        if name not in missed
+    ]
+    return Packing(dict(adapters), tuple(steps), dict(missed), min(margins, default=0.0))
+
+
+def _broken(scores: Mapping[str, Score], thresholds: Mapping[str, float]) -> dict[str, Score]:
+    return {name: score for name, score in scores.items() if score.lower < thresholds[name]}
 
 
 def _list(names: Sequence[str]) -> str:
     return ", ".join(names)
 
 
-def _accuracies(values: Mapping[str, float]) -> str:
-    return ", ".join(f"{name} {value:.3f}" for name, value in values.items())
+def _told(scores: Mapping[str, Score]) -> str:
+    return ", ".join(f"{name} {score.value:.3f} (at least {score.lower:.3f})" for name, score in scores.items())

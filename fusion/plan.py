@@ -63,7 +63,10 @@ class LoraPlan(_Strict):
 class TrainingPlan(_Strict):
     """One training per domain, of `steps` steps, or as many of them as fit into `seconds` of processor time.
 
-    rehearsal: share of each batch drawn from the domains already in the adapter.
+    rehearsal: share of each batch drawn from the domains already in the adapter. patience: stop after that many looks
+    at samples kept from training (twelve looks in `steps`) that saw no smaller loss, and go back to the smallest; None
+    trains to the end. bfloat16: compute in it where torch does so safely; weights stay as they are.
+    gradient_checkpointing: compute activations twice instead of keeping them.
     """
 
     steps: int = Field(120, ge=1)
@@ -71,6 +74,9 @@ class TrainingPlan(_Strict):
     batch_size: int = Field(32, ge=1)
     learning_rate: float = Field(3e-3, gt=0)
     rehearsal: float = Field(0.5, ge=0, lt=1)
+    patience: int | None = Field(None, ge=1)
+    bfloat16: bool = True
+    gradient_checkpointing: bool = False
 
 
 class SplitPlan(_Strict):
@@ -315,7 +321,7 @@ class Plan(_Strict):
     lora: LoraPlan = LoraPlan()
     training: TrainingPlan = TrainingPlan()
     order: Annotated[tuple[Order, ...], BeforeValidator(_as_tuple)] = Field(("given",), min_length=1)
-    packing: Literal["naive", "first_fit"] = "naive"
+    packing: Literal["naive", "first_fit"] = "first_fit"
     confidence: float | None = Field(None, gt=0.5, lt=1)
     domains: tuple[DomainPlan, ...]
 

@@ -5,15 +5,17 @@ from __future__ import annotations
 import dataclasses
 import json
 from pathlib import Path
+from typing import Any
 
 from rich.table import Table
 
 
 @dataclasses.dataclass(frozen=True)
 class DomainReport:
-    """before, after: accuracy on test data of the base model asked in words, and of the fused adapter's head.
+    """before, after: the metric on test data of the base model asked in words, and of the fused adapter.
 
-    validation: what the packing decided on. met: whether validation kept the threshold.
+    validation, bound: the metric on validation data and its lower bound, which the packing decided on. met: whether
+    the bound kept the threshold.
     """
 
     name: str
@@ -23,6 +25,7 @@ class DomainReport:
     threshold: float
     before: float
     validation: float
+    bound: float
     after: float
     met: bool
     adapter: str
@@ -45,13 +48,48 @@ class RollbackReport:
 
 
 @dataclasses.dataclass(frozen=True)
+class StepReport:
+    """One training in the order of packing: `domain` into the adapter that held `into`, and whether it stayed.
+
+    begin, seconds: of the run's training time. values, bounds: of every domain in the adapter afterwards, by name; over
+    all steps they are the accuracy matrix. losses: from the training's beginning to its end.
+    """
+
+    domain: str
+    into: tuple[str, ...]
+    kept: bool
+    begin: float
+    seconds: float
+    values: dict[str, float]
+    bounds: dict[str, float]
+    losses: tuple[float, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class OracleReport:
+    """lower_bound: adapters that are needed at least, for the domains that miss alone and the largest set that
+    conflicts two by two. optimum: the fewest that joint training found, None where there were too many to try."""
+
+    lower_bound: int
+    missed: tuple[str, ...]
+    conflicts: tuple[tuple[str, str], ...]
+    optimum: tuple[tuple[str, ...], ...] | None
+
+
+@dataclasses.dataclass(frozen=True)
 class FusionReport:
+    """plan: as it was run, with every default. seconds: of this run; of one that was resumed, since then."""
+
     base: str
     seed: int
     seconds: float
+    confidence: float | None
     domains: tuple[DomainReport, ...]
     adapters: tuple[AdapterReport, ...]
     rollbacks: tuple[RollbackReport, ...]
+    timeline: tuple[StepReport, ...]
+    oracle: OracleReport | None
+    plan: dict[str, Any]
 
     def write(self, file: Path) -> None:
         file.write_text(json.dumps(dataclasses.asdict(self), indent=2) + "\n")
@@ -60,7 +98,7 @@ class FusionReport:
         table = Table(title=f"{len(self.domains)} domains in {len(self.adapters)} adapters, {self.seconds:.0f} s")
         for column in ("domain", "data", "adapter"):
             table.add_column(column)
-        for column in ("threshold", "validation", "test before", "test after"):
+        for column in ("threshold", "validation", "at least", "test before", "test after"):
             table.add_column(column, justify="right")
         for domain in self.domains:
             table.add_row(
@@ -68,8 +106,42 @@ class FusionReport:
                 domain.real_or_synthetic,
                 domain.adapter,
                 f"{domain.threshold:.2f}",
-                f"{domain.validation:.3f}" + ("" if domain.met else " (missed)"),
+                f"{domain.validation:.3f}",
+                f"{domain.bound:.3f}" + ("" if domain.met else " (missed)"),
                 f"{domain.before:.3f}",
                 f"{domain.after:.3f}",
             )
         return table
+
+
+def model_card(report: FusionReport, adapter: AdapterReport) -> str:
+    """An adapter's README: what it knows, how well, how it was made and how it is used."""
+    lora, training = report.plan["lora"], report.plan["training"]
+    own = [domain for domain in report.domains if domain.adapter == adapter.name]
+    rows = "\n".join(
+        f"| {d.name} | {d.task} | {d.real_or_synthetic} | {d.metric} | {d.threshold:.3f} | {d.validation:.3f} | "
+        f"{d.bound:.3f}{'' if d.met else ' (missed)'} | {d.after:.3f} | {d.num_test} |"
+        for d in own
+    )
+    sure = "the value itself" if report.confidence is None else f"confidence {report.confidence:g}"
+    return f"""---
+base_model: {report.base}
+library_name: peft
+---
+# {adapter.name}
+
+A LoRA adapter for {report.base} that holds {len(own)} of the {len(report.domains)} domains of one fusion run (seed
+{report.seed}).
+
+| domain | task | pixels | metric | threshold | validation | at least ({sure}) | test | test samples |
+|---|---|---|---|---|---|---|---|---|
+{rows}
+
+Rank {lora["rank"]}, alpha {lora["alpha"]}{", rank-stabilised" if lora["rslora"] else ""}, on
+{"all linear layers" if lora["targets"] is None else ", ".join(lora["targets"])} of the language model\
+{" and all of the vision side" if lora["vision"] else ""}. Trained for at most {training["steps"]} steps of \
+{training["batch_size"]} samples per domain, {training["rehearsal"]:.0%} of each batch from the domains before it.
+
+`peft.PeftModel.from_pretrained(base, FOLDER)` loads the adapter; `vlora serve --adapter NAME=FOLDER` serves it with its
+task heads (`heads.safetensors`), where it has any.
+"""

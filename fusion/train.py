@@ -1,11 +1,13 @@
-"""Training one adapter with its heads on a frozen base: PEFT LoRA on the language model, cached image embeddings."""
+"""Training one adapter with its heads on a frozen base: PEFT LoRA, and image features made once where they stay."""
 
 from __future__ import annotations
 
 import math
+import re
 import time
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,27 +18,42 @@ from peft import LoraConfig, get_peft_model
 from PIL import Image
 from torch import nn
 
+from fusion.accumulate import backward_in_parts, halving
+from fusion.bounds import bounded
+from fusion.features import FeatureCache
+from fusion.identity import hash_of_weights
 from fusion.objectives import Read, answer_in_words, task_of
+from fusion.pack import Score
 from fusion.plan import DomainPlan, Plan
 from fusion.samples import Sample, Splits, Target
 from heads import Grid, HeadSpec, Task, TaskHead, save_heads
+from vlora.errors import BadPlan
 from vlora.models import EncodedPrompt, InputProcessor
 from vlora.models.grids import image_grids
 from vlora.models.processing import to_tensor
 from vlora.models.seam import Seam
 from vlora.models.vision import VisionEncoder, VisionTask
+from vlora.types import VisionInput
 
 _ENCODE_AT_ONCE = 64
+_SCORE_AT_ONCE = 50
 _IGNORE = -100
+_WARM_UP_STEPS = 10
+_LOOKS = 12  # at samples kept from training, within `steps`
+_KEPT_FROM_TRAINING = 64  # samples of a domain, at most a tenth of them
+_CURVE_POINTS = 24
+
+State = dict[str, torch.Tensor]
 
 
 class Prepared(NamedTuple):
-    """One sample ready for training. ids [n] ends with the prompt; embeddings [placeholders, hidden]; grids: how these
-    lie, picture by picture; positions [1 or 3, n]; answer: the tokens of its answer in words, none where it has no
-    words."""
+    """One sample ready for training. ids [n] ends with the prompt; embeddings [placeholders, hidden], or the pictures
+    themselves where the vision side is trained and they would not stay; grids: how these lie, picture by picture;
+    positions [1 or 3, n]; answer: the tokens of its answer in words, none where it has no words."""
 
     ids: torch.Tensor
-    embeddings: torch.Tensor
+    embeddings: torch.Tensor | None
+    vision: tuple[VisionInput, ...]
     grids: tuple[Grid, ...]
     positions: torch.Tensor
     target: Target
@@ -44,8 +61,11 @@ class Prepared(NamedTuple):
 
 
 class Domain:
-    """A domain's plan, what it asks of training, and its samples, prepared once: the vision tower is frozen, so what it
-    makes never changes."""
+    """A domain's plan, what it asks of training, and its samples, prepared once.
+
+    held_back: training samples that tell when to stop; validation data stays untouched by training, so that a bound
+    computed on it means what it says.
+    """
 
     def __init__(self, plan: DomainPlan, splits: Splits, base: FrozenBase) -> None:
         self.plan = plan
@@ -55,18 +75,36 @@ class Domain:
         self.train, self.validation, self.test = (
             base.prepare(plan.question, splits, part) for part in (splits.train, splits.validation, splits.test)
         )
+        self.held_back = self.train[: min(_KEPT_FROM_TRAINING, len(self.train) // 10)]
+
+    def features(self) -> np.ndarray:
+        """Mean of what the vision tower makes of its training pictures, [hidden]. Raises BadPlan where the vision side
+        is trained, so that this is nothing to go by."""
+        means = [sample.embeddings.float().mean(0) for sample in self.train if sample.embeddings is not None]
+        if not means:
+            raise BadPlan("order `similarity` goes by image features, which change where lora.vision is on")
+        return torch.stack(means).mean(0).cpu().numpy()
 
 
 class FrozenBase:
-    """The base model without gradients: image embeddings, prompts, and the language model that adapters sit on."""
+    """The base model without gradients: image features, prompts, and the language model that adapters sit on.
 
-    def __init__(self, model: Any, processor: InputProcessor) -> None:
+    weights: their hash. features: where to keep image features; None keeps them in memory only. train_vision: leave
+    pictures as they are, since their features will change.
+    """
+
+    def __init__(
+        self, model: Any, processor: InputProcessor, *, features: Path | None = None, train_vision: bool = False
+    ) -> None:
         self.processor = processor
         self.seam = Seam(model)
         # Features through the seam, exactly as serving makes them; training through the model's own attention. On a CPU
         # the fused one spends 1.7 times as long per step, all of it backwards (docs/decisions.md, 2026-11-21).
         model.set_attn_implementation({"text_config": "eager" if self.seam.device.type == "cpu" else "sdpa"})
         self.model = model
+        self.train_vision = train_vision
+        self.weights = hash_of_weights(model.named_parameters())
+        self._features = None if features is None else FeatureCache(features, self.weights)
         self._vision = VisionEncoder(self.seam, cache_bytes=0)
 
     @torch.no_grad()
@@ -76,29 +114,42 @@ class FrozenBase:
         for first in range(0, len(samples), _ENCODE_AT_ONCE):
             part = samples[first : first + _ENCODE_AT_ONCE]
             encoded = [self._encode(sample.question or question, sample) for sample in part]
-            tasks = [VisionTask(item, None) for one in encoded for item in one.vision]
-            features = iter(self._vision.encode(tasks))
+            features = None if self.train_vision else iter(self._kept_features([i for e in encoded for i in e.vision]))
             for sample, one in zip(part, encoded, strict=True):
-                own = [next(features) for _ in one.vision]
-                if own[0].deepstack:
-                    raise NotImplementedError("fusion does not train on models with deepstack features (Qwen3-VL) yet")
                 ids = torch.tensor(one.prompt_ids)
                 grids = [
                     (item.kind, {k: to_tensor(v) for k, v in item.fields.items() if "pixel" not in k})
                     for item in one.vision
                 ]
-                positions = self.seam.positions(ids, grids).rows
                 prepared.append(
                     Prepared(
                         ids,
-                        torch.cat([f.rows for f in own]),
+                        None if features is None else torch.cat([next(features) for _ in one.vision]),
+                        tuple(one.vision) if features is None else (),
                         image_grids(self.seam.config, one.vision),
-                        positions,
+                        self.seam.positions(ids, grids).rows,
                         sample.target,
                         self._answer(splits, sample),
                     )
                 )
         return prepared
+
+    def encode(self, items: Sequence[VisionInput]) -> list[torch.Tensor]:
+        """Image features [num_tokens, hidden] of each, with gradients where they are on."""
+        features = self._vision.encode([VisionTask(item, None) for item in items])
+        if features and features[0].deepstack:
+            raise NotImplementedError("fusion does not train on models with deepstack features (Qwen3-VL) yet")
+        return [one.rows for one in features]
+
+    def _kept_features(self, items: Sequence[VisionInput]) -> list[torch.Tensor]:
+        if self._features is None:
+            return self.encode(items)
+        contents = [item.content_hash for item in items]
+        found = self._features.get(contents)
+        if found is None:
+            found = [rows.cpu() for rows in self.encode(items)]
+            self._features.put(contents, found)
+        return found
 
     def _answer(self, splits: Splits, sample: Sample) -> tuple[int, ...]:
         words = answer_in_words(splits, sample)
@@ -111,26 +162,41 @@ class FrozenBase:
 
 
 class LoraTrainer:
-    """`AdapterTrainer` over a frozen base. State: LoRA tensors by name, and heads by domain."""
+    """Trains adapters over a frozen base, one at a time. A state is LoRA tensors by name, and heads by domain.
 
-    def __init__(self, base: FrozenBase, domains: Mapping[str, Domain], plan: Plan) -> None:
+    What a training gives depends on the state it began from, the plan and its seed only: draws are seeded by what is
+    trained. progress: told steps done and steps at most.
+    """
+
+    def __init__(
+        self,
+        base: FrozenBase,
+        domains: Mapping[str, Domain],
+        plan: Plan,
+        *,
+        progress: Callable[[int, int], None] = lambda done, most: None,
+        say: Callable[[str], None] = lambda _: None,
+    ) -> None:
         self._base = base
         self.domains = dict(domains)
         self._plan = plan
+        self._progress = progress
+        self._say = say
+        self._at_once = _SCORE_AT_ONCE
         self._heads: dict[str, nn.Linear] = {}
         for parameter in base.model.parameters():
             parameter.requires_grad_(False)
-        leaves = sorted({name.rpartition(".")[2] for name in base.seam.language_linears})
         config = LoraConfig(
             r=plan.lora.rank,
             lora_alpha=plan.lora.alpha,
-            target_modules=rf".*language_model\..*\.({'|'.join(leaves)})",
+            use_rslora=plan.lora.rslora,
+            target_modules=_targets(base.seam, plan),
             base_model_name_or_path=plan.base,
         )
         self._peft = get_peft_model(base.model, config)
+        if plan.training.gradient_checkpointing:
+            base.model.gradient_checkpointing_enable({"use_reentrant": False})
         self._lora = {name: p for name, p in self._peft.named_parameters() if "lora_" in name}
-
-    # -- AdapterTrainer -----------------------------------------------------------------------------------------------
 
     def fresh(self) -> None:
         """A new adapter: A random, B zero, as LoRA starts; no heads."""
@@ -145,7 +211,8 @@ class LoraTrainer:
                 else:
                     parameter.zero_()
 
-    def snapshot(self) -> dict[str, torch.Tensor]:
+    def snapshot(self) -> State:
+        """Adapter and heads as they are now."""
         state = {f"lora.{name}": p.detach().clone() for name, p in self._lora.items()}
         for domain, head in self._heads.items():
             state[f"head.{domain}.weight"] = head.weight.detach().clone()
@@ -153,7 +220,8 @@ class LoraTrainer:
         return state
 
     @torch.no_grad()
-    def restore(self, state: dict[str, torch.Tensor]) -> None:
+    def restore(self, state: State) -> None:
+        """Go back to a snapshot."""
         for name, parameter in self._lora.items():
             parameter.copy_(state[f"lora.{name}"])
         self._heads = {}
@@ -164,62 +232,138 @@ class LoraTrainer:
                 head.weight.copy_(state[key])
                 head.bias.copy_(state[f"head.{domain}.bias"])
 
-    def train(self, domain: str, beside: Sequence[str]) -> None:
+    def train(self, domain: str, beside: Sequence[str], *, rehearsal: float | None = None) -> tuple[float, ...]:
+        """Train one more domain into the adapter, which holds those `beside` it; returns losses from beginning to end.
+
+        rehearsal: share of each batch drawn from those beside; None for the plan's.
+        """
         settings = self._plan.training
-        if self.domains[domain].task.num_outputs:
-            self._heads[domain] = self._new_head(domain)
-        rng = np.random.default_rng(self._seed(f"{domain} beside {','.join(beside)}"))
+        share = settings.rehearsal if rehearsal is None else rehearsal
+        rehearsed = round(settings.batch_size * share) if beside else 0
+
+        def rows(step: int) -> list[str]:
+            # In turn over all steps: where they are more than fit into a batch, each is rehearsed still.
+            again = [beside[(step * rehearsed + place) % len(beside)] for place in range(rehearsed)]
+            return [domain] * (settings.batch_size - rehearsed) + again
+
+        held = (*beside, domain) if rehearsed else (domain,)
+        return self._fit((domain,), held, settings.steps, rows, f"{domain} beside {','.join(beside)}")
+
+    def train_together(self, domains: Sequence[str]) -> tuple[float, ...]:
+        """Train several domains into a fresh adapter at once, with as many steps for each as one alone would get."""
+        settings = self._plan.training
+
+        def rows(step: int) -> list[str]:
+            first = step * settings.batch_size
+            return [domains[place % len(domains)] for place in range(first, first + settings.batch_size)]
+
+        return self._fit(domains, domains, settings.steps * len(domains), rows, f"together {','.join(domains)}")
+
+    def _fit(
+        self, new: Sequence[str], held: Sequence[str], steps: int, rows: Callable[[int], list[str]], what: str
+    ) -> tuple[float, ...]:
+        """new: domains without a head so far. held: those whose loss tells when to stop. rows: the domain of each
+        sample of a step's batch."""
+        settings = self._plan.training
+        for domain in new:
+            if self.domains[domain].task.num_outputs:
+                self._heads[domain] = self._new_head(domain)
+        rng = np.random.default_rng(self._seed(what))
         parameters = [*self._lora.values(), *(p for head in self._heads.values() for p in head.parameters())]
         for parameter in parameters:
             parameter.requires_grad_(True)
         optimizer = torch.optim.AdamW(parameters, settings.learning_rate, weight_decay=0.0)
-        rehearsed = round(settings.batch_size * settings.rehearsal) if beside else 0
+        size = settings.batch_size
+        losses: list[float] = []
+        best, best_state, looks_since = math.inf, None, 0
         self._peft.train()
         started = time.process_time()
-        for step in range(settings.steps):
-            done = step / settings.steps
+        for step in range(steps):
+            done = step / steps
             if settings.seconds is not None:
                 done = max(done, (time.process_time() - started) / settings.seconds)
                 if done >= 1:
                     break
-            rate = min(1.0, (step + 1) / 10) * 0.5 * (1 + math.cos(math.pi * done))
+            rate = min(1.0, (step + 1) / _WARM_UP_STEPS) * 0.5 * (1 + math.cos(math.pi * done))
             for group in optimizer.param_groups:
                 group["lr"] = settings.learning_rate * rate
-            batch = self._draw(rng, domain, settings.batch_size - rehearsed)
-            for place in range(rehearsed):
-                batch += self._draw(rng, beside[place % len(beside)], 1)
-            loss = self._loss(batch)
-            loss.backward()
+            batch = [pair for name, count in Counter(rows(step)).items() for pair in self._draw(rng, name, count)]
+            loss, size = halving(
+                size,
+                lambda at_once, batch=batch: self._backward(batch, at_once),  # type: ignore[misc]
+                lambda at_once: self._after_too_much(optimizer, at_once),
+            )
+            losses.append(loss)
             nn.utils.clip_grad_norm_(parameters, 1.0)
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
+            self._progress(step + 1, steps)
+            if settings.patience is not None and (step + 1) % max(1, settings.steps // _LOOKS) == 0:
+                held_back = self._held_back_loss(held)
+                looks_since = 0 if held_back < best else looks_since + 1
+                if held_back < best:
+                    best, best_state = held_back, self.snapshot()
+                elif looks_since >= settings.patience:
+                    break
+        if best_state is not None:
+            self.restore(best_state)
         self._peft.eval()
-
-    def accuracy(self, domain: str) -> float:
-        return self.score(domain, self.domains[domain].validation)
-
-    # -- more ---------------------------------------------------------------------------------------------------------
+        return _curve(losses)
 
     @torch.no_grad()
     def score(self, domain: str, samples: Sequence[Prepared]) -> float:
         """The domain's metric on these samples, 0 to 1."""
-        answers: list[object] = []
-        for part, read in self._reads(domain, samples):
-            answers += self.domains[domain].task.answers(read, self._heads.get(domain), [one.target for one in part])
+        answers = self._answers(domain, samples)
         return self.domains[domain].task.metric(answers, [sample.target for sample in samples])
+
+    @torch.no_grad()
+    def bounded_score(self, domain: str, samples: Sequence[Prepared]) -> Score:
+        """The same with its lower bound at the plan's confidence, or the score itself as bound where it has none."""
+        answers, targets = self._answers(domain, samples), [sample.target for sample in samples]
+        metric = self.domains[domain].task.metric
+        if self._plan.confidence is None:
+            value = metric(answers, targets)
+            return Score(value, value)
+        seed = self._seed(f"bound {domain}")
+        return bounded(metric, answers, targets, confidence=self._plan.confidence, seed=seed)
 
     @torch.no_grad()
     def in_words(self, domain: str, samples: Sequence[Prepared]) -> float:
         """Share of samples that the language model answers word for word; 0 where answers are no words."""
         return sum(float(read.exact.sum()) for _, read in self._reads(domain, samples)) / len(samples)
 
-    def _reads(self, domain: str, samples: Sequence[Prepared]) -> Iterator[tuple[Sequence[Prepared], Read]]:
-        for first in range(0, len(samples), 50):
-            part = samples[first : first + 50]
+    def _answers(self, domain: str, samples: Sequence[Prepared]) -> list[object]:
+        answers: list[object] = []
+        for part, read in self._reads(domain, samples):
             with self._autocast():
-                yield part, self._read([(domain, sample) for sample in part])
+                answers += self.domains[domain].task.answers(read, self._heads.get(domain), [s.target for s in part])
+        return answers
 
-    def save(self, folder: Path, state: dict[str, torch.Tensor]) -> None:
+    def _reads(self, domain: str, samples: Sequence[Prepared]) -> Iterator[tuple[Sequence[Prepared], Read]]:
+        first = 0
+        while first < len(samples):
+
+            def read(at_once: int, first: int = first) -> Read:
+                return self._read([(domain, sample) for sample in samples[first : first + at_once]])
+
+            found, self._at_once = halving(self._at_once, read, lambda at_once: None)
+            yield samples[first : first + self._at_once], found
+            first += self._at_once
+
+    @torch.no_grad()
+    def _held_back_loss(self, domains: Sequence[str]) -> float:
+        """Mean over domains of the loss on what is kept from training."""
+        self._peft.eval()
+        total = 0.0
+        for domain in domains:
+            samples = self.domains[domain].held_back
+            for part, read in self._reads(domain, samples):
+                own = self._loss_of([(domain, sample) for sample in part], read)
+                total += float(own) * len(part) / len(samples)
+        self._peft.train()
+        return total / len(domains)
+
+    def save(self, folder: Path, state: State) -> None:
         """Write an adapter in PEFT's format with its heads beside it."""
         self.restore(state)
         self._peft.save_pretrained(str(folder))
@@ -259,15 +403,22 @@ class LoraTrainer:
         return head
 
     def _draw(self, rng: np.random.Generator, domain: str, count: int) -> list[tuple[str, Prepared]]:
-        samples = self.domains[domain].train
+        own = self.domains[domain]
+        samples = own.train if self._plan.training.patience is None else own.train[len(own.held_back) :]
         return [(domain, samples[i]) for i in rng.integers(len(samples), size=count)]
 
-    def _loss(self, batch: Sequence[tuple[str, Prepared]]) -> torch.Tensor:
+    def _backward(self, batch: Sequence[tuple[str, Prepared]], at_once: int) -> float:
+        return backward_in_parts(batch, at_once, self._read, lambda read: self._loss_of(batch, read))
+
+    def _after_too_much(self, optimizer: torch.optim.Optimizer, at_once: int) -> None:
+        optimizer.zero_grad(set_to_none=True)  # what parts before had added
+        self._say(f"out of memory: going on with {at_once} samples at a time, and the same gradients")
+
+    def _loss_of(self, batch: Sequence[tuple[str, Prepared]], read: Read) -> torch.Tensor:
         """Every domain's own loss on its part of the batch, and the language model's on answers in words."""
         with self._autocast():
-            read = self._read(batch)
             loss = read.last.new_zeros((), dtype=torch.float32)
-            for domain in {name for name, _ in batch}:
+            for domain in dict.fromkeys(name for name, _ in batch):
                 rows = [i for i, (name, _) in enumerate(batch) if name == domain]
                 targets = [batch[i][1].target for i in rows]
                 own = self.domains[domain].task.loss(read.of(rows), self._heads.get(domain), targets)
@@ -276,14 +427,25 @@ class LoraTrainer:
 
     def _read(self, batch: Sequence[tuple[str, Prepared]]) -> Read:
         """One forward over prompts with their answers behind them."""
+        with self._autocast():
+            return self._forward(batch, self._features(batch))
+
+    def _features(self, batch: Sequence[tuple[str, Prepared]]) -> list[torch.Tensor]:
+        """Image features of each sample [placeholders, hidden]."""
+        if not self._base.train_vision:
+            return [sample.embeddings for _, sample in batch if sample.embeddings is not None]
+        made = iter(self._base.encode([item for _, sample in batch for item in sample.vision]))
+        return [torch.cat([next(made) for _ in sample.vision]) for _, sample in batch]
+
+    def _forward(self, batch: Sequence[tuple[str, Prepared]], features: Sequence[torch.Tensor]) -> Read:
         seam = self._base.seam
         device = seam.device
         rows, positions, wanted, last = [], [], [], []
-        for _, sample in batch:
+        for (_, sample), seen in zip(batch, features, strict=True):
             ids = torch.cat([sample.ids, torch.tensor(sample.answer[:-1], dtype=torch.long)])
             embeddings = seam.embed(ids.to(device))
-            embeddings[(ids == seam.image_token_id).to(device)] = sample.embeddings.to(embeddings.dtype)
-            rows.append(embeddings)
+            shown = (ids == seam.image_token_id).to(device)[:, None]
+            rows.append(embeddings.masked_scatter(shown, seen.to(embeddings)))
             tail = torch.arange(len(ids) - len(sample.ids)) + sample.positions.max() + 1
             positions.append(torch.cat([sample.positions, tail.expand(sample.positions.shape[0], -1)], 1).t())
             last.append(len(sample.ids) - 1)
@@ -313,7 +475,27 @@ class LoraTrainer:
         )
 
     def _autocast(self) -> torch.autocast:
-        return torch.autocast(self._base.seam.device.type, torch.bfloat16)
+        enabled = self._plan.training.bfloat16
+        return torch.autocast(self._base.seam.device.type, torch.bfloat16, enabled=enabled)
 
     def _seed(self, what: str) -> int:
         return zlib.crc32(f"{self._plan.seed} {what}".encode())
+
+
+def _targets(seam: Seam, plan: Plan) -> str:
+    """What PEFT takes as `target_modules`: an expression over names of linear layers."""
+    known = sorted({name.rpartition(".")[2] for name in seam.language_linears})
+    wanted = plan.lora.targets or known
+    if unknown := sorted(set(wanted) - set(known)):
+        raise BadPlan(
+            f"lora.targets names {', '.join(unknown)}, which the base {plan.base} has not; it has {', '.join(known)}"
+        )
+    language = rf".*language_model\..*\.({'|'.join(wanted)})"
+    if not plan.lora.vision:
+        return language
+    return "|".join((language, *(rf"(.*\.)?{re.escape(name)}" for name in sorted(seam.vision_linears))))
+
+
+def _curve(losses: Sequence[float]) -> tuple[float, ...]:
+    """Means over equal parts of a training, few enough to draw."""
+    return tuple(float(part.mean()) for part in np.array_split(losses, min(_CURVE_POINTS, len(losses))))

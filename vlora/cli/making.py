@@ -18,12 +18,17 @@ from vlora.errors import BadConfig
 @click.option("--device", default=EngineConfig.device, show_default=True, help="Device to train on: cpu or cuda.")
 @click.option("--check", is_flag=True, help="Explain the plan, with everything that is wrong in it; train nothing.")
 @click.option("--json", "as_json", is_flag=True, help="With --check: print JSON.")
-def fuse(plan: Path, out: Path | None, device: str, check: bool, as_json: bool) -> None:
+@click.option("--resume", is_flag=True, help="Go on with what a run that was stopped left in --out.")
+@click.option("--oracle", is_flag=True, help="Also find the fewest adapters possible; takes many more trainings.")
+def fuse(
+    plan: Path, out: Path | None, device: str, check: bool, as_json: bool, resume: bool, oracle: bool
+) -> None:
     """Train adapters and task heads from a fusion plan: a file, or the name of one in the package.
 
     \b
         vlora fuse plan.yaml --check
         vlora fuse plan.yaml --out out
+        vlora fuse plan.yaml --out out --resume
         vlora fuse demo --out demo
     """
     import warnings
@@ -42,7 +47,7 @@ def fuse(plan: Path, out: Path | None, device: str, check: bool, as_json: bool) 
     elif out is None:
         raise click.UsageError("--out is missing: a folder for adapters and report (or --check, to train nothing)")
     else:
-        commands.fuse(file, out, device=device)
+        commands.fuse(file, out, device=device, resume=resume, oracle=oracle)
 
 
 @cli.command()

@@ -1,0 +1,75 @@
+"""From a plan to its packing: thresholds, candidate orders, the algorithm, and what an oracle would have found."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+
+from fusion.oracle import MOST_DOMAINS, Bound, Optimum, Oracle
+from fusion.orders import at_random, by_similarity, hardest_first
+from fusion.pack import Packing, Train, pack_best, pack_in_sequence
+from fusion.plan import Order, Plan, RelativeThreshold
+from fusion.train import Domain
+from fusion.trainings import Trainings
+
+
+@dataclasses.dataclass(frozen=True)
+class Verdict:
+    """bound: on the number of adapters. optimum: None for more domains than can be tried exhaustively."""
+
+    bound: Bound
+    optimum: Optimum | None
+
+
+def thresholds_of(plan: Plan, train: Train, teachers: Mapping[str, float]) -> dict[str, float]:
+    """What each domain must keep, fixed before anything is packed. Relative to a domain's teacher, whose validation
+    scores are `teachers`; or to itself alone: its validation score in an adapter of its own, less `minus`."""
+    thresholds = {}
+    for domain in plan.domains:
+        wanted = domain.threshold
+        if isinstance(wanted, RelativeThreshold):
+            name = domain.name
+            reached = teachers[name] if wanted.relative_to == "teacher" else train((name,)).scores[name].value
+            thresholds[name] = max(0.0, reached - wanted.minus)
+        else:
+            thresholds[domain.name] = wanted
+    return thresholds
+
+
+def orders_of(plan: Plan, domains: Mapping[str, Domain], train: Train) -> list[tuple[str, ...]]:
+    """The plan's candidate orders. `random` named several times is as many orders."""
+
+    def order_of(order: Order, place: int) -> tuple[str, ...]:
+        match order:
+            case "given":
+                return tuple(domains)
+            case "random":
+                return at_random(tuple(domains), plan.seed + place)
+            case "similarity":
+                return by_similarity({name: domain.features() for name, domain in domains.items()})
+            case "hardest_first":
+                return hardest_first({name: train((name,)).scores[name].value for name in domains})
+
+    return [order_of(order, place) for place, order in enumerate(plan.order)]
+
+
+def packing_of(
+    plan: Plan,
+    domains: Mapping[str, Domain],
+    thresholds: Mapping[str, float],
+    train: Train,
+    say: Callable[[str], None],
+) -> Packing:
+    orders = orders_of(plan, domains, train)
+    if plan.packing == "first_fit":
+        return pack_best(orders, thresholds, train, say=say)
+    found = [pack_in_sequence(order, thresholds, train, say=say) for order in dict.fromkeys(orders)]
+    return min(found, key=lambda packing: packing.rank)
+
+
+def verdict_of(thresholds: Mapping[str, float], trainings: Trainings) -> Verdict:
+    """Ask the oracle: trains every domain and pair together, and up to every set of up to six domains."""
+    oracle = Oracle(tuple(thresholds), thresholds, trainings.together)
+    bound = oracle.bound()
+    few = len(thresholds) - len(bound.missed) <= MOST_DOMAINS
+    return Verdict(bound, oracle.optimum() if few else None)

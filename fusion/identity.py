@@ -1,0 +1,51 @@
+"""What a run is made of, hashed: the base model, the plan and the data. Two runs of one identity train alike."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+
+from fusion.plan import Plan
+from fusion.samples import Splits
+
+
+def identity_of(plan: Plan, splits: Mapping[str, Splits], base: str, device: str) -> dict[str, str]:
+    """Every field of the plan by its dotted name, each domain's data and the base as hashes."""
+    fields = {f"plan's {name}": value for name, value in _fields(plan.model_dump(mode="json"))}
+    data = {f"data of {name}": _hash_of_data(own) for name, own in splits.items()}
+    return {**fields, **data, "weights of the base": base, "device": device}
+
+
+def hash_of_weights(named: Iterable[tuple[str, torch.Tensor]]) -> str:
+    digest = hashlib.sha256()
+    for name, tensor in named:
+        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
+        digest.update(tensor.detach().cpu().contiguous().view(torch.uint8).numpy().data)
+    return digest.hexdigest()
+
+
+def _hash_of_data(splits: Splits) -> str:
+    digest = hashlib.sha256(f"{splits.task} {splits.labels}".encode())
+    for part in (splits.train, splits.validation, splits.test):
+        digest.update(f"part of {len(part)}".encode())
+        for sample in part:
+            digest.update(f"{sample.target} {sample.question}".encode())
+            for frame in sample.frames:
+                digest.update(f"{frame.shape}".encode())
+                digest.update(frame.tobytes())
+    return digest.hexdigest()
+
+
+def _fields(value: Any, name: str = "") -> Iterator[tuple[str, str]]:
+    if isinstance(value, dict):
+        inner: Iterable[tuple[Any, Any]] = value.items()
+    elif isinstance(value, list):
+        inner = enumerate(value)
+    else:
+        yield name, repr(value)
+        return
+    yield from itertools.chain.from_iterable(_fields(v, f"{name}.{key}" if name else str(key)) for key, v in inner)

@@ -1,0 +1,51 @@
+"""What a fusion run shows of itself while it runs: lines that stay, and how long it will take."""
+
+from __future__ import annotations
+
+from types import TracebackType
+
+from rich.console import Console
+from rich.progress import BarColumn, TextColumn, TimeRemainingColumn
+from rich.progress import Progress as Bars
+
+
+class Progress:
+    """A bar over all trainings, as far as they can be known: each rollback is one more.
+
+    trainings: at least this many. On no terminal, lines tell the time left.
+    """
+
+    def __init__(self, console: Console, trainings: int) -> None:
+        columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.percentage:.0f} %"))
+        # Speed over the last ten minutes: evaluation between trainings would make it jump.
+        self._bars = Bars(*columns, TimeRemainingColumn(), console=console, transient=True, speed_estimate_period=600)
+        self._all = self._bars.add_task("fusing", total=trainings)
+        self._ended = 0
+
+    def __enter__(self) -> Progress:
+        self._bars.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, value: object, trace: TracebackType | None) -> None:
+        self._bars.stop()
+
+    def say(self, line: str) -> None:
+        self._bars.console.print(line)
+
+    def begin(self, what: str) -> None:
+        """A training begins."""
+        left = self._bars.tasks[0].time_remaining
+        told = "" if left is None or self._bars.console.is_terminal else f" (about {max(1, round(left / 60))} min left)"
+        self._bars.update(self._all, description=what)
+        if not self._bars.console.is_terminal:
+            self.say(f"training {what}{told}")
+
+    def step(self, done: int, most: int) -> None:
+        """`done` of at most `most` steps of the training that has begun."""
+        self._bars.update(self._all, completed=self._ended + done / most)
+
+    def end(self) -> None:
+        """A training has ended, or turned out to be known."""
+        self._ended += 1
+        total = max(self._bars.tasks[0].total or 0, self._ended + 1)
+        self._bars.update(self._all, completed=self._ended, total=total)

@@ -1,0 +1,88 @@
+"""Every training of a run, made at most once: what packing, its baselines and the oracle ask for by name."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Collection
+
+from fusion.checkpoint import Checkpoint, State
+from fusion.pack import Adapter, Trained
+from fusion.train import LoraTrainer
+
+
+class Trainings:
+    """`fusion.pack.Train` by one trainer. rehearsal: share of each batch for the domains an adapter holds already.
+
+    starting: told what is about to be trained, which takes a while; made: told when it is done, or was known already.
+    """
+
+    def __init__(
+        self,
+        trainer: LoraTrainer,
+        checkpoint: Checkpoint,
+        *,
+        rehearsal: float,
+        starting: Callable[[str], None] = lambda _: None,
+        made: Callable[[], None] = lambda: None,
+    ) -> None:
+        self.trainer = trainer
+        self._checkpoint = checkpoint
+        self._rehearsal = rehearsal
+        self._starting = starting
+        self._ended = made
+
+    def __call__(self, adapter: Adapter) -> Trained:
+        """Train the last domain into the adapter of those before it."""
+
+        def train() -> tuple[float, ...]:
+            *beside, domain = adapter
+            if beside:
+                if self._checkpoint.trained(self._key(tuple(beside))) is None:
+                    self(tuple(beside))
+                self.trainer.restore(self.state(tuple(beside)))
+            else:
+                self.trainer.fresh()
+            return self.trainer.train(domain, beside, rehearsal=self._rehearsal)
+
+        told = f"{adapter[-1]} into {', '.join(adapter[:-1]) or 'a new adapter'}"
+        return self._made(self._key(adapter), adapter, told, train)
+
+    def together(self, domains: Collection[str]) -> Trained:
+        """Train a set of domains into one adapter at once. Of one domain alone: the same as in sequence."""
+        names = tuple(sorted(domains))
+        if len(names) == 1:
+            return self(names)
+
+        def train() -> tuple[float, ...]:
+            self.trainer.fresh()
+            return self.trainer.train_together(names)
+
+        return self._made(self._key_together(names), names, f"{', '.join(names)} at once", train)
+
+    def state(self, adapter: Adapter) -> State:
+        """Weights of an adapter that has been trained."""
+        return self._checkpoint.state(self._key(adapter))
+
+    def state_together(self, domains: Collection[str]) -> State:
+        names = tuple(sorted(domains))
+        return self._checkpoint.state(self._key(names) if len(names) == 1 else self._key_together(names))
+
+    def _made(self, key: str, domains: Adapter, told: str, train: Callable[[], tuple[float, ...]]) -> Trained:
+        found = self._checkpoint.trained(key)
+        if found is None:
+            self._starting(told)
+            started = time.perf_counter()
+            losses = train()
+            own = self.trainer.domains
+            scores = {name: self.trainer.bounded_score(name, own[name].validation) for name in domains}
+            found = Trained(scores, time.perf_counter() - started, losses)
+            self._checkpoint.keep(key, found, self.trainer.snapshot())
+        self._ended()
+        return found
+
+    def _key(self, adapter: Adapter) -> str:
+        names = ", ".join(adapter)
+        return f"alone: {names}" if len(adapter) == 1 else f"rehearsal {self._rehearsal!r}: {names}"
+
+    def _key_together(self, names: Adapter) -> str:
+        return f"together: {', '.join(names)}"

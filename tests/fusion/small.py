@@ -1,0 +1,77 @@
+"""The embedded architecture with random weights, and domains it learns within seconds."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import cv2
+import numpy as np
+
+from fusion.embedded.model import build_model
+from fusion.embedded.processor import build_processor
+from fusion.plan import DomainPlan, LoraPlan, Plan, TrainingPlan
+from fusion.samples import Sample, Splits
+from fusion.train import Domain, FrozenBase, LoraTrainer
+from vlora.config import EngineConfig
+from vlora.models import InputProcessor
+from vlora.models.loading import load_model
+
+COLORS = ("red", "green", "blue")
+
+
+def write_base(folder: Path) -> str:
+    build_model(seed=0).save_pretrained(str(folder))
+    build_processor().save_pretrained(str(folder))
+    return str(folder)
+
+
+def picture(label: int, rng: np.random.Generator) -> np.ndarray:
+    """Noise with more of one colour."""
+    pixels = rng.integers(0, 60, (96, 96, 3))
+    pixels[..., label] += 160
+    return pixels.astype(np.uint8)
+
+
+def colors(count: int, seed: int, told: Mapping[int, int] | None = None) -> list[Sample]:
+    """told: what is said of each colour; the truth if not given."""
+    rng = np.random.default_rng(seed)
+    labels = [int(rng.integers(3)) for _ in range(count)]
+    return [Sample((picture(label, rng),), label if told is None else told[label]) for label in labels]
+
+
+def color_splits(told: Mapping[int, int] | None = None, labels: tuple[str, ...] = COLORS) -> Splits:
+    train, validation, test = (colors(count, seed, told) for seed, count in enumerate((60, 40, 30)))
+    return Splits("classification", labels, train, validation, test, real=False)
+
+
+def plan_of(base: str, names: tuple[str, ...], *, lora: LoraPlan | None = None, **training: object) -> Plan:
+    settings = {"steps": 25, "batch_size": 12, **training}
+    return Plan(
+        base=base,
+        lora=lora or LoraPlan(rank=4, alpha=8),
+        training=TrainingPlan(**settings),  # type: ignore[arg-type]
+        domains=tuple(
+            DomainPlan(name=name, source="made", question="what color is the image ?", threshold=0.8) for name in names
+        ),
+    )
+
+
+def trainer_of(plan: Plan, splits: Mapping[str, Splits], features: Path | None = None) -> LoraTrainer:
+    model = load_model(EngineConfig(model=plan.base))
+    processor = InputProcessor.from_pretrained(plan.base)
+    base = FrozenBase(model, processor, features=features, train_vision=plan.lora.vision)
+    domains = {domain.name: Domain(domain, splits[domain.name], base) for domain in plan.domains}
+    return LoraTrainer(base, domains, plan)
+
+
+def write_folders(folder: Path, told: tuple[str, ...] = COLORS, by_chance: bool = False) -> Path:
+    """The same pictures as an image folder, each colour under its name or under any."""
+    rng = np.random.default_rng(0)
+    for part, count in (("train", 12), ("validation", 6), ("test", 4)):
+        for label, name in enumerate(told):
+            (folder / part / name).mkdir(parents=True)
+            for place in range(count):
+                shown = picture(int(rng.integers(3)) if by_chance else label, rng)
+                cv2.imwrite(str(folder / part / name / f"{place}.png"), shown[..., ::-1])
+    return folder

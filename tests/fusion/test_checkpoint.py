@@ -1,0 +1,87 @@
+"""Finished trainings on disk: all or nothing, and only for the run they came of."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from fusion.checkpoint import Checkpoint
+from fusion.identity import identity_of
+from fusion.pack import Score, Trained
+from fusion.plan import DomainPlan, Plan
+from fusion.samples import Sample, Splits
+from vlora.errors import BadPlan
+
+TRAINED = Trained({"a": Score(0.1 + 0.2, 1 / 3)}, 1.5, (2.0, 0.1))
+STATE = {"lora.x": torch.randn(3, 4), "head.a.weight": torch.randn(4, 2).t()}
+
+
+def test_what_was_kept_is_found_by_the_next_process(tmp_path: Path) -> None:
+    Checkpoint(tmp_path, {"plan": "1"}, resume=False).keep("a, b", TRAINED, STATE)
+    again = Checkpoint(tmp_path, {"plan": "1"}, resume=True)
+    assert again.trained("a, b") == TRAINED
+    assert all(torch.equal(value, STATE[name]) for name, value in again.state("a, b").items())
+    assert again.trained("a") is None
+
+
+def test_without_resuming_nothing_is_left_of_an_earlier_run(tmp_path: Path) -> None:
+    Checkpoint(tmp_path, {"plan": "1"}, resume=False).keep("a", TRAINED, STATE)
+    assert Checkpoint(tmp_path, {"plan": "1"}, resume=False).trained("a") is None
+
+
+def test_resuming_with_nothing_there_begins(tmp_path: Path) -> None:
+    Checkpoint(tmp_path / "new", {"plan": "1"}, resume=True).keep("a", TRAINED, STATE)
+    assert Checkpoint(tmp_path / "new", {"plan": "1"}, resume=True).trained("a") == TRAINED
+
+
+def test_a_process_that_dies_while_writing_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Killed before the last rename: as the next process sees it, the training was never made."""
+    checkpoint = Checkpoint(tmp_path, {"plan": "1"}, resume=False)
+
+    def die(self: Path, target: Path) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        patched.setattr(Path, "rename", die)
+        checkpoint.keep("a", TRAINED, STATE)
+    again = Checkpoint(tmp_path, {"plan": "1"}, resume=True)
+    assert again.trained("a") is None
+    assert [file.name for file in tmp_path.iterdir()] == ["run.json"]
+
+
+def test_two_that_made_the_same_are_both_content(tmp_path: Path) -> None:
+    checkpoint = Checkpoint(tmp_path, {"plan": "1"}, resume=False)
+    checkpoint.keep("a", TRAINED, STATE)
+    checkpoint.keep("a", TRAINED, STATE)
+    assert checkpoint.trained("a") == TRAINED
+    assert len(list(tmp_path.iterdir())) == 2
+
+
+def splits(value: int) -> Splits:
+    sample = Sample((np.full((4, 4, 3), value, np.uint8),), 0)
+    return Splits("classification", ("x", "y"), [sample], [sample], [sample], real=False)
+
+
+def test_a_changed_plan_or_changed_data_is_refused_by_name(tmp_path: Path) -> None:
+    domain = DomainPlan(name="signs", source="made", question="what?", threshold=0.8)
+    plan = Plan(domains=(domain,))
+    steps = plan.training.model_copy(update={"steps": 7})
+    identity = identity_of(plan, {"signs": splits(0)}, "w", "cpu")
+    Checkpoint(tmp_path, identity, resume=False).keep("a", TRAINED, STATE)
+    for changed, told in (
+        (identity_of(plan, {"signs": splits(1)}, "w", "cpu"), "data of signs: was"),
+        (
+            identity_of(plan.model_copy(update={"training": steps}), {"signs": splits(0)}, "w", "cpu"),
+            "plan's training.steps: was 120, is 7",
+        ),
+        (identity_of(plan, {"signs": splits(0)}, "other", "cpu"), "weights of the base: was w, is other"),
+        (identity_of(plan, {"signs": splits(0)}, "w", "cuda"), "device: was cpu, is cuda"),
+    ):
+        with pytest.raises(BadPlan, match="cannot be resumed") as refused:
+            Checkpoint(tmp_path, changed, resume=True)
+        assert told in str(refused.value)
+        assert len(str(refused.value).splitlines()) == 3  # this one, and nothing else
+    assert Checkpoint(tmp_path, identity, resume=True).trained("a") == TRAINED

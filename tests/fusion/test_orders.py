@@ -1,0 +1,26 @@
+"""Orders of packing."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from fusion.orders import at_random, by_similarity, hardest_first
+
+
+def test_random_orders_are_a_seeds_own() -> None:
+    names = ("a", "b", "c", "d", "e")
+    assert at_random(names, 3) == at_random(names, 3)
+    assert sorted(at_random(names, 3)) == sorted(names)
+    assert len({at_random(names, seed) for seed in range(20)}) > 10
+
+
+def test_the_hardest_comes_first() -> None:
+    assert hardest_first({"a": 0.9, "b": 0.5, "c": 0.7}) == ("b", "c", "a")
+
+
+def test_the_most_alike_follow_one_another() -> None:
+    common = np.array([100.0, 0.0])  # in every picture, and telling nothing
+    angles = {"a": 0.0, "b": 180.0, "c": 60.0, "d": 130.0}
+    turns = {name: np.radians(angle) for name, angle in angles.items()}
+    features = {name: common + np.array([np.cos(turn), np.sin(turn)]) for name, turn in turns.items()}
+    assert by_similarity(features) == ("a", "c", "d", "b")

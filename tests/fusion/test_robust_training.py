@@ -1,0 +1,258 @@
+"""Training where memory is short, in other precisions, with features from disk, on the vision side too."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from peft import PeftModel
+from transformers import AutoModelForImageTextToText
+
+from fusion.accumulate import backward_in_parts, halving
+from fusion.embedded.drawing import SIZE
+from fusion.objectives import Read
+from fusion.plan import LoraPlan
+from fusion.samples import Sample, Splits
+from fusion.train import LoraTrainer
+from heads import Box
+from tests.fusion.small import COLORS, color_splits, plan_of, trainer_of, write_base
+from vlora.errors import BadPlan
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> str:
+    torch.set_num_threads(1)
+    return write_base(tmp_path_factory.mktemp("base"))
+
+
+def boxes(count: int, seed: int) -> list[Sample]:
+    """One to three bright squares: their loss is no mean over samples, but over the tokens that hold one."""
+    rng = np.random.default_rng(seed)
+    samples = []
+    for _ in range(count):
+        frame = rng.integers(0, 60, (SIZE, SIZE, 3)).astype(np.uint8)
+        found = []
+        for _ in range(int(rng.integers(1, 4))):
+            x, y = (int(v) for v in rng.integers(0, SIZE - 16, 2))
+            frame[y : y + 16, x : x + 16] = 250
+            found.append(Box(0, x / SIZE, y / SIZE, (x + 16) / SIZE, (y + 16) / SIZE))
+        samples.append(Sample((frame,), tuple(found)))
+    return samples
+
+
+@pytest.fixture(scope="module")
+def mixed(base: str) -> LoraTrainer:
+    """A classification and a detection domain in one adapter, in float32."""
+    found = Splits("detection", ("square",), boxes(30, 0), boxes(10, 1), boxes(10, 2), real=False)
+    plan = plan_of(base, ("colors", "squares"), bfloat16=False, steps=3)
+    trainer = trainer_of(plan, {"colors": color_splits(), "squares": found})
+    trainer.fresh()
+    trainer.train_together(("colors", "squares"))
+    return trainer
+
+
+def gradients(trainer: LoraTrainer, at_once: int) -> dict[str, torch.Tensor]:
+    rng = np.random.default_rng(0)
+    batch = [*trainer._draw(rng, "colors", 5), *trainer._draw(rng, "squares", 6)]
+    parameters = {**trainer._lora, **{f"head {n}": p for n, h in trainer._heads.items() for p in h.parameters()}}
+    for parameter in parameters.values():
+        parameter.requires_grad_(True)
+        parameter.grad = None
+    trainer._backward(batch, at_once)
+    return {name: p.grad.clone() for name, p in parameters.items() if p.grad is not None}
+
+
+@pytest.mark.parametrize("at_once", [1, 4, 6])
+def test_parts_of_a_batch_give_the_gradient_of_the_whole(mixed: LoraTrainer, at_once: int) -> None:
+    whole, parts = gradients(mixed, 11), gradients(mixed, at_once)
+    assert whole.keys() == parts.keys() and len(whole) > 50
+    for name, wanted in whole.items():
+        assert torch.allclose(parts[name], wanted, rtol=1e-3, atol=1e-6 * max(1.0, float(wanted.abs().max()))), name
+
+
+def test_activations_computed_twice_give_the_same_gradient(mixed: LoraTrainer) -> None:
+    kept = gradients(mixed, 11)
+    mixed._base.model.gradient_checkpointing_enable({"use_reentrant": False})
+    mixed._peft.train()
+    try:
+        again = gradients(mixed, 11)
+    finally:
+        mixed._base.model.gradient_checkpointing_disable()
+        mixed._peft.eval()
+    for name, wanted in kept.items():
+        assert torch.allclose(again[name], wanted, rtol=1e-4, atol=1e-7), name
+
+
+class Short:
+    """Memory for `room` samples."""
+
+    def __init__(self, trainer: LoraTrainer, room: int) -> None:
+        self.room = room
+        self.read = trainer._read
+        self.sizes: list[int] = []
+
+    def __call__(self, batch: list[object]) -> Read:
+        self.sizes.append(len(batch))
+        if len(batch) > self.room:
+            raise torch.OutOfMemoryError(f"no room for {len(batch)}")
+        return self.read(batch)  # type: ignore[arg-type]
+
+
+def test_out_of_memory_goes_on_with_smaller_parts_to_the_same_adapter(
+    base: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan = plan_of(base, ("colors",), bfloat16=False, steps=4, learning_rate=1e-3)
+    trainer = trainer_of(plan, {"colors": color_splits()})
+    trainer.fresh()
+    roomy_losses = trainer.train("colors", ())
+    roomy = trainer.snapshot()
+    short = Short(trainer, room=5)
+    told: list[str] = []
+    with monkeypatch.context() as patched:
+        patched.setattr(trainer, "_read", short)
+        patched.setattr(trainer, "_say", told.append)
+        trainer.fresh()
+        assert trainer.train("colors", ()) == pytest.approx(roomy_losses, rel=1e-4)
+        assert trainer.score("colors", trainer.domains["colors"].validation) >= 0
+    assert short.sizes[:4] == [12, 6, 3, 3]  # halved until it fits, and not tried too large again
+    assert short.sizes.count(12) == 1
+    assert told == [f"out of memory: going on with {size} samples at a time, and the same gradients" for size in (6, 3)]
+    for name, value in trainer.snapshot().items():
+        # Adam divides by the gradient's size: where that is next to nothing, rounding decides its sign.
+        assert (value - roomy[name]).abs().mean() < 1e-5, name
+
+
+def test_what_does_not_fit_at_all_is_told() -> None:
+    def never(size: int) -> None:
+        raise torch.OutOfMemoryError(f"no room for {size}")
+
+    sizes: list[int] = []
+    with pytest.raises(BadPlan, match="out of memory with a single sample"):
+        halving(5, never, sizes.append)
+    assert sizes == [3, 2, 1]
+
+
+def test_a_half_done_batch_leaves_nothing_behind() -> None:
+    """Memory may run out in the second part, when the first has added its gradient."""
+    weight = torch.zeros(1, requires_grad=True)
+    calls = 0
+
+    def read(part: object) -> Read:
+        nonlocal calls
+        calls += 1
+        if calls == 4:  # the second part, read again
+            raise torch.OutOfMemoryError
+        values = torch.tensor(part, dtype=torch.float32) * weight
+        return Read(values[:, None], [], values, torch.zeros(len(values)))
+
+    def attempt(size: int) -> float:
+        return backward_in_parts([1.0, 2.0, 3.0, 4.0], size, read, lambda r: (r.last.sum() - 1) ** 2)
+
+    def undo(size: int) -> None:
+        weight.grad = None
+
+    halving(2, attempt, undo)
+    assert weight.grad is not None and weight.grad.item() == -20.0
+
+
+@pytest.mark.parametrize(
+    "lora", [LoraPlan(rank=4, alpha=8, rslora=True), LoraPlan(rank=4, targets=("q_proj", "v_proj"))]
+)
+def test_peft_gives_the_same_logits(base: str, lora: LoraPlan, tmp_path: Path) -> None:
+    plan = plan_of(base, ("colors",), lora=lora, steps=6, bfloat16=False)
+    logits_agree(trainer_of(plan, {"colors": color_splits()}), base, tmp_path)
+
+
+def test_the_vision_side_learns_and_peft_gives_the_same_logits(base: str, tmp_path: Path) -> None:
+    plan = plan_of(base, ("colors",), lora=LoraPlan(rank=4, alpha=8, vision=True), steps=6, bfloat16=False)
+    trainer = trainer_of(plan, {"colors": color_splits()})
+    logits_agree(trainer, base, tmp_path)
+    moved = [name for name, p in trainer._lora.items() if "lora_B" in name and float(p.detach().abs().max()) > 0]
+    for part in ("vision_tower", "multi_modal_projector", "language_model"):
+        assert any(part in name for name in moved), part
+
+
+def logits_agree(trainer: LoraTrainer, base: str, folder: Path) -> None:
+    """Train, save, and ask plain transformers and PEFT, from pixels to logits."""
+    trainer.fresh()
+    trainer.train("colors", ())
+    trainer.save(folder, trainer.snapshot())
+    plain = AutoModelForImageTextToText.from_pretrained(base, dtype=torch.float32)
+    with_adapter = PeftModel.from_pretrained(plain, str(folder)).eval()
+    domain = trainer.domains["colors"]
+    for sample, prepared in list(zip(domain.splits.test, domain.test, strict=True))[:4]:
+        ids = torch.tensor([domain.base._encode(domain.plan.question, sample).prompt_ids])
+        pixels = torch.from_numpy(np.stack(sample.frames)).permute(0, 3, 1, 2).float() / 127.5 - 1
+        with torch.no_grad():
+            wanted = with_adapter(input_ids=ids, pixel_values=pixels).logits[0, -1]
+            got = trainer._base.seam.lm_head(trainer._read([("colors", prepared)]).last[0])
+            with with_adapter.disable_adapter():
+                without = with_adapter(input_ids=ids, pixel_values=pixels).logits[0, -1]
+        assert torch.allclose(got, wanted, atol=1e-4), (got - wanted).abs().max()
+        assert (without - wanted).abs().max() > 1e-3  # so that agreeing means something
+
+
+def test_a_layer_that_is_not_there_is_refused_by_name(base: str) -> None:
+    plan = plan_of(base, ("colors",), lora=LoraPlan(targets=("q_proj", "c_attn")))
+    with pytest.raises(BadPlan, match=r"names c_attn, .* it has down_proj, gate_proj, .*q_proj"):
+        trainer_of(plan, {"colors": color_splits()})
+
+
+def test_features_come_from_disk_the_second_time(base: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = plan_of(base, ("colors",))
+    first = trainer_of(plan, {"colors": color_splits()}, tmp_path).domains["colors"]
+    assert list(tmp_path.iterdir())
+
+    def encode(self: object, tasks: object) -> None:
+        raise AssertionError("the vision tower ran again")
+
+    monkeypatch.setattr("vlora.models.vision.VisionEncoder.encode", encode)
+    second = trainer_of(plan, {"colors": color_splits()}, tmp_path).domains["colors"]
+    for one, other in zip(first.train, second.train, strict=True):
+        assert one.embeddings is not None and other.embeddings is not None
+        assert torch.equal(one.embeddings, other.embeddings)
+    # Other pictures are other contents; a torn file is no file.
+    with pytest.raises(AssertionError, match="ran again"):
+        trainer_of(plan, {"colors": color_splits({0: 1, 1: 2, 2: 0})}, tmp_path / "elsewhere")
+    next(tmp_path.glob("*.safetensors")).write_bytes(b"torn")
+    with pytest.raises(AssertionError, match="ran again"):
+        trainer_of(plan, {"colors": color_splits()}, tmp_path)
+
+
+def test_training_stops_when_nothing_more_is_learned(base: str) -> None:
+    """It looks four times without finding anything better than at the second look, and goes back to that."""
+    trainer = trainer_of(plan_of(base, ("colors",), steps=24, patience=4, batch_size=2), {"colors": color_splits()})
+    told = iter((3.0, 2.0, 2.0, 2.5, 2.1, 2.0, 1.0))
+    looks: list[dict[str, torch.Tensor]] = []
+
+    def looking(domains: Sequence[str]) -> float:
+        looks.append(trainer.snapshot())
+        return next(told)
+
+    trainer._held_back_loss = looking  # type: ignore[method-assign]
+    steps: list[int] = []
+    trainer._progress = lambda done, most: steps.append(done)
+    trainer.fresh()
+    trainer.train("colors", ())
+    assert len(looks) == 6 and steps[-1] == 12  # twelve looks in 24 steps
+    assert all(torch.equal(value, looks[1][name]) for name, value in trainer.snapshot().items())
+    held_back = trainer.domains["colors"].held_back
+    assert len(held_back) == 6
+    drawn = trainer._draw(np.random.default_rng(0), "colors", 500)
+    assert not {id(sample.ids) for _, sample in drawn} & {id(sample.ids) for sample in held_back}
+
+
+def test_all_held_domains_are_rehearsed_even_in_a_small_batch(base: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    names = ("a", "b", "c", "d")
+    plan = plan_of(base, names, steps=6, batch_size=4)
+    trainer = trainer_of(plan, dict.fromkeys(names, color_splits(labels=COLORS)))
+    seen: list[str] = []
+    monkeypatch.setattr(trainer, "_backward", lambda batch, at_once: seen.extend(name for name, _ in batch) or 0.0)
+    trainer.fresh()
+    for place, name in enumerate(names):
+        trainer.train(name, names[:place])
+    last = seen[-6 * 4 :]
+    assert last.count("d") == 12 and {last.count(name) for name in "abc"} == {4}
