@@ -146,6 +146,7 @@ def run(
     _write_adapters(out / "adapters", report, trainings)
     write_test_data(out / "test", plan, splits)
     report.write(out / "report.json")
+    shutil.rmtree(out / "features")  # much larger than all the rest, and made again within seconds
     console.print(report.table())
     return report
 

@@ -60,7 +60,8 @@ class Oracle:
         missed, others = self._alone()
         if len(others) > MOST_DOMAINS:
             raise ValueError(f"{len(others)} domains: the exhaustive optimum is for {MOST_DOMAINS} at most")
-        for partition in sorted(_partitions(others), key=len):
+        # Of as many sets, even ones first: they are likelier to fit, and the first partition that does settles it.
+        for partition in sorted(_partitions(others), key=lambda sets: (len(sets), max(map(len, sets), default=0))):
             if all(self.keeps(together) for together in sorted(partition, key=self._known_first)):
                 alone = tuple(frozenset((name,)) for name in missed)
                 return Optimum((*partition, *alone), missed, len(self._keeps))

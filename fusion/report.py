@@ -123,6 +123,8 @@ def model_card(report: FusionReport, adapter: AdapterReport) -> str:
         f"{d.bound:.3f}{'' if d.met else ' (missed)'} | {d.after:.3f} | {d.num_test} |"
         for d in own
     )
+    layers = f"{'all linear layers' if lora['targets'] is None else ', '.join(lora['targets'])} of the language model"
+    vision = " and all of the vision side" if lora["vision"] else ""
     sure = "the value itself" if report.confidence is None else f"confidence {report.confidence:g}"
     return f"""---
 base_model: {report.base}
@@ -137,10 +139,9 @@ A LoRA adapter for {report.base} that holds {len(own)} of the {len(report.domain
 |---|---|---|---|---|---|---|---|---|
 {rows}
 
-Rank {lora["rank"]}, alpha {lora["alpha"]}{", rank-stabilised" if lora["rslora"] else ""}, on
-{"all linear layers" if lora["targets"] is None else ", ".join(lora["targets"])} of the language model\
-{" and all of the vision side" if lora["vision"] else ""}. Trained for at most {training["steps"]} steps of \
-{training["batch_size"]} samples per domain, {training["rehearsal"]:.0%} of each batch from the domains before it.
+Rank {lora["rank"]}, alpha {lora["alpha"]}{", rank-stabilised" if lora["rslora"] else ""}, on {layers}{vision}.
+Trained for at most {training["steps"]} steps of {training["batch_size"]} samples per domain;
+{training["rehearsal"]:.0%} of each batch came from the domains before it.
 
 `peft.PeftModel.from_pretrained(base, FOLDER)` loads the adapter; `vlora serve --adapter NAME=FOLDER` serves it with its
 task heads (`heads.safetensors`), where it has any.

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import importlib
 import importlib.util
 import json
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from vlora.errors import BadConfig
 
@@ -26,24 +28,32 @@ def main(name: str, quick: bool = False, out: Path | None = None) -> bool:
     """
     if name != "all" and name not in BENCHES:
         raise BadConfig(f"no bench named {name!r}; choose one of {', '.join(BENCHES)} or all")
-    if out is not None and importlib.util.find_spec("matplotlib") is None:
-        raise BadConfig("--out needs matplotlib for its pictures; pip install 'vlora[bench]'")
+    if out is not None:
+        pictures_possible()
     holds = True
     for each in BENCHES if name == "all" else (name,):
         bench = importlib.import_module(f"vlora.bench.{each}")
         report = bench.run(quick)
         report.print()
         if out is not None:
-            _keep(report, bench, out)
+            draw = getattr(bench, "draw", None)
+            keep(report, None if draw is None else functools.partial(draw, report.rows), out)
         holds &= all(goal.holds for goal in report.goals)
         gc.collect()
     return holds
 
 
-def _keep(report: Report, bench: Any, out: Path) -> None:
+def pictures_possible() -> None:
+    """Raises BadConfig where pictures cannot be drawn, before anything takes long."""
+    if importlib.util.find_spec("matplotlib") is None:
+        raise BadConfig("--out needs matplotlib for its pictures; pip install 'vlora[bench]'")
+
+
+def keep(report: Report, draw: Callable[[Path], None] | None, out: Path) -> None:
+    """Write OUT/NAME.json and, where something draws pictures, what it draws into OUT/NAME."""
     out.mkdir(parents=True, exist_ok=True)
     (out / f"{report.bench}.json").write_text(json.dumps(report.as_dict()) + "\n")
-    if hasattr(bench, "draw"):
+    if draw is not None:
         pictures = out / report.bench
         pictures.mkdir(exist_ok=True)
-        bench.draw(report.rows, pictures)
+        draw(pictures)

@@ -96,13 +96,36 @@ def bench(name: str, quick: bool, out: Path | None) -> None:
 
     \b
         vlora bench step --quick
-    """
-    from vlora.bench import main as run
+        vlora bench fusion --out results     # goes on where it was stopped
 
-    with waiting(f"bench {name}"):
-        holds = run(name, quick, out)
+    `fusion` takes long, and is not among `all`.
+    """
+    if name == "fusion":
+        holds = _bench_fusion(quick, out)
+    else:
+        from vlora.bench import main as run
+
+        with waiting(f"bench {name}"):
+            holds = run(name, quick, out)
     if not holds:
         sys.exit(1)
+
+
+def _bench_fusion(quick: bool, out: Path | None) -> bool:
+    """Benches know nothing of fusion, and fusion nothing of benches: they meet here."""
+    from fusion.bench import draw, run
+    from vlora.bench import keep, pictures_possible
+    from vlora.bench.form import Goal, Report
+
+    if out is not None:
+        pictures_possible()
+    found = run(quick, None if out is None else out / "fusion" / "work", lambda text: click.echo(text, err=True))
+    goals = [Goal(*goal) for goal in found.goals]
+    report = Report("fusion", found.rows, goals, found={"tables": found.tables, "curves": found.curves})
+    report.print()
+    if out is not None:
+        keep(report, lambda folder: draw(found.tables, found.curves, folder), out)
+    return all(goal.holds for goal in goals)
 
 
 @cli.command()

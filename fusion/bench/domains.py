@@ -1,0 +1,196 @@
+"""Domains to measure on: drawn anew for each seed, in any number; digits alone are real and 1,797.
+
+The table's six are of different kinds; a family's five are of one kind of task, told apart by what is asked.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from fusion.drawn import ACTIONS, CLIP_FRAMES, SIGNS, draw_action, draw_sign
+from fusion.embedded.drawing import COLORS, SIZE, add_noise, chance, draw_thing, jitter, street_background
+from fusion.samples import Sample, Splits
+from fusion.sources import load_source
+from fusion.streets import (
+    KINDS,
+    LANES,
+    SIDES,
+    ask_traffic,
+    caption_traffic,
+    draw_street,
+    find_things,
+    refer_to_thing,
+)
+
+Draw = Callable[[np.random.Generator], Sample]
+
+
+class Sizes(NamedTuple):
+    """Samples of a domain's parts."""
+
+    train: int
+    validation: int
+    test: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Made:
+    """A domain. draw: None for the digits. teacher: the built-in source whose small model can do it."""
+
+    name: str
+    task: str
+    question: str
+    draw: Draw | None
+    labels: tuple[str, ...] = ()
+    teacher: str | None = None
+
+    def splits(self, seed: int, sizes: Sizes) -> Splits:
+        if self.draw is None:
+            return _cut(load_source("sklearn-digits", seed), sizes)
+        # By name: domains of one seed share no picture.
+        rng = np.random.default_rng([seed, *self.name.encode()])
+        train, validation, test = ([self.draw(rng) for _ in range(count)] for count in sizes)
+        return Splits(self.task, self.labels, train, validation, test, real=False)
+
+
+def _cut(splits: Splits, sizes: Sizes) -> Splits:
+    """The same samples in other parts: training gets what validation and test leave."""
+    every = [*splits.train, *splits.validation, *splits.test]
+    held = sizes.validation + sizes.test
+    validation, test = every[: sizes.validation], every[sizes.validation : held]
+    train = every[held : held + sizes.train]
+    return dataclasses.replace(splits, train=train, validation=validation, test=test)
+
+
+def _sign(rng: np.random.Generator) -> Sample:
+    label = int(rng.integers(len(SIGNS)))
+    return Sample((draw_sign(SIGNS[label], rng),), label)
+
+
+def _action(rng: np.random.Generator) -> Sample:
+    label = int(rng.integers(len(ACTIONS)))
+    return Sample(tuple(draw_action(ACTIONS[label], rng, CLIP_FRAMES)), label)
+
+
+def _single(fact: str) -> Draw:
+    """A street with one thing on it; `fact` of it is the label."""
+
+    def draw(rng: np.random.Generator) -> Sample:
+        street = draw_street(rng, 1)
+        thing = street.things[0]
+        label = {
+            "kind": KINDS.index(thing.kind),
+            "color": tuple(COLORS).index(thing.color),
+            "place": 3 * thing.lane + thing.side,
+        }[fact]
+        return Sample((street.frame,), label)
+
+    return draw
+
+
+_WAYS = {"left": (-1, 0), "right": (1, 0), "up": (0, -1), "down": (0, 1)}
+_MOVING = ("car", "truck", "bus", "person")
+_LENGTHS = {"a short way": (12, 22), "a long way": (34, 48)}  # pixels
+
+
+def _clip(fact: str) -> Draw:
+    """Four frames of a street in which one thing moves; `fact` of it is the label."""
+
+    def draw(rng: np.random.Generator) -> Sample:
+        street = street_background(rng).canvas
+        chosen = {
+            "kind": int(rng.integers(len(_MOVING))),
+            "color": int(rng.integers(len(COLORS))),
+            "way": int(rng.integers(len(_WAYS))),
+            "length": int(rng.integers(len(_LENGTHS))),
+            "half": int(rng.integers(2)),
+        }
+        dx, dy = tuple(_WAYS.values())[chosen["way"]]
+        distance = float(rng.uniform(*tuple(_LENGTHS.values())[chosen["length"]]))
+        paint = jitter(rng, COLORS[tuple(COLORS)[chosen["color"]]])
+        # Sideways in one half of the picture; up and down within a half as far as it is high.
+        distance = distance if dx else distance / 2
+        x = SIZE / 2 - dx * distance / 2 + rng.integers(-10, 11)
+        y = (0.3 if chosen["half"] == 0 else 0.72) * SIZE - dy * distance / 2
+        frames = []
+        for step in range(CLIP_FRAMES):
+            done = step / (CLIP_FRAMES - 1)
+            frame = street.copy()
+            place = (int(x + dx * distance * done), int(y + dy * distance * done))
+            draw_thing(frame, _MOVING[chosen["kind"]], paint, place, 10, 0.0)
+            frames.append(add_noise(rng, frame.astype(np.int16), 3))
+        return Sample(tuple(frames), chosen[fact])
+
+    return draw
+
+
+def _asked(beginning: str) -> Draw:
+    """Only questions that begin so."""
+
+    def draw(rng: np.random.Generator) -> Sample:
+        while True:
+            sample = ask_traffic(rng)
+            if sample.question.startswith(beginning):
+                return sample
+
+    return draw
+
+
+def _only(kind: str) -> Draw:
+    """Boxes of one kind, in streets where it is often to be found."""
+
+    def draw(rng: np.random.Generator) -> Sample:
+        while True:
+            sample: Any = find_things(rng)
+            boxes = tuple(box._replace(label=0) for box in sample.target if KINDS[box.label] == kind)
+            if boxes or chance(rng, 0.3):
+                return Sample(sample.frames, boxes)
+
+    return draw
+
+
+_DIGITS = Made("digits", "classification", "what digit is shown?", None, teacher="sklearn-digits")
+_SIGNS = Made("signs", "classification", "what sign is shown?", _sign, SIGNS, "drawn-signs")
+_PLACES = tuple(f"{lane} {side}" for lane in LANES for side in SIDES)
+
+SIX = (
+    _DIGITS,
+    _SIGNS,
+    Made("actions", "action", "what happens in the video?", _action, ACTIONS, "drawn-actions"),
+    Made("questions", "vqa", "what is on the road?", ask_traffic),
+    Made("references", "referring", "where is it?", refer_to_thing),
+    Made("detection", "detection", "find all vehicles and persons.", find_things, KINDS, "drawn-traffic-detection"),
+)
+"""The table's domains."""
+
+FAMILIES: dict[str, tuple[Made, ...]] = {
+    "classification": (
+        _DIGITS,
+        _SIGNS,
+        Made("kind", "classification", "what is on the road?", _single("kind"), KINDS),
+        Made("color", "classification", "what color is it?", _single("color"), tuple(COLORS)),
+        Made("place", "classification", "where is it?", _single("place"), _PLACES),
+    ),
+    "action": (
+        Made("way", "action", "which way does it move?", _clip("way"), tuple(_WAYS)),
+        Made("moving", "action", "what moves?", _clip("kind"), _MOVING),
+        Made("moving-color", "action", "what color is what moves?", _clip("color"), tuple(COLORS)),
+        Made("length", "action", "how far does it move?", _clip("length"), tuple(_LENGTHS)),
+        Made("half", "action", "where does it move?", _clip("half"), ("top", "bottom")),
+    ),
+    "questions": (
+        Made("count", "vqa", "how many vehicles are on the road?", _asked("how many")),
+        Made("busy", "vqa", "is the road busy?", _asked("is the road")),
+        Made("far", "vqa", "what is on the far left?", _asked("what is on")),
+        Made("reference", "referring", "where is it?", refer_to_thing),
+        Made("caption", "captioning", "describe the traffic.", caption_traffic),
+    ),
+    "detection": tuple(
+        Made(f"find-{kind}", "detection", f"find every {kind}.", _only(kind), (kind,)) for kind in KINDS
+    ),
+}
+"""For accuracy against the number of fused domains, per kind of task; detectors of one class each, as in figure 10."""

@@ -1,0 +1,125 @@
+"""Every measurement as a job of its own process, kept on disk when done: a bench that was stopped goes on."""
+
+from __future__ import annotations
+
+import json
+import logging
+import multiprocessing
+import os
+import tempfile
+import time
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from fusion.bench.domains import FAMILIES
+from fusion.bench.measuring import CONFIDENCE, OPTIMUM, PACKED, curve, table
+
+_SEEDS = (0, 1, 2)
+_THRESHOLDS = "(threshold)"
+
+
+class Goal(NamedTuple):
+    """A promise: `value` must be at least `goal`, or at most."""
+
+    name: str
+    value: float
+    goal: float
+    at_most: bool = True
+
+
+class Finding(NamedTuple):
+    """rows: the table, one per seed and method. curves: test scores by the number of fused domains."""
+
+    rows: list[dict[str, Any]]
+    goals: list[Goal]
+    tables: list[dict[str, Any]]
+    curves: list[dict[str, Any]]
+
+
+class Job(NamedTuple):
+    """family: empty for the table."""
+
+    seed: int
+    family: str
+    quick: bool
+    folder: Path
+
+    @property
+    def result(self) -> Path:
+        return self.folder / f"{'quick-' if self.quick else ''}{self.family or 'table'}-{self.seed}.json"
+
+
+def run(quick: bool, folder: Path | None, say: Callable[[str], None]) -> Finding:
+    """All jobs, one process for each core. folder: where jobs keep what they found, and where they go on.
+
+    quick: a single seed, few samples, few steps: shows that it runs, and nothing else.
+    """
+    if folder is None:
+        with tempfile.TemporaryDirectory() as temporary:
+            return run(quick, Path(temporary), say)
+    folder.mkdir(parents=True, exist_ok=True)
+    seeds = _SEEDS[:1] if quick else _SEEDS
+    tables = [Job(seed, "", quick, folder) for seed in seeds]
+    curves = [Job(seed, family, quick, folder) for family in FAMILIES for seed in seeds]
+    # Tables first: they take longest.
+    missing = [job for job in (*tables, *curves) if not job.result.exists()]
+    cores = len(os.sched_getaffinity(0))
+    with ProcessPoolExecutor(min(cores, max(1, len(missing))), multiprocessing.get_context("spawn")) as pool:
+        for future in as_completed([pool.submit(_work, job) for job in missing]):
+            say(future.result())
+    found = [[json.loads(job.result.read_text()) for job in jobs] for jobs in (tables, curves)]
+    rows = list(_rows(found[0]))
+    return Finding(rows, _goals(found[0]), *found)
+
+
+def _work(job: Job) -> str:
+    """Do a job, and tell what it took."""
+    import torch
+    from transformers.utils.logging import disable_progress_bar
+
+    disable_progress_bar()
+    warnings.simplefilter("ignore")  # third parties' notes to their own callers
+    logging.getLogger("vlora").setLevel(logging.WARNING)
+    torch.set_num_threads(1)
+    started, cpu = time.perf_counter(), time.process_time()
+    work = job.result.with_suffix("")
+    found = curve(job.family, job.seed, job.quick, work) if job.family else table(job.seed, job.quick, work)
+    spent = {"wall s": time.perf_counter() - started, "cpu s": time.process_time() - cpu}
+    temporary = job.result.with_suffix(".unfinished")
+    temporary.write_text(json.dumps({**found, "spent": spent}) + "\n")
+    temporary.replace(job.result)
+    return (
+        f"{job.family or 'table'}, seed {job.seed}: {spent['wall s']:.0f} s, {spent['cpu s']:.0f} s of processor time"
+    )
+
+
+def _rows(tables: Sequence[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    for found in tables:
+        thresholds = found["thresholds"]
+        plain = {"adapters": None, "rollbacks": None, "broken": None, "worst": None}
+        yield {"seed": found["seed"], "method": _THRESHOLDS, **plain, **thresholds}
+        for method, measured in found["methods"].items():
+            room = {name: measured["test"][name] - threshold for name, threshold in thresholds.items()}
+            yield {
+                "seed": found["seed"],
+                "method": method,
+                "adapters": measured["adapters"],
+                "rollbacks": measured["rollbacks"],
+                "broken": sum(left < 0 for left in room.values()),
+                "worst": min(room.values()),
+                **{name: measured["test"][name] for name in thresholds},
+            }
+
+
+def _goals(tables: Sequence[dict[str, Any]]) -> list[Goal]:
+    more = max(found["methods"][PACKED]["adapters"] - found["methods"][OPTIMUM]["adapters"] for found in tables)
+    promised = [(found, name) for found in tables for name in found["thresholds"] if name not in found["missed alone"]]
+    broken = sum(found["methods"][PACKED]["test"][name] < found["thresholds"][name] for found, name in promised)
+    allowed = (1 - CONFIDENCE) * len(promised)
+    return [
+        Goal("adapters more than the exhaustive optimum, worst seed", more, 1),
+        Goal(f"promises broken on test data, of {len(promised)} at confidence {CONFIDENCE:g}", broken, allowed),
+    ]

@@ -1,0 +1,139 @@
+"""The two things measured, each for one seed in one process: the table of packings, and curves of one task type."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from fusion.bench.domains import FAMILIES, SIX, Made, Sizes
+from fusion.checkpoint import Checkpoint, State
+from fusion.embedded import checkpoint_path
+from fusion.fusing import orders_of, thresholds_of
+from fusion.identity import identity_of
+from fusion.oracle import Oracle
+from fusion.orders import at_random
+from fusion.pack import Adapter, Packing, by_value, pack_best, pack_in_sequence
+from fusion.plan import DomainPlan, LoraPlan, Plan, RelativeThreshold, TrainingPlan
+from fusion.teachers import TEACHERS
+from fusion.train import Domain, FrozenBase, LoraTrainer
+from fusion.trainings import Trainings
+from vlora.config import EngineConfig
+from vlora.models import InputProcessor
+from vlora.models.loading import load_model
+
+NAIVE, PACKED, OPTIMUM = "naive (V-LoRA 4.2.1)", "packed", "exhaustive optimum"
+CONFIDENCE = 0.95
+_MINUS = 0.05  # the one rule for thresholds, fixed before training: validation score alone, less five points
+_REHEARSAL = 0.5
+
+
+class Bench:
+    """Domains over the embedded model with everything that trains them; trainings are kept in `folder`."""
+
+    def __init__(self, made: Sequence[Made], seed: int, sizes: Sizes, steps: int, folder: Path) -> None:
+        self.plan = Plan(
+            seed=seed,
+            lora=LoraPlan(rank=8, alpha=16),
+            training=TrainingPlan(steps=steps, batch_size=16, rehearsal=_REHEARSAL),
+            order=("hardest_first", "similarity"),
+            confidence=CONFIDENCE,
+            domains=tuple(
+                DomainPlan(
+                    name=one.name,
+                    source="made",
+                    question=one.question,
+                    threshold=RelativeThreshold(relative_to="alone", minus=_MINUS),
+                )
+                for one in made
+            ),
+        )
+        self.splits = {one.name: one.splits(seed, sizes) for one in made}
+        path = checkpoint_path()
+        base = FrozenBase(load_model(EngineConfig(model=path, dtype="float32")), InputProcessor.from_pretrained(path))
+        self.domains = {plan.name: Domain(plan, self.splits[plan.name], base) for plan in self.plan.domains}
+        self.trainer = LoraTrainer(base, self.domains, self.plan)
+        checkpoint = Checkpoint(folder, identity_of(self.plan, self.splits, base.weights, "cpu"), resume=True)
+        self.rehearsing = Trainings(self.trainer, checkpoint, rehearsal=_REHEARSAL)
+        self.forgetting = Trainings(self.trainer, checkpoint, rehearsal=0.0)
+
+    def tested(self, state: State, names: Sequence[str]) -> dict[str, float]:
+        """Scores on test data, which no decision has seen."""
+        self.trainer.restore(state)
+        return {name: self.trainer.score(name, self.domains[name].test) for name in names}
+
+    def packed(self, packing: Packing, trainings: Trainings) -> dict[str, float]:
+        return {
+            name: value
+            for adapter in packing.adapters
+            for name, value in self.tested(trainings.state(adapter), adapter).items()
+        }
+
+
+def table(seed: int, quick: bool, folder: Path) -> dict[str, Any]:
+    """One row per way to make adapters, and what small models do with the same data."""
+    made = SIX[:3] if quick else SIX
+    sizes, steps = (Sizes(120, 60, 60), 6) if quick else (Sizes(1200, 500, 500), 100)
+    bench = Bench(made, seed, sizes, steps, folder)
+    names = tuple(bench.domains)
+    thresholds = thresholds_of(bench.plan, bench.rehearsing)
+    methods: dict[str, dict[str, Any]] = {}
+
+    def measure(method: str, adapters: int, tested: dict[str, float], rollbacks: int = 0) -> None:
+        methods[method] = {"adapters": adapters, "rollbacks": rollbacks, "test": tested}
+
+    alone = {name: bench.tested(bench.rehearsing.state((name,)), (name,))[name] for name in names}
+    measure("one adapter per domain", len(names), alone)
+    bench.rehearsing.together(names)
+    measure("all in one", 1, bench.tested(bench.rehearsing.state_together(names), names))
+    naive = pack_in_sequence(at_random(names, seed), thresholds, by_value(bench.forgetting))
+    measure(NAIVE, len(naive.adapters), bench.packed(naive, bench.forgetting), len(naive.rollbacks))
+    orders = orders_of(bench.plan, bench.domains, bench.rehearsing)
+    packing = pack_best(orders, thresholds, bench.rehearsing)
+    measure(PACKED, len(packing.adapters), bench.packed(packing, bench.rehearsing), len(packing.rollbacks))
+    optimum = Oracle(names, thresholds, bench.rehearsing.together).optimum()
+    best = {
+        name: value
+        for group in optimum.adapters
+        for name, value in bench.tested(bench.rehearsing.state_together(group), sorted(group)).items()
+    }
+    measure(OPTIMUM, len(optimum.adapters), best)
+    return {
+        "seed": seed,
+        "thresholds": thresholds,
+        "num_test": {name: len(domain.test) for name, domain in bench.domains.items()},
+        "methods": methods,
+        "missed alone": sorted(packing.missed),
+        "packing": [list(adapter) for adapter in packing.adapters],
+        "optimum": [sorted(group) for group in optimum.adapters],
+        "sets trained for the optimum": optimum.num_trained,
+        "teachers": _taught(made, bench),
+    }
+
+
+def curve(family: str, seed: int, quick: bool, folder: Path) -> dict[str, Any]:
+    """Domains of one kind of task fused one after the other: test scores of all that are in, after each; and alone."""
+    made = FAMILIES[family][: 2 if quick else None]
+    sizes, steps = (Sizes(60, 20, 60), 4) if quick else (Sizes(600, 20, 500), 60)
+    bench = Bench(made, seed, sizes, steps, folder)
+    order = at_random(tuple(bench.domains), seed)
+    alone, fused = {}, []
+    for place, name in enumerate(order):
+        bench.rehearsing((name,))
+        alone[name] = bench.tested(bench.rehearsing.state((name,)), (name,))[name]
+        adapter: Adapter = order[: place + 1]
+        bench.rehearsing(adapter)
+        fused.append(bench.tested(bench.rehearsing.state(adapter), adapter))
+    return {"family": family, "seed": seed, "alone": alone, "fused": fused}
+
+
+def _taught(made: Sequence[Made], bench: Bench) -> Mapping[str, float]:
+    """Test scores of the small models that learn from the same training data, where a task has one."""
+    taught = {}
+    for one in made:
+        if one.teacher is not None:
+            splits, task = bench.splits[one.name], bench.domains[one.name].task
+            teacher = TEACHERS[one.teacher]()
+            teacher.fit(splits)
+            taught[one.name] = task.metric(teacher.answers(splits.test), [sample.target for sample in splits.test])
+    return taught

@@ -1,0 +1,83 @@
+"""Pictures of `vlora bench fusion`: figures 5 and 15 of V-LoRA, as they fall."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import mean, pstdev
+from typing import Any
+
+from fusion.bench.domains import FAMILIES
+from fusion.bench.measuring import PACKED
+
+
+def draw(tables: Sequence[dict[str, Any]], curves: Sequence[dict[str, Any]], folder: Path) -> None:
+    """Write capacity.png (figure 5) and teachers.png (figure 15). Bars: one standard deviation over seeds."""
+    folder.mkdir(parents=True, exist_ok=True)
+    _capacity(curves, folder / "capacity.png")
+    _teachers(tables, folder / "teachers.png")
+
+
+def _capacity(curves: Sequence[dict[str, Any]], path: Path) -> None:
+    """Left: the mean score of all fused domains. Right: what each keeps of its score alone, so that a harder domain
+    joining does not look like forgetting."""
+    pyplot = _pyplot()
+    figure, (scores, kept) = pyplot.subplots(1, 2, figsize=(10, 4))
+    for family in FAMILIES:
+        own = [found for found in curves if found["family"] == family]
+        counts = range(1, len(own[0]["fused"]) + 1)
+        scored = [[mean(found["fused"][n - 1].values()) for found in own] for n in counts]
+        shares = [[_kept(found, n) for found in own] for n in counts]
+        for panel, points in ((scores, scored), (kept, shares)):
+            spread = list(map(pstdev, points))
+            panel.errorbar(counts, list(map(mean, points)), spread, marker="o", capsize=3, label=family)
+    scores.set(xlabel="domains in one adapter", ylabel="test score, mean of its domains")
+    kept.set(xlabel="domains in one adapter", ylabel="share kept of the score alone")
+    for panel in (scores, kept):
+        panel.grid(alpha=0.3)
+        panel.xaxis.get_major_locator().set_params(integer=True)
+    scores.legend(fontsize=8)
+    _save(figure, path)
+
+
+def _kept(found: dict[str, Any], number: int) -> float:
+    return mean(value / max(found["alone"][name], 1e-9) for name, value in found["fused"][number - 1].items())
+
+
+def _teachers(tables: Sequence[dict[str, Any]], path: Path) -> None:
+    """Each task's small model, an adapter of its own, and the packed adapter, on the same test data."""
+    pyplot = _pyplot()
+    names = list(tables[0]["teachers"])
+    bars = {
+        "small model": [[found["teachers"][name] for found in tables] for name in names],
+        "adapter of its own": [_tested(tables, "one adapter per domain", name) for name in names],
+        "packed adapter": [_tested(tables, PACKED, name) for name in names],
+    }
+    figure, panel = pyplot.subplots(figsize=(7, 4))
+    for place, (label, points) in enumerate(bars.items()):
+        at = [number + 0.27 * (place - 1) for number in range(len(names))]
+        panel.bar(at, list(map(mean, points)), 0.25, yerr=list(map(pstdev, points)), capsize=3, label=label)
+    panel.set_xticks(range(len(names)), names)
+    panel.set(ylabel="test score", ylim=(0, 1.12))
+    panel.legend(fontsize=8, ncols=3, loc="upper center")
+    panel.grid(alpha=0.3, axis="y")
+    _save(figure, path)
+
+
+def _tested(tables: Sequence[dict[str, Any]], method: str, name: str) -> list[float]:
+    return [found["methods"][method]["test"][name] for found in tables]
+
+
+def _pyplot() -> Any:
+    import matplotlib
+
+    matplotlib.use("agg")
+    from matplotlib import pyplot
+
+    return pyplot
+
+
+def _save(figure: Any, path: Path) -> None:
+    figure.tight_layout()
+    figure.savefig(path, dpi=110)
+    _pyplot().close(figure)

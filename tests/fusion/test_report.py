@@ -1,0 +1,62 @@
+"""What a run says of itself."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+
+import yaml
+
+from fusion.commands import timeline
+from fusion.pack import Score, Trained, pack
+from fusion.plan import DomainPlan, LoraPlan, Plan
+from fusion.report import AdapterReport, DomainReport, FusionReport, model_card
+
+
+def report(lora: LoraPlan | None = None) -> FusionReport:
+    names = ("signs", "digits")
+    plan = Plan(
+        lora=lora or LoraPlan(),
+        confidence=0.95,
+        domains=tuple(DomainPlan(name=name, source="made", question="what?", threshold=0.8) for name in names),
+    )
+
+    def train(adapter: tuple[str, ...]) -> Trained:
+        return Trained({name: Score(0.9, 0.85 if len(adapter) == 1 else 0.75) for name in adapter}, 2.0, (1.0, 0.5))
+
+    packing = pack(names, dict.fromkeys(names, 0.8), train)
+    assert packing is not None
+    domains = tuple(
+        DomainReport(name, "classification", "synthetic", "accuracy", 0.8, 0.1, 0.9, 0.85, 0.88, True, name, 500)
+        for name in names
+    )
+    adapters = tuple(AdapterReport(name, (name,)) for name in names)
+    steps = timeline(packing)
+    return FusionReport("embedded", 0, 6.0, 0.95, domains, adapters, (), steps, None, plan.model_dump(mode="json"))
+
+
+def test_the_timeline_tells_every_training_in_order(tmp_path: Path) -> None:
+    report().write(tmp_path / "report.json")
+    told = json.loads((tmp_path / "report.json").read_text())
+    assert [(step["domain"], step["into"], step["kept"], step["begin"]) for step in told["timeline"]] == [
+        ("signs", [], True, 0.0),
+        ("digits", ["signs"], False, 2.0),
+        ("digits", [], True, 4.0),
+    ]
+    assert told["timeline"][1]["values"] == {"signs": 0.9, "digits": 0.9}
+    assert told["timeline"][1]["bounds"] == {"signs": 0.75, "digits": 0.75}
+    assert told["timeline"][1]["losses"] == [1.0, 0.5]
+    assert told["plan"]["training"]["patience"] is None
+
+
+def test_an_adapters_card_tells_what_it_promises() -> None:
+    made = report(LoraPlan(rank=4, rslora=True, targets=("q_proj", "v_proj"), vision=True))
+    card = model_card(made, made.adapters[1])
+    _, head, body = card.split("---\n", 2)
+    assert yaml.safe_load(head) == {"base_model": "embedded", "library_name": "peft"}
+    assert "| digits | classification | synthetic | accuracy | 0.800 | 0.900 | 0.850 | 0.880 | 500 |" in body
+    assert "confidence 0.95" in body and "| signs |" not in body
+    assert "rank-stabilised, on q_proj, v_proj of the language model and all of the vision side." in body
+    missed = dataclasses.replace(made, domains=tuple(dataclasses.replace(d, met=False) for d in made.domains))
+    assert "0.850 (missed)" in model_card(missed, missed.adapters[1])
