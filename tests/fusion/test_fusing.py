@@ -1,0 +1,83 @@
+"""From a plan to its packing, over trainings that are written down."""
+
+from __future__ import annotations
+
+import io
+from typing import Any
+
+import numpy as np
+import pytest
+from rich.console import Console
+
+from fusion.fusing import orders_of, packing_of, thresholds_of
+from fusion.pack import Adapter, Score, Trained
+from fusion.plan import DomainPlan, Plan, RelativeThreshold
+from fusion.progress import Progress
+
+ALONE = {"a": 0.95, "b": 0.7, "c": 0.85}
+TURNS = {"a": 0.0, "b": 150.0, "c": 40.0}
+
+
+class Shown:
+    """A domain that is known by its features only."""
+
+    def __init__(self, degrees: float) -> None:
+        self.degrees = np.radians(degrees)
+
+    def features(self) -> np.ndarray:
+        return np.array([np.cos(self.degrees), np.sin(self.degrees)])
+
+
+DOMAINS: Any = {name: Shown(turn) for name, turn in TURNS.items()}
+
+
+def train(adapter: Adapter) -> Trained:
+    """Beside others each loses six points, and `c` another ten beside `a`."""
+    lost = {name: 0.06 * (len(adapter) > 1) + 0.1 * (name == "c" and "a" in adapter) for name in adapter}
+    return Trained({name: Score(ALONE[name] - lost[name], ALONE[name] - lost[name] - 0.02) for name in adapter}, 1.0)
+
+
+def plan(*order: str, minus: float = 0.1, **more: Any) -> Plan:
+    threshold = RelativeThreshold(relative_to="alone", minus=minus)
+    domains = tuple(DomainPlan(name=name, source="made", question="what?", threshold=threshold) for name in ALONE)
+    return Plan(order=order or ("given",), domains=domains, **more)
+
+
+def test_a_threshold_relative_to_itself_is_what_it_reaches_alone_less_something() -> None:
+    assert thresholds_of(plan(minus=0.05), train) == pytest.approx({"a": 0.9, "b": 0.65, "c": 0.8})
+    assert thresholds_of(plan(minus=0.9), train)["b"] == 0.0
+
+
+def test_every_order_by_its_name() -> None:
+    orders = orders_of(plan("given", "hardest_first", "similarity", "random", "random"), DOMAINS, train)
+    assert orders[:3] == [("a", "b", "c"), ("b", "c", "a"), ("a", "c", "b")]
+    assert all(sorted(order) == ["a", "b", "c"] for order in orders[3:])
+    seeds = {orders_of(plan("random", "random", seed=seed), DOMAINS, train)[1] for seed in range(20)}
+    assert len(seeds) > 3
+
+
+def test_first_fit_goes_on_where_the_papers_variant_has_closed() -> None:
+    def pack(packing: str, *order: str) -> list[Adapter]:
+        made = plan(*order, packing=packing)
+        return list(packing_of(made, DOMAINS, thresholds_of(made, train), train, lambda line: None).adapters)
+
+    assert pack("naive") == [("a", "b"), ("c",)]
+    assert pack("naive", "similarity") == [("a",), ("c", "b")]
+    assert pack("first_fit", "similarity") == [("a", "b"), ("c",)]
+    # Both orders need two adapters; what has more room to spare wins, whichever was named first.
+    assert pack("first_fit", "given", "similarity") == pack("first_fit", "similarity", "given")
+
+
+def test_progress_tells_what_is_trained_and_the_time_left() -> None:
+    text = io.StringIO()
+    with Progress(Console(file=text, width=200), trainings=2) as progress:
+        for place, name in enumerate(("a", "b", "c")):
+            progress.begin(name)
+            for step in range(1, 5):
+                progress.step(step, 4)
+            progress.end()
+            total = progress._bars.tasks[0].total
+            assert total is not None and total > place + 1  # a third training was not foreseen, and is not the last
+    lines = text.getvalue().splitlines()
+    assert [line.split(" (")[0] for line in lines if line] == ["training a", "training b", "training c"]
+    assert "min left" in lines[1]
