@@ -36,7 +36,7 @@ class Bench:
             seed=seed,
             lora=LoraPlan(rank=8, alpha=16),
             training=TrainingPlan(steps=steps, batch_size=16, rehearsal=_REHEARSAL),
-            order=("hardest_first", "similarity"),
+            order=("hardest_first",),
             confidence=CONFIDENCE,
             domains=tuple(
                 DomainPlan(
@@ -73,7 +73,7 @@ class Bench:
 def table(seed: int, quick: bool, folder: Path) -> dict[str, Any]:
     """One row per way to make adapters, and what small models do with the same data."""
     made = SIX[:3] if quick else SIX
-    sizes, steps = (Sizes(120, 60, 60), 6) if quick else (Sizes(1200, 500, 500), 100)
+    sizes, steps = (Sizes(120, 60, 60), 6) if quick else (Sizes(1200, 500, 500), 80)
     bench = Bench(made, seed, sizes, steps, folder)
     names = tuple(bench.domains)
     thresholds = thresholds_of(bench.plan, bench.rehearsing)
@@ -114,7 +114,7 @@ def table(seed: int, quick: bool, folder: Path) -> dict[str, Any]:
 def curve(family: str, seed: int, quick: bool, folder: Path) -> dict[str, Any]:
     """Domains of one kind of task fused one after the other: test scores of all that are in, after each; and alone."""
     made = FAMILIES[family][: 2 if quick else None]
-    sizes, steps = (Sizes(60, 20, 60), 4) if quick else (Sizes(600, 20, 500), 60)
+    sizes, steps = (Sizes(60, 20, 60), 4) if quick else (Sizes(500, 20, 500), 50)
     bench = Bench(made, seed, sizes, steps, folder)
     order = at_random(tuple(bench.domains), seed)
     alone, fused = {}, []

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import random
 import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -44,7 +46,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def fuse(plan: Path, out: Path, *flags: str) -> subprocess.Popen[str]:
-    command = [sys.executable, "-c", _RUN, "fuse", str(plan), "--out", str(out), *flags]
+    command = [sys.executable, "-c", _RUN, "fuse", str(plan), "--out", str(out), "--oracle", *flags]
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
 
@@ -54,6 +56,15 @@ def files(folder: Path) -> dict[str, bytes]:
         for file in sorted(folder.rglob("*"))
         if file.suffix in (".safetensors", ".json")
     }
+
+
+def report(out: Path) -> dict[str, Any]:
+    """All but the time it took."""
+    told = json.loads((out / "report.json").read_text())
+    del told["seconds"]
+    for step in told["timeline"]:
+        del step["begin"], step["seconds"]
+    return told
 
 
 def num_trained(out: Path) -> int:
@@ -67,7 +78,7 @@ def test_a_run_killed_at_any_moment_gives_the_same_adapters(made: Path) -> None:
     told, _ = whole.communicate()
     assert whole.returncode == 0, told
     trainings = num_trained(made / "whole")
-    assert trainings == 4
+    assert trainings == 6  # four to pack; one more alone and one together for the oracle
     rng = random.Random(0)
     out = made / "killed"
     for stop_at in (1, trainings - 1):
@@ -86,6 +97,14 @@ def test_a_run_killed_at_any_moment_gives_the_same_adapters(made: Path) -> None:
     assert num_trained(out) == trainings
     assert told.count("training ") <= trainings - before + 1
     assert files(out / "adapters") == files(made / "whole" / "adapters")
+    assert report(out) == report(made / "whole")
+    assert report(out)["oracle"] == {
+        "lower_bound": 2,
+        "missed": ["chance"],
+        "conflicts": [],
+        "optimum": [["colors", "others"], ["chance"]],
+    }
+    assert "others" in (out / "adapters" / "colors-others" / "README.md").read_text()
     _refuses_other_plans(made, out)
 
 
