@@ -42,8 +42,8 @@ def test_the_bound_of_f1_holds_about_as_often_as_it_says() -> None:
         return [(box,) if s else () for s in seen], [(box, other)[:w] for w in wanted]
 
     truth = detection.f1(*draw(20_000))  # type: ignore[arg-type]
-    held = sum(bounded(detection.f1, *draw(60), confidence=0.9, seed=turn).lower <= truth for turn in range(60))  # type: ignore[arg-type]
-    assert 46 <= held <= 60  # 54 expected; fewer than 46 would be 1 in 500 for a bound that is right
+    held = sum(bounded(detection.f1, *draw(60), confidence=0.9, seed=turn).lower <= truth for turn in range(30))  # type: ignore[arg-type]
+    assert held >= 21  # 27 expected; fewer than 21 would be 1 in 2,000 for a bound that is right
 
 
 def test_a_surer_bound_is_lower() -> None:
