@@ -201,7 +201,10 @@ def _taught(teacher: Mapping[str, object] | None) -> str:
 
 
 def _longest(plan: Plan) -> float | None:
-    """Seconds of the longest possible run: greedy packing trains every domain but the first at most twice."""
-    if plan.training.seconds is None or plan.packing != "naive":
+    """Seconds of the longest possible run. Every domain alone, and into the last adapter (naive) or into each of those
+    that the domains before it opened (first fit)."""
+    number = len(plan.domains)
+    into_others = number - 1 if plan.packing == "naive" else number * (number - 1) // 2
+    if plan.training.seconds is None:
         return None
-    return plan.training.seconds * (2 * len(plan.domains) - 1) * len(plan.order)
+    return plan.training.seconds * (number + into_others * len(plan.order))

@@ -22,7 +22,7 @@ from fusion.fusing import Verdict, packing_of, thresholds_of, verdict_of
 from fusion.identity import identity_of
 from fusion.objectives import answer_in_words
 from fusion.pack import Packing
-from fusion.plan import DomainPlan, Plan, read_plan_file
+from fusion.plan import Plan, read_plan_file
 from fusion.progress import Progress
 from fusion.report import (
     AdapterReport,

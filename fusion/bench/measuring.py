@@ -15,7 +15,7 @@ from fusion.oracle import Oracle
 from fusion.orders import at_random
 from fusion.pack import Adapter, Packing, by_value, pack_best, pack_in_sequence
 from fusion.plan import DomainPlan, LoraPlan, Plan, RelativeThreshold, TrainingPlan
-from fusion.teachers import TEACHERS
+from fusion.teachers.built_in import TEACHERS
 from fusion.train import Domain, FrozenBase, LoraTrainer
 from fusion.trainings import Trainings
 from vlora.config import EngineConfig
@@ -76,7 +76,7 @@ def table(seed: int, quick: bool, folder: Path) -> dict[str, Any]:
     sizes, steps = (Sizes(120, 60, 60), 6) if quick else (Sizes(1200, 500, 500), 80)
     bench = Bench(made, seed, sizes, steps, folder)
     names = tuple(bench.domains)
-    thresholds = thresholds_of(bench.plan, bench.rehearsing)
+    thresholds = thresholds_of(bench.plan, bench.rehearsing, {})
     methods: dict[str, dict[str, Any]] = {}
 
     def measure(method: str, adapters: int, tested: dict[str, float], rollbacks: int = 0) -> None:

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from fusion.bounds import bounded
-from heads import Box, detection
+from heads import Box
+from heads.boxes import f1
 
 
 def share(answers: object, targets: object) -> float:
@@ -41,8 +42,8 @@ def test_the_bound_of_f1_holds_about_as_often_as_it_says() -> None:
         other = Box(0, 0.6, 0.6, 0.9, 0.9)
         return [(box,) if s else () for s in seen], [(box, other)[:w] for w in wanted]
 
-    truth = detection.f1(*draw(20_000))  # type: ignore[arg-type]
-    held = sum(bounded(detection.f1, *draw(60), confidence=0.9, seed=turn).lower <= truth for turn in range(30))  # type: ignore[arg-type]
+    truth = f1(*draw(20_000))  # type: ignore[arg-type]
+    held = sum(bounded(f1, *draw(60), confidence=0.9, seed=turn).lower <= truth for turn in range(30))  # type: ignore[arg-type]
     assert held >= 21  # 27 expected; fewer than 21 would be 1 in 2,000 for a bound that is right
 
 

@@ -44,8 +44,18 @@ def plan(*order: str, minus: float = 0.1, **more: Any) -> Plan:
 
 
 def test_a_threshold_relative_to_itself_is_what_it_reaches_alone_less_something() -> None:
-    assert thresholds_of(plan(minus=0.05), train) == pytest.approx({"a": 0.9, "b": 0.65, "c": 0.8})
-    assert thresholds_of(plan(minus=0.9), train)["b"] == 0.0
+    assert thresholds_of(plan(minus=0.05), train, {}) == pytest.approx({"a": 0.9, "b": 0.65, "c": 0.8})
+    assert thresholds_of(plan(minus=0.9), train, {})["b"] == 0.0
+
+
+def test_a_threshold_relative_to_a_teacher_needs_no_training() -> None:
+    taught = RelativeThreshold(relative_to="teacher", minus=0.1)
+    domains = (DomainPlan(name="a", source="made", question="what?", threshold=taught),)
+
+    def never(adapter: Adapter) -> Trained:
+        raise AssertionError("trained")
+
+    assert thresholds_of(Plan(domains=domains), never, {"a": 0.85}) == pytest.approx({"a": 0.75})
 
 
 def test_every_order_by_its_name() -> None:
@@ -59,7 +69,7 @@ def test_every_order_by_its_name() -> None:
 def test_first_fit_goes_on_where_the_papers_variant_has_closed() -> None:
     def pack(packing: str, *order: str) -> list[Adapter]:
         made = plan(*order, packing=packing)
-        return list(packing_of(made, DOMAINS, thresholds_of(made, train), train, lambda line: None).adapters)
+        return list(packing_of(made, DOMAINS, thresholds_of(made, train, {}), train, lambda line: None).adapters)
 
     assert pack("naive") == [("a", "b"), ("c",)]
     assert pack("naive", "similarity") == [("a",), ("c", "b")]

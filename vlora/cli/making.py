@@ -20,9 +20,7 @@ from vlora.errors import BadConfig
 @click.option("--json", "as_json", is_flag=True, help="With --check: print JSON.")
 @click.option("--resume", is_flag=True, help="Go on with what a run that was stopped left in --out.")
 @click.option("--oracle", is_flag=True, help="Also find the fewest adapters possible; takes many more trainings.")
-def fuse(
-    plan: Path, out: Path | None, device: str, check: bool, as_json: bool, resume: bool, oracle: bool
-) -> None:
+def fuse(plan: Path, out: Path | None, device: str, check: bool, as_json: bool, resume: bool, oracle: bool) -> None:
     """Train adapters and task heads from a fusion plan: a file, or the name of one in the package.
 
     \b
