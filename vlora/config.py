@@ -13,6 +13,7 @@ from vlora.errors import BadConfig
 
 LOOPBACK_HOSTS = ("127.0.0.1", "localhost", "::1")
 MIN_SECRET = 16
+SHARDINGS = ("replicated", "slora", "auto")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 
 
@@ -34,6 +35,9 @@ class EngineConfig:
     "in_place" writes over them and goes back with the checkpoint's files; "auto" takes shadow where memory allows.
     vision_cache_bytes: image embeddings kept for reuse. prefix_cache: KV blocks of prompts and answers are kept while
     nobody needs their room, for requests that begin alike. threads: torch threads; None leaves torch's choice.
+    tensor_parallel: how many processes share the language model, each with a part of every layer (on GPUs: one GPU
+    each). arena_bytes and threads are then each one's. sharding: NAME=KIND of adapters on several ranks (replicated,
+    slora or auto); the name "*" is for all others, and auto where nothing is said.
 
     Raises BadConfig when a value cannot work.
     """
@@ -58,6 +62,8 @@ class EngineConfig:
     vision_cache_bytes: int = 256 * 2**20
     prefix_cache: bool = True
     threads: int | None = None
+    tensor_parallel: int = 1
+    sharding: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if self.load_format not in ("auto", "dummy"):
@@ -66,7 +72,7 @@ class EngineConfig:
             raise BadConfig(f"dtype is {self.dtype!r}; choose one of {', '.join(DTYPES)}")
         if self.switching not in ("auto", "shadow", "in_place"):
             raise BadConfig(f"switching is {self.switching!r}; choose auto, shadow or in_place")
-        for field in ("max_batch_size", "max_step_tokens", "block_size"):
+        for field in ("max_batch_size", "max_step_tokens", "block_size", "tensor_parallel"):
             if getattr(self, field) < 1:
                 raise BadConfig(f"{field} is {getattr(self, field)}; it must be at least 1")
         for field in ("max_context", "arena_bytes", "threads"):
@@ -84,6 +90,7 @@ class EngineConfig:
             raise BadConfig(f"max_ttft_s is {self.max_ttft_s}; it must be above 0, or left away for no bound")
         _parse_weights("weight", self.weight)
         _parse_weights("tenant_weight", self.tenant_weight)
+        _parse_sharding(self.sharding)
         if not 0 <= self.merge_fidelity_floor <= 1:
             raise BadConfig(f"merge_fidelity_floor is {self.merge_fidelity_floor}; it must lie between 0 and 1")
         if self.vision_cache_bytes < 0:
@@ -98,6 +105,11 @@ class EngineConfig:
     def tenant_weights(self) -> dict[str, float]:
         """`tenant_weight` by tenant's name."""
         return _parse_weights("tenant_weight", self.tenant_weight)
+
+    def sharding_of(self, adapter: str) -> str:
+        """What `sharding` says of an adapter: replicated, slora or auto."""
+        kinds = _parse_sharding(self.sharding)
+        return kinds.get(adapter, kinds.get("*", "auto"))
 
 
 def _parse_weights(field: str, pairs: Sequence[str]) -> dict[str, float]:
@@ -114,6 +126,21 @@ def _parse_weights(field: str, pairs: Sequence[str]) -> dict[str, float]:
         if name in found:
             raise BadConfig(f"{field} gives {name!r} twice; one is enough")
         found[name] = value
+    return found
+
+
+def _parse_sharding(pairs: Sequence[str]) -> dict[str, str]:
+    """Raises BadConfig for what is no pair, no kind, or given twice."""
+    found: dict[str, str] = {}
+    for pair in pairs:
+        name, _, kind = pair.rpartition("=")
+        if not name or kind not in SHARDINGS:
+            raise BadConfig(
+                f"sharding is {pair!r}; write NAME=KIND, or *=KIND for all others; kinds are {', '.join(SHARDINGS)}"
+            )
+        if name in found:
+            raise BadConfig(f"sharding gives {name!r} twice; one is enough")
+        found[name] = kind
     return found
 
 

@@ -313,8 +313,9 @@ class HeadSummary(msgspec.Struct, frozen=True, kw_only=True):
 class AdapterStatus(msgspec.Struct, frozen=True, kw_only=True):
     """One registered adapter as operators see it. version is the content hash; merge_fidelity 1.0 loses nothing.
 
-    pinned: an operator keeps it on the device. loaded: its content was read, at load or at first use; until then
-    version is empty, merge_fidelity 0 and mergeable False. error: why it cannot be served, once reading it has failed.
+    pinned: an operator keeps it on the device. sharding: how it lies on several ranks (replicated, slora, bd). loaded:
+    its content was read, at load or at first use; until then version is empty, merge_fidelity 0 and mergeable False.
+    error: why it cannot be served, once reading it has failed.
     """
 
     name: str
@@ -327,6 +328,7 @@ class AdapterStatus(msgspec.Struct, frozen=True, kw_only=True):
     touches_vision: bool
     heads: tuple[HeadSummary, ...]
     pinned: bool = False
+    sharding: str | None = None
     loaded: bool = True
     error: str | None = None
 

@@ -109,6 +109,38 @@ REFUSED_SETTINGS = {
 }
 
 
+BAD_BLOCKS = {
+    "nothing to cut": ({"nblocks": 0}, "expected an object with nblocks of at least 1"),
+    "no object": (True, "expected an object with nblocks of at least 1"),
+    "both factors": (
+        {"nblocks": 2, "target_modules_bd_a": ["q_proj"], "target_modules_bd_b": ["q_"]},
+        "names 'q_proj' both in target_modules_bd_a and target_modules_bd_b",
+    ),
+    "other shapes": ({"nblocks": 2, "target_modules_bd_b": ["q_proj"]}, r"expected \[r, in\] and \[out, r / 2\]"),
+}
+
+
+@pytest.mark.parametrize("wrong", BAD_BLOCKS)
+def test_blocks_that_are_not_what_is_stored(wrong: str, copied: Path, registry: AdapterRegistry) -> None:
+    declared, message = BAD_BLOCKS[wrong]
+    edit_config(copied, use_bdlora=declared)
+    with pytest.raises(BadAdapter, match=message):
+        registry.load("a", str(copied))
+
+
+def test_blocks_that_do_not_divide_a_layer(copied: Path, registry: AdapterRegistry) -> None:
+    def spoil(tensors: dict[str, torch.Tensor]) -> None:
+        for tensor in [tensor for tensor in tensors if "q_proj" not in tensor]:
+            del tensors[tensor]
+        for tensor in tensors:
+            tensors[tensor] = torch.randn((6, 64) if "lora_A" in tensor else (64, 2))
+
+    edit_tensors(copied, spoil)
+    edit_config(copied, use_bdlora={"nblocks": 3, "target_modules_bd_b": ["q_proj"]})
+    with pytest.raises(BadAdapter, match="has rank 6 and 64 outputs, which cannot be cut into its 3 blocks"):
+        registry.load("a", str(copied))
+
+
 @pytest.mark.parametrize("setting", REFUSED_SETTINGS)
 def test_unsupported_settings_are_refused_by_name(setting: str, copied: Path, registry: AdapterRegistry) -> None:
     edit_config(copied, **{setting: REFUSED_SETTINGS[setting]})

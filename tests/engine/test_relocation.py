@@ -46,7 +46,7 @@ def shuffle(engine: Engine, draws: random.Random) -> int:
         target = draws.choice(gaps)
         if not residency._pins[name] and target != run.first_page:
             residency._runs[name] = books.move_run(run, target)
-            bank._follow(name)
+            bank.follow(name)
             moved += 1
     for page, kind in enumerate(books.page_map()):
         if not kind:
@@ -99,7 +99,7 @@ def test_answers_stay_the_same_when_all_moves_between_any_two_steps(reference: R
 def test_a_view_that_is_not_updated_is_noticed(reference: Reference) -> None:
     """The negative control: an adapter moved without its views gives another answer, or none at all."""
     recorded = Recorded(reference, FixedModes(Mode.UNMERGED))
-    recorded.engine._bank._follow = lambda name: None  # type: ignore[method-assign]
+    recorded.engine._bank.follow = lambda name: None  # type: ignore[method-assign]
     shuffled(recorded)
     adapted = [case for case in reference.cases if case[0] == "wide8"]
     wanted = [answer for case, answer in zip(reference.cases, reference.answers, strict=True) if case[0] == "wide8"]

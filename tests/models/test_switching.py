@@ -85,9 +85,9 @@ def test_layers_an_adapter_does_not_touch_stay_on_the_base(engine: LocalEngine) 
 
 def test_one_call_per_shape_where_ranks_agree(engine: LocalEngine) -> None:
     inner = engine.engine
-    runs = merge_runs(inner._slabs, inner._bank.ranks(inner._registry.get("wide8").key))
+    runs = merge_runs(inner._slabs, inner._bank.shapes(inner._registry.get("wide8").key))
     assert len(runs) == len(inner._slabs.base)
-    patterned = merge_runs(inner._slabs, inner._bank.ranks(inner._registry.get("patterned16").key))
+    patterned = merge_runs(inner._slabs, inner._bank.shapes(inner._registry.get("patterned16").key))
     assert sum(run.last - run.first for run in patterned) == len(inner._seam.language_linears)
     assert len(patterned) > len(runs)
 

@@ -135,6 +135,10 @@ class ScriptedEngine:
     """The synchronous engine's contract."""
 
     step_s = 0.002
+    alarm = None
+
+    def check_ranks(self) -> None:
+        pass
 
     def __init__(self, config: EngineConfig) -> None:
         if config.model == "broken":

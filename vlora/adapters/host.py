@@ -11,12 +11,15 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from heads import TaskHead
-from vlora.adapters.layout import FactorShape, HostFactors, carve
+from vlora.adapters.layout import HostFactors, carve
 from vlora.adapters.peft_format import CONFIG_FILE, HEAD_FILES, WEIGHTS_FILE, AdapterHeader
 from vlora.errors import BadAdapter
+from vlora.parallel.cut import FactorShape, dense
+
+_ROWS = torch.contiguous_format
 
 Measure = Callable[[Mapping[str, HostFactors]], float]
-"""Merge fidelity of an adapter's factors: how much of it survives merging, 1.0 being all of it."""
+"""Merge fidelity of an adapter's factors, dense ones: how much of it survives merging, 1.0 being all of it."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -24,7 +27,7 @@ class HostAdapter:
     """One registered content. key: what every cache and table on the device is keyed by, never the name alone.
 
     version: hash of the folder's content. run: all factors as bytes, as they will lie in the arena; `factors` are views
-    of it.
+    of it. merged: by layer, what merging reads instead, where `factors` are split over ranks.
     """
 
     key: str
@@ -36,6 +39,7 @@ class HostAdapter:
     rank: int
     touches_vision: bool
     merge_fidelity: float
+    merged: Mapping[str, HostFactors] = dataclasses.field(default_factory=dict)
 
 
 def load_adapter(key: str, header: AdapterHeader, dtype: torch.dtype, measure: Measure) -> HostAdapter:
@@ -45,17 +49,22 @@ def load_adapter(key: str, header: AdapterHeader, dtype: torch.dtype, measure: M
     """
     file = header.path / WEIGHTS_FILE
     run = torch.zeros(header.num_bytes(dtype), dtype=torch.uint8)
-    factors = carve(run, header.shapes, dtype)
+    shapes = header.shapes
+    factors = carve(run, shapes, dtype)
+    merged: dict[str, HostFactors] = {}
     try:
         version = _content_hash(header)
         with safe_open(file, framework="pt") as tensors:
             for target in header.targets:
                 a, b = tensors.get_tensor(target.tensor_a), tensors.get_tensor(target.tensor_b)
-                shape = target.shape
-                if (a.shape, b.shape) != ((shape.rank, shape.d_in), (shape.d_out, shape.rank)):
+                if (tuple(a.shape), tuple(b.shape)) != target.disk:
                     raise BadAdapter(f"{header.path}: the files changed while they were read; load the adapter again")
-                factors[target.site].a.copy_(a)
-                factors[target.site].bt.copy_((b.float() * target.scale).t())
+                b = b.float() * target.scale
+                for to, part in zip(factors[target.site], target.cut.apply(a, b), strict=True):
+                    to.copy_(part)
+                if target.cut.shape.is_split:
+                    kept = target.merged.apply(a.to(dtype), b.to(dtype))
+                    merged[target.site] = HostFactors(*(part.clone(memory_format=_ROWS) for part in kept))
     except (SafetensorError, OSError) as error:
         raise BadAdapter(f"{file}: cannot be read as safetensors ({error})") from error
     _check_finite(header, run.view(dtype), factors)
@@ -63,12 +72,15 @@ def load_adapter(key: str, header: AdapterHeader, dtype: torch.dtype, measure: M
         key=key,
         version=version,
         run=run,
-        shapes=header.shapes,
+        shapes=shapes,
         factors=factors,
         heads=header.heads,
         rank=header.rank,
         touches_vision=header.touches_vision,
-        merge_fidelity=measure(factors),
+        merge_fidelity=measure(
+            {name: merged.get(name) or HostFactors(*dense(shapes[name], *pair)) for name, pair in factors.items()}
+        ),
+        merged=merged,
     )
 
 

@@ -12,19 +12,14 @@ from typing import NamedTuple
 
 import torch
 
+from vlora.parallel.cut import FactorShape
+
 ALIGNMENT = 256  # bytes at which every tensor starts: one full GPU cache line pair, any vector width
 
 
-class FactorShape(NamedTuple):
-    """One layer's factors: a [rank, d_in] and bt [rank, d_out]."""
-
-    rank: int
-    d_in: int
-    d_out: int
-
-
 class HostFactors(NamedTuple):
-    """One layer's factors: a [r, d_in] and bt [r, d_out], scaling folded into bt. delta = (x a^T) bt."""
+    """One layer's factors, scaling folded into bt; their `FactorShape` says what they are. Dense ones are a [r, d_in]
+    and bt [r, d_out], and delta = (x a^T) bt."""
 
     a: torch.Tensor
     bt: torch.Tensor
@@ -54,4 +49,4 @@ def carve(run: torch.Tensor, shapes: Mapping[str, FactorShape], dtype: torch.dty
 def _tensors(shapes: Mapping[str, FactorShape]) -> Iterator[tuple[str, int, tuple[int, int]]]:
     for side in (0, 1):
         for name, shape in shapes.items():
-            yield name, side, (shape.rank, shape[1 + side])
+            yield name, side, (shape.rows_bt, shape.d_out) if side else (shape.rows_a, shape.d_in)

@@ -20,9 +20,11 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from heads import HeadSpec, TaskHead, load_heads
-from vlora.adapters.layout import FactorShape, run_bytes
+from vlora.adapters.layout import run_bytes
 from vlora.adapters.names import resolve
 from vlora.errors import BadAdapter
+from vlora.parallel.cut import Blocks, Cut, FactorShape, Side, Way, plan_cut
+from vlora.parallel.plan import LinearShard
 
 CONFIG_FILE = "adapter_config.json"
 WEIGHTS_FILE = "adapter_model.safetensors"
@@ -31,7 +33,6 @@ HEAD_FILES = ("heads.json", "heads.safetensors")
 # Setting -> why it cannot be served. A setting counts as used when it is neither absent nor empty nor False.
 _REFUSED = {
     "use_dora": "DoRA rescales whole weight columns, which is not a low-rank delta",
-    "use_bdlora": "block-diagonal adapters are not served yet",
     "modules_to_save": "it replaces whole modules of the base model, which other adapters share",
     "lora_bias": "biases on the LoRA factors are not part of the delta",
     "target_parameters": "it adapts bare parameters instead of linear layers",
@@ -50,22 +51,35 @@ _TENSOR = re.compile(r"^base_model\.model\.(?P<module>.+)\.lora_(?P<side>[AB])\.
 
 @dataclasses.dataclass(frozen=True)
 class SiteShape:
-    """A linear layer of the base model that adapters may target. vision: it lies before the language model."""
+    """A linear layer of the base model that adapters may target. vision: it lies before the language model. shard: the
+    part of it that is here, None being all."""
 
     d_in: int
     d_out: int
     vision: bool
+    shard: LinearShard | None = None
+
+    def cut(self, rank: int, blocks: Blocks | None, way: Way) -> Cut:
+        """What is kept here of an adapter's factors of this rank."""
+        return plan_cut(rank, self.shard or LinearShard.whole(self.d_in, self.d_out), blocks, way)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class TargetHeader:
-    """One adapted layer: where it is in the model, which tensors of the file hold its factors, and its scale.
+    """One adapted layer: where it is in the model, which tensors of the file hold its factors, their rank and scale.
+
+    disk: the shapes of a and b there, block-diagonal ones without their zeros. cut: what of them is kept here. merged:
+    what merging them into the weights needs, which is more where the factors are split over ranks.
 
     Thousands of adapters have hundreds of these each, so their names are shared between all of them.
     """
 
     site: str
-    shape: FactorShape
+    rank: int
+    disk: tuple[tuple[int, ...], ...]
+    blocks: Blocks | None
+    cut: Cut
+    merged: Cut
     vision: bool
     tensor_a: str
     tensor_b: str
@@ -82,16 +96,21 @@ class AdapterHeader:
 
     @functools.cached_property
     def rank(self) -> int:
-        return max(target.shape.rank for target in self.targets)
+        return max(target.rank for target in self.targets)
 
     @functools.cached_property
     def touches_vision(self) -> bool:
         return any(target.vision for target in self.targets)
 
+    @functools.cached_property
+    def has_blocks(self) -> bool:
+        """Whether any factor is block-diagonal."""
+        return any(target.blocks is not None for target in self.targets)
+
     @property
     def shapes(self) -> dict[str, FactorShape]:
         """The factors' shapes by site."""
-        return {target.site: target.shape for target in self.targets}
+        return {target.site: target.cut.shape for target in self.targets}
 
     def num_bytes(self, dtype: torch.dtype) -> int:
         """Bytes of the factors in memory, as values of `dtype`."""
@@ -105,10 +124,10 @@ class AdapterHeader:
         return {name: head.spec for name, head in self.heads.items()}
 
 
-def read_header(path: Path, sites: Mapping[str, SiteShape], hidden_size: int) -> AdapterHeader:
+def read_header(path: Path, sites: Mapping[str, SiteShape], hidden_size: int, way: Way = "replicated") -> AdapterHeader:
     """Read and check an adapter folder against the base model: its layers, in order, and its hidden states' width.
 
-    Raises BadAdapter with the reason.
+    way: how its dense factors lie on several ranks. Raises BadAdapter with the reason.
     """
     config = _read_config(path)
     _refuse_unsupported(path, config)
@@ -130,7 +149,23 @@ def read_header(path: Path, sites: Mapping[str, SiteShape], hidden_size: int) ->
             )
         seen[target.site] = target.tensor_a
     by_site = {target.site: target for target in targets}
-    return AdapterHeader(path, tuple(by_site[site] for site in sites if site in by_site), _heads(path, hidden_size))
+    ordered = tuple(by_site[site] for site in sites if site in by_site)
+    header = AdapterHeader(path, ordered, _heads(path, hidden_size))
+    return header if way == "replicated" else split_over_ranks(header, sites)
+
+
+def split_over_ranks(header: AdapterHeader, sites: Mapping[str, SiteShape]) -> AdapterHeader:
+    """The same adapter with both factors of every layer split (S-LoRA), where its layer is and the ranks divide it.
+
+    Block-diagonal factors are cut along their blocks and stay as they are.
+    """
+    targets = tuple(
+        dataclasses.replace(target, cut=sites[target.site].cut(target.rank, None, "slora"))
+        if target.blocks is None
+        else target
+        for target in header.targets
+    )
+    return dataclasses.replace(header, targets=targets)
 
 
 def _heads(path: Path, hidden_size: int) -> dict[str, TaskHead]:
@@ -209,24 +244,68 @@ def _target(
         )
     shape_a, shape_b = shapes[sides["A"]], shapes[sides["B"]]
     expected = sites[site]
-    if len(shape_a) != 2 or len(shape_b) != 2 or shape_a[0] != shape_b[1] or shape_a[0] < 1:
+    blocks = _blocks(path, config, module)
+    # A block-diagonal factor is stored without its zeros: its blocks lie below each other.
+    cut_a = blocks.num if blocks is not None and blocks.side == "a" else 1
+    cut_b = blocks.num if blocks is not None and blocks.side == "b" else 1
+    if len(shape_a) != 2 or len(shape_b) != 2 or shape_a[0] != shape_b[1] * cut_b or shape_a[0] < 1:
         raise BadAdapter(
-            f"{path}: factors of {module!r} have shapes {shape_a} and {shape_b}; expected [r, in] and [out, r]"
+            f"{path}: factors of {module!r} have shapes {shape_a} and {shape_b}; expected [r, in{_per(cut_a)}] and "
+            f"[out, r{_per(cut_b)}]"
         )
-    if (shape_a[1], shape_b[0]) != (expected.d_in, expected.d_out):
+    if (shape_a[1] * cut_a, shape_b[0]) != (expected.d_in, expected.d_out):
         raise BadAdapter(
-            f"{path}: {module!r} maps {shape_a[1]} to {shape_b[0]}, but this base model's layer maps "
+            f"{path}: {module!r} maps {shape_a[1] * cut_a} to {shape_b[0]}, but this base model's layer maps "
             f"{expected.d_in} to {expected.d_out}; the adapter was made for another model"
         )
     rank = shape_a[0]
+    if rank % (cut_a * cut_b) or shape_b[0] % cut_b:
+        raise BadAdapter(
+            f"{path}: {module!r} has rank {rank} and {shape_b[0]} outputs, which cannot be cut into its "
+            f"{cut_a * cut_b} blocks"
+        )
     return TargetHeader(
         site=sys.intern(site),
-        shape=FactorShape(rank, expected.d_in, expected.d_out),
+        rank=rank,
+        disk=_shared(shape_a, shape_b),
+        blocks=blocks,
+        cut=expected.cut(rank, blocks, "replicated"),
+        merged=expected.cut(rank, blocks, "replicated"),
         vision=expected.vision,
         tensor_a=sys.intern(sides["A"]),
         tensor_b=sys.intern(sides["B"]),
         scale=_scale(path, config, (module, site), rank),
     )
+
+
+@functools.lru_cache(maxsize=4096)
+def _shared(*shapes: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
+    """The same object for the same shapes: thousands of adapters have hundreds of layers of a few shapes."""
+    return shapes
+
+
+def _per(count: int) -> str:
+    return f" / {count}" if count > 1 else ""
+
+
+def _blocks(path: Path, config: Mapping[str, Any], module: str) -> Blocks | None:
+    """Which factor of a layer is block-diagonal, as PEFT finds it: by the lists of names that are part of the layer's
+    own. The two lists' help texts in PEFT contradict each other, so only what is declared counts."""
+    declared = config.get("use_bdlora")
+    if not declared:
+        return None
+    count = declared.get("nblocks", 1) if isinstance(declared, dict) else None
+    if not isinstance(count, int) or isinstance(count, bool) or count < 1:
+        raise BadAdapter(f"{path}: use_bdlora is {declared!r}; expected an object with nblocks of at least 1")
+    leaf = module.rpartition(".")[2]
+    sides: list[Side] = [
+        side
+        for side in ("a", "b")
+        if any(str(name) in leaf for name in declared.get(f"target_modules_bd_{side}") or ())
+    ]
+    if len(sides) > 1:
+        raise BadAdapter(f"{path}: use_bdlora names {leaf!r} both in target_modules_bd_a and target_modules_bd_b")
+    return Blocks(sides[0], count) if sides and count > 1 else None
 
 
 def _scale(path: Path, config: Mapping[str, Any], names: tuple[str, ...], rank: int) -> float:

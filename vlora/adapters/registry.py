@@ -12,8 +12,9 @@ from pathlib import Path
 import torch
 
 from vlora.adapters.host import HostAdapter, Measure, load_adapter
-from vlora.adapters.peft_format import AdapterHeader, SiteShape, read_header
+from vlora.adapters.peft_format import AdapterHeader, SiteShape, read_header, split_over_ranks
 from vlora.errors import BadAdapter, UnknownAdapter
+from vlora.parallel.cut import Way
 
 log = logging.getLogger(__name__)
 
@@ -25,13 +26,14 @@ _MAX_READS = 8  # under way or queued: few, so that the next to be read is the o
 class Registration:
     """One content under one name, known by its key from the moment its header was read; no two ever share a key.
 
-    num_bytes: what its factors take in memory. adapter: its content, None before it was read. error: why it cannot be
-    served, once reading it has failed.
+    way: how its dense factors lie on several ranks. num_bytes: what its factors take in memory. adapter: its content,
+    None before it was read. error: why it cannot be served, once reading it has failed.
     """
 
     key: str
     name: str
     header: AdapterHeader
+    way: Way
     num_bytes: int
     adapter: HostAdapter | None = None
     error: str | None = None
@@ -40,9 +42,17 @@ class Registration:
 Check = Callable[[str, int], None]
 """Told of a name and its adapter's bytes before the name changes hands; what it raises refuses the adapter."""
 
+Choose = Callable[[str, AdapterHeader], Way]
+"""How an adapter of that name lies on several ranks."""
+
 
 def _accept(name: str, num_bytes: int) -> None:
     pass
+
+
+def always_replicated(name: str, header: AdapterHeader) -> Way:
+    """The choice where there is one rank: there is none."""
+    return "replicated"
 
 
 class AdapterRegistry:
@@ -52,7 +62,7 @@ class AdapterRegistry:
     the requests under way on it, until `forget`.
 
     sites: the model's adaptable layers, in the order factors are laid out. executor: reads in the background; None
-    makes a thread. measure: an adapter's merge fidelity, called where it is read.
+    makes a thread. measure: an adapter's merge fidelity, called where it is read. choose: see Choose.
     """
 
     def __init__(
@@ -63,12 +73,14 @@ class AdapterRegistry:
         *,
         executor: Executor | None = None,
         measure: Measure = lambda _: 1.0,
+        choose: Choose = always_replicated,
     ) -> None:
         self._sites = sites
         self._dtype = dtype
         self._hidden_size = hidden_size
         self._executor = executor or ThreadPoolExecutor(1, thread_name_prefix="vlora-read")
         self._measure = measure
+        self._choose = choose
         self._numbers = itertools.count(1)
         self._current: dict[str, Registration] = {}
         self._known: dict[str, Registration] = {}  # by key
@@ -201,7 +213,7 @@ class AdapterRegistry:
 
     def _read(self, registration: Registration) -> HostAdapter:
         """Everything is read again, so that what was promised by the header is what is served."""
-        header = read_header(registration.header.path, self._sites, self._hidden_size)
+        header = read_header(registration.header.path, self._sites, self._hidden_size, registration.way)
         if not header.says_the_same(registration.header):
             raise BadAdapter(
                 f"{header.path}: its layers, ranks or heads changed since it was registered as {registration.name!r}; "
@@ -224,4 +236,7 @@ class AdapterRegistry:
         if "\0" in path:
             raise BadAdapter(f"adapter {name!r}: a path cannot hold a zero byte")
         header = read_header(Path(path), self._sites, self._hidden_size)
-        return Registration(f"{name}@{next(self._numbers)}", name, header, header.num_bytes(self._dtype))
+        way = self._choose(name, header)
+        if way != "replicated":
+            header = split_over_ranks(header, self._sites)
+        return Registration(f"{name}@{next(self._numbers)}", name, header, way, header.num_bytes(self._dtype))

@@ -224,7 +224,7 @@ def _distance(model: _Model, base: Mapping[tuple[int, int], torch.Tensor], key: 
     wanted = base
     if key is not None:
         wanted = {shape: slab.clone() for shape, slab in base.items()}
-        for run in merge_runs(model.slabs, model.bank.ranks(key)):
+        for run in merge_runs(model.slabs, model.bank.shapes(key)):
             rows = wanted[run.shape][run.first : run.last]
             atmm.merge(rows, rows, *model.bank.stacked(key, run.names))
     worst = 0.0

@@ -36,6 +36,8 @@ _SETTING_HELP = {
     "vision_cache_bytes": "Image embeddings kept for reuse.",
     "prefix_cache": "Keep KV of prompts and answers for requests that begin alike.",
     "threads": "Threads of the engine; torch's choice if not given.",
+    "tensor_parallel": "Processes (on GPUs: GPUs) that share the language model.",
+    "sharding": "NAME=KIND, how an adapter lies on several ranks: replicated, slora, auto; * for all others.",
     "host": "Address to listen on; without tokens loopback only.",
     "rpyc_port": "Port to listen on; 0 takes any free one.",
     "http_port": "Port of the HTTP API; none if not given, 0 takes any free one.",

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import itertools
 import shutil
-import signal
 import sys
 import tempfile
 from collections.abc import AsyncIterator, Mapping, Sequence
@@ -16,6 +15,7 @@ import zmq.asyncio
 
 from vlora.config import EngineConfig
 from vlora.engine import wire
+from vlora.engine.endings import how_it_ended
 from vlora.engine.snapshot import EngineSnapshot
 from vlora.errors import BadRequest, EngineDead
 from vlora.types import AdapterStatus, EngineStats, ErrorValue, Request, RequestOutput
@@ -270,6 +270,4 @@ def _let_go(process: asyncio.subprocess.Process) -> None:
 def _end_of_process(code: int | None) -> str:
     if code is None:
         return "the connection to the engine process failed"
-    if code < 0:
-        return f"the engine process was killed by {signal.Signals(-code).name}"
-    return f"the engine process ended with exit code {code}"
+    return f"the engine process {how_it_ended(code)}"

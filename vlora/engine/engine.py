@@ -9,19 +9,22 @@ from concurrent.futures import FIRST_COMPLETED, Executor, Future, wait
 from typing import Any
 
 import msgspec
-import torch
 
 import atmm
 from vlora.adapters import AdapterRegistry, Registration
+from vlora.adapters.registry import Choose, always_replicated
 from vlora.config import EngineConfig
+from vlora.engine import orders
+from vlora.engine.device_side import DeviceSide, facts_of, lay_out, set_threads
 from vlora.engine.grammars import Grammars
-from vlora.engine.limits import compute_limits
 from vlora.engine.observer import Observer
 from vlora.engine.snapshot import EngineSnapshot
-from vlora.engine.switching import originals_if_in_place
+from vlora.engine.team import Team
+from vlora.engine.ways import Ways
 from vlora.errors import (
     Aborted,
     BadAdapter,
+    BadConfig,
     BadRequest,
     OverCapacity,
     PromptTooLong,
@@ -29,23 +32,20 @@ from vlora.errors import (
     UnknownHead,
     VLoraError,
 )
-from vlora.memory.arena import PAGE_BYTES, Arena, pages_for
+from vlora.memory.arena import PAGE_BYTES, pages_for
 from vlora.memory.books import ArenaBooks, BlockTables, Run
 from vlora.memory.prefix import PrefixCache
 from vlora.memory.residency import Residency
-from vlora.memory.transfer import make_transfer
-from vlora.models.bank import AdapterBank
+from vlora.models.bank import shared_inputs
 from vlora.models.grammar import GrammarCompiler
 from vlora.models.grids import why_no_grid
-from vlora.models.in_place import InPlaceSwitcher
-from vlora.models.loading import load_model
-from vlora.models.runner import ModelRunner
+from vlora.models.loading import load_model, read_config
 from vlora.models.seam import Seam
-from vlora.models.shadow import ShadowSwitcher
-from vlora.models.slabs import WeightSlabs
-from vlora.models.switcher import ModeSwitcher, merge_fidelity
-from vlora.models.vision import VisionEncoder
+from vlora.models.sharding import plan_of, shard
+from vlora.models.switcher import merge_fidelity
 from vlora.orchestrator import CostModel, Scheduler, bring_wanted, give_way_to_kv, make_policy, pin_in_use
+from vlora.orchestrator.policy import Policy
+from vlora.parallel import Group
 from vlora.types import (
     AdapterStatus,
     EngineStats,
@@ -80,51 +80,61 @@ class Engine:
         executor: reads adapters, brings them to the device and compiles grammars; None makes a thread for each.
         """
         policy = make_policy(config.policy)  # before the model: a wrong name should not cost a load
-        if config.threads is not None:
-            torch.set_num_threads(config.threads)
+        self.config = config
+        self._team: Team | None = None
+        try:
+            self._build(policy, model, clock, executor)
+        except BaseException as error:
+            if self._team is not None:
+                # A collective that failed says little; the rank that left it has said why.
+                cause = self._team.why(error) if isinstance(error, RuntimeError) else None
+                self._team.close()
+                if cause is not None:
+                    raise cause from error
+            raise
+
+    def _build(
+        self, policy: Policy, model: object | None, clock: Callable[[], float], executor: Executor | None
+    ) -> None:
+        config = self.config
+        set_threads(config)
         # Kernels are built here where that is still to do, and further down for a GPU: not in the middle of a request.
         atmm.load_kernels()
-        self.config = config
-        self._seam = seam = Seam(load_model(config) if model is None else model)
-        self._slabs = WeightSlabs(seam.language_linears)
-        originals = originals_if_in_place(config, seam, self._slabs, loaded=model is None)
-        self.limits = compute_limits(config, seam, self._slabs.num_bytes if originals is None else 0)
-        self._arena = arena = Arena(self.limits.num_pages, seam.device)
+        group: Group | None = None
+        if config.tensor_parallel == 1:
+            self._seam = seam = Seam(load_model(config) if model is None else model)
+        else:
+            if model is not None:
+                raise BadConfig("every rank loads its own model: tensor_parallel needs a folder or a hub name")
+            plan_of(read_config(config.model), 0, config.tensor_parallel)  # before anything is started
+            self._team = Team(config)
+            loaded = load_model(config)
+            self._seam = seam = Seam(loaded)
+            group = self._team.meet(facts_of(config, loaded), seam.device)
+            shard(seam, group)
+        layout = lay_out(config, seam, group, loaded=model is None)
+        self._slabs, self.limits = layout.slabs, layout.limits
+        self._arena = layout.arena
+        copy = layout.arena.copy if self._team is None else self._team.copying(layout.arena)
         prefix = PrefixCache(seam.placeholders)
-        self._books = ArenaBooks(self.limits.num_pages, self.limits.block_pages, displaced=prefix.drop, copy=arena.copy)
+        self._books = ArenaBooks(self.limits.num_pages, self.limits.block_pages, displaced=prefix.drop, copy=copy)
         self._tables = BlockTables(self._books, config.block_size, prefix if config.prefix_cache else None)
         self._residency = Residency(self._books, self.limits.max_adapter_pages)
-        self._bank = AdapterBank(
-            arena,
-            self._residency,
-            make_transfer(seam.device, executor),
-            seam.language_linears,
-            seam.vision_linears,
-            self._slabs.order,
-        )
-        self._bank.compile_ahead()
-        self._switcher: ModeSwitcher
-        if originals is None:
-            self._switcher = ShadowSwitcher(self._slabs, self._bank)
-        else:
-            on_gpu = seam.device.type == "cuda"
-            self._switcher = InPlaceSwitcher(self._slabs, self._bank, originals, subtracting=on_gpu)
-        self._vision = VisionEncoder(seam, config.vision_cache_bytes)
-        self._runner = ModelRunner(
-            seam,
-            arena,
-            self._bank,
-            self._switcher,
-            self._vision,
-            block_size=config.block_size,
-            block_pages=self.limits.block_pages,
-        )
+        others = self._team.bringing(lambda key: self._registry.known(key)) if self._team is not None else None
+        side = DeviceSide(config, layout, self._residency, executor=executor, group=group, others=others)
+        self._bank, self._switcher, self._vision = side.bank, side.switcher, side.vision
+        self._runner = side.runner if self._team is None else self._team.begin(side.runner)
+        ways: Choose = always_replicated
+        if layout.costs is not None:
+            groups = {name: names[0] for names in shared_inputs(seam.language_linears) for name in names}
+            ways = Ways(config, self._bank.sites, groups, seam.dtype, layout.costs)
         self._registry = AdapterRegistry(
             self._bank.sites,
             seam.dtype,
             seam.hidden_size,
             executor=executor,
             measure=functools.partial(merge_fidelity, self._slabs, self._switcher),
+            choose=ways,
         )
         self._grammars = Grammars(
             GrammarCompiler(config.model, seam.lm_head.weight.shape[0], seam.eos_ids), executor=executor
@@ -168,6 +178,16 @@ class Engine:
     def has_work(self) -> bool:
         return self._scheduler.has_work
 
+    @property
+    def alarm(self) -> int | None:
+        """A file descriptor that can be read once another rank is gone; None where there is none to watch."""
+        return None if self._team is None else self._team.alarm
+
+    def check_ranks(self) -> None:
+        """Raises EngineDead once another rank is gone: nothing can be computed any more."""
+        if self._team is not None:
+            self._team.check()
+
     def add(self, request: Request) -> None:
         """Take a request in. Raises BadRequest's subclasses, or BadAdapter, without touching anything else."""
         if request.request_id in self._key_of:
@@ -198,7 +218,11 @@ class Engine:
         return output
 
     def step(self) -> tuple[RequestOutput, ...]:
-        """Decide, run, record. Returns what became known for each request, in no particular order."""
+        """Decide, run, record. Returns what became known for each request, in no particular order.
+
+        Raises EngineDead when another rank is gone, or a step broke that several ranks had a part in.
+        """
+        self.check_ranks()
         outputs = [*self._collect_loads(), *self._collect_grammars()]
         self._scheduler.admit(self._bank.resident | self._loading())
         self._bring_adapters()
@@ -331,6 +355,9 @@ class Engine:
         self._registry.close()
         self._bank.close()
         self._grammars.close()
+        if self._team is not None:
+            self._team.close()
+            self._team = None
         return tuple(output for output in outputs if output is not None)
 
     # -- inside -------------------------------------------------------------------------------------------------------
@@ -486,6 +513,8 @@ class Engine:
         self._vision.forget(key)
         self._tables.forget(key)
         self._registry.forget(key)
+        if self._team is not None:
+            self._team.tell(orders.Forget(key))
 
     def _status(self, registration: Registration) -> AdapterStatus:
         adapter, header = registration.adapter, registration.header
@@ -509,6 +538,7 @@ class Engine:
                 for head in header.heads.values()
             ),
             pinned=registration.name in self._pinned,
+            sharding=None if self._team is None else "bd" if header.has_blocks else registration.way,
             loaded=adapter is not None,
             error=registration.error,
         )

@@ -45,7 +45,7 @@ def compute_limits(config: EngineConfig, seam: Seam, shadow_bytes: int) -> Limit
     else:
         blocks = -(-max_context // config.block_size) * config.max_batch_size
         wanted = blocks * pages + _ADAPTER_BYTES // PAGE_BYTES
-        num_pages = min(wanted, _free_bytes(seam.device, shadow_bytes) // PAGE_BYTES)
+        num_pages = min(wanted, _free_bytes(config, seam.device, shadow_bytes) // PAGE_BYTES)
     if num_pages < 2 * pages:
         raise BadConfig(
             f"the arena would have {num_pages} pages of {PAGE_BYTES} bytes, but one KV block of "
@@ -58,15 +58,20 @@ def shadow_fits(config: EngineConfig, seam: Seam, shadow_bytes: int) -> bool:
     """Whether a shadow copy leaves room for the arena: the one asked for, or one that holds a request of the longest
     context beside the adapters."""
     if config.arena_bytes is not None:
-        return config.arena_bytes <= _available(seam.device) - shadow_bytes
+        return config.arena_bytes <= _room(config, seam.device) - shadow_bytes
     blocks = -(-min(seam.max_positions, config.max_context or seam.max_positions) // config.block_size)
     request_bytes = blocks * block_pages(seam.num_layers, config.block_size, seam.kv_dim, seam.dtype) * PAGE_BYTES
-    return request_bytes + _ADAPTER_BYTES <= _free_bytes(seam.device, shadow_bytes)
+    return request_bytes + _ADAPTER_BYTES <= _free_bytes(config, seam.device, shadow_bytes)
 
 
-def _free_bytes(device: torch.device, shadow_bytes: int) -> int:
+def _free_bytes(config: EngineConfig, device: torch.device, shadow_bytes: int) -> int:
     share = _GPU_SHARE if device.type == "cuda" else _CPU_SHARE
-    return max(0, int((_available(device) - shadow_bytes) * share))
+    return max(0, int((_room(config, device) - shadow_bytes) * share))
+
+
+def _room(config: EngineConfig, device: torch.device) -> int:
+    """Bytes that this process may count on: ranks on a CPU share its memory."""
+    return _available(device) // (1 if device.type == "cuda" else config.tensor_parallel)
 
 
 def _available(device: torch.device) -> int:

@@ -80,6 +80,8 @@ class EngineWorker:
         self._poller = zmq.Poller()
         self._poller.register(socket, zmq.POLLIN)
         self._poller.register(self._leash, zmq.POLLIN)
+        if engine.alarm is not None:
+            self._poller.register(engine.alarm, zmq.POLLIN)
         self._stopping = False
 
     def loop(self) -> None:
@@ -88,6 +90,7 @@ class EngineWorker:
                 self._handle(message)
             if self._stopping:
                 break
+            self._engine.check_ranks()
             if self._engine.has_work:
                 self._send_outputs(self._engine.step())
         self._send_outputs(self._engine.close())

@@ -5,25 +5,23 @@ from __future__ import annotations
 import logging
 
 from vlora.config import EngineConfig
-from vlora.engine.limits import shadow_fits
 from vlora.errors import BadConfig
 from vlora.models.originals import CheckpointOriginals, CopiedOriginals, Originals, checkpoint_files
-from vlora.models.seam import Seam
 from vlora.models.slabs import WeightSlabs
 
 log = logging.getLogger(__name__)
 
 
-def originals_if_in_place(config: EngineConfig, seam: Seam, slabs: WeightSlabs, *, loaded: bool) -> Originals | None:
+def originals_if_in_place(config: EngineConfig, slabs: WeightSlabs, *, fits: bool, loaded: bool) -> Originals | None:
     """What in-place switching goes back to; None where a shadow copy is kept instead.
 
-    loaded: the weights came from config.model's files. Weights that no safetensors file holds (random ones, a model
-    given in memory) are copied to a temporary file.
+    fits: memory has room for a shadow copy. loaded: the weights are those of config.model's files. Weights that no
+    safetensors file holds (random ones, a model given in memory, a rank's part) are copied to a temporary file.
 
     Raises BadConfig where in_place was asked for and cannot be exact.
     """
     size = f"{slabs.num_bytes / 2**20:.0f} MiB"
-    if config.switching == "shadow" or (config.switching == "auto" and shadow_fits(config, seam, slabs.num_bytes)):
+    if config.switching == "shadow" or (config.switching == "auto" and fits):
         reason = "asked for" if config.switching == "shadow" else "memory allows"
         log.info("switching: shadow (%s), which takes %s beside the weights", reason, size)
         return None

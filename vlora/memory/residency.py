@@ -180,3 +180,43 @@ class Residency:
         assert set(held) == self.books.runs, f"{len(held)} runs are held, the books list {len(self.books.runs)}"
         assert all(run.end <= self.max_pages for run in held), f"a run lies beyond page {self.max_pages}"
         assert all(count > 0 and name in self._runs for name, count in self._pins.items()), "a pin outlived its adapter"
+
+
+class Appointed:
+    """The same questions on a rank that keeps no books: rank 0 has said where an adapter lies, and when it leaves."""
+
+    def __init__(self) -> None:
+        self._runs: dict[str, Run] = {}
+
+    def appoint(self, name: str, run: Run) -> None:
+        self._runs[name] = run
+
+    def bring(self, name: str, num_pages: int) -> Run:
+        run = self._runs[name]
+        assert run.num_pages == num_pages, f"{name} takes {num_pages} pages here and {run.num_pages} on rank 0"
+        return run
+
+    def run(self, name: str) -> Run:
+        return self._runs[name]
+
+    def drop(self, name: str) -> None:
+        del self._runs[name]
+
+    def drain_evicted(self) -> tuple[str, ...]:
+        return ()
+
+    def drain_moved(self) -> tuple[str, ...]:
+        return ()
+
+    def reserve(self, num_pages: int) -> Run | None:
+        """Never: packed copies are made where there is one rank."""
+        return None
+
+    def release(self, run: Run) -> None:
+        raise AssertionError("nothing was reserved")
+
+    def touch(self, name: str) -> None: ...
+
+    def pin(self, name: str) -> None: ...
+
+    def unpin(self, name: str) -> None: ...

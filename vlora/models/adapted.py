@@ -8,13 +8,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import Protocol
 
 import torch
 from torch import nn
 
 import atmm
 from atmm.shares import HeldInput
+from vlora.models.block_sites import BlockSites
 from vlora.models.product import linear
+from vlora.parallel import LinearShard
+from vlora.parallel.cut import FactorShape
 
 
 class LaneScope:
@@ -63,12 +67,51 @@ class LaneScope:
         return scaled
 
 
+class Placement(Protocol):
+    """Where adapters act whose factors at a layer are not two dense matrices."""
+
+    def attach(self, key: str, shape: FactorShape, factors: tuple[torch.Tensor, torch.Tensor]) -> None: ...
+
+    def detach(self, key: str) -> None: ...
+
+    def add(self, y: torch.Tensor, x: torch.Tensor, plan: atmm.SegmentPlan) -> None:
+        """Add every lane's delta to y [T, d_out], in place. Lanes of other adapters add nothing."""
+        ...
+
+
 class AdaptedLinear(nn.Linear):
-    """An `nn.Linear` of the base model plus the deltas of its scope's lanes. Made by `adapt`, never constructed."""
+    """An `nn.Linear` of the base model plus the deltas of its scope's lanes. Made by `adapt`, never constructed.
+
+    site: where dense factors act. others: those of other kinds, by kind and number of parts. shard: which part of the
+    model's layer this is.
+    """
 
     site: atmm.Site
+    others: dict[tuple[str, int], Placement]
+    shard: LinearShard
     scope: LaneScope
     siblings: Siblings | None
+
+    def attach(self, key: str, shape: FactorShape, factors: tuple[torch.Tensor, torch.Tensor]) -> None:
+        """From now on lanes of `key` add what these factors say, which stay where they are."""
+        if shape.kind == "dense":
+            self.site.factors[key] = atmm.Factors(*factors)
+            return
+        kind = (shape.kind, shape.parts)
+        if kind not in self.others:
+            self.others[kind] = BlockSites(self.site.name, shape)
+        self.others[kind].attach(key, shape, factors)
+
+    def detach(self, key: str) -> None:
+        self.site.factors.pop(key, None)
+        for other in self.others.values():
+            other.detach(key)
+
+    def add_deltas(self, y: torch.Tensor, x: torch.Tensor, plan: atmm.SegmentPlan) -> None:
+        """Add what the plan's lanes say to y [T, d_out], in place. x: [T, d_in]."""
+        atmm.add_delta(y, x, self.site, plan)
+        for other in self.others.values():
+            other.add(y, x, plan)
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         num_rows = input.numel() // self.in_features
@@ -77,9 +120,7 @@ class AdaptedLinear(nn.Linear):
             return self.siblings.output(self, input, plan)
         y = linear(input, self.weight, self.bias)
         if plan is not None:
-            atmm.add_delta(
-                y.view(num_rows, self.out_features), input.reshape(num_rows, self.in_features), self.site, plan
-            )
+            self.add_deltas(y.view(num_rows, self.out_features), input.reshape(num_rows, self.in_features), plan)
         return y
 
 
@@ -122,6 +163,9 @@ class Siblings:
             else:
                 torch.addmm(layer.bias, x, layer.weight.t(), out=part)
         atmm.add_deltas(y, x, self._group, plan)
+        for layer, part in zip(self._layers, parts, strict=True):
+            for other in layer.others.values():
+                other.add(part, x, plan)
         self._outputs = dict(zip(self._layers, parts, strict=True))
         self._plan = plan
         self._held.take(input)
@@ -133,6 +177,8 @@ def adapt(linear: nn.Linear, name: str, scope: LaneScope) -> AdaptedLinear:
     linear.__class__ = AdaptedLinear
     adapted: AdaptedLinear = linear  # type: ignore[assignment]
     adapted.site = atmm.Site(name, linear.in_features, linear.out_features)
+    adapted.others = {}
+    adapted.shard = LinearShard.whole(linear.in_features, linear.out_features)
     adapted.scope = scope
     adapted.siblings = None
     return adapted

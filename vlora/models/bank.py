@@ -6,33 +6,64 @@ import dataclasses
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future, wait
+from typing import Protocol
 
 import torch
 
 import atmm
 from heads import TaskHead
-from vlora.adapters import HostAdapter, SiteShape, aligned, carve
-from vlora.adapters.layout import FactorShape
+from vlora.adapters import HostAdapter, HostFactors, SiteShape, aligned, carve
 from vlora.memory.arena import Arena, pages_for
 from vlora.memory.books import Run
-from vlora.memory.residency import Residency
+from vlora.memory.residency import Appointed, Residency
 from vlora.memory.transfer import Transfer
 from vlora.models.adapted import AdaptedLinear, Siblings
+from vlora.parallel.cut import FactorShape
 
 
 @dataclasses.dataclass(frozen=True)
 class _Resident:
+    """merged: by layer, what merging reads instead of `factors`, where these are split over ranks."""
+
     shapes: Mapping[str, FactorShape]
     dtype: torch.dtype
-    factors: Mapping[str, atmm.Factors]
+    merged: Mapping[str, HostFactors]
+    factors: Mapping[str, HostFactors]
     heads: Mapping[str, TaskHead]
+
+
+class OtherRanks(Protocol):
+    """Those that keep their parts of the same adapters in the same pages of their arenas."""
+
+    def bring(self, key: str, run: Run) -> Future[None]:
+        """Bring an adapter there; done when every rank has it."""
+        ...
+
+    def move(self, key: str, run: Run) -> None:
+        """It lies there now; its bytes were copied already."""
+        ...
+
+    def drop(self, key: str) -> None:
+        """Forget it there."""
+        ...
 
 
 @dataclasses.dataclass(frozen=True)
 class _Arriving:
+    """copies: here, and on the other ranks."""
+
     adapter: HostAdapter
-    factors: Mapping[str, atmm.Factors]
-    copy: Future[None]
+    factors: Mapping[str, HostFactors]
+    copies: tuple[Future[None], ...]
+
+    @property
+    def done(self) -> bool:
+        return all(copy.done() for copy in self.copies)
+
+    @property
+    def error(self) -> BaseException | None:
+        """What went wrong first. All must be done."""
+        return next((error for copy in self.copies if (error := copy.exception()) is not None), None)
 
 
 class AdapterBank:
@@ -45,12 +76,14 @@ class AdapterBank:
     def __init__(
         self,
         arena: Arena,
-        residency: Residency,
+        residency: Residency | Appointed,
         transfer: Transfer,
         language: Mapping[str, AdaptedLinear],
         vision: Mapping[str, AdaptedLinear],
         language_order: Sequence[str],
+        others: OtherRanks | None = None,
     ) -> None:
+        self._others = others
         self._arena = arena
         self._residency = residency
         self._transfer = transfer
@@ -68,10 +101,8 @@ class AdapterBank:
     @property
     def sites(self) -> dict[str, SiteShape]:
         """The model's adaptable layers, in the order that factors lie in a run."""
-        linears = ((name, self._linears[name]) for name in self._order)
-        return {
-            name: SiteShape(linear.in_features, linear.out_features, name in self._vision) for name, linear in linears
-        }
+        shards = ((name, self._linears[name].shard) for name in self._order)
+        return {name: SiteShape(shard.d_in, shard.d_out, name in self._vision, shard) for name, shard in shards}
 
     @property
     def resident(self) -> frozenset[str]:
@@ -88,7 +119,8 @@ class AdapterBank:
     @property
     def pending(self) -> tuple[Future[None], ...]:
         """Copies under way."""
-        return tuple(arriving.copy for arriving in self._arriving.values())
+        copies = (copy for arriving in self._arriving.values() for copy in arriving.copies)
+        return tuple(copy for copy in copies if not copy.done())
 
     def compile_ahead(self) -> None:
         """On a GPU: have the kernels of any step ready. On a CPU nothing is compiled per shape."""
@@ -111,16 +143,18 @@ class AdapterBank:
             run = self._residency.bring(key, num_pages)
         self.forget_evicted()
         for moved in self._residency.drain_moved():
-            self._follow(moved)
+            self.follow(moved)
         if run is None:
             return False
         self._residency.pin(key)
         self.num_loads += 1
         target = self._arena.buffer(run.first_page, run.num_pages)[: adapter.run.nbytes]
-        factors = _factors(target, adapter.shapes, _dtype(adapter))
-        self._arriving[key] = _Arriving(adapter, factors, self._transfer.start(adapter.run, target))
-        copy = self._arriving[key].copy
-        if copy.done() and copy.exception() is None:
+        factors = carve(target, adapter.shapes, _dtype(adapter))
+        copies = [self._transfer.start(adapter.run, target)]
+        if self._others is not None:
+            copies.append(self._others.bring(key, run))
+        self._arriving[key] = arriving = _Arriving(adapter, factors, tuple(copies))
+        if arriving.done and arriving.error is None:
             self.settle(key)
         return True
 
@@ -132,18 +166,19 @@ class AdapterBank:
     def settle(self, key: str) -> None:
         """Wait until an adapter that is on its way is resident. Raises what went wrong; its pages are free then."""
         arriving = self._arriving[key]
-        wait((arriving.copy,))
+        wait(arriving.copies)
         del self._arriving[key]
         self._residency.unpin(key)
-        if (error := arriving.copy.exception()) is not None:
-            self._residency.drop(key)
+        if (error := arriving.error) is not None:
+            self._leave(key)
             raise error
-        self._show(key, arriving.factors)
         adapter, device = arriving.adapter, self._arena.bytes.device
+        self._show(key, adapter.shapes, arriving.factors)
         self._resident = None
         self._residents[key] = _Resident(
             adapter.shapes,
             _dtype(adapter),
+            adapter.merged,
             arriving.factors,
             {name: head.to(device) for name, head in adapter.heads.items()},
         )
@@ -151,7 +186,7 @@ class AdapterBank:
     def collect(self) -> dict[str, Exception]:
         """Make resident what has arrived; the keys of those whose copy failed, and why."""
         failed: dict[str, Exception] = {}
-        for key in [key for key, arriving in self._arriving.items() if arriving.copy.done()]:
+        for key in [key for key, arriving in self._arriving.items() if arriving.done]:
             try:
                 self.settle(key)
             except Exception as error:
@@ -162,10 +197,11 @@ class AdapterBank:
         """Forget an adapter and free its memory; unknown keys are ignored. A copy that already runs is waited for."""
         arriving = self._arriving.pop(key, None)
         if arriving is not None:
-            if not arriving.copy.cancel():
-                wait((arriving.copy,))
+            here, *_ = arriving.copies
+            if not here.cancel():
+                wait((here,))
             self._residency.unpin(key)
-            self._residency.drop(key)
+            self._leave(key)
         elif key in self._residents:
             self._residency.drop(key)
             self._forget(key)
@@ -177,15 +213,30 @@ class AdapterBank:
     def head(self, key: str, name: str) -> TaskHead:
         return self._residents[key].heads[name]
 
-    def factors(self, key: str, site: str) -> atmm.Factors:
+    def factors(self, key: str, site: str) -> HostFactors:
+        """What lies in the arena of one layer."""
         return self._residents[key].factors[site]
 
-    def ranks(self, key: str) -> dict[str, int]:
-        """Rank by adapted layer."""
-        return {name: pair.a.shape[0] for name, pair in self._residents[key].factors.items()}
+    def shapes(self, key: str) -> dict[str, FactorShape]:
+        """What merging adds to each adapted layer: never split over ranks."""
+        resident = self._residents[key]
+        return {
+            name: FactorShape(shape.rank, pair.a.shape[1], pair.bt.shape[1])
+            if (pair := resident.merged.get(name)) is not None
+            else shape
+            for name, shape in resident.shapes.items()
+        }
 
     def stacked(self, key: str, names: Sequence[str]) -> tuple[torch.Tensor, torch.Tensor]:
-        """Factors of neighbouring layers of equal rank as a [n, r, d_in] and bt [n, r, d_out], without copying."""
+        """Factors of neighbouring layers of equal shape as a [n, rows_a, d_in] and bt [n, rows_bt, d_out].
+
+        Without copying, unless they are split over ranks: what merging needs then comes from host memory.
+        """
+        merged = self._residents[key].merged
+        if names[0] in merged:
+            kept = [merged[name] for name in names]
+            device = self._arena.bytes.device
+            return torch.stack([pair.a for pair in kept]).to(device), torch.stack([pair.bt for pair in kept]).to(device)
         pairs = [self.factors(key, name) for name in names]
         return _strided([pair.a for pair in pairs]), _strided([pair.bt for pair in pairs])
 
@@ -229,28 +280,34 @@ class AdapterBank:
             self._residency.release(self._packed.run)
             self._packed = None
 
-    def _follow(self, key: str) -> None:
+    def follow(self, key: str) -> None:
         """An adapter lies elsewhere now: new views of it. A packed copy of it holds what it held."""
         run, resident = self._residency.run(key), self._residents[key]
         buffer = self._arena.buffer(run.first_page, run.num_pages)
-        factors = _factors(buffer, resident.shapes, resident.dtype)
+        factors = carve(buffer, resident.shapes, resident.dtype)
         self._residents[key] = dataclasses.replace(resident, factors=factors)
-        self._show(key, factors)
+        self._show(key, resident.shapes, factors)
+        if self._others is not None:
+            self._others.move(key, run)
 
-    def _show(self, key: str, factors: Mapping[str, atmm.Factors]) -> None:
+    def _show(self, key: str, shapes: Mapping[str, FactorShape], factors: Mapping[str, HostFactors]) -> None:
         for name, pair in factors.items():
-            self._linears[name].site.factors[key] = pair
+            self._linears[name].attach(key, shapes[name], pair)
+
+    def _leave(self, key: str) -> None:
+        """Give up the pages of an adapter that never became resident."""
+        self._residency.drop(key)
+        if self._others is not None:
+            self._others.drop(key)
 
     def _forget(self, key: str) -> None:
         if self._packed is not None and key in self._packed.keys:
             self._unpack()
         self._resident = None
         for name in self._residents.pop(key).factors:
-            del self._linears[name].site.factors[key]
-
-
-def _factors(buffer: torch.Tensor, shapes: Mapping[str, FactorShape], dtype: torch.dtype) -> dict[str, atmm.Factors]:
-    return {name: atmm.Factors(*pair) for name, pair in carve(buffer, shapes, dtype).items()}
+            self._linears[name].detach(key)
+        if self._others is not None:
+            self._others.drop(key)
 
 
 def _dtype(adapter: HostAdapter) -> torch.dtype:
@@ -274,9 +331,9 @@ class _Packed:
 _SHARED_INPUT = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 
 
-def site_groups(linears: Mapping[str, AdaptedLinear]) -> list[atmm.SiteGroup]:
-    """The sites of adaptable layers, by what they read."""
-    groups: list[atmm.SiteGroup] = []
+def shared_inputs(linears: Mapping[str, AdaptedLinear]) -> list[list[str]]:
+    """The names of adaptable layers, those that read the very same input together."""
+    groups: list[list[str]] = []
     taken: set[str] = set()
     for name in linears:
         parent, _, leaf = name.rpartition(".")
@@ -286,10 +343,18 @@ def site_groups(linears: Mapping[str, AdaptedLinear]) -> list[atmm.SiteGroup]:
                 members = [f"{parent}.{other}" for other in leaves if f"{parent}.{other}" in linears]
         if name not in taken:
             taken.update(members)
-            layers = [linears[member] for member in members]
-            groups.append(atmm.SiteGroup([layer.site for layer in layers]))
-            if len(layers) > 1 and layers[0].weight.is_cuda:
-                Siblings(layers)
+            groups.append(members)
+    return groups
+
+
+def site_groups(linears: Mapping[str, AdaptedLinear]) -> list[atmm.SiteGroup]:
+    """The sites of adaptable layers, by what they read."""
+    groups: list[atmm.SiteGroup] = []
+    for names in shared_inputs(linears):
+        layers = [linears[name] for name in names]
+        groups.append(atmm.SiteGroup([layer.site for layer in layers]))
+        if len(layers) > 1 and layers[0].weight.is_cuda:
+            Siblings(layers)
     return groups
 
 

@@ -11,7 +11,7 @@ the originals lie across the bus, which is many times slower than the device's o
 
 from __future__ import annotations
 
-from collections.abc import Set
+from collections.abc import Sequence, Set
 from typing import NamedTuple
 
 import torch
@@ -20,7 +20,8 @@ import atmm
 from vlora.models.bank import AdapterBank
 from vlora.models.originals import Originals
 from vlora.models.slabs import WeightSlabs
-from vlora.models.switcher import merge_runs
+from vlora.models.switcher import merge_layers, merge_runs
+from vlora.parallel.cut import dense
 
 # A promise: |weights - W| / |W| of any layer, root mean square, is at most this at any time, W being W0 while nothing
 # is merged and W0 + delta rounded once while something is. Rounding that sum to bfloat16 is 1.7e-3 off by itself.
@@ -88,16 +89,16 @@ class InPlaceSwitcher:
 
     def _layers(self, key: str | None) -> set[str]:
         """The layers that an adapter changes."""
-        return set() if key is None else self._bank.ranks(key).keys() & self._slabs.slots.keys()
+        return set() if key is None else self._bank.shapes(key).keys() & self._slabs.slots.keys()
 
     def _add(self, key: str | None, sign: float) -> None:
         """Add an adapter's deltas to the slabs, or take them off."""
         if key is None:
             return
-        for run in merge_runs(self._slabs, self._bank.ranks(key)):
+        for run in merge_runs(self._slabs, self._bank.shapes(key)):
             self._changed.update(run.names)
             entries = self._slabs.base[run.shape][run.first : run.last]
-            atmm.merge(entries, entries, *self._bank.stacked(key, run.names), sign)
+            merge_layers(self._bank, key, run.names, entries, entries, sign)
 
     def _rewrite(self, names: Set[str], key: str | None) -> None:
         """Write layers anew from their originals: with the adapter's delta where it has one, else as they were."""
@@ -106,21 +107,20 @@ class InPlaceSwitcher:
             entry, original = self._slabs.entry(name), self._originals.weight(name)
             self._changed.add(name)
             if key is not None and name in merged:
-                a, bt = self._bank.factors(key, name)
-                atmm.merge(entry[None], original[None].to(entry.device), a[None], bt[None])
+                merge_layers(self._bank, key, (name,), entry[None], original[None].to(entry.device))
             else:
                 entry.copy_(original)
                 self._changed.discard(name)
 
     def _drifted(self, key: str | None) -> set[str]:
         """Layers whose sampled rows are too far from what rewriting them would have given."""
-        runs = () if key is None else merge_runs(self._slabs, self._bank.ranks(key))
+        runs = () if key is None else merge_runs(self._slabs, self._bank.shapes(key))
         drifted: set[str] = set()
         for shape, names, step, base in self._samples:
             wanted = base.clone()
             for run in runs:
                 if run.shape == shape:
-                    a, bt = self._bank.stacked(key or "", run.names)
+                    a, bt = self._dense(key or "", run.names)
                     rows = wanted[run.first : run.last]
                     atmm.merge(rows, rows, a, bt[:, :, ::step].contiguous())
             error = (self._slabs.base[shape][:, ::step].float() - wanted.float()).square().sum((1, 2))
@@ -128,6 +128,10 @@ class InPlaceSwitcher:
             # Written so that a NaN counts as too far.
             drifted.update(names[index] for index in (~(error <= allowed)).nonzero()[:, 0].tolist())
         return drifted
+
+    def _dense(self, key: str, names: Sequence[str]) -> tuple[torch.Tensor, torch.Tensor]:
+        """The factors of a MergeRun's layers as a [n, rank, in], bt [n, rank, out]."""
+        return dense(self._bank.shapes(key)[names[0]], *self._bank.stacked(key, names))
 
     def _outgrown(self, key: str | None) -> set[str]:
         """Layers with a row whose delta is larger than the layer's rows of W0 are.
@@ -138,8 +142,8 @@ class InPlaceSwitcher:
             return set()
         outgrown: set[str] = set()
         sizes = {sample.shape: sample.rows.float().square().sum(2).mean(1) for sample in self._samples}
-        for run in merge_runs(self._slabs, self._bank.ranks(key)):
-            a, bt = (factors.float() for factors in self._bank.stacked(key, run.names))
+        for run in merge_runs(self._slabs, self._bank.shapes(key)):
+            a, bt = (factors.float() for factors in self._dense(key, run.names))
             rows = ((a @ a.transpose(1, 2)) @ bt).mul_(bt).sum(1)  # |row of bt^T a| squared, [layers, out]
             large = ~(rows.amax(1) <= sizes[run.shape][run.first : run.last])
             outgrown.update(run.names[index] for index in large.nonzero()[:, 0].tolist())

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForImageTextToText
 
 from vlora.config import EngineConfig
@@ -12,22 +13,28 @@ from vlora.errors import BadConfig
 from vlora.models.families import family_of
 
 
-def load_model(config: EngineConfig) -> Any:
-    """The transformers model in eval mode on its device. Raises BadConfig, UnsupportedModel."""
-    device = _device(config.device)
-    try:
-        model_config = AutoConfig.from_pretrained(config.model)
-    except (OSError, ValueError) as error:
-        raise BadConfig(f"cannot load model {config.model!r}: {error}") from error
-    family_of(model_config)
+def load_model(config: EngineConfig, rank: int = 0) -> Any:
+    """The transformers model in eval mode on the rank's device, whole. Raises BadConfig, UnsupportedModel."""
+    device = _device(config, rank)
+    model_config = read_config(config.model)
     if config.load_format == "dummy":
         return dummy_model(model_config, config.dtype, device, config.seed)
     dtype = "auto" if config.dtype == "auto" else getattr(torch, config.dtype)
     try:
         model = AutoModelForImageTextToText.from_pretrained(config.model, dtype=dtype)
-    except (OSError, ValueError, RuntimeError) as error:
+    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
         raise BadConfig(f"cannot load the weights of {config.model!r}: {error}") from error
     return _ready(model, device)
+
+
+def read_config(model: str) -> Any:
+    """The transformers config of a folder or hub name. Raises BadConfig, UnsupportedModel."""
+    try:
+        model_config = AutoConfig.from_pretrained(model)
+    except (OSError, ValueError) as error:
+        raise BadConfig(f"cannot load model {model!r}: {error}") from error
+    family_of(model_config)
+    return model_config
 
 
 def dummy_model(model_config: Any, dtype: str, device: torch.device, seed: int) -> Any:
@@ -44,7 +51,9 @@ def _ready(model: Any, device: torch.device) -> Any:
     return model.to(device).eval().requires_grad_(False)
 
 
-def _device(name: str) -> torch.device:
+def _device(config: EngineConfig, rank: int) -> torch.device:
+    """The device itself where there is one rank; with more, each has its own GPU, or they share the CPU."""
+    name = config.device
     try:
         device = torch.device(name)
     except RuntimeError as error:
@@ -53,4 +62,11 @@ def _device(name: str) -> torch.device:
         raise BadConfig(f"device {name!r} is not served; use cpu, cuda or cuda:N")
     if device.type == "cuda" and not torch.cuda.is_available():
         raise BadConfig(f"device {name!r} was asked for, but torch sees no CUDA device here")
-    return device
+    if config.tensor_parallel == 1 or device.type == "cpu":
+        return device
+    if device.index is not None or torch.cuda.device_count() < config.tensor_parallel:
+        raise BadConfig(
+            f"tensor_parallel {config.tensor_parallel} on device {name!r} takes that many GPUs, and torch sees "
+            f"{torch.cuda.device_count()} here; give device cuda, and as many ranks as GPUs at most"
+        )
+    return torch.device("cuda", rank)

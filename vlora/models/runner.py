@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import torch
@@ -23,6 +23,7 @@ from vlora.models.sampling import sample, token_scores
 from vlora.models.seam import Seam
 from vlora.models.switcher import ModeSwitcher
 from vlora.models.vision import VisionEncoder, VisionTask
+from vlora.parallel import Group
 from vlora.types import Batch, BatchItem, ErrorValue, HeadAnswer, Request, StepResult, TokenScore
 
 log = logging.getLogger(__name__)
@@ -31,7 +32,8 @@ log = logging.getLogger(__name__)
 class ModelRunner:
     """Holds each request's tensors by `request_id`, builds the packed batch, runs it, samples and reads heads.
 
-    block_pages: pages of one KV block, which fixes the block's stride in KV rows.
+    block_pages: pages of one KV block, which fixes the block's stride in KV rows. group: the ranks that run the same
+    batches; rank 0 samples, and the others are told by `take_tokens`.
     """
 
     def __init__(
@@ -44,7 +46,9 @@ class ModelRunner:
         *,
         block_size: int,
         block_pages: int,
+        group: Group | None = None,
     ) -> None:
+        self._group = group
         self._seam = seam
         self._bank = bank
         self._switcher = switcher
@@ -65,6 +69,11 @@ class ModelRunner:
     def release(self, request_id: str) -> None:
         """Forget a request; unknown ids are ignored."""
         self._states.pop(request_id, None)
+
+    def take_tokens(self, tokens: Mapping[str, int]) -> None:
+        """What rank 0 sampled in the last step, by request."""
+        for request_id, token in tokens.items():
+            self._states[request_id].tokens.append(token)
 
     def run(self, batch: Batch) -> StepResult:
         """One step. A request that fails alone gets an error in the result; the others are answered.
@@ -92,6 +101,8 @@ class ModelRunner:
             if items:
                 try:
                     hidden, packed = self._forward(batch, items)
+                    if self._group is not None and not self._group.leads:
+                        return StepResult(errors=errors)
                     text = [row for row in packed.answering if row.state.request.head is None]
                     tokens, scores, refused = self._sample(hidden, text)
                     heads, failed = read_heads(hidden, packed, self._bank, self._seam.config)
@@ -135,7 +146,16 @@ class ModelRunner:
                     errors[state.request.request_id] = ErrorValue.of(
                         BadRequest(f"the images of request {state.request.request_id} cannot be encoded: {error}")
                     )
-        return errors
+        seen = [state.request.request_id for state, _ in new if state.request.vision]
+        return errors if self._group is None or not seen else self._agree(self._group, seen, errors)
+
+    @staticmethod
+    def _agree(group: Group, seen: Sequence[str], errors: dict[str, ErrorValue]) -> dict[str, ErrorValue]:
+        """Ranks must run one batch: of the requests with images, one that fails on any rank fails on all."""
+        elsewhere = ErrorValue.of(StepFailed("its images could not be encoded on another rank"))
+        fine = group.smallest([request_id not in errors for request_id in seen], "images")
+        failed = [request_id for request_id, is_fine in zip(seen, fine, strict=True) if not is_fine]
+        return {**dict.fromkeys(failed, elsewhere), **errors}
 
     def _encode(self, starting: Sequence[tuple[RequestState, int]]) -> None:
         needed = [state.visible(start) for state, start in starting]
@@ -168,7 +188,7 @@ class ModelRunner:
         embeddings = seam.embed(torch.from_numpy(packed.token_ids).to(device))
         visual_mask, deepstack = packed.place_visuals(embeddings)
         lanes = packed.lanes(batch.mode, merged)
-        if not atmm.reads_in_place(len(packed.token_ids), device, seam.dtype):
+        if self._group is None and not atmm.reads_in_place(len(packed.token_ids), device, seam.dtype):
             self._bank.pack_for(lane.key for lane in lanes)
         step = StepAttention(
             cache=self._cache,

@@ -63,6 +63,9 @@ class Seam:
         model.set_attn_implementation({"text_config": ATTENTION_NAME})
         if self.text_model.config._attn_implementation != ATTENTION_NAME:
             raise UnsupportedModel(f"{self.family.model_type}: this version of transformers did not take our attention")
+        heads = self.text_config.num_attention_heads
+        self.head_dim: int = getattr(self.text_config, "head_dim", None) or self.hidden_size // heads
+        self.num_kv_heads: int = self.text_config.num_key_value_heads  # of those, on several ranks: this rank's
         self.language_scope, self.vision_scope = LaneScope(), LaneScope()
         self.language_linears, self.vision_linears = self._adapt_linears()
 
@@ -78,9 +81,7 @@ class Seam:
 
     @property
     def kv_dim(self) -> int:
-        heads = self.text_config.num_attention_heads
-        head_dim = getattr(self.text_config, "head_dim", None) or self.hidden_size // heads
-        return self.text_config.num_key_value_heads * head_dim
+        return self.num_kv_heads * self.head_dim
 
     @property
     def max_positions(self) -> int:

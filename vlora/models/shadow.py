@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import torch
 
-import atmm
 from vlora.memory.allocation import empty
 from vlora.models.bank import AdapterBank
 from vlora.models.slabs import WeightSlabs
-from vlora.models.switcher import merge_runs
+from vlora.models.switcher import merge_layers, merge_runs
 
 
 class ShadowSwitcher:
@@ -58,12 +57,12 @@ class ShadowSwitcher:
         self.switch(None)
         self._shadow_key = None
         names: list[str] = []
-        for run in merge_runs(self._slabs, self._bank.ranks(key)):
+        for run in merge_runs(self._slabs, self._bank.shapes(key)):
             base = self._slabs.base[run.shape]
             if run.shape not in self._shadow:
                 self._shadow[run.shape] = empty(base.shape, base.dtype, base.device)
-            a, bt = self._bank.stacked(key, run.names)
-            atmm.merge(self._shadow[run.shape][run.first : run.last], base[run.first : run.last], a, bt)
+            entries = slice(run.first, run.last)
+            merge_layers(self._bank, key, run.names, self._shadow[run.shape][entries], base[entries])
             names += run.names
         self._shadow_key = key
         self._shadow_names = frozenset(names)

@@ -4,13 +4,16 @@ into calls."""
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 import torch
 
+import atmm
 from vlora.adapters import HostFactors
+from vlora.models.bank import AdapterBank
 from vlora.models.slabs import WeightSlabs
+from vlora.parallel.cut import FactorShape, parts_of
 
 
 class ModeSwitcher(Protocol):
@@ -37,7 +40,7 @@ class ModeSwitcher(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class MergeRun:
-    """Neighbouring slab entries [first, last) adapted with one rank, merged in one call."""
+    """Neighbouring slab entries [first, last) with factors of one shape, merged in one call."""
 
     shape: tuple[int, int]
     first: int
@@ -45,18 +48,30 @@ class MergeRun:
     names: tuple[str, ...]
 
 
-def merge_runs(slabs: WeightSlabs, ranks: dict[str, int]) -> list[MergeRun]:
-    """Cut an adapter's layers into runs of neighbouring slab entries of equal rank. ranks: by adapted layer."""
+def merge_runs(slabs: WeightSlabs, shapes: Mapping[str, FactorShape]) -> list[MergeRun]:
+    """Cut an adapter's layers into runs of neighbouring slab entries with factors of equal shape. shapes: by adapted
+    layer."""
     runs: list[MergeRun] = []
     for name, (shape, index) in slabs.slots.items():
-        if name not in ranks:
+        if name not in shapes:
             continue
         last = runs[-1] if runs else None
-        if last and (last.shape, last.last) == (shape, index) and ranks[last.names[0]] == ranks[name]:
+        if last and (last.shape, last.last) == (shape, index) and shapes[last.names[0]] == shapes[name]:
             runs[-1] = MergeRun(shape, last.first, index + 1, (*last.names, name))
         else:
             runs.append(MergeRun(shape, index, index + 1, (name,)))
     return runs
+
+
+def merge_layers(
+    bank: AdapterBank, key: str, names: Sequence[str], out: torch.Tensor, base: torch.Tensor, sign: float = 1.0
+) -> None:
+    """Write `base + sign * delta` into `out`, both [len(names), out, in], for the layers of a MergeRun (or a part of
+    one)."""
+    a, bt = bank.stacked(key, names)
+    for part in parts_of(bank.shapes(key)[names[0]], a, bt):
+        place = (slice(None), part.outputs, part.inputs)
+        atmm.merge(out[place], base[place], part.a, part.bt, sign)
 
 
 @torch.no_grad()

@@ -1,0 +1,53 @@
+"""Where nobody said how an adapter lies on several ranks, the cheaper way is taken, by the formulas."""
+
+from __future__ import annotations
+
+import pytest
+
+from vlora.parallel import ShardPlan
+from vlora.parallel.choice import Costs, Layer, choose
+
+HIDDEN, INTERMEDIATE = 64, 128
+
+
+def layers(size: int, rank: int, num_layers: int = 3) -> list[Layer]:
+    plan = ShardPlan(rank=0, size=size, num_heads=8, num_kv_heads=8, head_dim=8, intermediate_size=INTERMEDIATE)
+    shapes = {
+        "q_proj": (HIDDEN, HIDDEN), "k_proj": (HIDDEN, HIDDEN), "v_proj": (HIDDEN, HIDDEN), "o_proj": (HIDDEN, HIDDEN),
+        "gate_proj": (HIDDEN, INTERMEDIATE), "up_proj": (HIDDEN, INTERMEDIATE), "down_proj": (INTERMEDIATE, HIDDEN),
+    }  # fmt: skip
+    inputs = {"q_proj": "qkv", "k_proj": "qkv", "v_proj": "qkv", "gate_proj": "mlp", "up_proj": "mlp"}
+    return [
+        Layer(rank, plan.shard(name, *shape), f"{number}.{inputs.get(name, name)}")
+        for number in range(num_layers)
+        for name, shape in shapes.items()
+    ]
+
+
+def test_predictions_are_s_lora_s_formulas() -> None:
+    """S-LoRA section 6.2, with the MLP: per layer two gathers, of 3 and 2 shares, and two sums; B tokens, rank r."""
+    size, rank, num_tokens = 4, 8, 10
+    found = choose(layers(size, rank), 2, Costs(num_tokens, call_s=1.0, byte_s=0.0, factor_byte_s=0.0))
+    assert found.slora_s == 3 * 4
+    found = choose(layers(size, rank), 2, Costs(num_tokens, call_s=0.0, byte_s=1.0, factor_byte_s=0.0))
+    assert found.slora_s == 3 * (5 * num_tokens * rank * 2 / size + 2 * num_tokens * rank * 2)
+    # Replicated: five A's [r, hidden] and two B's [hidden, r], of which a rank would have 1/N.
+    found = choose(layers(size, rank), 2, Costs(num_tokens, call_s=0.0, byte_s=0.0, factor_byte_s=1.0))
+    assert found.replicated_s == 3 * 7 * rank * HIDDEN * 2 * (size - 1) / size
+
+
+@pytest.mark.parametrize(("call_s", "way"), [(1e-6, "slora"), (1e-3, "replicated")])
+def test_what_talking_costs_decides(call_s: float, way: str) -> None:
+    costs = Costs(1, call_s=call_s, byte_s=0.0, factor_byte_s=1e-9)
+    assert choose(layers(2, 64), 2, costs).way == way
+
+
+def test_a_higher_rank_tips_the_balance() -> None:
+    costs = Costs(1, call_s=1e-5, byte_s=1e-12, factor_byte_s=1e-9)
+    ways = [choose(layers(2, rank), 2, costs).way for rank in (2, 16, 64, 256, 1024)]
+    assert ways == sorted(ways) and set(ways) == {"replicated", "slora"}
+
+
+def test_nothing_to_split_is_replicated() -> None:
+    assert choose([], 2, Costs(1, 1.0, 1.0, 1.0)) == ("replicated", 0.0, 0.0)
+    assert choose(layers(4, 3), 2, Costs(1, 0.0, 0.0, 1.0)).way == "slora"  # o and down can still be

@@ -1,0 +1,197 @@
+"""Several ranks answer as plain transformers + PEFT do, in every mode, whatever way adapters lie on them."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from peft import LoraConfig
+from peft.tuners.lora.config import BdLoraConfig
+
+from heads import HeadSpec, TaskHead, save_heads
+from tests.engine.test_relocation import shuffled
+from tests.families import HIDDEN, LANGUAGE_LINEARS, LAYERS, Prompt, build_model, make_prompt
+from tests.harness import FixedModes, Recorded
+from tests.oracle import Oracle
+from vlora.types import Mode, Request
+
+NUM_TOKENS = 5
+TOLERANCE = 1e-5
+CASES = (
+    ("everywhere64", 1),
+    (None, 0),
+    ("wide8", 1),
+    ("blocks4", 1),
+    ("narrow4", 2),
+    ("patterned16", 0),
+    ("blocks4", 0),
+    (None, 1),
+)
+# Adapters of every kind: the others are replicated; in patterned16, layer 1's q has rank 5, which nothing divides.
+HEAD_ROWS = (10, 20)
+SHARDING = ("wide8=slora", "everywhere64=slora", "patterned16=slora", "*=replicated")
+
+
+def add_blocks(oracle: Oracle, name: str, num_blocks: int) -> None:
+    """Give the oracle a block-diagonal adapter of every language layer, made and computed by PEFT."""
+    assert oracle.peft is not None
+    blocks = BdLoraConfig(
+        target_modules_bd_a=["o_proj", "down_proj"],
+        target_modules_bd_b=["q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"],
+        nblocks=num_blocks,
+    )
+    oracle.peft.add_adapter(
+        name, LoraConfig(r=8, lora_alpha=16, use_rslora=True, target_modules=LANGUAGE_LINEARS, use_bdlora=blocks)
+    )
+    generator = torch.Generator().manual_seed(7)
+    with torch.no_grad():
+        for parameter_name, parameter in oracle.peft.named_parameters():
+            if f".{name}." in parameter_name:
+                # Of the size of the oracle's other adapters, whose factors are as wide as those without their zeros.
+                parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.1)
+    oracle.peft.eval()
+
+
+class Team:
+    """A family's model on several ranks, and what the oracle says."""
+
+    def __init__(self, family: str, size: int, folder: Path) -> None:
+        self.family = family
+        self.size = size
+        model = build_model(family)
+        self.checkpoint = str(folder / "model")
+        model.save_pretrained(self.checkpoint)
+        oracle = Oracle(family, model)
+        add_blocks(oracle, "blocks4", 4)
+        spec = HeadSpec(
+            name="kind", task="classification", labels=("a", "b"), prompt="which", num_frames=1, hidden_size=HIDDEN
+        )
+        head = TaskHead(spec, model.get_output_embeddings().weight[list(HEAD_ROWS)].detach().clone(), torch.zeros(2))
+        self.adapters = {**oracle.save(folder / "adapters"), "blocks4": str(folder / "adapters" / "blocks4")}
+        save_heads(self.adapters["wide8"], {"kind": head})
+        self.cases: list[tuple[str | None, Prompt]] = [
+            (adapter, make_prompt(family, model, seed, num_images=images))
+            for seed, (adapter, images) in enumerate(CASES)
+        ]
+        self.answers = [oracle.generate(prompt, adapter, NUM_TOKENS) for adapter, prompt in self.cases]
+        self.recorded = Recorded(
+            self,
+            FixedModes(Mode.UNMERGED),
+            checkpoint=self.checkpoint,
+            tensor_parallel=size,
+            sharding=SHARDING,
+            threads=1,
+        )
+
+    def check(self, mode: Mode, merged: str | None = None) -> None:
+        self.recorded.modes.clear()
+        self.recorded.engine._scheduler._policy = FixedModes(mode, merged)
+        own = [i for i, (adapter, _) in enumerate(self.cases) if mode is not Mode.MERGED or adapter == merged]
+        answers = self.recorded.answer([self.cases[i] for i in own], NUM_TOKENS)
+        assert mode in self.recorded.modes
+        for i, (tokens, logits) in zip(own, answers, strict=True):
+            want_tokens, want_logits = self.answers[i]
+            assert tokens == want_tokens
+            assert float((logits - want_logits).abs().max()) < TOLERANCE
+
+
+@pytest.fixture(
+    scope="module",
+    params=[("qwen2_vl", 1), ("qwen2_vl", 2), ("qwen2_5_vl", 2), ("qwen3_vl", 4), ("llava", 2)],
+    ids=lambda param: f"{param[0]}-{param[1]}",
+)
+def team(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Team]:
+    family, size = request.param
+    made = Team(family, size, tmp_path_factory.mktemp(family))
+    yield made
+    made.recorded.engine.close()
+
+
+def test_unmerged_mixed_and_merged(team: Team) -> None:
+    team.check(Mode.UNMERGED)
+    for merged in ("wide8", "blocks4", "patterned16"):
+        team.check(Mode.MIXED, merged)
+        team.check(Mode.MERGED, merged)
+    team.check(Mode.MERGED, None)
+
+
+@pytest.mark.parametrize("team", [("qwen2_vl", 2)], indirect=True, ids=["qwen2_vl-2"])
+def test_what_ranks_say_is_what_the_formulas_say(team: Team) -> None:
+    """Base model: two sums a layer. Replicated and block-diagonal adapters: nothing more. S-LoRA: two gathers and two
+    sums a layer, however many adapters. And one broadcast a step."""
+    ledger = team.recorded.engine._runner._runner._group.ledger
+    for case, (adapters, ranks) in enumerate(
+        [((None,), ()), (("narrow4", "blocks4", None), ()), (("wide8",), (8,)), (("wide8", "everywhere64"), (8, 64))]
+    ):
+        model = build_model(team.family)
+        cases = [(name, make_prompt(team.family, model, 50 + 10 * case + i)) for i, name in enumerate(adapters)]
+        team.recorded.engine._scheduler._policy = FixedModes(Mode.UNMERGED)
+        team.recorded.answer([(None, make_prompt(team.family, model, 99 + case))], 1)  # brings orders up to date
+        for name, _ in cases:
+            if name is not None:
+                team.recorded.engine.pin_adapter(name, True)
+        ledger.take()
+        team.recorded.answer(cases, NUM_TOKENS)
+        said = {key: (entry.calls, entry.num_bytes) for key, entry in ledger.take().items()}
+        num_tokens = [len(prompt.prompt_ids) + NUM_TOKENS - 1 for _, prompt in cases]
+        wanted = {
+            ("all_reduce", "base"): (2 * LAYERS * NUM_TOKENS, 2 * LAYERS * 4 * HIDDEN * sum(num_tokens)),
+            ("broadcast", "orders"): (NUM_TOKENS, said["broadcast", "orders"][1]),
+        }
+        if ranks:
+            hidden = sum(rank * count for rank, count in zip(ranks, num_tokens, strict=True))
+            wanted["all_gather", "slora"] = (2 * LAYERS * NUM_TOKENS, LAYERS * 4 * 5 * hidden // team.size)
+            wanted["all_reduce", "slora"] = (2 * LAYERS * NUM_TOKENS, LAYERS * 4 * 2 * hidden)
+        assert said == wanted
+
+
+def test_an_adapter_s_status_says_how_it_lies(team: Team) -> None:
+    found = {status.name: status.sharding for status in team.recorded.engine.adapters()}
+    kinds = {"narrow4": "replicated", "blocks4": "bd"}
+    assert found == {name: None if team.size == 1 else kinds.get(name, "slora") for name in team.adapters}
+
+
+@pytest.mark.parametrize("team", [("llava", 2)], indirect=True, ids=["llava-2"])
+def test_adapters_come_move_and_go_in_a_tiny_arena(team: Team) -> None:
+    """Every adapter under two names, of which the largest have no room side by side; read and brought by threads; and
+    whatever can move moves between any two steps."""
+    twice = copy.copy(team)
+    twice.adapters = {f"{name}-{i}": path for i in (0, 1) for name, path in team.adapters.items()}
+    recorded = Recorded(
+        twice,
+        FixedModes(Mode.MIXED, "wide8-1"),
+        checkpoint=team.checkpoint,
+        scarce_memory=True,
+        background=True,
+        tensor_parallel=team.size,
+        sharding=tuple(f"{name}-1=slora" for name in team.adapters),
+        threads=1,
+    )
+    moved = shuffled(recorded)
+    cases = [(name and f"{name}-{i}", prompt) for i in (0, 1) for name, prompt in team.cases]
+    answers = recorded.answer(cases, NUM_TOKENS)
+    stats = recorded.engine.stats()
+    recorded.engine.close()
+    assert stats.num_adapter_loads >= len(twice.adapters) > stats.num_resident_adapters
+    assert sum(moved) > len(moved)
+    for (tokens, logits), (want_tokens, want_logits) in zip(answers, 2 * team.answers, strict=True):
+        assert tokens == want_tokens
+        assert float((logits - want_logits).abs().max()) < TOLERANCE
+
+
+def test_a_head_reads_what_one_rank_would_show_it(team: Team) -> None:
+    """The head's rows are two of the output head's, so the oracle's logits say what it must answer."""
+    case = next(case for case, (adapter, _) in enumerate(team.cases) if adapter == "wide8")
+    prompt, (_, logits) = team.cases[case][1], team.answers[case]
+    for mode in (Mode.UNMERGED, Mode.MERGED):
+        team.recorded.engine._scheduler._policy = FixedModes(mode, "wide8" if mode is Mode.MERGED else None)
+        outputs = team.recorded.local.run(
+            [Request(request_id="h", prompt_ids=prompt.prompt_ids, vision=prompt.vision, adapter="wide8", head="kind")]
+        )
+        answer = outputs["h"][-1].head
+        assert answer is not None
+        wanted = logits[0, list(HEAD_ROWS)].softmax(0)
+        torch.testing.assert_close(torch.tensor(answer.scores), wanted, atol=TOLERANCE, rtol=0)

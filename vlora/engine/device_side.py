@@ -1,0 +1,128 @@
+"""What every rank of a replica has: its weights, its arena, the adapters in it, and what runs a batch on them. Rank 0
+also decides; that is `Engine`."""
+
+from __future__ import annotations
+
+import dataclasses
+import platform
+from concurrent.futures import Executor
+from typing import Any
+
+import torch
+import transformers
+
+from vlora.config import EngineConfig
+from vlora.engine.limits import Limits, compute_limits, shadow_fits
+from vlora.engine.switching import originals_if_in_place
+from vlora.memory.arena import Arena
+from vlora.memory.residency import Appointed, Residency
+from vlora.memory.transfer import make_transfer
+from vlora.models.bank import AdapterBank, OtherRanks
+from vlora.models.in_place import InPlaceSwitcher
+from vlora.models.originals import Originals
+from vlora.models.runner import ModelRunner
+from vlora.models.seam import Seam
+from vlora.models.shadow import ShadowSwitcher
+from vlora.models.sharding import fingerprint
+from vlora.models.slabs import WeightSlabs
+from vlora.models.switcher import ModeSwitcher
+from vlora.models.vision import VisionEncoder
+from vlora.parallel import Group
+from vlora.parallel.choice import Costs, measure
+
+
+def set_threads(config: EngineConfig) -> None:
+    """As configured, or torch's choice; ranks on a CPU share that."""
+    if config.threads is not None:
+        torch.set_num_threads(config.threads)
+    elif config.tensor_parallel > 1:
+        torch.set_num_threads(max(1, torch.get_num_threads() // config.tensor_parallel))
+
+
+def facts_of(config: EngineConfig, model: Any) -> dict[str, str]:
+    """What must be the same on every rank, by name."""
+    return {
+        "Python": platform.python_version(),
+        "torch": str(torch.__version__),
+        "transformers": transformers.__version__,
+        "model": config.model,
+        "weights": fingerprint(model),
+    }
+
+
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """A loaded model with its weights in slabs, and the memory there is besides. Alike on all ranks, but for values.
+
+    originals: None where merged weights are kept as a shadow copy. costs: of talking to the other ranks; None on one.
+    """
+
+    seam: Seam
+    slabs: WeightSlabs
+    originals: Originals | None
+    limits: Limits
+    arena: Arena
+    costs: Costs | None
+
+
+def lay_out(config: EngineConfig, seam: Seam, group: Group | None, *, loaded: bool) -> Layout:
+    """Put the weights into slabs, and agree with the other ranks on what memory allows. Raises BadConfig.
+
+    loaded: the weights came from config.model's files.
+    """
+    slabs = WeightSlabs(seam.language_linears)
+    fits = _least(group, shadow_fits(config, seam, slabs.num_bytes))
+    originals = originals_if_in_place(config, slabs, fits=bool(fits), loaded=loaded and group is None)
+    limits = compute_limits(config, seam, slabs.num_bytes if originals is None else 0)
+    limits = dataclasses.replace(limits, num_pages=_least(group, limits.num_pages))
+    arena = Arena(limits.num_pages, seam.device)
+    costs = None if group is None else measure(group, config.max_batch_size, seam.dtype, seam.device)
+    return Layout(seam, slabs, originals, limits, arena, costs)
+
+
+def _least(group: Group | None, value: int) -> int:
+    return value if group is None else group.smallest([value], "start")[0]
+
+
+class DeviceSide:
+    """Built from a layout: the arena, the bank, the switcher, the image encoder, the runner."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        layout: Layout,
+        residency: Residency | Appointed,
+        *,
+        executor: Executor | None = None,
+        group: Group | None = None,
+        others: OtherRanks | None = None,
+    ) -> None:
+        """executor: brings adapters into the arena; None makes a thread."""
+        seam, slabs, arena = layout.seam, layout.slabs, layout.arena
+        self.bank = AdapterBank(
+            arena,
+            residency,
+            make_transfer(seam.device, executor),
+            seam.language_linears,
+            seam.vision_linears,
+            slabs.order,
+            others,
+        )
+        self.bank.compile_ahead()
+        self.switcher: ModeSwitcher
+        if layout.originals is None:
+            self.switcher = ShadowSwitcher(slabs, self.bank)
+        else:
+            on_gpu = seam.device.type == "cuda"
+            self.switcher = InPlaceSwitcher(slabs, self.bank, layout.originals, subtracting=on_gpu)
+        self.vision = VisionEncoder(seam, config.vision_cache_bytes)
+        self.runner = ModelRunner(
+            seam,
+            arena,
+            self.bank,
+            self.switcher,
+            self.vision,
+            block_size=config.block_size,
+            block_pages=layout.limits.block_pages,
+            group=group,
+        )

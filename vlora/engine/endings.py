@@ -1,0 +1,12 @@
+"""How a process ended, in words."""
+
+from __future__ import annotations
+
+import signal
+
+
+def how_it_ended(code: int) -> str:
+    """code: the process's return code, negative for a signal."""
+    if code < 0:
+        return f"was killed by {signal.Signals(-code).name}"
+    return f"ended with exit code {code}"

@@ -1,0 +1,166 @@
+"""The main of a rank other than 0: the same model, cut differently, that runs what rank 0 decides."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import sys
+import threading
+import traceback
+from concurrent.futures import Future, ThreadPoolExecutor
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+from transformers.utils import logging
+
+import atmm
+from vlora.adapters import HostAdapter
+from vlora.adapters.host import load_adapter
+from vlora.adapters.peft_format import read_header
+from vlora.engine import orders
+from vlora.engine.device_side import DeviceSide, facts_of, lay_out, set_threads
+from vlora.errors import BadAdapter, EngineDead, VLoraError
+from vlora.memory.books import Run
+from vlora.memory.residency import Appointed
+from vlora.memory.transfer import Inline
+from vlora.models.loading import load_model
+from vlora.models.seam import Seam
+from vlora.models.sharding import shard
+from vlora.parallel import Group
+from vlora.types import ErrorValue
+
+_STDOUT, _STDERR = 1, 2
+
+
+def main(link: Connection) -> None:
+    """Run as a rank, in a process of its own.
+
+    link: to rank 0; when its other end closes, rank 0 is gone and this process ends, whatever it is doing.
+    """
+    os.dup2(_STDERR, _STDOUT)  # stdout belongs to the command's results
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)  # rank 0 says when it is over
+    logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    words = Words(link)
+    try:
+        start = orders.decode_start(link.recv_bytes())
+    except EOFError:
+        return  # rank 0 was gone before it could say anything
+    threading.Thread(target=_end_with, args=(link,), daemon=True).start()
+    try:
+        Follower(start, words).loop()
+    except VLoraError as error:
+        words.say(orders.Failed(ErrorValue.of(error)))
+    except Exception as error:
+        traceback.print_exc()
+        words.say(orders.Failed(ErrorValue.of(EngineDead(f"{type(error).__name__}: {error}"))))
+    sys.stderr.flush()
+    os._exit(1)
+
+
+def _end_with(link: Connection) -> None:
+    """Rank 0 says nothing more over the pipe, so whatever can be read of it is its end."""
+    with contextlib.suppress(EOFError, OSError):
+        link.recv_bytes()
+    os._exit(0)
+
+
+class Words:
+    """What this rank says to rank 0, from any thread."""
+
+    def __init__(self, link: Connection) -> None:
+        self._link = link
+        self._lock = threading.Lock()
+
+    def say(self, word: orders.Word) -> None:
+        with self._lock, contextlib.suppress(OSError):  # of a rank 0 that is gone nobody need be told
+            self._link.send_bytes(orders.encode(word))
+
+
+class Follower:
+    """Obeys rank 0's orders, one message after the other."""
+
+    def __init__(self, start: orders.Start, words: Words) -> None:
+        """Raises what building an engine raises."""
+        config = start.config
+        set_threads(config)
+        atmm.load_kernels()
+        model = load_model(config, start.rank)
+        words.say(orders.Loaded(facts_of(config, model)))
+        seam = Seam(model)
+        self._group = Group(start.folder, start.rank, config.tensor_parallel, seam.device)
+        shard(seam, self._group)
+        layout = lay_out(config, seam, self._group, loaded=True)
+        self._dtype, self._hidden_size = seam.dtype, seam.hidden_size
+        self._arena = layout.arena
+        self._appointed = Appointed()
+        self._side = DeviceSide(config, layout, self._appointed, executor=Inline(), group=self._group)
+        self._sites = self._side.bank.sites
+        self._words = words
+        self._reader = ThreadPoolExecutor(1, thread_name_prefix="vlora-read")
+        self._known: dict[str, HostAdapter] = {}
+        self._coming: dict[str, tuple[orders.Bring, Future[HostAdapter]]] = {}
+
+    def loop(self) -> None:
+        """Until rank 0 is gone, or something goes wrong here: raises it."""
+        while True:
+            for order in orders.decode_orders(self._group.receive()):
+                self._obey(order)
+
+    def _obey(self, order: orders.Order) -> None:
+        side = self._side
+        match order:
+            case orders.Run():
+                self._settle()
+                side.runner.run(order.batch)
+            case orders.Sampled():
+                side.runner.take_tokens(order.tokens)
+            case orders.Add():
+                side.runner.add(order.request, order.vision_key)
+            case orders.Release():
+                side.runner.release(order.request_id)
+            case orders.Bring():
+                self._bring(order)
+            case orders.Copy():
+                self._settle()  # what is copied may have been read only now
+                self._arena.copy(order.first_page, order.target, order.num_pages)
+            case orders.Move():
+                self._appointed.appoint(order.key, Run(order.first_page, order.num_pages))
+                side.bank.follow(order.key)
+            case orders.Drop():
+                self._coming.pop(order.key, None)
+                side.switcher.forget(order.key)
+                side.bank.drop(order.key)
+            case orders.Forget():
+                self._known.pop(order.key, None)
+                side.vision.forget(order.key)
+
+    def _bring(self, order: orders.Bring) -> None:
+        read = self._reader.submit(self._read, order)
+        self._coming[order.key] = (order, read)
+        read.add_done_callback(lambda done: self._tell(order.key, done))
+
+    def _tell(self, key: str, read: Future[HostAdapter]) -> None:
+        error = read.exception()
+        if error is not None and not isinstance(error, VLoraError):
+            error = BadAdapter(f"it could not be read: {type(error).__name__}: {error}")
+        self._words.say(orders.Brought(key, None if error is None else ErrorValue.of(error)))
+
+    def _read(self, order: orders.Bring) -> HostAdapter:
+        """Raises BadAdapter, also where the files are not those that rank 0 has read."""
+        if order.key in self._known:
+            return self._known[order.key]
+        header = read_header(Path(order.path), self._sites, self._hidden_size, order.way)
+        adapter = load_adapter(order.key, header, self._dtype, lambda _: 1.0)
+        if adapter.version != order.version:
+            raise BadAdapter(f"{order.path}: the files changed while they were read; load the adapter again")
+        return adapter
+
+    def _settle(self) -> None:
+        """Take in what was read. Rank 0 uses an adapter only when every rank has said that it has read it."""
+        for key in [key for key, (_, read) in self._coming.items() if read.done() and read.exception() is None]:
+            order, read = self._coming.pop(key)
+            self._known[key] = read.result()
+            self._appointed.appoint(key, Run(order.first_page, order.num_pages))
+            self._side.bank.bring(read.result())

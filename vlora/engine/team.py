@@ -1,0 +1,257 @@
+"""Rank 0's side of tensor parallelism: it starts the other ranks, tells them what it does, and notices their end.
+
+No rank can go on without the others, and none can know what the others have done when a step broke. So whatever goes
+wrong inside a step, and the end of any rank, is the end of the replica: `EngineDead`, with the cause.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import os
+import shutil
+import tempfile
+import threading
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, InvalidStateError
+from multiprocessing import Pipe, get_context
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
+
+import torch
+
+from vlora.adapters import Registration
+from vlora.config import EngineConfig
+from vlora.engine import follower, orders
+from vlora.engine.endings import how_it_ended
+from vlora.errors import BadConfig, EngineDead, StepFailed, VLoraError
+from vlora.memory.arena import Arena
+from vlora.memory.books import Run
+from vlora.models.grammar import Cursor
+from vlora.models.runner import ModelRunner
+from vlora.parallel import Group
+from vlora.types import Batch, ErrorValue, Request, StepResult
+
+_LAST_WORDS_S = 0.5  # why a step broke may be heard from another rank a little later
+_STOP_S = 2.0
+
+
+class Team:
+    """The other ranks of this process's replica. Also the bank's `OtherRanks`.
+
+    Threads listen to the ranks; everything else is for the engine's own thread.
+    """
+
+    def __init__(self, config: EngineConfig) -> None:
+        """Start the other ranks; they load their models while this process loads its own."""
+        atexit.register(self.close)  # multiprocessing would wait for ranks that nobody has told
+        self._folder = tempfile.mkdtemp(prefix="vlora-ranks-")
+        self._size = config.tensor_parallel
+        self._heard = threading.Condition()
+        self._facts: dict[int, dict[str, str]] = {}
+        self._awaited: dict[str, tuple[Future[None], set[int]]] = {}
+        self._loss: VLoraError | None = None
+        self._closing = False
+        self._alarm, self._bell = os.pipe()
+        self._links: list[Connection] = []
+        self._processes: list[BaseProcess] = []
+        self._threads: list[threading.Thread] = []
+        self._pending: list[orders.Order] = []
+        self._group: Group | None = None
+        self._registration_of: Callable[[str], Registration] | None = None
+        # Processes forked from one that has imported everything start at once, and share what they imported.
+        context = get_context("forkserver")
+        context.set_forkserver_preload([follower.__name__])
+        for rank in range(1, self._size):
+            here, there = Pipe()
+            process = context.Process(target=follower.main, args=(there,), name=f"vlora-rank-{rank}", daemon=True)
+            process.start()
+            there.close()
+            self._links.append(here)
+            self._processes.append(process)
+            with contextlib.suppress(OSError):  # one that is gone already is noticed by its thread
+                here.send_bytes(orders.encode(orders.Start(config, rank, self._folder)))
+            thread = threading.Thread(target=self._listen, args=(rank, here, process), daemon=True)
+            thread.start()
+            self._threads.append(thread)
+
+    def meet(self, facts: Mapping[str, str], device: torch.device) -> Group:
+        """Wait until all ranks have loaded, and join them. Raises BadConfig for ranks that do not fit together, and
+        what a rank that failed has said."""
+        with self._heard:
+            self._heard.wait_for(lambda: self._loss is not None or len(self._facts) == self._size - 1)
+            if self._loss is not None:
+                raise self._loss
+        for rank, others in sorted(self._facts.items()):
+            for name, value in facts.items():
+                if others.get(name) != value:
+                    raise BadConfig(
+                        f"rank {rank} has {name} {others.get(name)} and rank 0 has {value}; ranks need the same"
+                    )
+        self._group = Group(self._folder, 0, self._size, device)
+        return self._group
+
+    def begin(self, runner: ModelRunner) -> LeadRunner:
+        """Everything is laid out on all ranks; runner: this one's."""
+        shutil.rmtree(self._folder)  # where they met; nobody else is to come
+        return LeadRunner(self, runner)
+
+    @property
+    def alarm(self) -> int:
+        """A file descriptor that can be read once a rank is gone."""
+        return self._alarm
+
+    def check(self) -> None:
+        """Raises EngineDead once a rank is gone."""
+        if self._loss is not None:
+            raise EngineDead(str(self._loss))
+
+    def why(self, error: Exception) -> VLoraError:
+        """Why something broke here: what another rank has said of its end, if it has, else `error`."""
+        with self._heard:
+            self._heard.wait_for(lambda: self._loss is not None, _LAST_WORDS_S)
+        return self._loss or EngineDead(f"{type(error).__name__}: {error}")
+
+    def close(self) -> None:
+        """End all ranks."""
+        atexit.unregister(self.close)
+        self._closing = True
+        for link, process, thread in zip(self._links, self._processes, self._threads, strict=True):
+            with contextlib.suppress(OSError):
+                link.send_bytes(b"")  # the rank ends when it can read anything
+            thread.join(_STOP_S)
+            process.kill()
+            thread.join()
+            link.close()
+        shutil.rmtree(self._folder, ignore_errors=True)
+        os.close(self._bell)
+        os.close(self._alarm)
+
+    # -- orders -------------------------------------------------------------------------------------------------------
+
+    def tell(self, order: orders.Order) -> None:
+        """An order that has time until the next step."""
+        self._pending.append(order)
+
+    def run(self, batch: Batch) -> None:
+        """Have the other ranks run a step beside this one."""
+        self._pending.append(orders.Run(batch))
+        self._send()
+
+    def bringing(self, registration_of: Callable[[str], Registration]) -> Team:
+        """registration_of: what is known of a key that is to be brought."""
+        self._registration_of = registration_of
+        return self
+
+    def bring(self, key: str, run: Run) -> Future[None]:
+        """See OtherRanks. Sent at once: reading takes time."""
+        assert self._registration_of is not None
+        registration = self._registration_of(key)
+        assert registration.adapter is not None
+        brought: Future[None] = Future()
+        with self._heard:
+            self._awaited[key] = (brought, set(range(1, self._size)))
+        path, version = str(registration.header.path), registration.adapter.version
+        self._pending.append(orders.Bring(key, path, version, registration.way, run.first_page, run.num_pages))
+        self._send()
+        return brought
+
+    def copying(self, arena: Arena) -> Callable[[int, int, int], None]:
+        """`arena.copy`, on all ranks."""
+
+        def copy(first_page: int, target: int, num_pages: int) -> None:
+            arena.copy(first_page, target, num_pages)
+            self.tell(orders.Copy(first_page, target, num_pages))
+
+        return copy
+
+    def move(self, key: str, run: Run) -> None:
+        """See OtherRanks."""
+        self.tell(orders.Move(key, run.first_page, run.num_pages))
+
+    def drop(self, key: str) -> None:
+        """See OtherRanks."""
+        with self._heard:
+            self._awaited.pop(key, None)
+        self.tell(orders.Drop(key))
+
+    def _send(self) -> None:
+        self.check()
+        assert self._group is not None
+        pending, self._pending = self._pending, []
+        try:
+            self._group.send(orders.encode(pending))
+        except RuntimeError as error:
+            raise EngineDead(str(self.why(error))) from error
+
+    # -- threads ------------------------------------------------------------------------------------------------------
+
+    def _listen(self, rank: int, link: Connection, process: BaseProcess) -> None:
+        last_words: VLoraError | None = None
+        with contextlib.suppress(EOFError, OSError):
+            while True:
+                match orders.decode_word(link.recv_bytes()):
+                    case orders.Loaded(facts):
+                        with self._heard:
+                            self._facts[rank] = facts
+                            self._heard.notify_all()
+                    case orders.Brought(key, error):
+                        self._brought(rank, key, error)
+                    case orders.Failed(error):
+                        last_words = error.to_exception()
+        process.join()
+        if not self._closing:
+            self._lost(last_words or EngineDead(f"rank {rank} {how_it_ended(process.exitcode or 0)}"))
+
+    def _brought(self, rank: int, key: str, error: ErrorValue | None) -> None:
+        with self._heard:
+            brought, missing = self._awaited.get(key, (None, set()))
+            missing.discard(rank)
+            if brought is None or (missing and error is None):
+                return
+            del self._awaited[key]
+        with contextlib.suppress(InvalidStateError):
+            if error is None:
+                brought.set_result(None)
+            else:
+                brought.set_exception(StepFailed(f"rank {rank}: {error.message}"))
+
+    def _lost(self, loss: VLoraError) -> None:
+        with self._heard:
+            self._loss = self._loss or loss
+            awaited, self._awaited = self._awaited, {}
+            self._heard.notify_all()
+        for brought, _ in awaited.values():
+            with contextlib.suppress(InvalidStateError):
+                brought.set_exception(EngineDead(str(loss)))
+        with contextlib.suppress(OSError):
+            os.write(self._bell, b"!")
+
+
+class LeadRunner:
+    """Rank 0's `ModelRunner`, with the others told of everything it does."""
+
+    def __init__(self, team: Team, runner: ModelRunner) -> None:
+        self._team = team
+        self._runner = runner
+
+    def add(self, request: Request, vision_key: str | None) -> None:
+        self._runner.add(request, vision_key)
+        self._team.tell(orders.Add(request, vision_key))
+
+    def begin_grammar(self, request_id: str, cursor: Cursor) -> None:
+        self._runner.begin_grammar(request_id, cursor)  # only who samples needs it
+
+    def release(self, request_id: str) -> None:
+        self._runner.release(request_id)
+        self._team.tell(orders.Release(request_id))
+
+    def run(self, batch: Batch) -> StepResult:
+        """One step on all ranks. Raises EngineDead for whatever goes wrong in it."""
+        self._team.run(batch)
+        try:
+            result = self._runner.run(batch)
+        except (StepFailed, RuntimeError) as error:
+            raise EngineDead(str(self._team.why(error))) from error
+        self._team.tell(orders.Sampled(result.tokens))
+        return result

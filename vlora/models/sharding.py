@@ -1,0 +1,87 @@
+"""One rank's part of the unmodified language model, cut in place; vision tower, embeddings and output head stay whole.
+
+The models' attention takes its number of heads from the width of q, k and v, so cutting these is all it needs.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from vlora.models.adapted import AdaptedLinear
+from vlora.models.bank import shared_inputs
+from vlora.models.product import linear
+from vlora.models.seam import Seam
+from vlora.models.split_sites import ReducedLayer, gathered
+from vlora.parallel import Group, ShardPlan
+
+_SAMPLE = 64  # values of each tensor that a fingerprint reads
+
+
+class RowParallelLinear(AdaptedLinear):
+    """A layer whose inputs are split over ranks: what it and its adapters add up to is summed over ranks, in one
+    all-reduce."""
+
+    group: Group
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        num_rows = input.numel() // self.in_features
+        plan = self.scope.plan_for(num_rows)
+        y = linear(input, self.weight, None)
+        if plan is not None:
+            self.add_deltas(y.view(num_rows, self.out_features), input.reshape(num_rows, self.in_features), plan)
+        y = self.group.all_reduce(y, "base")
+        return y if self.bias is None else y + self.bias
+
+
+def plan_of(model_config: Any, rank: int, size: int) -> ShardPlan:
+    """A rank's part of a model, by its transformers config. Raises BadConfig when it cannot be cut so."""
+    text = model_config.text_config
+    heads = text.num_attention_heads
+    return ShardPlan(
+        rank=rank,
+        size=size,
+        num_heads=heads,
+        num_kv_heads=text.num_key_value_heads,
+        head_dim=getattr(text, "head_dim", None) or text.hidden_size // heads,
+        intermediate_size=text.intermediate_size,
+    )
+
+
+def shard(seam: Seam, group: Group) -> None:
+    """Keep this rank's part of every linear layer of the language model. Raises BadConfig."""
+    plan = plan_of(seam.config, group.rank, group.size)
+    for name, layer in seam.language_linears.items():
+        part = plan.shard(name, layer.in_features, layer.out_features)
+        layer.weight.data = layer.weight.data[part.outputs.slice, part.inputs.slice].clone()
+        if layer.bias is not None and part.by_columns:
+            layer.bias.data = layer.bias.data[part.outputs.slice].clone()
+        layer.in_features, layer.out_features = part.inputs.size, part.outputs.size
+        layer.shard = part
+        layer.site.d_in, layer.site.d_out = layer.in_features, layer.out_features
+        if part.by_rows:
+            layer.__class__ = RowParallelLinear
+            summed: RowParallelLinear = layer  # type: ignore[assignment]
+            summed.group = group
+            layer.others["reduced", group.size] = ReducedLayer(group)
+    _gather_together(seam.language_linears, group)
+    seam.num_kv_heads = plan.kv_heads
+
+
+def _gather_together(linears: Mapping[str, AdaptedLinear], group: Group) -> None:
+    for names in shared_inputs(linears):
+        layers = [linears[name] for name in names if linears[name].shard.by_columns]
+        for layer, place in zip(layers, gathered(group, len(layers)), strict=True):
+            layer.others["gathered", group.size] = place
+
+
+def fingerprint(model: Any) -> str:
+    """Of names, shapes and a sample of the weights: differs where two ranks loaded different models."""
+    digest = hashlib.blake2b(digest_size=16)
+    for name, tensor in model.state_dict().items():
+        digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode())
+        digest.update(tensor.flatten()[:_SAMPLE].contiguous().view(torch.uint8).cpu().numpy().tobytes())
+    return digest.hexdigest()
