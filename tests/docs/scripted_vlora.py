@@ -1,21 +1,23 @@
 """The `vlora` command with a scripted engine, and with fusing that writes at once what a fusion would:
-`python -m tests.docs.scripted_vlora ...`."""
+`python -m tests.docs.scripted_vlora ...`.
+
+As in the real one, a command imports what it needs: guides run dozens of them, and torch takes seconds each time.
+"""
 
 from __future__ import annotations
 
 import functools
+import sys
 from pathlib import Path
 
-import tests.server.light  # noqa: F401
 import vlora.cli
-import vlora.server.supervise
-from tests.server.scripted import ENGINE_COMMAND, ByteProcessor, write_adapter
 
 
-def fuse(plan: Path, out: Path, device: str) -> None:
+def fuse(plan: Path, out: Path, **options: object) -> None:
     """The demonstration plan's adapter, some test pictures and its video."""
     from tests.apps.test_video_analytics import write_video
     from tests.server.running import png
+    from tests.server.scripted import write_adapter
 
     write_adapter(out / "adapters" / "digits-photos-signs-actions", {"digits": 1, "signs": 1, "actions": 4})
     for folder in ("signs", "actions"):
@@ -25,11 +27,20 @@ def fuse(plan: Path, out: Path, device: str) -> None:
     write_video(out / "test" / "actions" / "stream.mp4", [20, 230, 20])
 
 
-if __name__ == "__main__":
-    vlora.cli.cli.commands["fuse"].callback = fuse
+def script_serving() -> None:
+    import tests.server.light  # noqa: F401
+    import vlora.server.supervise
+    from tests.server.scripted import ENGINE_COMMAND, ByteProcessor
+
     vlora.server.supervise.serve = functools.partial(  # type: ignore[assignment]
         vlora.server.supervise.serve,
         engine_command=ENGINE_COMMAND,
         load_processor=lambda model: ByteProcessor(),  # type: ignore[arg-type,return-value]
     )
+
+
+if __name__ == "__main__":
+    vlora.cli.cli.commands["fuse"].callback = fuse
+    if "serve" in sys.argv:
+        script_serving()
     vlora.cli.main()

@@ -64,7 +64,7 @@ def test_every_snippet_runs(folder: Path) -> None:
         "PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}",
     }
     done = subprocess.run(
-        ["bash", "-c", script(text) + "\n"], cwd=folder, env=environment, capture_output=True, text=True, timeout=120
+        ["bash", "-c", script(text) + "\n"], cwd=folder, env=environment, capture_output=True, text=True, timeout=280
     )
     log = (folder / "serve.log").read_text()
     assert done.returncode == 0, f"{done.stderr}\n{done.stdout}\n{log}"
