@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import math
 from collections.abc import Sequence
 
 import pytest
@@ -9,6 +11,7 @@ import pytest
 from tests.orchestrator.simulation import EOS, Machine, Simulation, Speed, make_request, token_at
 from vlora.errors import PromptTooLong
 from vlora.orchestrator import Candidate, Decision, PolicyState
+from vlora.orchestrator.tracked import Tracked
 from vlora.types import Batch, ErrorValue, MemoryView, Mode, RequestOutput
 
 NOTHING = MemoryView(resident=frozenset(), mergeable=frozenset())
@@ -164,6 +167,20 @@ def test_an_answer_that_comes_too_late_is_no_answer() -> None:
         simulation.run()
         output = last(simulation, "head")
         assert output.finish_reason == reason and (output.head is None) == (reason == "error")
+
+
+def test_a_request_that_has_ended_is_let_go_whatever_its_bound() -> None:
+    def num_held() -> int:
+        gc.collect()
+        return sum(type(each) is Tracked for each in gc.get_objects())
+
+    simulation, before = box(), num_held()
+    for round_ in range(20):
+        simulation.add(
+            *(make_request(f"{round_}-{i}", max_tokens=1, max_latency_s=bound) for i, bound in enumerate((1e6, math.inf)))
+        )
+        simulation.run()
+    assert num_held() - before <= 8
 
 
 def test_deadlines_pass_for_requests_whose_adapter_never_comes() -> None:

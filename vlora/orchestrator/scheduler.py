@@ -39,6 +39,7 @@ from vlora.types import (
 )
 
 _MORE_ADAPTERS = 1 / 256  # a step: adapters differ in size, and some are unloaded
+_FEW_ENDED = 8  # requests, whose pictures are still held for the sake of their bounds
 
 
 class Scheduler:
@@ -511,6 +512,10 @@ class Scheduler:
             self._num_of[tracked.adapter] -= 1
             if not self._num_of[tracked.adapter]:
                 del self._num_of[tracked.adapter]
+        if len(self._bounds) > 2 * (len(self._tracked) + len(self._admission)) + _FEW_ENDED:
+            # A bound may be hours ahead, and its request holds pictures.
+            self._bounds = [bound for bound in self._bounds if self._find(bound[2].request_id) is bound[2]]
+            heapq.heapify(self._bounds)
 
     def _find(self, request_id: str) -> Tracked | None:
         return self._tracked.get(request_id) or self._admission.get(request_id)
