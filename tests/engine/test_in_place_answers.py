@@ -14,6 +14,7 @@ from tests.families import build_model
 from tests.harness import FixedModes, run_engine
 from vlora.config import EngineConfig
 from vlora.engine import LocalEngine
+from vlora.engine.engine import Engine
 from vlora.errors import BadConfig
 from vlora.models.in_place import MAX_DRIFT, InPlaceSwitcher
 from vlora.models.originals import CheckpointOriginals, CopiedOriginals
@@ -137,14 +138,19 @@ def request_of(saved: Saved, case: int, request_id: str = "r") -> Request:
     )
 
 
+def merged_while_answering(engine: Engine, saved: Saved) -> str:
+    """Steps until a request's adapter is in the weights: reading and bringing it takes as many as it takes."""
+    engine.add(request_of(saved, CASES.index(("wide8", 1))))
+    while engine._switcher.merged_key is None:
+        assert engine.has_work
+        engine.step()
+    return engine._switcher.merged_key
+
+
 def test_an_adapter_that_is_unloaded_while_merged_leaves_the_base_weights(saved: Saved, subtracting: bool) -> None:
     engine = engine_of(saved, switching="in_place").engine
     before = [linear.weight.clone() for linear in engine._slabs.linears.values()]
-    engine.add(request_of(saved, CASES.index(("wide8", 1))))
-    for _ in range(3):
-        engine.step()
-    merged = engine._switcher.merged_key
-    assert merged is not None and merged.startswith("wide8@")
+    assert merged_while_answering(engine, saved).startswith("wide8@")
     assert not all(torch.equal(a.weight, b) for a, b in zip(engine._slabs.linears.values(), before, strict=True))
     engine.unload_adapter("wide8")
     assert engine._switcher.merged_key is None
@@ -154,10 +160,7 @@ def test_an_adapter_that_is_unloaded_while_merged_leaves_the_base_weights(saved:
 def test_fidelity_is_measured_against_the_base_weights_whatever_is_merged(saved: Saved, subtracting: bool) -> None:
     engine = engine_of(saved, switching="in_place", dtype="bfloat16").engine
     (before,) = [status for status in engine.adapters() if status.name == "narrow4"]
-    engine.add(request_of(saved, CASES.index(("wide8", 1))))
-    for _ in range(3):
-        engine.step()
-    assert engine._switcher.merged_key is not None
+    merged_while_answering(engine, saved)
     after = engine.load_adapter("again", saved.reference.adapters["narrow4"])
     assert after.merge_fidelity == before.merge_fidelity
 

@@ -192,11 +192,11 @@ def test_an_engine_that_was_started_anew_counts_from_one() -> None:
 @pytest.mark.parametrize(
     "image",
     [
-        png(200, (1, 1)),
-        png(200, (4000, 30)),
-        png(200, (30, 2000)),
-        png(90, kind="TIFF", mode="CMYK"),
-        RawImage(bytes(12), 2, 2),
+        pytest.param(png(200, (1, 1)), id="one pixel"),
+        pytest.param(png(200, (4000, 30)), id="wide"),
+        pytest.param(png(200, (30, 2000)), id="high"),
+        pytest.param(png(90, kind="TIFF", mode="CMYK"), id="CMYK"),
+        pytest.param(RawImage(bytes(12), 2, 2), id="raw"),
     ],
 )
 def test_any_frame_that_was_answered_can_be_drawn(image: bytes | RawImage) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import datetime
 import functools
 import re
 from collections.abc import Callable, Coroutine, Sequence
@@ -289,7 +290,8 @@ async def test_streams_belong_to_their_token_and_expire_without_a_connection() -
             streams.use(first, owner, "connection 3")
     await send(streams.use(first, mine, "connection 1"), b"a")
     streams.leave("connection 1")
-    streams.use(first, mine, "connection 4")
+    renewed = Token(name="a", secret="another" * 4, expires=datetime.datetime(2099, 1, 1, tzinfo=datetime.UTC))
+    streams.use(first, renewed, "connection 4")
     await asyncio.sleep(0.1)
     assert len(streams) == 2 and head.cancelled == 0
     streams.leave("connection 4")

@@ -61,9 +61,11 @@ def children(pid: int) -> list[int]:
 def test_ready_line_then_a_signal_drains_and_ends_with_code_0(tmp_path: Path, number: int) -> None:
     adapters = [f"{name}={write_adapter(tmp_path / name)}" for name in ("signs", "cam")]
     text = "under way " * 40
-    with serving("scripted", "20", *adapters) as (process, client, line):
+    with serving("scripted", "60", *adapters) as (process, client, line):
         assert line.endswith("| model scripted | adapters: cam, signs\n")
         (engine,) = children(process.pid)
+        holding = client.stream("forever", max_tokens=90_000)  # for as long as it takes to hear that it drains
+        next(holding)
         stream = client.stream("say:" + text, max_tokens=2000)
         first = next(stream)
         process.send_signal(number)
@@ -72,7 +74,8 @@ def test_ready_line_then_a_signal_drains_and_ends_with_code_0(tmp_path: Path, nu
             while True:
                 client.generate("say:late")
         assert first + "".join(stream) == text
-        assert process.wait(10) == 0
+        holding.close()
+        assert process.wait(30) == 0
         assert process.stderr is not None and process.stderr.read() == ""
         assert not Path(f"/proc/{engine}").exists()
 
@@ -91,7 +94,7 @@ def test_requests_that_do_not_end_are_cut_off_and_told() -> None:
         thread.start()
         time.sleep(0.2)
         process.send_signal(signal.SIGTERM)
-        assert process.wait(5) == 0
+        assert process.wait(30) == 0
         thread.join(5)
         assert [type(error) for error in errors] == [Aborted]
 
@@ -104,7 +107,7 @@ def test_a_second_signal_does_not_wait() -> None:
         time.sleep(0.2)
         assert process.poll() is None
         process.send_signal(signal.SIGINT)
-        assert process.wait(5) == 0
+        assert process.wait(30) == 0
 
 
 def test_a_killed_engine_is_told_to_every_client_and_on_stderr_and_started_again() -> None:
@@ -116,11 +119,11 @@ def test_a_killed_engine_is_told_to_every_client_and_on_stderr_and_started_again
         os.kill(engine, signal.SIGKILL)
         with pytest.raises(EngineDead, match="the engine process was killed by SIGKILL"):
             list(stream)
-        assert time.monotonic() - died < 2
+        assert time.monotonic() - died < 20  # long before the request's own limit
         assert until_alive(client).num_restarts == 1
         assert client.generate("say:again").text == "again" and children(process.pid) != [engine]
         process.send_signal(signal.SIGTERM)
-        assert process.wait(5) == 0
+        assert process.wait(30) == 0
         assert process.stderr is not None
         assert process.stderr.read().splitlines() == [
             "warning: the engine process was killed by SIGKILL; it is being started again",
@@ -143,7 +146,7 @@ def test_a_server_that_is_stopped_while_it_has_no_engine_says_so() -> None:
         with pytest.raises(EngineDead, match="exit code 3"):
             client.generate("exit")
         process.send_signal(signal.SIGTERM)
-        assert process.wait(5) == 1
+        assert process.wait(30) == 1
         assert process.stderr is not None
         assert process.stderr.read().splitlines()[-1].startswith("error: the engine process ended with exit code 3")
 

@@ -17,11 +17,14 @@ _ID_BYTES = 16
 
 
 class WatchedStream(NamedTuple):
-    """A stream as who watches knows it. number: counts streams as they are opened; the id is its owner's secret."""
+    """A stream as who watches knows it. number: counts streams as they are opened; the id is its owner's secret.
+
+    owner: its token's name, which stays when the secret or the day it expires is changed.
+    """
 
     number: int
     stream: FrameStream
-    owner: Token | None
+    owner: str | None
     last_frame: LastFrame
 
 
@@ -32,7 +35,7 @@ class Streams:
         self._ask = ask
         self._metrics = metrics
         self._config = config
-        self._open: dict[str, tuple[FrameStream, Token | None]] = {}
+        self._open: dict[str, tuple[FrameStream, str | None]] = {}
         self._watched: dict[str, WatchedStream] = {}
         self._num_opened = 0
         self._users: dict[str, set[object]] = {}
@@ -51,9 +54,9 @@ class Streams:
                 f"{len(self._open)} streams are open, which is this server's limit; close some, or try again later"
             )
         stream_id = secrets.token_urlsafe(_ID_BYTES)
-        tenant = None if owner is None else owner.name
+        name = _name(owner)
         last = LastFrame(self._config)
-        self._open[stream_id] = FrameStream(self._ask, options, num_images, self._metrics, last.show, tenant), owner
+        self._open[stream_id] = FrameStream(self._ask, options, num_images, self._metrics, last.show, name), name
         self._num_opened += 1
         self._watched[stream_id] = WatchedStream(self._num_opened, *self._open[stream_id], last)
         self._metrics.streams(1)
@@ -63,7 +66,7 @@ class Streams:
     def use(self, stream_id: str, owner: Token | None, user: object) -> FrameStream:
         """The stream, which `user` keeps alive from now on. Raises UnknownStream, for somebody else's too."""
         stream, its_owner = self._open.get(stream_id, (None, None))
-        if stream is None or its_owner != owner:
+        if stream is None or its_owner != _name(owner):
             raise UnknownStream(
                 f"no stream {stream_id[:32]!r} is open; a stream is closed {self._config.stream_keep_s:g} s after its "
                 "connection broke, and when the server ends; open a new one"
@@ -99,3 +102,7 @@ class Streams:
     def close(self) -> None:
         for stream_id in tuple(self._open):
             self.discard(stream_id)
+
+
+def _name(owner: Token | None) -> str | None:
+    return None if owner is None else owner.name

@@ -83,14 +83,14 @@ def add_console(app: FastAPI, front_end: FrontEnd, model: str, access: Access) -
 
 def _may_see(caller: Token | None, stream: WatchedStream) -> bool:
     """An admin sees every stream, everybody else their own."""
-    return caller is None or caller.admin or stream.owner == caller
+    return caller is None or caller.admin or stream.owner == caller.name
 
 
 def _stream(watched: WatchedStream) -> dict[str, Any]:
     stream, last = watched.stream, watched.stream.last_result
     return {
         "number": watched.number,
-        "owner": None if watched.owner is None else watched.owner.name,
+        "owner": watched.owner,
         "adapter": stream.options.adapter,
         "head": stream.options.head,
         "fps": stream.options.fps,
