@@ -94,6 +94,11 @@ def bad_requests(prompt: Prompt) -> dict[str, tuple[Request, type[VLoraError], s
             BadRequest,
             "cannot be encoded",
         ),
+        "pixels left out": (
+            request(prompt, "x", vision=(msgspec.structs.replace(image, content_hash="n", fields={}),)),
+            BadRequest,
+            "cannot be encoded: KeyError",
+        ),
         "used request id": (request(prompt, "good"), BadRequest, "already in use"),
     }
 

@@ -492,6 +492,32 @@ def test_sixteen_grammars_are_kept_and_a_wrong_one_is_not_compiled_again() -> No
     assert compiled[-2:] == ["14", "trip"], "the one that was asked for longest ago made room"
 
 
+def test_a_grammar_that_nobody_waits_for_any_more_holds_up_no_other() -> None:
+    compiled: list[str] = []
+    gate = threading.Event()
+
+    class Compiler:
+        def compile(self, grammar: str) -> Grammar:
+            compiled.append(grammar)
+            assert gate.wait(60)
+            return Grammar(None, 1)
+
+    grammars = Grammars(Compiler())  # type: ignore[arg-type]
+    grammars.wait_for("first", "a")
+    for number in range(100):
+        grammars.wait_for(f"r{number}", str(number))
+        grammars.forget(f"r{number}")
+    for name, grammar in (("gone", "b"), ("there", "b"), ("again", "99")):
+        grammars.wait_for(name, grammar)
+    grammars.forget("gone")
+    gate.set()
+    told: dict[str, object] = {}
+    while len(told) < 3:
+        told |= dict(grammars.collect())
+    grammars.close()
+    assert told.keys() == {"first", "there", "again"} and compiled == ["a", "b", "99"]
+
+
 def test_a_cursor_is_its_answers_own(compiler: GrammarCompiler) -> None:
     grammar = compiler.compile(schema_grammar({"enum": ["aba", "12"]}))
     one, other = grammar.begin(), grammar.begin()

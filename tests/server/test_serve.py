@@ -92,10 +92,11 @@ def test_requests_that_do_not_end_are_cut_off_and_told() -> None:
 
         thread = threading.Thread(target=wait)
         thread.start()
-        time.sleep(0.2)
+        while not client.stats().num_running:
+            time.sleep(0.01)
         process.send_signal(signal.SIGTERM)
         assert process.wait(30) == 0
-        thread.join(5)
+        thread.join(30)
         assert [type(error) for error in errors] == [Aborted]
 
 
@@ -163,14 +164,14 @@ def test_a_server_that_is_stopped_while_it_has_no_engine_says_so() -> None:
 )
 def test_what_keeps_it_from_starting_is_one_line(args: list[str], message: str) -> None:
     process = launch(*args)
-    out, err = process.communicate(timeout=20)
+    out, err = process.communicate(timeout=120)
     assert process.returncode == 2 and out == ""
     assert err.startswith(message) and err.count("\n") == 1
 
 
 def test_ctrl_c_while_the_model_loads_ends_at_once() -> None:
     process = launch("slow", "1")
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while not children(process.pid) and time.monotonic() < deadline:
         time.sleep(0.05)
     (engine,) = children(process.pid)
@@ -189,7 +190,7 @@ def test_a_port_in_use_is_told_before_the_model_loads() -> None:
             f"config = ServerConfig(rpyc_port={taken.getsockname()[1]})\n"
             "asyncio.run(serve(EngineConfig(model='x'), config, {}, announce=print, engine_command=('false',)))"
         )
-        done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=20)
+        done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert "BadConfig: cannot listen on 127.0.0.1:" in done.stderr and "choose another --rpyc-port" in done.stderr
 
 
@@ -209,17 +210,17 @@ def test_http_is_served_beside_rpyc_when_it_is_asked_for() -> None:
     match = re.match(r"ready: rpyc \S+ \| http 127\.0\.0\.1:(\d+) \| model scripted", line)
     assert match, process.communicate()
     (engine,) = children(process.pid)
-    with urllib.request.urlopen(f"http://127.0.0.1:{match[1]}/health", timeout=5) as response:
+    with urllib.request.urlopen(f"http://127.0.0.1:{match[1]}/health", timeout=30) as response:
         assert json.load(response) == {"status": "ok", "model": "scripted"}
     os.kill(engine, signal.SIGKILL)
     seen: list[int] = []
     while seen[-1:] != [200] or 503 not in seen:
         try:
-            with urllib.request.urlopen(f"http://127.0.0.1:{match[1]}/health", timeout=5) as response:
+            with urllib.request.urlopen(f"http://127.0.0.1:{match[1]}/health", timeout=30) as response:
                 seen.append(response.status)
         except urllib.error.HTTPError as error:
             seen.append(error.code)
             assert json.load(error)["error"]["code"] == "engine_dead"
         time.sleep(0.02)
     process.send_signal(signal.SIGTERM)
-    process.communicate(timeout=10)
+    process.communicate(timeout=60)

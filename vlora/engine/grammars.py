@@ -29,7 +29,7 @@ class Grammars:
 
     def wait_for(self, request_id: str, grammar: str) -> None:
         """`collect` will tell this request's grammar, or what is wrong with it."""
-        if grammar not in self._known:
+        if grammar not in self._known or self._known[grammar].cancelled():
             self._known[grammar] = self._executor.submit(self._compiler.compile, grammar)
             if len(self._known) > _MOST_KEPT:
                 self._known.popitem(last=False)
@@ -49,8 +49,10 @@ class Grammars:
                 yield request_id, BadRequest(f"the grammar cannot be used: {type(error).__name__}: {error}")
 
     def forget(self, request_id: str) -> None:
-        """A request has ended; unknown ids are ignored."""
-        self._waiting.pop(request_id, None)
+        """A request has ended; unknown ids are ignored. What nobody waits for any more is not begun."""
+        future = self._waiting.pop(request_id, None)
+        if future is not None and future not in self._waiting.values():
+            future.cancel()
 
     def close(self) -> None:
         """Compile no more."""

@@ -135,16 +135,19 @@ class ModelRunner:
         errors: dict[str, ErrorValue] = {}
         try:
             self._encode(new)
-        except (VLoraError, RuntimeError, ValueError, IndexError) as together:
+        except Exception as together:
             log.warning("vision batch failed (%s); encoding its requests one by one", together)
             for state, start in new:
                 try:
                     self._encode([(state, start)])
                 except VLoraError as error:
                     errors[state.request.request_id] = ErrorValue.of(error)
-                except (RuntimeError, ValueError, IndexError) as error:
+                except Exception as error:
                     errors[state.request.request_id] = ErrorValue.of(
-                        BadRequest(f"the images of request {state.request.request_id} cannot be encoded: {error}")
+                        BadRequest(
+                            f"the images of request {state.request.request_id} cannot be encoded: "
+                            f"{type(error).__name__}: {error}"
+                        )
                     )
         seen = [state.request.request_id for state, _ in new if state.request.vision]
         return errors if self._group is None or not seen else self._agree(self._group, seen, errors)
