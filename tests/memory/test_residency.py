@@ -58,6 +58,18 @@ def test_nobody_is_evicted_for_an_adapter_that_does_not_fit_anyway() -> None:
     assert residency.resident == {"cold", "pinned"} and residency.drain_evicted() == ()
 
 
+def test_a_crowd_that_finds_no_room_is_told_so_without_searching_for_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    residency = make(max_pages=4)
+    residency.bring("a", 4)
+    residency.pin("a")
+    searches: list[object] = []
+    search = residency.room_beside
+    monkeypatch.setattr(residency, "room_beside", lambda kept: searches.append(kept) or search(kept))
+    assert all(residency.bring(f"b{number}", 1 + number % 4) is None for number in range(100)) and len(searches) == 1
+    residency.unpin("a")
+    assert residency.bring("b", 4) == Run(0, 4) and len(searches) == 2
+
+
 def test_only_as_many_leave_as_must() -> None:
     residency = make(max_pages=8)
     for name in ("a", "b", "c", "d"):

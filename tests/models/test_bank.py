@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Set
 
 import torch
 from hypothesis import given, settings
@@ -15,7 +16,7 @@ from vlora.adapters import HostAdapter, HostFactors
 from vlora.memory.arena import Arena, pages_for
 from vlora.memory.books import ArenaBooks
 from vlora.memory.residency import Residency
-from vlora.memory.transfer import HostTransfer
+from vlora.memory.transfer import HostTransfer, Inline
 from vlora.models.adapted import AdaptedLinear, LaneScope, adapt
 from vlora.models.bank import AdapterBank
 
@@ -41,6 +42,34 @@ def linears() -> dict[str, AdaptedLinear]:
     return {name: adapt(nn.Linear(256, 64, bias=False), name, scope) for name in names}
 
 
+def check_packed(layers: dict[str, AdaptedLinear], resident: Set[str]) -> bool:
+    """Whether there is a packed copy, after proving that it holds what its adapters do."""
+    groups = [group for layer in layers.values() if (group := layer.site.group) is not None]
+    for (site, _), group in zip(layers.items(), groups, strict=True):
+        if (packed := group.packed) is not None:
+            keys = list(packed.layout.spans[0])
+            assert keys == sorted(packed.layout.keys) and packed.layout.keys <= resident
+            assert torch.equal(packed.a, torch.cat([ADAPTERS[key[0]].factors[site].a for key in keys]))
+    return all(group.packed is not None for group in groups)
+
+
+def test_a_packed_copy_is_not_given_up_for_an_adapter_that_finds_no_room_anyway() -> None:
+    arena = Arena(NUM_PAGES, torch.device("cpu"))
+    residency = Residency(ArenaBooks(NUM_PAGES, 2, copy=arena.copy), MAX_PAGES)
+    layers = linears()
+    bank = AdapterBank(arena, residency, HostTransfer(Inline()), layers, {}, tuple(layers))
+    for name in "abcd":
+        assert bank.bring(ADAPTERS[name])
+        residency.pin(ADAPTERS[name].key)
+    for _ in range(3):
+        bank.pack_for(("a@1", "b@1"))
+    assert check_packed(layers, bank.resident) and residency.num_pages == 9
+    assert not bank.bring(ADAPTERS["e"]), (
+        "with the two pages of the packed copy there would be three, and it takes four"
+    )
+    assert check_packed(layers, bank.resident)
+
+
 def test_the_sizes_are_what_the_story_needs() -> None:
     assert [pages_for(adapter.run.nbytes) for adapter in ADAPTERS.values()] == [1, 1, 2, 3, 4]
     for adapter in ADAPTERS.values():
@@ -52,7 +81,7 @@ def test_the_sizes_are_what_the_story_needs() -> None:
 @given(
     st.lists(
         st.tuples(
-            st.sampled_from(["bring", "bring", "copy", "copy", "collect", "drop", "fail", "take", "return"]),
+            st.sampled_from(["bring", "bring", "copy", "copy", "collect", "drop", "fail", "take", "return", "pack"]),
             st.sampled_from(sorted(RANKS)),
         ),
         max_size=60,
@@ -94,6 +123,9 @@ def test_any_order_of_loads_keeps_books_and_bytes(actions: list[tuple[str, str]]
             arena.buffer(2 * block, 2).fill_(filling)
         elif action == "return" and blocks:
             books.return_block(blocks.popitem()[0])
+        elif action == "pack":
+            for _ in range(3):  # what steps keep using together
+                bank.pack_for(bank.resident)
         residency.check_integrity()
         books.check_integrity()
         assert residency.resident == bank.resident | bank.arriving
@@ -102,6 +134,7 @@ def test_any_order_of_loads_keeps_books_and_bytes(actions: list[tuple[str, str]]
                 assert torch.equal(bank.factors(key, site).a, a) and torch.equal(bank.factors(key, site).bt, bt)
                 assert layers[site].site.factors[key].a is bank.factors(key, site).a
         assert all(layer.site.factors.keys() == bank.resident for layer in layers.values())
+        check_packed(layers, bank.resident)
         for block, filled in blocks.items():
             assert (arena.buffer(2 * block, 2) == filled).all(), "a copy ran into a KV block"
     for name in RANKS:

@@ -28,6 +28,7 @@ class Residency:
         self._pins: Counter[str] = Counter()
         self._evicted: list[str] = []
         self._moved: list[str] = []
+        self._room: int | None = None  # `_most_room`, None when it is to be found anew
         self._resident: frozenset[str] | None = frozenset()  # None when it is to be made anew
 
     @property
@@ -93,17 +94,23 @@ class Residency:
         run = self.books.allocate_run(num_pages, self.max_pages)
         if run is not None:
             self._reserved.add(run)
+            self._room = None
         return run
 
     def release(self, run: Run) -> None:
         """Give reserved pages back."""
         self._reserved.remove(run)
+        self._room = None
         self.books.free_run(run)
 
     def room_beside(self, kept: Iterable[Run]) -> int:
         """Most pages in a row that an adapter finds once everything but these runs has left."""
         edges = [(0, 0), *sorted((run.first_page, run.end) for run in kept), (self.max_pages, self.max_pages)]
         return max(start - end for (_, end), (start, _) in itertools.pairwise(edges))
+
+    def room_without(self, reserved: Run) -> int:
+        """Most pages in a row that an adapter might find if these were given back; KV blocks may lie there."""
+        return self.room_beside(self._staying - {reserved})
 
     def touch(self, name: str) -> None:
         """Mark as just used."""
@@ -113,18 +120,31 @@ class Residency:
         """Keep a resident adapter from being evicted until unpinned as often as pinned."""
         assert name in self._runs, f"{name} is not resident"
         self._pins[name] += 1
+        self._room = None
 
     def unpin(self, name: str) -> None:
         assert self._pins[name] > 0, f"{name} is not pinned"
         self._pins[name] -= 1
         if not self._pins[name]:
             del self._pins[name]
+            self._room = None
 
     def drop(self, name: str) -> None:
         """Free an adapter's pages. It must not be pinned."""
         assert not self._pins[name], f"{name} is pinned {self._pins[name]} times"
         self.books.free_run(self._runs.pop(name))
         self._resident = None
+
+    @property
+    def _staying(self) -> set[Run]:
+        """Runs that may neither move nor leave."""
+        return {*self._reserved, *(self._runs[name] for name in self._pins)}
+
+    def _most_room(self) -> int:
+        """Most pages in a row beside them. Kept: in a step that has no room hundreds of adapters may ask for some."""
+        if self._room is None:
+            self._room = self.room_beside(self._staying)
+        return self._room
 
     def _make_room(self, num_pages: int) -> int | None:
         """Free `num_pages` in a row: the first of them, or None, and nothing changed.
@@ -135,10 +155,10 @@ class Residency:
         """
         if (gap := self.books.find_gap(num_pages, self.max_pages)) is not None:
             return gap
+        if self._most_room() < num_pages:
+            return None
         cold = [name for name in self._runs if not self._pins[name]]
         movable = [self._runs[name] for name in cold]
-        if self.room_beside(self.books.runs.difference(movable)) < num_pages:
-            return None
         if plan_room(self.books, num_pages, self.max_pages, movable, movable) is None:
             return None
         best: tuple[int, int, Plan] | None = None  # pages, number of evicted, how
@@ -180,6 +200,7 @@ class Residency:
         assert set(held) == self.books.runs, f"{len(held)} runs are held, the books list {len(self.books.runs)}"
         assert all(run.end <= self.max_pages for run in held), f"a run lies beyond page {self.max_pages}"
         assert all(count > 0 and name in self._runs for name, count in self._pins.items()), "a pin outlived its adapter"
+        assert self._room in (None, self.room_beside(self._staying)), "the room beside what stays was found long ago"
 
 
 class Appointed:
@@ -213,6 +234,9 @@ class Appointed:
         return None
 
     def release(self, run: Run) -> None:
+        raise AssertionError("nothing was reserved")
+
+    def room_without(self, reserved: Run) -> int:
         raise AssertionError("nothing was reserved")
 
     def touch(self, name: str) -> None: ...

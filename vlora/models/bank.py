@@ -138,7 +138,7 @@ class AdapterBank:
             self._residency.touch(key)
             return True
         run = self._residency.bring(key, num_pages)
-        if run is None and self._packed is not None:
+        if run is None and self._packed is not None and self._residency.room_without(self._packed.run) >= num_pages:
             self._unpack()
             run = self._residency.bring(key, num_pages)
         self.forget_evicted()
