@@ -176,9 +176,8 @@ def test_a_request_that_has_ended_is_let_go_whatever_its_bound() -> None:
 
     simulation, before = box(), num_held()
     for round_ in range(20):
-        simulation.add(
-            *(make_request(f"{round_}-{i}", max_tokens=1, max_latency_s=bound) for i, bound in enumerate((1e6, math.inf)))
-        )
+        for bound in (1e6, math.inf):
+            simulation.add(make_request(f"{round_}-{bound}", max_tokens=1, max_latency_s=bound))
         simulation.run()
     assert num_held() - before <= 8
 

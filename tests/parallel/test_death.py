@@ -23,6 +23,7 @@ from vlora.memory.transfer import Inline
 from vlora.types import Request, RequestOutput, SamplingParams
 
 PROMPT = (5, 6, 7, 8, 9)
+SOON_S = 30.0  # on a busy machine; without being told, ranks would notice after the group's 120 s
 
 
 def request(name: str, max_tokens: int, adapter: str | None = None) -> Request:
@@ -51,6 +52,13 @@ def other_rank(engine_pid: int) -> int:
         if "forkserver" in " ".join((child.parent() or child).cmdline())
     )
     return rank
+
+
+def is_left(pid: int) -> bool:
+    try:
+        return "vlora" in " ".join(psutil.Process(pid).cmdline())
+    except psutil.NoSuchProcess:
+        return False
 
 
 @pytest.fixture(scope="module")
@@ -85,7 +93,7 @@ def test_a_killed_rank_under_load_and_an_idle_one(folder: Path) -> None:
             error = outputs[-1].error
             assert error is not None and error.code == "engine_dead"
             assert error.message == "rank 1 was killed by SIGKILL"
-        assert time.monotonic() - killed < 3
+        assert time.monotonic() - killed < SOON_S
         with pytest.raises(EngineDead, match="rank 1 was killed by SIGKILL"):
             await answer(engine, request("meanwhile", 1))
         # Back, with what it had.
@@ -99,15 +107,15 @@ def test_a_killed_rank_under_load_and_an_idle_one(folder: Path) -> None:
         killed = time.monotonic()
         while engine.cause is None:
             await asyncio.sleep(0.01)
-        assert time.monotonic() - killed < 3
+        assert time.monotonic() - killed < SOON_S
         pids = [child.pid for child in psutil.Process().children(recursive=True)]
         await engine.close()
-        deadline = time.monotonic() + 5
-        while any(psutil.pid_exists(pid) and "vlora" in " ".join(psutil.Process(pid).cmdline()) for pid in pids):
+        deadline = time.monotonic() + SOON_S
+        while any(is_left(pid) for pid in pids):
             assert time.monotonic() < deadline, "a process is left over"
             await asyncio.sleep(0.05)
 
-    asyncio.run(asyncio.wait_for(main(), 120))
+    asyncio.run(asyncio.wait_for(main(), 400))
 
 
 def test_what_cannot_serve_is_said_before_anything_is_served(folder: Path) -> None:

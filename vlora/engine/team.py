@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import dataclasses
 import os
 import shutil
 import tempfile
@@ -49,7 +50,7 @@ class Team:
         self._size = config.tensor_parallel
         self._heard = threading.Condition()
         self._facts: dict[int, dict[str, str]] = {}
-        self._awaited: dict[str, tuple[Future[None], set[int]]] = {}
+        self._awaited: dict[str, _Bringing] = {}
         self._loss: VLoraError | None = None
         self._closing = False
         self._alarm, self._bell = os.pipe()
@@ -150,7 +151,7 @@ class Team:
         assert registration.adapter is not None
         brought: Future[None] = Future()
         with self._heard:
-            self._awaited[key] = (brought, set(range(1, self._size)))
+            self._awaited[key] = _Bringing(brought, set(range(1, self._size)))
         path, version = str(registration.header.path), registration.adapter.version
         self._pending.append(orders.Bring(key, path, version, registration.way, run.first_page, run.num_pages))
         self._send()
@@ -205,49 +206,74 @@ class Team:
 
     def _brought(self, rank: int, key: str, error: ErrorValue | None) -> None:
         with self._heard:
-            brought, missing = self._awaited.get(key, (None, set()))
-            missing.discard(rank)
-            if brought is None or (missing and error is None):
+            bringing = self._awaited.get(key)
+            if bringing is None:
                 return
+            bringing.missing.discard(rank)
+            if error is not None:
+                bringing.error = bringing.error or StepFailed(f"rank {rank}: {error.message}")
+            if bringing.missing:
+                return  # if it failed as well: what is heard later would be taken for the next try's
             del self._awaited[key]
         with contextlib.suppress(InvalidStateError):
-            if error is None:
-                brought.set_result(None)
+            if bringing.error is None:
+                bringing.brought.set_result(None)
             else:
-                brought.set_exception(StepFailed(f"rank {rank}: {error.message}"))
+                bringing.brought.set_exception(bringing.error)
 
     def _lost(self, loss: VLoraError) -> None:
         with self._heard:
             self._loss = self._loss or loss
             awaited, self._awaited = self._awaited, {}
             self._heard.notify_all()
-        for brought, _ in awaited.values():
+        for bringing in awaited.values():
             with contextlib.suppress(InvalidStateError):
-                brought.set_exception(EngineDead(str(loss)))
+                bringing.brought.set_exception(EngineDead(str(loss)))
         with contextlib.suppress(OSError):
             os.write(self._bell, b"!")
 
 
+@dataclasses.dataclass
+class _Bringing:
+    """An adapter on its way to other ranks. missing: those that have said nothing of it yet; error: the first heard."""
+
+    brought: Future[None]
+    missing: set[int]
+    error: StepFailed | None = None
+
+
 class LeadRunner:
-    """Rank 0's `ModelRunner`, with the others told of everything it does."""
+    """Rank 0's `ModelRunner`, with the others told of everything it does.
+
+    They are told of a request with its first step: under overload many never have one, and its images are sent once.
+    """
 
     def __init__(self, team: Team, runner: ModelRunner) -> None:
         self._team = team
         self._runner = runner
+        self._new: dict[str, orders.Add] = {}
+        self._told: set[str] = set()
 
     def add(self, request: Request, vision_key: str | None) -> None:
         self._runner.add(request, vision_key)
-        self._team.tell(orders.Add(request, vision_key))
+        self._new[request.request_id] = orders.Add(request, vision_key)
 
     def begin_grammar(self, request_id: str, cursor: Cursor) -> None:
         self._runner.begin_grammar(request_id, cursor)  # only who samples needs it
 
     def release(self, request_id: str) -> None:
         self._runner.release(request_id)
-        self._team.tell(orders.Release(request_id))
+        self._new.pop(request_id, None)
+        if request_id in self._told:
+            self._told.remove(request_id)
+            self._team.tell(orders.Release(request_id))
 
     def run(self, batch: Batch) -> StepResult:
         """One step on all ranks. Raises EngineDead for whatever goes wrong in it."""
+        for item in batch.items:
+            if (new := self._new.pop(item.request_id, None)) is not None:
+                self._told.add(item.request_id)
+                self._team.tell(new)
         self._team.run(batch)
         try:
             result = self._runner.run(batch)
