@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -64,7 +66,12 @@ def test_a_crowd_that_finds_no_room_is_told_so_without_searching_for_each(monkey
     residency.pin("a")
     searches: list[object] = []
     search = residency.room_beside
-    monkeypatch.setattr(residency, "room_beside", lambda kept: searches.append(kept) or search(kept))
+
+    def counted(kept: Iterable[Run]) -> int:
+        searches.append(kept)
+        return search(kept)
+
+    monkeypatch.setattr(residency, "room_beside", counted)
     assert all(residency.bring(f"b{number}", 1 + number % 4) is None for number in range(100)) and len(searches) == 1
     residency.unpin("a")
     assert residency.bring("b", 4) == Run(0, 4) and len(searches) == 2
