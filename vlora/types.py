@@ -106,6 +106,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     bound is refused ahead of time; one that was let in is answered, even when its first token comes late after all.
     priority: who waits with a higher one comes first, from -MAX_PRIORITY to MAX_PRIORITY.
     tenant: on whose behalf, for fair shares; None where nobody showed a token.
+    whole: nobody reads the answer before it is whole, so that all its tokens may come in the last message.
     read_from: the first prompt token whose hidden state is needed, so that from there on nothing is reused; the engine
     says it of heads that read image tokens. None: the last one.
     """
@@ -121,6 +122,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     priority: int = 0
     read_from: int | None = None
     tenant: str | None = None
+    whole: bool = False
 
     def __post_init__(self) -> None:
         if not self.prompt_ids:

@@ -22,10 +22,15 @@ def request(name: str, prompt: str, **fields: Any) -> Request:
     return Request(request_id=name, prompt_ids=tuple(prompt.encode()), **fields)
 
 
+async def outputs(engine: EngineClient, asked: Request) -> list[RequestOutput]:
+    found = [output async for output in engine.generate(asked)]
+    assert all(not output.finished for output in found[:-1])
+    return found
+
+
 async def answer(engine: EngineClient, asked: Request) -> tuple[str, RequestOutput]:
-    outputs = [output async for output in engine.generate(asked)]
-    assert all(not output.finished for output in outputs[:-1])
-    return bytes(token for output in outputs for token in output.token_ids if token < 256).decode(), outputs[-1]
+    found = await outputs(engine, asked)
+    return bytes(token for output in found for token in output.token_ids if token < 256).decode(), found[-1]
 
 
 def run(coroutine: Coroutine[Any, Any, None]) -> None:
@@ -43,6 +48,12 @@ def test_requests_calls_refusals_and_a_clean_stop(tmp_path: Path) -> None:
         told = [answer(engine, request(f"r{i}", f"say:answer {i}")) for i in range(8)]
         for i, (text, last) in enumerate(await asyncio.gather(*told)):
             assert text == f"answer {i}" and last.finish_reason == "stop" and last.timings is not None
+        # Whole answers come in one message, beside others that come token by token.
+        whole, parts = await asyncio.gather(
+            outputs(engine, request("whole", "say:word", whole=True)), outputs(engine, request("parts", "say:word"))
+        )
+        assert len(whole) == 1 < len(parts) and whole[0].finish_reason == "stop"
+        assert whole[0].token_ids == tuple(token for output in parts for token in output.token_ids)
         # Refused at admission, tripped over, failed alone: each its own last word, and the engine lives.
         _, refused = await answer(engine, request("long", "x" * 600))
         assert refused.error is not None and refused.error.code == "prompt_too_long"

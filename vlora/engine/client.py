@@ -10,12 +10,10 @@ import tempfile
 from collections.abc import AsyncIterator, Mapping, Sequence
 from pathlib import Path
 
-import zmq
-import zmq.asyncio
-
 from vlora.config import EngineConfig
 from vlora.engine import wire
 from vlora.engine.endings import how_it_ended
+from vlora.engine.line import Line
 from vlora.engine.snapshot import EngineSnapshot
 from vlora.errors import BadRequest, EngineDead
 from vlora.types import AdapterStatus, EngineStats, ErrorValue, Request, RequestOutput
@@ -30,17 +28,18 @@ _LONGEST_SOCKET_PATH = 100  # the system's limit for local sockets is 107 bytes
 class EngineClient:
     """Made by `start`. Belongs to the event loop that started it."""
 
-    def __init__(self, process: asyncio.subprocess.Process, socket: zmq.asyncio.Socket, ready: wire.Ready) -> None:
+    def __init__(self, process: asyncio.subprocess.Process, line: Line, ready: wire.Ready) -> None:
         self.ready = ready
         self._process = process
-        self._socket = socket
+        self._line = line
         self._streams: dict[str, asyncio.Queue[RequestOutput]] = {}
         self._calls: dict[int, asyncio.Future[wire.Reply]] = {}
         self._call_ids = itertools.count()
         self._cause: str | None = None
         self._last_words: str | None = None
         self._closing = False
-        self._reader = asyncio.create_task(self._read(), name="vlora-engine-client")
+        line.hear = self._hear
+        self._watching = asyncio.create_task(self._watch(), name="vlora-engine-client")
 
     @classmethod
     async def start(cls, config: EngineConfig, *, command: Sequence[str] = ENGINE_COMMAND) -> EngineClient:
@@ -50,27 +49,27 @@ class EngineClient:
         engine cannot be built, EngineDead when its process ends without a word.
         """
         folder = _private_folder()
-        context = zmq.asyncio.Context()
-        socket = context.socket(zmq.DEALER)
-        socket.set_hwm(0)
+        first: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
+        line: Line | None = None
         process: asyncio.subprocess.Process | None = None
         try:
             address = f"ipc://{folder}/engine"
-            socket.bind(address)
+            line = Line(address, first.set_result)
             # The child's own printing goes to stderr: stdout belongs to the command's results.
             process = await asyncio.create_subprocess_exec(
                 *command, address, stdin=asyncio.subprocess.PIPE, stdout=sys.stderr
             )
-            await socket.send(wire.encode(wire.Start(config)))
-            message = await _first_message(process, socket)
+            line.send(wire.encode(wire.Start(config)))
+            message = wire.decode_from_engine(await _first_message(process, first))
             if isinstance(message, wire.Failed):
                 raise message.error.to_exception()
             assert isinstance(message, wire.Ready)
-            return cls(process, socket, message)
+            return cls(process, line, message)
         except BaseException:
             if process is not None:
                 await _end(process)
-            context.destroy(linger=0)
+            if line is not None:
+                line.close()
             raise
         finally:
             # Both ends are connected, or never will be.
@@ -83,7 +82,7 @@ class EngineClient:
 
     async def wait_dead(self) -> str:
         """Wait until the engine is gone, whoever ended it, and say why."""
-        await asyncio.wait({self._reader})
+        await asyncio.wait({self._watching})
         assert self._cause is not None
         return self._cause
 
@@ -150,10 +149,10 @@ class EngineClient:
         if self._cause is None and not self._closing:
             self._closing = True
             self._post(wire.Stop())
-        _, late = await asyncio.wait({self._reader}, timeout=_STOP_S)
+        _, late = await asyncio.wait({self._watching}, timeout=_STOP_S)
         if late:
             self._process.kill()
-            await asyncio.wait({self._reader})
+            await asyncio.wait({self._watching})
 
     # -- inside -------------------------------------------------------------------------------------------------------
 
@@ -162,12 +161,11 @@ class EngineClient:
             raise EngineDead(self._cause)
 
     def _post(self, message: wire.ToEngine) -> None:
-        """Send without waiting: the socket has no high-water mark, so the message is taken at once."""
         try:
             data = wire.encode(message)
         except OverflowError as error:
             raise BadRequest(f"a number in the request is too large: {error}") from error
-        self._socket.send(data)
+        self._line.send(data)
 
     async def _call(self, call: wire.Call) -> wire.Reply:
         self._check_alive()
@@ -181,23 +179,20 @@ class EngineClient:
             raise reply.error.to_exception()
         return reply
 
-    async def _read(self) -> None:
-        """Hand every message to who waits for it, until the process ends; then tell everyone why."""
+    async def _watch(self) -> None:
+        """Wait for the process's end; then tell everyone why."""
         ended = asyncio.ensure_future(self._process.wait())
-        receiving = asyncio.create_task(self._receive())
         try:
-            await asyncio.wait({receiving, ended}, return_when=asyncio.FIRST_COMPLETED)
-            await asyncio.wait({receiving}, timeout=_LAST_WORDS_S)
-            receiving.cancel()
-            await asyncio.wait({receiving})
+            await asyncio.wait({self._line.broken, ended}, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait({self._line.broken}, timeout=_LAST_WORDS_S)
         finally:
             self._bury(ended.result() if ended.done() else None)
-        if not receiving.cancelled():
-            receiving.result()  # a mistake of ours
+        if self._line.broken.done():
+            self._line.broken.result()  # a mistake of ours
 
-    async def _receive(self) -> None:
-        while True:
-            self._handle(wire.decode_from_engine(await self._socket.recv()))
+    def _hear(self, data: bytes) -> None:
+        """Hand a message to who waits for it."""
+        self._handle(wire.decode_from_engine(data))
 
     def _handle(self, message: wire.FromEngine) -> None:
         match message:
@@ -228,7 +223,7 @@ class EngineClient:
             if not future.done():
                 future.set_exception(error.to_exception())
         _let_go(self._process)
-        self._socket.context.destroy(linger=0)
+        self._line.close()
 
 
 def _private_folder() -> Path:
@@ -240,17 +235,16 @@ def _private_folder() -> Path:
     return folder
 
 
-async def _first_message(process: asyncio.subprocess.Process, socket: zmq.asyncio.Socket) -> wire.FromEngine:
-    incoming = asyncio.ensure_future(socket.recv())
+async def _first_message(process: asyncio.subprocess.Process, first: asyncio.Future[bytes]) -> bytes:
     ended = asyncio.ensure_future(process.wait())
     try:
-        await asyncio.wait({incoming, ended}, return_when=asyncio.FIRST_COMPLETED)
-        await asyncio.wait({incoming}, timeout=_LAST_WORDS_S)
-        if incoming.done():
-            return wire.decode_from_engine(incoming.result())
+        await asyncio.wait({first, ended}, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait({first}, timeout=_LAST_WORDS_S)
+        if first.done():
+            return first.result()
         raise EngineDead(f"{_end_of_process(ended.result())} while starting; its own messages are above")
     finally:
-        incoming.cancel()
+        first.cancel()
         ended.cancel()
 
 

@@ -6,6 +6,7 @@ closes, the parent is gone and the engine ends too. Interrupt and terminate sign
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import sys
@@ -17,6 +18,7 @@ import zmq
 
 from vlora.config import EngineConfig
 from vlora.engine import wire
+from vlora.engine.gathering import Gathering
 from vlora.errors import EngineDead, StepFailed, VLoraError
 from vlora.logs import configure
 from vlora.types import ErrorValue, RequestOutput
@@ -54,6 +56,7 @@ def run(address: str, make_engine: Callable[[EngineConfig], Engine]) -> int:
         start = wire.decode_to_engine(socket.recv())
         assert isinstance(start, wire.Start)
         engine = make_engine(start.config)
+        gc.freeze()  # what is there by now stays: a full collection would look at all of it again, between two steps
         socket.send(wire.encode(wire.Ready(start.config.model, os.getpid(), engine.limits.max_context)))
         EngineWorker(engine, socket).loop()
     except VLoraError as error:
@@ -82,6 +85,7 @@ class EngineWorker:
         self._poller.register(self._leash, zmq.POLLIN)
         if engine.alarm is not None:
             self._poller.register(engine.alarm, zmq.POLLIN)
+        self._gathering = Gathering()
         self._stopping = False
 
     def loop(self) -> None:
@@ -122,6 +126,8 @@ class EngineWorker:
         request_id = message.request.request_id
         try:
             self._engine.add(message.request)
+            if message.request.whole:
+                self._gathering.hold(request_id)
         except VLoraError as error:
             self._refuse(request_id, error)
         except Exception as error:
@@ -164,7 +170,7 @@ class EngineWorker:
             return wire.Reply(call_id=call.call_id, error=ErrorValue("error", f"{type(error).__name__}: {error}"))
 
     def _send_outputs(self, outputs: tuple[RequestOutput, ...]) -> None:
-        if outputs:
+        if outputs := self._gathering.pass_on(outputs):
             self._send(wire.Outputs(outputs))
 
     def _send(self, message: wire.FromEngine) -> None:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
+import msgspec
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from vlora.client.values import Answer, TokenLogprob
@@ -204,13 +204,13 @@ class Completion:
         *,
         tokens: Sequence[TokenLogprob] | None = None,
         finish_reason: str | None = None,
-    ) -> str:
+    ) -> bytes:
         """One server-sent event with a choice's next text, or its end."""
         scores = None if tokens is None else self._scores(tokens)
         choice = {"index": index, "delta": delta, "finish_reason": finish_reason, "logprobs": scores}
         return event({**self._head, "object": "chat.completion.chunk", "choices": [choice]})
 
-    def usage(self, answers: Sequence[Answer]) -> str:
+    def usage(self, answers: Sequence[Answer]) -> bytes:
         """The event that ends a stream whose usage was asked for."""
         return event({**self._head, "object": "chat.completion.chunk", "choices": [], "usage": usage(answers)})
 
@@ -224,8 +224,8 @@ class Completion:
         return {"content": content, "refusal": None}
 
 
-def event(value: dict[str, Any]) -> str:
-    return f"data: {json.dumps(value)}\n\n"
+def event(value: dict[str, Any]) -> bytes:
+    return b"data: %b\n\n" % msgspec.json.encode(value)
 
 
 def usage(answers: Sequence[Answer]) -> dict[str, Any]:

@@ -131,6 +131,7 @@ def _asking(app: FastAPI, front_end: FrontEnd, model: str) -> None:
             max_ttft_s=body.max_ttft_s,
             priority=body.priority,
             tenant=tenant(request),
+            whole=not body.stream,
         )
         head = {"id": f"chatcmpl-{uuid.uuid4().hex}", "created": int(time.time()), "model": body.model}
         form = Completion(head, logprobs=body.logprobs)
@@ -222,7 +223,7 @@ async def _unless_disconnected(request: Request, work: Awaitable[T]) -> T:
 
 async def _events(
     form: Completion, num_choices: int, first: tuple[int, Piece | Answer], parts: Parts, *, include_usage: bool
-) -> AsyncIterator[str]:
+) -> AsyncIterator[bytes]:
     async def all_parts() -> AsyncIterator[tuple[int, Piece | Answer]]:
         yield first
         async for part in parts:
@@ -243,4 +244,4 @@ async def _events(
                 yield form.usage(answers)
         except VLoraError as error:
             yield event(error_body(error))
-    yield "data: [DONE]\n\n"
+    yield b"data: [DONE]\n\n"

@@ -90,7 +90,7 @@ class VLoraService(rpyc.Service):
         """(call_id, question, images, adapter, sampling pairs, max_latency_s, max_ttft_s, priority) -> Answer"""
 
         async def work() -> Answer:
-            async with contextlib.aclosing(self._generate(args)) as parts:
+            async with contextlib.aclosing(self._generate(args, whole=True)) as parts:
                 *_, answer = [part async for part in parts]
             assert isinstance(answer, Answer)
             return answer
@@ -313,7 +313,7 @@ class VLoraService(rpyc.Service):
         self._tasks[number] = task
         return number
 
-    def _generate(self, args: tuple[Any, ...]) -> Any:
+    def _generate(self, args: tuple[Any, ...], *, whole: bool = False) -> Any:
         _, question, images, adapter, sampling, max_latency_s, max_ttft_s, priority = _positional("generate", args, 8)
         pairs = _checked("sampling", sampling, tuple[tuple[str, Any], ...])
         return self._front_end.generate(
@@ -325,6 +325,7 @@ class VLoraService(rpyc.Service):
             max_ttft_s=_checked("max_ttft_s", max_ttft_s, float | None),
             priority=_checked("priority", priority, int),
             tenant=self._tenant,
+            whole=whole,
         )
 
     def _frames_owner(self) -> Token | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import functools
+import gc
 import signal
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -86,6 +87,8 @@ async def serve(
         if len(adapters) > _NAMES_SHOWN:
             names = f"{len(adapters)} (`vlora adapters` lists them)"
         rpyc = f"{'rpyc' if tls is None else 'rpyc+tls'} {rpyc_server.host}:{rpyc_server.port}"
+        # What is there by now stays: a full collection would look at all of it again, in the middle of answers.
+        gc.freeze()
         announce(f"ready: {rpyc}{web} | model {model} | adapters: {names}")
         await stop.wait()
         stop.clear()

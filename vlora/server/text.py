@@ -123,10 +123,11 @@ class AnswerText:
 
     def feed(self, token_ids: Sequence[int], scores: Sequence[TokenScore] = ()) -> Piece:
         """The text that became certain, perhaps empty. scores: none, or one per token."""
+        if not scores:
+            return self._release(self._filter.feed(self._detokenizer.feed(token_ids)))
         text = ""
-        for place, token_id in enumerate(token_ids):
-            if scores:
-                self._waiting.append((self._decoded, self._named(token_id, scores[place])))
+        for token_id, score in zip(token_ids, scores, strict=True):
+            self._waiting.append((self._decoded, self._named(token_id, score)))
             decoded = self._detokenizer.feed((token_id,))
             self._decoded += len(decoded)
             text += self._filter.feed(decoded)
