@@ -9,7 +9,7 @@ from typing import Any
 import httpx
 import pytest
 
-from vlora.bench.soak import _answer, _Soak
+from vlora.bench.soak import _answer, _Soak, _until
 
 
 def piece(text: str = "", reason: str | None = None, name: str = "id") -> dict[str, Any]:
@@ -68,3 +68,34 @@ def test_phases_and_growth() -> None:
     assert soak.latencies(bad=False) == [9] and soak.latencies(bad=True) == [23, 2]
     soak.memory_mib["engine"] = [(float(at), 50.0 if at < 100 else 100.0 + (at >= 190)) for at in range(300)]
     assert soak.growth("engine") == pytest.approx(1.01, abs=1e-3)
+
+
+def test_what_is_not_done_by_the_end_is_cut_off_and_counted() -> None:
+    ended: list[str] = []
+
+    async def take(name: str, seconds: float) -> None:
+        try:
+            await asyncio.sleep(seconds)
+        finally:
+            ended.append(name)
+
+    async def main() -> _Soak:
+        now = asyncio.get_running_loop().time()
+        soak = _Soak(now, now, 1)
+        await _until([take("short", 0.0), take("long", 60.0), take("longer", 60.0)], now + 0.2, soak)
+        return soak
+
+    assert asyncio.run(main()).num_cut == 2
+    assert sorted(ended) == ["long", "longer", "short"]
+
+
+def test_a_mistake_of_one_ends_all_and_is_told() -> None:
+    async def fail() -> None:
+        raise ValueError("the bench's own")
+
+    async def main() -> None:
+        now = asyncio.get_running_loop().time()
+        await asyncio.wait_for(_until([fail(), asyncio.sleep(60.0)], now + 60, _Soak(now, now, 1)), 10)
+
+    with pytest.raises(ValueError, match="own"):
+        asyncio.run(main())

@@ -41,7 +41,7 @@ def running_server(**settings: Any) -> Iterator[Running]:
     async def main() -> None:
         loop = asyncio.get_running_loop()
         engine = ScriptedInterface()
-        front_end = FrontEnd(engine, ByteProcessor(), config)  # type: ignore[arg-type]
+        front_end = FrontEnd(engine, ByteProcessor(), config, "scripted")  # type: ignore[arg-type]
         server = RpycServer(config.host, config.rpyc_port, config.max_message_bytes, server_context(config))
         access = Access(config.tokens)
         server.start_in_thread(lambda peer: VLoraService(front_end, loop, "scripted", access, peer), front_end.held)

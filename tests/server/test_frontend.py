@@ -227,3 +227,12 @@ def test_labels_are_those_of_the_version_that_answered(tmp_path: Path) -> None:
         assert (result.label, result.labels, len(result.scores)) == ("dark", ("dark", "bright"), 2)
 
     run(main())
+
+
+def test_counters_name_the_model_and_not_its_folder() -> None:
+    async def main() -> None:
+        engine = ScriptedInterface(EngineConfig(model="/folders/of/the/operator"))
+        front = FrontEnd(engine, ByteProcessor(), ServerConfig(), "embedded")  # type: ignore[arg-type]
+        assert (await front.stats()).model == (await front.snapshot()).stats.model == "embedded"
+
+    run(main())

@@ -55,6 +55,8 @@ def served(*flags: str, threads: int = 1) -> Iterator[Served]:
             text=True,
             env={name: value for name, value in os.environ.items() if not name.startswith("VLORA_")},
         )
+        # Whoever ends the bench ends its server, too: the block is left as by an error.
+        terminated = signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
         try:
             assert process.stdout is not None
             ready = re.match(r"ready: rpyc \S+:(\d+) \| http \S+:(\d+) ", process.stdout.readline())
@@ -62,6 +64,7 @@ def served(*flags: str, threads: int = 1) -> Iterator[Served]:
                 raise BadConfig("the server that this bench asks did not start; what it said is above")
             yield Served(int(ready[1]), int(ready[2]), psutil.Process(process.pid))
         finally:
+            signal.signal(signal.SIGTERM, terminated)
             process.send_signal(signal.SIGTERM)
             try:
                 process.wait(_ENDING_S)

@@ -16,7 +16,7 @@ import itertools
 import json
 import math
 import random
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import AsyncIterator, Coroutine, Sequence
 from typing import Any
 
 import httpx
@@ -40,6 +40,8 @@ _PHASES, _PHASES_QUICK = 6, 2  # bad clients are there in every other one
 _WARM_SHARE = 0.25  # of the time; caches fill
 _SAMPLE_S = 0.5
 _FILLING_TOKENS, _LONGEST_PROMPT = 16_000, 200  # numbers of up to five tokens each
+_PREPARING_S = 40.0  # on a machine too busy to be ready by then, it begins with what there is, and says so
+_LAST_S = 20.0  # what was asked in time may take so long after the end; then it is cut off, and counted
 _GROWTH_GOAL = 1.02
 _COMPANY_GOAL = 1.25
 _THINGS = ("red", "green", "blue", "yellow", "purple", "orange", "cyan", "white")
@@ -79,6 +81,9 @@ def run(quick: bool) -> Report:
         "vanished": soak.num_vanished,
         "slow": soak.num_slow,
         "dropped frames": soak.num_dropped,
+        "cut off at the end": soak.num_cut,
+        "questions compared": soak.num_asks,
+        "arena filled": soak.filled,
     }
     return Report("soak", rows, goals, found=found)
 
@@ -106,6 +111,9 @@ class _Soak:
     num_vanished: int = 0
     num_slow: int = 0
     num_dropped: int = 0
+    num_cut: int = 0
+    num_asks: int = 0
+    filled: float = 0.0  # of what was to be put into the arena before
 
     @property
     def over(self) -> bool:
@@ -139,20 +147,52 @@ async def _soak(server: Served, seconds: float, num_phases: int) -> _Soak:
     url = f"http://127.0.0.1:{server.http_port}"
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
     async with httpx.AsyncClient(base_url=url, limits=limits, timeout=120.0) as web:
-        # Each question alone, before anybody else is there.
-        expected = {(model, each): await _answer(web, model, each) for model in ADAPTERS for each in _QUESTIONS[::3]}
+        loop = asyncio.get_running_loop()
+        half, ready = loop.time() + _PREPARING_S / 2, loop.time() + _PREPARING_S
+        # Each question alone, before anybody else is there; adapter by adapter, each has one if there is time for one.
+        expected: dict[tuple[str, str], str] = {}
+        for question, model in itertools.product(_QUESTIONS[::3], ADAPTERS):
+            expected[model, question] = await _answer(web, model, question)
+            if loop.time() > half:
+                break
         # More prompt than the arena has room for, so that from now on it is full.
-        for start in range(0, _FILLING_TOKENS, _LONGEST_PROMPT):
-            await _answer(web, ADAPTERS[0], " ".join(f"{number}" for number in range(start, start + _LONGEST_PROMPT)))
-        now = asyncio.get_running_loop().time()
-        soak = _Soak(now + _WARM_SHARE * seconds, now + seconds, num_phases)
+        filled = 0
+        while filled < _FILLING_TOKENS and loop.time() < ready:
+            numbers = range(filled, filled + _LONGEST_PROMPT)
+            await _answer(web, ADAPTERS[0], " ".join(f"{number}" for number in numbers))
+            filled += _LONGEST_PROMPT
+        now = loop.time()
+        soak = _Soak(
+            now + _WARM_SHARE * seconds,
+            now + seconds,
+            num_phases,
+            num_asks=len(expected),
+            filled=min(1.0, filled / _FILLING_TOKENS),
+        )
         async with AsyncClient(port=server.rpyc_port, timeout_s=120.0) as cameras:
             work: list[Coroutine[Any, Any, None]] = [_watch_memory(soak, server), _vanish(soak, url)]
             work += [_ask_again_and_again(soak, web, expected, number) for number in range(_NUM_STREAMS)]
             work += [_read_slowly(soak, url) for _ in range(_NUM_SLOW)]
             work += [_film(soak, cameras, number) for number in range(_NUM_CAMERAS)]
-            await asyncio.gather(*work)
+            await _until(work, soak.end_s + _LAST_S, soak)
     return soak
+
+
+async def _until(work: Sequence[Coroutine[Any, Any, None]], deadline: float, soak: _Soak) -> None:
+    """Run all side by side; those that are not done by the deadline (of the loop's clock) are cut off, and counted.
+
+    Raises the first error of one of them, at once.
+    """
+    tasks = [asyncio.create_task(each) for each in work]
+    try:
+        async with asyncio.timeout_at(deadline):
+            await asyncio.gather(*tasks)
+    except TimeoutError:
+        soak.num_cut = sum(task.cancelled() for task in tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 # -- those who behave -------------------------------------------------------------------------------------------------

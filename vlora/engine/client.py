@@ -9,6 +9,7 @@ import sys
 import tempfile
 from collections.abc import AsyncIterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from vlora.config import EngineConfig
 from vlora.engine import wire
@@ -183,7 +184,8 @@ class EngineClient:
         """Wait for the process's end; then tell everyone why."""
         ended = asyncio.ensure_future(self._process.wait())
         try:
-            await asyncio.wait({self._line.broken, ended}, return_when=asyncio.FIRST_COMPLETED)
+            either: set[asyncio.Future[Any]] = {self._line.broken, ended}
+            await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
             await asyncio.wait({self._line.broken}, timeout=_LAST_WORDS_S)
         finally:
             self._bury(ended.result() if ended.done() else None)
@@ -238,7 +240,8 @@ def _private_folder() -> Path:
 async def _first_message(process: asyncio.subprocess.Process, first: asyncio.Future[bytes]) -> bytes:
     ended = asyncio.ensure_future(process.wait())
     try:
-        await asyncio.wait({first, ended}, return_when=asyncio.FIRST_COMPLETED)
+        either: set[asyncio.Future[Any]] = {first, ended}
+        await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
         await asyncio.wait({first}, timeout=_LAST_WORDS_S)
         if first.done():
             return first.result()

@@ -26,7 +26,7 @@ class Line:
         self._context = zmq.Context()
         self._socket: zmq.Socket[bytes] = self._context.socket(zmq.DEALER)
         self._socket.set_hwm(0)  # never drop and never block
-        self._descriptor: int = self._socket.get(zmq.FD)
+        self._descriptor = self._socket.fileno()
         try:
             self._socket.bind(address)
         except BaseException:
@@ -39,7 +39,7 @@ class Line:
         self._unsent.append(data)
         self._flush()
         # The descriptor signals a change once, and sending may take the signal of what has come meanwhile.
-        if self._socket.get(zmq.EVENTS) & zmq.POLLIN:
+        if int(self._socket.get(zmq.EVENTS)) & zmq.POLLIN:
             self._loop.call_soon(self._turn)
 
     def close(self) -> None:

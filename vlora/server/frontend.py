@@ -297,10 +297,12 @@ class FrontEnd:
         return await self._engine.pin_adapter(name, pinned)
 
     async def stats(self) -> EngineStats:
-        return await self._engine.stats()
+        """With the model's name: the engine knows it by its folder, which is nobody's business outside."""
+        return self._named(await self._engine.stats())
 
     async def snapshot(self, since: int = 0) -> EngineSnapshot:
-        return await self._engine.snapshot(since)
+        snapshot = await self._engine.snapshot(since)
+        return msgspec.structs.replace(snapshot, stats=self._named(snapshot.stats))
 
     async def read_metrics(self) -> bytes:
         """Prometheus' text form of everything that is counted, a dead engine included."""
@@ -371,6 +373,9 @@ class FrontEnd:
             self.metrics.active(-num_choices)
             if self._num_active == 0:
                 self._idle.set()
+
+    def _named(self, stats: EngineStats) -> EngineStats:
+        return msgspec.structs.replace(stats, model=self._model)
 
     def _check_name(self, name: str) -> None:
         if name == self._model:

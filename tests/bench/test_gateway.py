@@ -1,0 +1,51 @@
+"""The gateway bench counts pair by pair, and knows when the engine alone has its first text."""
+
+from __future__ import annotations
+
+import json
+import threading
+from http.server import BaseHTTPRequestHandler, HTTPServer
+
+import pytest
+
+from vlora.bench.gateway import Spent, _row, _Web
+
+
+def test_what_is_added_is_counted_pair_by_pair() -> None:
+    """A machine that slows down in the middle slows both of a pair."""
+    pairs = [
+        (Spent(0.1 * slow, 1.0 * slow), Spent(0.1 * slow + 0.001, 1.0 * slow + added), 0.25)
+        for slow, added in ((1, 0.002), (1, 0.004), (5, 0.003), (5, 0.009), (5, 0.003))
+    ]
+    row = _row("HTTP", 16, pairs)
+    assert row["requests"] == 5 and row["engine ms"] == 5000 and row["front end's CPU ms"] == 250
+    assert row["adds ms"] == pytest.approx(3) and row["adds p95 ms"] == pytest.approx(4)
+    assert row["first adds ms"] == row["first adds p95 ms"] == pytest.approx(1)
+    whole = _row("HTTP", 16, [(alone, Spent(None, seen.whole_s), cpu) for alone, seen, cpu in pairs])
+    assert whole["first adds ms"] is None and whole["adds ms"] == row["adds ms"]
+
+
+def test_a_stream_begins_with_its_first_text_and_ends_with_its_last_line() -> None:
+    """The events of roles and empty text before it do not count."""
+    read = threading.Event()
+
+    class Streaming(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            self.rfile.read(int(self.headers["Content-Length"]))
+            self.send_response(200)
+            self.end_headers()
+            for number, delta in enumerate(({"content": ""}, {"content": "a"}, {})):
+                self.wfile.write(b"data: %b\n\n" % json.dumps({"choices": [{"delta": delta}]}).encode())
+                self.wfile.flush()
+                if number < 2:
+                    read.wait(0.2)
+            self.wfile.write(b"data: [DONE]\n\n")
+
+        def log_message(self, *args: object) -> None:
+            pass
+
+    with HTTPServer(("127.0.0.1", 0), Streaming) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        spent = _Web(server.server_port).stream("what is it ?", 2)
+        server.shutdown()
+    assert spent.first_s is not None and 0.2 <= spent.first_s <= spent.whole_s - 0.15
