@@ -265,8 +265,8 @@ class ScriptedEngine:
         self._adapters[name] = msgspec.structs.replace(self._adapters[name], pinned=pinned, resident=pinned)
         return self._adapters[name]
 
-    def adapters(self) -> tuple[AdapterStatus, ...]:
-        return tuple(self._adapters[name] for name in sorted(self._adapters))
+    def adapters(self, after: str = "", most: int | None = None) -> tuple[AdapterStatus, ...]:
+        return tuple(self._adapters[name] for name in sorted(self._adapters) if name > after)[:most]
 
     def stats(self) -> EngineStats:
         return EngineStats(

@@ -13,6 +13,7 @@ import pytest
 
 from tests.server.scripted import ENGINE_COMMAND, write_adapter
 from vlora.config import EngineConfig
+from vlora.engine import wire
 from vlora.engine.client import EngineClient
 from vlora.errors import BadAdapter, BadConfig, BadRequest, EngineDead, UnknownAdapter
 from vlora.types import Request, RequestOutput, SamplingParams
@@ -76,6 +77,14 @@ def test_requests_calls_refusals_and_a_clean_stop(tmp_path: Path) -> None:
         # Adapters.
         status = await engine.load_adapter("signs", write_adapter(tmp_path / "signs", {"kind": 1}))
         assert status.name == "signs" and await engine.adapters() == (status,)
+        # More than come at a time, and exactly as many.
+        for count in (2 * wire.ADAPTERS_PER_REPLY, 2 * wire.ADAPTERS_PER_REPLY + 1):
+            await engine.register_adapters({f"cam{number}": str(tmp_path / "signs") for number in range(count - 1)})
+            names = [each.name for each in await engine.adapters()]
+            assert len(names) == count and names == sorted({*names, "signs"})
+        for name in names:
+            if name != "signs":
+                await engine.unload_adapter(name)
         with pytest.raises(BadAdapter, match=r"no adapter_config\.json"):
             await engine.load_adapter("nothing", str(tmp_path))
         pinned = await engine.pin_adapter("signs", True)

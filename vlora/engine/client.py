@@ -131,7 +131,12 @@ class EngineClient:
 
     async def adapters(self) -> tuple[AdapterStatus, ...]:
         """See EngineInterface."""
-        return (await self._call(wire.ListAdapters(next(self._call_ids)))).adapters
+        found: tuple[AdapterStatus, ...] = ()
+        while True:
+            page = (await self._call(wire.ListAdapters(next(self._call_ids), found[-1].name if found else ""))).adapters
+            found += page
+            if len(page) < wire.ADAPTERS_PER_REPLY:
+                return found
 
     async def stats(self) -> EngineStats:
         """See EngineInterface."""

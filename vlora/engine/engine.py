@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import FIRST_COMPLETED, Executor, Future, wait
@@ -315,8 +316,10 @@ class Engine:
             del self._pinned[name]
         return self._status(registration)
 
-    def adapters(self) -> tuple[AdapterStatus, ...]:
-        return tuple(self._status(self._registry.get(name)) for name in self._registry.names)
+    def adapters(self, after: str = "", most: int | None = None) -> tuple[AdapterStatus, ...]:
+        """In order of their names: those that follow `after`, at most so many."""
+        names = (name for name in self._registry.names if name > after)
+        return tuple(self._status(self._registry.get(name)) for name in itertools.islice(names, most))
 
     def stats(self) -> EngineStats:
         return msgspec.structs.replace(

@@ -158,7 +158,8 @@ class EngineWorker:
                         call_id=call.call_id, adapters=(self._engine.pin_adapter(call.name, call.pinned),)
                     )
                 case wire.ListAdapters():
-                    return wire.Reply(call_id=call.call_id, adapters=self._engine.adapters())
+                    page = self._engine.adapters(call.after, wire.ADAPTERS_PER_REPLY)
+                    return wire.Reply(call_id=call.call_id, adapters=page)
                 case wire.GetStats():
                     return wire.Reply(call_id=call.call_id, stats=self._engine.stats())
                 case wire.GetSnapshot():

@@ -51,7 +51,13 @@ class PinAdapter(msgspec.Struct, frozen=True, tag=True):
 
 
 class ListAdapters(msgspec.Struct, frozen=True, tag=True):
+    """Answered by the first `ADAPTERS_PER_REPLY` whose names follow `after`; all of them would hold up a step."""
+
     call_id: int
+    after: str
+
+
+ADAPTERS_PER_REPLY = 250
 
 
 class GetStats(msgspec.Struct, frozen=True, tag=True):
