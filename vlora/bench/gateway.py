@@ -25,12 +25,12 @@ from vlora.client import Client
 from vlora.config import EngineConfig
 from vlora.engine import LocalEngine
 from vlora.models.processing import InputProcessor
-from vlora.server.text import Detokenizer
-from vlora.types import Request, SamplingParams
+from vlora.types import Request, RequestOutput, SamplingParams
 
 _TOKENS = (1, 16, 64)  # of an answer
 _WORDS = ("red", "green", "blue", "yellow", "disc", "board", "octagon", "wedge", "car", "truck", "bus", "bike")
 _PROMISE_MS = 3.0
+_BROKEN = "\N{REPLACEMENT CHARACTER}"  # what decoding half a character gives
 _COUNTING = (
     "added = what the client sees less what the engine alone took for the same request right before, pair by pair; "
     "medians and 95th percentiles of these differences. First: until the first text; "
@@ -156,16 +156,19 @@ class _Local:
     def ask(self, request: Request) -> Spent:
         started = time.perf_counter()
         self._engine.add(request)
-        outputs, ended_s = [], []
+        said: list[tuple[float, RequestOutput]] = []
         while self._engine.has_work:
-            for output in self._engine.step():
-                outputs.append(output)
-                ended_s.append(time.perf_counter() - started)
-        assert outputs[-1].finish_reason == "length", outputs[-1]
-        text = Detokenizer(self._processor.decode)
-        firsts = (at for output, at in zip(outputs, ended_s, strict=True) if text.feed(output.token_ids))
-        # Text that is never certain is handed out at the end.
-        return Spent(next(firsts, ended_s[-1]), ended_s[-1])
+            outputs = self._engine.step()
+            said += [(time.perf_counter() - started, output) for output in outputs]
+        whole_s, last = said[-1]
+        assert last.finish_reason == "length", last
+        token_ids: list[int] = []
+        for at, output in said:
+            token_ids += output.token_ids
+            text = self._processor.decode(token_ids)
+            if text and not text.endswith(_BROKEN):
+                return Spent(at, whole_s)
+        return Spent(whole_s, whole_s)  # what was never certain is handed out at the end
 
 
 class _Web:
