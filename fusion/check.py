@@ -14,7 +14,6 @@ from fusion.data.load import DomainData, load_domains
 from fusion.data.targets import labels_shown
 from fusion.lora_size import LoraSize, lora_size
 from fusion.mistakes import Mistakes
-from fusion.not_yet import tell_not_measured
 from fusion.plan import DomainPlan, Plan, PlanFile, RelativeThreshold
 from fusion.samples import Sample
 from fusion.tasks import HEADS, METRICS, SAID, WORDS
@@ -66,7 +65,6 @@ def check(file: PlanFile) -> Checked:
     plan, mistakes = file.plan, Mistakes(file.text)
     size = lora_size(plan, mistakes)
     data = load_domains(plan, mistakes)
-    tell_not_measured(plan, data, mistakes)
     mistakes.refuse()
     assert size is not None, "what it lacks was told"
     return Checked(plan, data, size)

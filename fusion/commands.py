@@ -37,13 +37,14 @@ from fusion.samples import Splits
 from fusion.tasks import METRICS
 from fusion.train import Domain, FrozenBase, LoraTrainer
 from fusion.trainings import Trainings
+from fusion.zero_shot import score_of_words
 from vlora.config import EngineConfig
 from vlora.engine import LocalEngine
 from vlora.models import InputProcessor
 from vlora.models.loading import load_model
 from vlora.types import Request, SamplingParams
 
-_LONGEST_ANSWER = 8  # tokens the base model may take for a label
+_LONGEST_LABEL = 8  # tokens that the base model may take for a short answer
 _TEST_SHOWN = 100  # test samples per domain written out for a live check
 
 
@@ -193,12 +194,14 @@ def _told(verdict: Verdict) -> OracleReport:
 def zero_shot(
     config: EngineConfig, processor: InputProcessor, plan: Plan, splits: Mapping[str, Splits]
 ) -> dict[str, float]:
-    """Test accuracy of the base model asked each domain's question in words, its answer compared with the label."""
+    """Each domain's metric on test data of the base model, asked its question in words."""
     engine = LocalEngine(config)
     found = {}
     for domain in plan.domains:
         own = splits[domain.name]
         requests = []
+        wanted = [answer_in_words(own, sample) for sample in own.test]
+        longest = max(len(processor.tokenizer(words)["input_ids"]) for words in wanted)
         for number, sample in enumerate(own.test):
             prompt = processor.chat(sample.question or domain.question, own.num_frames)
             encoded = processor.encode(prompt, [Image.fromarray(frame) for frame in sample.frames])
@@ -207,15 +210,15 @@ def zero_shot(
                     request_id=str(number),
                     prompt_ids=encoded.prompt_ids,
                     vision=encoded.vision,
-                    sampling=SamplingParams(max_tokens=_LONGEST_ANSWER),
+                    sampling=SamplingParams(max_tokens=max(_LONGEST_LABEL, longest)),
                 )
             )
         outputs = engine.run(requests)
-        hits = 0
-        for number, sample in enumerate(own.test):
-            tokens = [token for output in outputs[str(number)] for token in output.token_ids]
-            hits += processor.decode(tokens).strip().lower() == answer_in_words(own, sample).lower()
-        found[domain.name] = hits / len(own.test)
+        said = [
+            processor.decode([token for output in outputs[str(number)] for token in output.token_ids])
+            for number in range(len(own.test))
+        ]
+        found[domain.name] = score_of_words(own, domain.metric, said)
     return found
 
 

@@ -9,6 +9,8 @@ import torch
 from torch import nn
 
 from fusion.samples import Sample, Splits, Target
+from fusion.tasks import METRICS
+from fusion.words import token_f1
 from heads import TASKS, Grid, Task
 
 _WORDS_WEIGHT = 1.0  # of the language model's loss beside a head's: less, and other heads push words out
@@ -39,12 +41,14 @@ class Read(NamedTuple):
 
 
 class Objective(Protocol):
-    """num_outputs: rows of the head, 0 for none. metric_names: what `metrics` measures, the task's own first."""
+    """num_outputs: rows of the head, 0 for none. metric_name: what the domain's promise is about (`fusion.tasks`).
+    needs_text: whether that can only be told from the words that decoding gives."""
 
     num_outputs: int
+    metric_name: str
 
     @property
-    def metric_names(self) -> tuple[str, ...]: ...
+    def needs_text(self) -> bool: ...
 
     def loss(self, read: Read, head: nn.Linear | None, targets: Sequence[Target]) -> torch.Tensor:
         """A scalar to be made small."""
@@ -52,11 +56,8 @@ class Objective(Protocol):
     def answers(self, read: Read, head: nn.Linear | None, targets: Sequence[Target]) -> list[object]:
         """One answer per sample, as `metrics` compares them."""
 
-    def metrics(self, answers: Sequence[object], targets: Sequence[Target]) -> dict[str, float]:
-        """How good they are, by name; see `heads.Task`."""
-
     def metric(self, answers: Sequence[object], targets: Sequence[Target]) -> float:
-        """The first of them, 0 to 1."""
+        """How good they are by `metric_name`, 0 to 1. Not for no samples at all."""
 
     def calibrated(self, reads: Sequence[Read], head: nn.Linear | None, targets: Sequence[Target]) -> Task | None:
         """The task as sure as it is right on samples that took no part in training; None without a head."""
@@ -65,10 +66,12 @@ class Objective(Protocol):
 class HeadObjective:
     """A head answers; where its domain has words, the language model learns to say the same."""
 
-    def __init__(self, task: Task) -> None:
+    needs_text = False
+
+    def __init__(self, task: Task, metric_name: str) -> None:
         self.task = task
         self.num_outputs = task.num_outputs
-        self.metric_names = task.metric_names
+        self.metric_name = metric_name
 
     def loss(self, read: Read, head: nn.Linear | None, targets: Sequence[Target]) -> torch.Tensor:
         return self.task.loss(self.logits(read, head), targets, read.grids) + _WORDS_WEIGHT * read.words.mean()
@@ -77,11 +80,8 @@ class HeadObjective:
         pairs = zip(self.logits(read, head), read.grids, strict=True)
         return [self.task.decode(logits, grids).value for logits, grids in pairs]
 
-    def metrics(self, answers: Sequence[object], targets: Sequence[Target]) -> dict[str, float]:
-        return self.task.metrics(answers, targets)  # type: ignore[arg-type]
-
     def metric(self, answers: Sequence[object], targets: Sequence[Target]) -> float:
-        return self.metrics(answers, targets)[self.metric_names[0]]
+        return self.task.metrics(answers, targets)[self.metric_name]  # type: ignore[arg-type]
 
     def calibrated(self, reads: Sequence[Read], head: nn.Linear | None, targets: Sequence[Target]) -> Task | None:
         logits = [row for read in reads for row in self.logits(read, head)]
@@ -98,34 +98,44 @@ class HeadObjective:
 
 
 class WordsObjective:
-    """The language model's own head answers; right is word for word."""
+    """The language model's own head answers. Right is word for word, which one forward over the right answer tells;
+    how many of its words are right takes decoding."""
 
     num_outputs = 0
-    metric_names = ("exact_match", "accuracy")
+
+    def __init__(self, metric_name: str) -> None:
+        self.metric_name = metric_name
+
+    @property
+    def needs_text(self) -> bool:
+        return self.metric_name == "token_f1"
 
     def loss(self, read: Read, head: nn.Linear | None, targets: Sequence[Target]) -> torch.Tensor:
         return read.words.mean()
 
     def answers(self, read: Read, head: nn.Linear | None, targets: Sequence[Target]) -> list[object]:
-        return list(read.exact.tolist())
-
-    def metrics(self, answers: Sequence[object], targets: Sequence[Target]) -> dict[str, float]:
-        """Both names mean the same: an answer in words is right when it is word for word."""
-        right = sum(map(bool, answers)) / len(targets)
-        return {"exact_match": right, "accuracy": right}
+        """The right ones; None in the place of one that would come out otherwise."""
+        return [target if exact else None for target, exact in zip(targets, read.exact.tolist(), strict=True)]
 
     def metric(self, answers: Sequence[object], targets: Sequence[Target]) -> float:
-        return self.metrics(answers, targets)["exact_match"]
+        """Accuracy is another name of exact match here."""
+        pairs = list(zip(answers, targets, strict=True))
+        if self.metric_name == "token_f1":
+            return sum(token_f1(str(answer), str(target)) for answer, target in pairs) / len(pairs)
+        return sum(answer == target for answer, target in pairs) / len(pairs)
 
     def calibrated(self, reads: Sequence[Read], head: nn.Linear | None, targets: Sequence[Target]) -> Task | None:
         return None
 
 
-def task_of(splits: Splits) -> Objective:
-    """What a domain's samples are trained for. Raises ValueError for labels that its task cannot have."""
+def task_of(splits: Splits, metric: str | None = None) -> Objective:
+    """What a domain's samples are trained for, and scored by: a metric of its task, None for the first. Raises
+    ValueError for labels that its task cannot have."""
+    chosen = metric or METRICS[splits.task][0]
     if splits.task not in TASKS:
-        return WordsObjective()
-    return HeadObjective(TASKS[splits.task].for_training(splits.labels, [sample.target for sample in splits.train]))
+        return WordsObjective(chosen)
+    task = TASKS[splits.task].for_training(splits.labels, [sample.target for sample in splits.train])
+    return HeadObjective(task, chosen)
 
 
 def answer_in_words(splits: Splits, sample: Sample) -> str:

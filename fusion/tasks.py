@@ -16,7 +16,7 @@ Task = Literal[
     "captioning",
     "referring",
 ]
-Metric = Literal["accuracy", "f1", "map", "within", "mae", "exact_match", "token_f1"]
+Metric = Literal["accuracy", "f1", "map", "within_one", "within", "mae", "exact_match", "token_f1"]
 WORDS = "words"
 Head = Literal["classification", "binary", "counting", "action", "multi_label", "regression", "detection", "words"]
 
@@ -26,7 +26,7 @@ TASKS: tuple[str, ...] = get_args(Task)
 METRICS: dict[str, tuple[str, ...]] = {
     "classification": ("accuracy", "f1"),
     "binary": ("accuracy", "f1"),
-    "counting": ("accuracy",),
+    "counting": ("accuracy", "within_one"),
     "action": ("accuracy", "f1"),
     "multi_label": ("f1", "accuracy"),
     "regression": ("within",),
@@ -35,10 +35,13 @@ METRICS: dict[str, tuple[str, ...]] = {
     "captioning": ("exact_match", "token_f1", "accuracy"),
     "referring": ("exact_match", "token_f1", "accuracy"),
 }
+# Means over samples of what each is worth on its own, 0 to 1. The others weigh all samples' mistakes together.
+MEANS = frozenset({"accuracy", "within_one", "within", "exact_match", "token_f1"})
 SAID = {
     "accuracy": "share of samples answered right",
     "f1": "F1",
     "map": "mean average precision",
+    "within_one": "share of counts right or one off",
     "within": "share of numbers within a quarter of their spread in training",
     "exact_match": "share of answers right word for word",
     "token_f1": "F1 of the answers' words",

@@ -11,6 +11,7 @@ from fusion.mistakes import Mistakes
 from fusion.objectives import task_of
 from fusion.plan import BuiltInTeacher, DomainPlan, RelativeThreshold
 from fusion.samples import Splits
+from fusion.tasks import WORDS
 from fusion.teachers import TEACHERS
 from fusion.teachers.opening import open_teacher
 from fusion.teachers.protocol import Clip, Labelled, Teacher
@@ -82,7 +83,7 @@ def compare_with_teacher(domain: DomainPlan, splits: Splits, mistakes: Mistakes)
         except ValueError as error:
             here.add(str(error))
             return None
-    return Teaching(teacher.name, _score(splits, answers))
+    return Teaching(teacher.name, _score(domain, splits, answers))
 
 
 def _score_of_built_in(domain: DomainPlan, splits: Splits, mistakes: Mistakes) -> Teaching | None:
@@ -93,14 +94,15 @@ def _score_of_built_in(domain: DomainPlan, splits: Splits, mistakes: Mistakes) -
         return None
     model = learner()
     model.fit(splits)
-    return Teaching(model.name, _score(splits, model.answers(splits.validation)))
+    return Teaching(model.name, _score(domain, splits, model.answers(splits.validation)))
 
 
-def _score(splits: Splits, answers: Sequence[object]) -> float:
-    targets = [sample.target for sample in splits.validation]
-    if all(isinstance(target, int | str) for target in targets):  # right or wrong, whatever the task
-        return sum(answer == target for answer, target in zip(answers, targets, strict=True)) / len(targets)
-    return task_of(splits).metric(answers, targets)
+def _score(domain: DomainPlan, splits: Splits, answers: Sequence[object]) -> float:
+    """By the metric that the adapter is held to; where that one answers in words, by the words for the answers."""
+    if domain.head == WORDS and splits.labels:
+        answers = [splits.labels[answer] if isinstance(answer, int) else answer for answer in answers]
+        splits = splits.in_words()
+    return task_of(splits, domain.metric).metric(answers, [sample.target for sample in splits.validation])
 
 
 def _ask(teacher: Teacher, clips: Sequence[Clip], mistakes: Mistakes) -> list[Labelled] | None:

@@ -9,7 +9,7 @@ import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -20,12 +20,14 @@ from torch import nn
 
 from fusion.accumulate import backward_in_parts, halving
 from fusion.bounds import bounded
+from fusion.decoding import Prompt, greedy
 from fusion.features import FeatureCache
 from fusion.identity import hash_of_weights
 from fusion.objectives import Read, answer_in_words, task_of
 from fusion.pack import Score
 from fusion.plan import DomainPlan, Plan
 from fusion.samples import Sample, Splits, Target
+from fusion.tasks import MEANS
 from heads import Grid, HeadSpec, Task, TaskHead, save_heads
 from vlora.errors import BadPlan
 from vlora.models import EncodedPrompt, InputProcessor
@@ -43,7 +45,10 @@ _LOOKS = 12  # at samples kept from training, within `steps`
 _KEPT_FROM_TRAINING = 64  # samples of a domain, at most a tenth of them
 _CURVE_POINTS = 24
 
+_LONGER = 2  # times the longest answer to be learned: what is decoded is cut off there
+
 State = dict[str, torch.Tensor]
+Made = TypeVar("Made")
 
 
 class Prepared(NamedTuple):
@@ -71,7 +76,7 @@ class Domain:
         self.plan = plan
         self.splits = splits
         self.base = base
-        self.task = task_of(splits)
+        self.task = task_of(splits, plan.metric)
         self.train, self.validation, self.test = (
             base.prepare(plan.question, splits, part) for part in (splits.train, splits.validation, splits.test)
         )
@@ -320,19 +325,38 @@ class LoraTrainer:
     def bounded_score(self, domain: str, samples: Sequence[Prepared]) -> Score:
         """The same with its lower bound at the plan's confidence, or the score itself as bound where it has none."""
         answers, targets = self._answers(domain, samples), [sample.target for sample in samples]
-        metric = self.domains[domain].task.metric
-        if self._plan.confidence is None:
-            value = metric(answers, targets)
+        task, confidence = self.domains[domain].task, self._plan.confidence
+        if confidence is None:
+            value = task.metric(answers, targets)
             return Score(value, value)
         seed = self._seed(f"bound {domain}")
-        return bounded(metric, answers, targets, confidence=self._plan.confidence, seed=seed)
+        mean = task.metric_name in MEANS
+        return bounded(task.metric, answers, targets, mean=mean, confidence=confidence, seed=seed)
 
     @torch.no_grad()
     def in_words(self, domain: str, samples: Sequence[Prepared]) -> float:
         """Share of samples that the language model answers word for word; 0 where answers are no words."""
         return sum(float(read.exact.sum()) for _, read in self._reads(domain, samples)) / len(samples)
 
+    @torch.no_grad()
+    def said(self, domain: str, samples: Sequence[Prepared]) -> list[str]:
+        """What the language model says of each, token after token, as the engine would; cut off at twice the length of
+        the longest answer that it was to learn."""
+        limit = _LONGER * max(len(sample.answer) for sample in self.domains[domain].train)
+
+        def decode(part: Sequence[Prepared]) -> list[tuple[int, ...]]:
+            batch = [(domain, sample) for sample in part]
+            with self._autocast():
+                rows = [self._embed(one.ids, seen) for (_, one), seen in zip(batch, self._features(batch), strict=True)]
+                prompts = [Prompt(row, one.positions) for row, one in zip(rows, part, strict=True)]
+                return greedy(self._base.seam, prompts, limit)
+
+        decoded = self._base.processor.decode
+        return [decoded(tokens).strip() for _, found in self._in_parts(samples, decode) for tokens in found]
+
     def _answers(self, domain: str, samples: Sequence[Prepared]) -> list[object]:
+        if self.domains[domain].task.needs_text:
+            return list(self.said(domain, samples))
         answers: list[object] = []
         for part, read in self._reads(domain, samples):
             with self._autocast():
@@ -340,13 +364,19 @@ class LoraTrainer:
         return answers
 
     def _reads(self, domain: str, samples: Sequence[Prepared]) -> Iterator[tuple[Sequence[Prepared], Read]]:
+        return self._in_parts(samples, lambda part: self._read([(domain, sample) for sample in part]))
+
+    def _in_parts(
+        self, samples: Sequence[Prepared], make: Callable[[Sequence[Prepared]], Made]
+    ) -> Iterator[tuple[Sequence[Prepared], Made]]:
+        """As many samples at once as memory has room for."""
         first = 0
         while first < len(samples):
 
-            def read(at_once: int, first: int = first) -> Read:
-                return self._read([(domain, sample) for sample in samples[first : first + at_once]])
+            def attempt(at_once: int, first: int = first) -> Made:
+                return make(samples[first : first + at_once])
 
-            found, self._at_once = halving(self._at_once, read, lambda at_once: None)
+            found, self._at_once = halving(self._at_once, attempt, lambda at_once: None)
             yield samples[first : first + self._at_once], found
             first += self._at_once
 
@@ -437,15 +467,20 @@ class LoraTrainer:
         made = iter(self._base.encode([item for _, sample in batch for item in sample.vision]))
         return [torch.cat([next(made) for _ in sample.vision]) for _, sample in batch]
 
+    def _embed(self, ids: torch.Tensor, seen: torch.Tensor) -> torch.Tensor:
+        """Embeddings of tokens [n, hidden], image features in their places."""
+        seam = self._base.seam
+        embeddings = seam.embed(ids.to(seam.device))
+        shown = (ids == seam.image_token_id).to(seam.device)[:, None]
+        return embeddings.masked_scatter(shown, seen.to(embeddings))
+
     def _forward(self, batch: Sequence[tuple[str, Prepared]], features: Sequence[torch.Tensor]) -> Read:
         seam = self._base.seam
         device = seam.device
         rows, positions, wanted, last = [], [], [], []
         for (_, sample), seen in zip(batch, features, strict=True):
             ids = torch.cat([sample.ids, torch.tensor(sample.answer[:-1], dtype=torch.long)])
-            embeddings = seam.embed(ids.to(device))
-            shown = (ids == seam.image_token_id).to(device)[:, None]
-            rows.append(embeddings.masked_scatter(shown, seen.to(embeddings)))
+            rows.append(self._embed(ids, seen))
             tail = torch.arange(len(ids) - len(sample.ids)) + sample.positions.max() + 1
             positions.append(torch.cat([sample.positions, tail.expand(sample.positions.shape[0], -1)], 1).t())
             last.append(len(sample.ids) - 1)

@@ -22,7 +22,7 @@ class Counting(Classification):
     """labels: the counts themselves, in words or digits, from none on."""
 
     kind: ClassVar[str] = "counting"
-    metric_names: ClassVar[tuple[str, ...]] = ("accuracy", "mae")
+    metric_names: ClassVar[tuple[str, ...]] = ("accuracy", "within_one", "mae")
 
     @classmethod
     def for_training(cls, labels: tuple[str, ...], values: Sequence[Value]) -> Self:
@@ -49,9 +49,10 @@ class Counting(Classification):
         return dataclasses.replace(answer, count=answer.label_id, label_id=None)
 
     def metrics(self, found: Sequence[Value], wanted: Sequence[Value]) -> dict[str, float]:
-        """accuracy: exactly right. mae: the mean distance."""
+        """accuracy: exactly right. within_one: right or one off. mae: the mean distance."""
         apart = [abs(_count(one) - _count(other)) for one, other in zip(found, wanted, strict=True)]
-        return {"accuracy": share_equal(found, wanted), "mae": sum(apart) / len(apart)}
+        near = sum(distance <= 1 for distance in apart) / len(apart)
+        return {"accuracy": share_equal(found, wanted), "within_one": near, "mae": sum(apart) / len(apart)}
 
 
 def _count(value: Value) -> int:

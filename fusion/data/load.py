@@ -64,7 +64,7 @@ def _load(domain: DomainPlan, plan: Plan, mistakes: Mistakes) -> DomainData | No
         data = _own(domain, plan.seed, mistakes)
     if data is None:
         return None
-    if data.teaching is None:
+    if data.teaching is None and not mistakes:
         data = dataclasses.replace(data, teaching=compare_with_teacher(domain, data.splits, mistakes))
     _can_be_kept(domain, plan, data, mistakes)
     in_words = domain.head == WORDS and data.splits.labels

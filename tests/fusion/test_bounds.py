@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import numpy as np
 import pytest
+from scipy.stats import binom
 
 from fusion.bounds import bounded
+from fusion.objectives import task_of
+from fusion.samples import Splits
+from fusion.tasks import MEANS
 from heads import Box
-from heads.boxes import f1
 
 
 def share(answers: object, targets: object) -> float:
@@ -24,30 +28,87 @@ def tail(right: int, number: int, p: float) -> float:
 def test_a_share_is_bounded_as_clopper_and_pearson_define_it(right: int, number: int) -> None:
     """At the bound, as many right answers or more would come with just the probability that is left."""
     answers = [1] * right + [0] * (number - right)
-    score = bounded(share, answers, [1] * number, confidence=0.95)
+    score = bounded(share, answers, [1] * number, mean=True, confidence=0.95)
     assert score.value == right / number
     assert tail(right, number, score.lower) == pytest.approx(0.05, rel=1e-6)
 
 
 def test_nothing_right_promises_nothing() -> None:
-    assert bounded(share, [0] * 20, [1] * 20, confidence=0.95) == (0.0, 0.0)
+    assert bounded(share, [0] * 20, [1] * 20, mean=True, confidence=0.95) == (0.0, 0.0)
 
 
-def test_the_bound_of_f1_holds_about_as_often_as_it_says() -> None:
+Draw = Callable[[np.random.Generator, int], tuple[list[object], list[object]]]
+HERE, THERE = Box(0, 0.1, 0.1, 0.3, 0.3), Box(0, 0.6, 0.6, 0.9, 0.9)
+
+
+def boxes(found: float) -> Draw:
+    """One thing or two in each picture, the first found that often, by a detector that is surer of what is there."""
+
+    def draw(rng: np.random.Generator, number: int) -> tuple[list[object], list[object]]:
+        answers: list[object] = []
+        targets: list[object] = []
+        for seen, count in zip(rng.random(number) < found, rng.integers(1, 3, number), strict=True):
+            box = (HERE if seen else THERE._replace(image=1))._replace(score=rng.random() * (1 if seen else 0.9))
+            answers.append((box,))
+            targets.append((HERE, THERE)[:count])
+        return answers, targets
+
+    return draw
+
+
+def labels(right: float) -> Draw:
+    """Of three labels one is rare; what is wrong is the next one."""
+
+    def draw(rng: np.random.Generator, number: int) -> tuple[list[object], list[object]]:
+        truth = rng.choice(3, number, p=(0.5, 0.35, 0.15))
+        said = np.where(rng.random(number) < right, truth, (truth + 1) % 3)
+        return said.tolist(), truth.tolist()
+
+    return draw
+
+
+def words(right: float) -> Draw:
+    def draw(rng: np.random.Generator, number: int) -> tuple[list[object], list[object]]:
+        said = [" ".join(np.where(rng.random(4) < right, list("abcd"), "x")) for _ in range(number)]
+        return list(said), ["a b c d"] * number
+
+    return draw
+
+
+DRAWS: list[tuple[str, str, Draw]] = [
+    ("detection", "f1", boxes(0.7)),
+    ("detection", "map", boxes(0.7)),
+    ("classification", "f1", labels(0.8)),
+    ("classification", "f1", labels(0.98)),
+    ("captioning", "token_f1", words(0.7)),
+    ("captioning", "token_f1", words(0.99)),
+]
+
+
+@pytest.mark.parametrize(("task", "name", "draw"), DRAWS)
+def test_a_resampled_bound_holds_as_often_as_it_says(task: str, name: str, draw: Draw) -> None:
+    """Against what a large sample has, which is the metric's true value for all that matters here."""
+    chosen = () if task == "captioning" else ("a", "b", "c")
+    metric = task_of(Splits(task, chosen, (), (), (), real=True), name).metric
     rng = np.random.default_rng(0)
-    box = Box(0, 0.1, 0.1, 0.3, 0.3)
+    truth = metric(*draw(rng, 4_000))  # type: ignore[arg-type]
+    held = 0
+    turns, number = (20, 30) if task == "detection" else (60, 60)  # boxes take longest to compare
+    for turn in range(turns):
+        answers, targets = draw(rng, number)
+        held += bounded(metric, answers, targets, mean=name in MEANS, confidence=0.9, seed=turn).lower <= truth  # type: ignore[type-var]
+    assert held >= binom.ppf(1e-3, turns, 0.9), held
 
-    def draw(number: int) -> tuple[list[object], list[object]]:
-        seen, wanted = rng.random(number) < 0.7, rng.integers(1, 3, number)
-        other = Box(0, 0.6, 0.6, 0.9, 0.9)
-        return [(box,) if s else () for s in seen], [(box, other)[:w] for w in wanted]
 
-    truth = f1(*draw(20_000))  # type: ignore[arg-type]
-    held = sum(bounded(f1, *draw(60), confidence=0.9, seed=turn).lower <= truth for turn in range(30))  # type: ignore[arg-type]
-    assert held >= 21  # 27 expected; fewer than 21 would be 1 in 2,000 for a bound that is right
+@pytest.mark.parametrize(("task", "name", "right"), [("detection", "map", (HERE,)), ("classification", "f1", 1)])
+def test_few_samples_that_are_all_right_promise_little(task: str, name: str, right: object) -> None:
+    """About what Clopper and Pearson allow; resampling only what was seen would promise 1."""
+    metric = task_of(Splits(task, ("a", "b", "c"), (), (), (), real=True), name).metric
+    score = bounded(metric, [right] * 10, [right] * 10, mean=False, confidence=0.95)
+    assert score.value == 1.0 and score.lower == pytest.approx(0.05**0.1, abs=0.06)
 
 
 def test_a_surer_bound_is_lower() -> None:
     answers = [1] * 80 + [0] * 20
-    found = [bounded(share, answers, [1] * 100, confidence=c).lower for c in (0.8, 0.95, 0.99)]
+    found = [bounded(share, answers, [1] * 100, mean=True, confidence=c).lower for c in (0.8, 0.95, 0.99)]
     assert found == sorted(found, reverse=True) and found[0] < 0.8

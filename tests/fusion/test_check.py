@@ -79,20 +79,13 @@ def test_what_cannot_be_run_is_refused_before_training(tmp_path: Path, more: str
     assert not (tmp_path / "out").exists()
 
 
-def test_a_task_that_is_not_trained_is_refused(tmp_path: Path) -> None:
-    animals(tmp_path)
-    plan = write_plan(tmp_path, "data: {format: image_folder, path: pictures}\nmetric: f1")
-    with pytest.raises(BadPlan, match="the metric 'f1' of classification is not supported yet"):
-        check(read_plan_file(plan))
-
-
 def test_all_that_is_wrong_is_told_together(tmp_path: Path) -> None:
-    more = "base: nowhere/at/all\norder: random\n"
+    more = "base: nowhere/at/all\n"
     plan = write_plan(tmp_path, "source: nowhere", "source: drawn-signs\nmetric: map", more=more)
     with pytest.raises(BadPlan) as caught:
         check(read_plan_file(plan))
     fields = [line.split("`")[1] for line in str(caught.value).splitlines()]
-    assert fields == ["order", "base", "domains[0].source", "domains[1].metric"]
+    assert fields == ["base", "domains[0].source", "domains[1].metric"]
 
 
 def test_a_threshold_relative_to_a_teacher_becomes_a_number(tmp_path: Path) -> None:

@@ -113,7 +113,7 @@ def test_metrics_by_hand() -> None:
     def metrics(kind: str, found: list[Value], wanted: list[Value]) -> dict[str, float]:
         return TASKS[kind].for_training(SAMPLES[kind][0], SAMPLES[kind][1]).metrics(found, wanted)
 
-    assert metrics("counting", [0, 2, 3, 3], [0, 1, 3, 0]) == {"accuracy": 0.5, "mae": 1.0}
+    assert metrics("counting", [0, 2, 3, 3], [0, 1, 3, 0]) == {"accuracy": 0.5, "within_one": 0.75, "mae": 1.0}
     assert metrics("binary", [1, 1, 0, 0], [1, 0, 1, 0]) == {"accuracy": 0.5, "f1": 0.5}
     assert metrics("binary", [0, 0], [0, 0]) == {"accuracy": 1.0, "f1": 1.0}
     assert metrics("multi_label", [(0, 1), (2,)], [(1,), (2, 0)]) == {"f1": pytest.approx(2 / 3), "accuracy": 0.0}

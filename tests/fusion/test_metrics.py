@@ -1,0 +1,138 @@
+"""Every metric that a plan may name is the one that decides, on answers of heads and on words."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fusion.decoding import Prompt, greedy
+from fusion.objectives import task_of
+from fusion.samples import Sample, Splits
+from fusion.tasks import METRICS, TASKS
+from fusion.words import token_f1
+from fusion.zero_shot import score_of_words
+from heads import Box
+from tests.families import build_model, make_prompt
+from tests.fusion.small import color_splits, plan_of, trainer_of, write_base
+from vlora.models.seam import Seam
+
+BOX, MISSED = Box(0, 0.1, 0.1, 0.4, 0.4), Box(1, 0.6, 0.6, 0.9, 0.9)
+LABELS = {"binary": ("no", "yes"), "regression": ("value",), "counting": tuple("0123456789")}
+# By task: answers, targets, and what each metric has to say of them.
+WORKED: dict[str, tuple[list[object], list[object], dict[str, float]]] = {
+    "classification": ([0, 0, 1], [0, 1, 1], {"accuracy": 2 / 3, "f1": 2 / 3}),
+    "action": ([0, 0, 0], [0, 1, 2], {"accuracy": 1 / 3, "f1": 1 / 6}),
+    "binary": ([1, 1, 0, 0], [1, 0, 1, 0], {"accuracy": 0.5, "f1": 0.5}),
+    "counting": ([0, 2, 3, 9], [0, 1, 3, 5], {"accuracy": 0.5, "within_one": 0.75}),
+    "multi_label": ([(0, 1), (2,)], [(0,), (2,)], {"f1": 4 / 5, "accuracy": 0.5}),
+    "regression": ([1.0, 9.0], [1.1, 5.0], {"within": 0.5}),
+    "detection": ([(BOX,)], [(BOX, MISSED)], {"f1": 2 / 3, "map": 0.5}),
+    "vqa": (["a red car", "No"], ["a red bus", "no"], {"exact_match": 0.0, "accuracy": 0.0, "token_f1": 5 / 6}),
+    "captioning": (["a b", "c"], ["a b", "d"], {"exact_match": 0.5, "accuracy": 0.5, "token_f1": 0.5}),
+    "referring": (["the left one"], ["left"], {"exact_match": 0.0, "accuracy": 0.0, "token_f1": 0.5}),
+}
+
+
+def splits_of(task: str, labels: tuple[str, ...], targets: list[object]) -> Splits:
+    samples = [Sample((), target) for target in targets]  # type: ignore[arg-type]
+    return Splits(task, labels, samples, samples, samples, real=True)
+
+
+@pytest.mark.parametrize(("task", "name"), [(task, name) for task in TASKS for name in METRICS[task]])
+def test_the_metric_that_is_asked_for_decides(task: str, name: str) -> None:
+    answers, targets, said = WORKED[task]
+    assert said.keys() == set(METRICS[task])
+    words = task in ("vqa", "captioning", "referring")
+    splits = splits_of(task, () if words else LABELS.get(task, ("a", "b", "c")), targets)
+    objective = task_of(splits, name)
+    assert objective.metric(answers, targets) == pytest.approx(said[name])  # type: ignore[arg-type]
+    assert objective.metric(targets, targets) == 1.0  # type: ignore[arg-type]
+    assert task_of(splits).metric_name == METRICS[task][0]
+
+
+@given(st.lists(st.sampled_from("abcd")), st.lists(st.sampled_from("abcd")), st.randoms())
+def test_f1_of_words_is_symmetric_and_blind_to_order_and_case(one: list[str], other: list[str], rng: object) -> None:
+    value = token_f1(" ".join(one), " ".join(other))
+    left = list(other)
+    hits = sum(word in left and not left.remove(word) for word in one)  # type: ignore[func-returns-value]
+    precision, recall = (hits / len(words) if words else 0.0 for words in (one, other))
+    wanted = 2 * precision * recall / (precision + recall) if hits else float(not one and not other)
+    assert value == pytest.approx(wanted) == token_f1(" ".join(other).upper() + " !", ", ".join(reversed(one)))
+
+
+def test_words_are_read_as_answers_of_the_task() -> None:
+    """Of the base model before training: what is no answer is worth nothing, in any metric."""
+    splits = splits_of("classification", ("Red", "green"), [0, 1, 1, 0])
+    assert score_of_words(splits, None, ["red", "a green thing", "GREEN", "green"]) == 0.5
+    assert score_of_words(splits, "f1", ["red", " Green", "green", "Red"]) == 1.0
+    several = splits_of("multi_label", ("a", "b"), [(0, 1), ()])
+    assert score_of_words(several, "accuracy", ["b , a", "none"]) == 1.0
+    assert score_of_words(splits_of("counting", tuple("0123"), [2, 3]), "within_one", ["3", "many"]) == 0.5
+    assert score_of_words(splits_of("regression", ("value",), [2.0, 4.0]), None, ["2.1", "four"]) == 0.5
+    assert score_of_words(splits_of("detection", ("car",), [(BOX,)]), "map", ["a car"]) == 0.0
+    assert score_of_words(splits_of("vqa", (), ["A car"]), "token_f1", ["one car"]) == 0.5
+
+
+@pytest.mark.parametrize("family", ["llava", "qwen2_vl"])
+def test_decoding_says_what_transformers_generates(family: str) -> None:
+    """Greedy, in float32, with images, prompts of two lengths in one call, and one that ends early."""
+    model = build_model(family).eval()
+    model.generation_config.eos_token_id = None
+    texts = ((5, 6), (5, 9), (5, 6))
+    prompts = [make_prompt(family, model, seed, num_images=1, text=text) for seed, text in enumerate(texts)]
+    limit = 6
+    wanted = []
+    with torch.no_grad():
+        for prompt in prompts:
+            out = model.generate(**prompt.kwargs, max_new_tokens=limit, do_sample=False)
+            wanted.append(out[0, prompt.kwargs["input_ids"].shape[1] :].tolist())
+    end = wanted[0][3]
+    model.generation_config.eos_token_id = end
+    expected = [tuple(itertools.takewhile(lambda token: token != end, tokens)) for tokens in wanted]
+    made = [embeddings_of(model, prompt.kwargs) for prompt in prompts]
+    seam = Seam(model)
+    model.set_attn_implementation({"text_config": "eager"})
+    assert greedy(seam, made, limit) == expected
+    assert len(expected[0]) < limit == max(map(len, wanted))
+
+
+def embeddings_of(model: torch.nn.Module, kwargs: dict[str, torch.Tensor]) -> Prompt:
+    """What the model itself hands to its language model, read off a forward of its own."""
+    seen: dict[str, torch.Tensor] = {}
+
+    def look(_: object, args: object, given: dict[str, torch.Tensor]) -> None:
+        seen.update(embeddings=given["inputs_embeds"][0], positions=given["position_ids"])
+
+    hook = model.model.language_model.register_forward_pre_hook(look, with_kwargs=True)  # type: ignore[union-attr,operator]
+    with torch.no_grad():
+        model(**kwargs)
+    hook.remove()
+    positions = seen["positions"]
+    if positions is None:
+        positions = torch.arange(len(seen["embeddings"]))[None]
+    return Prompt(seen["embeddings"], positions[:, 0] if positions.ndim == 3 else positions)
+
+
+def test_a_domain_in_words_is_scored_by_what_is_decoded(tmp_path: Path) -> None:
+    """Trained to say colours: words that are right one by one count, and are the same that one forward calls exact."""
+    torch.set_num_threads(1)
+    plan = plan_of(write_base(tmp_path), ("colors",), steps=30)
+    named = plan.domains[0].model_copy(update={"metric": "token_f1"})
+    plan = plan.model_copy(update={"domains": (named,), "confidence": 0.9})
+    trainer = trainer_of(plan, {"colors": color_splits().in_words()})
+    trainer.fresh()
+    trainer.train("colors", ())
+    own = trainer.domains["colors"]
+    said = trainer.said("colors", own.test)
+    targets = [str(sample.target) for sample in own.test]
+    score = trainer.bounded_score("colors", own.test)
+    assert score.value == pytest.approx(np.mean([token_f1(a, b) for a, b in zip(said, targets, strict=True)]))
+    assert score.value > 0.4 and score.lower < score.value
+    exact = np.mean([a == b for a, b in zip(said, targets, strict=True)])
+    assert abs(exact - trainer.in_words("colors", own.test)) <= 1 / len(targets) + 1e-9
