@@ -28,7 +28,8 @@ from fusion.pack import Score
 from fusion.plan import DomainPlan, Plan
 from fusion.samples import Sample, Splits, Target
 from fusion.tasks import MEANS
-from heads import Grid, HeadSpec, Task, TaskHead, save_heads
+from heads import Box, Grid, HeadSpec, Task, TaskHead, save_heads
+from heads.boxes import Window, into_windows, out_of_windows
 from vlora.errors import BadPlan
 from vlora.models import EncodedPrompt, InputProcessor
 from vlora.models.grids import image_grids
@@ -54,7 +55,8 @@ Made = TypeVar("Made")
 class Prepared(NamedTuple):
     """One sample ready for training. ids [n] ends with the prompt; embeddings [placeholders, hidden], or the pictures
     themselves where the vision side is trained and they would not stay; grids: how these lie, picture by picture;
-    positions [1 or 3, n]; answer: the tokens of its answer in words, none where it has no words."""
+    positions [1 or 3, n]; target: what is right, of whole pictures; windows: what of each picture the model is shown;
+    answer: the tokens of its answer in words, none where it has no words."""
 
     ids: torch.Tensor
     embeddings: torch.Tensor | None
@@ -62,7 +64,17 @@ class Prepared(NamedTuple):
     grids: tuple[Grid, ...]
     positions: torch.Tensor
     target: Target
+    windows: tuple[Window, ...]
     answer: tuple[int, ...]
+
+    @property
+    def learned(self) -> Target:
+        """The target as far as the model can see it: boxes in shares of what is shown."""
+        return into_windows(boxes, self.windows) if (boxes := _boxes(self.target)) else self.target
+
+    def of_whole_pictures(self, answer: object) -> object:
+        """A head's answer as targets are told."""
+        return out_of_windows(boxes, self.windows) if (boxes := _boxes(answer)) else answer
 
 
 class Domain:
@@ -134,6 +146,7 @@ class FrozenBase:
                         image_grids(self.seam.config, one.vision),
                         self.seam.positions(ids, grids).rows,
                         sample.target,
+                        _windows(one, sample),
                         self._answer(splits, sample),
                     )
                 )
@@ -360,7 +373,8 @@ class LoraTrainer:
         answers: list[object] = []
         for part, read in self._reads(domain, samples):
             with self._autocast():
-                answers += self.domains[domain].task.answers(read, self._heads.get(domain), [s.target for s in part])
+                found = self.domains[domain].task.answers(read, self._heads.get(domain), [s.target for s in part])
+                answers += [s.of_whole_pictures(answer) for s, answer in zip(part, found, strict=True)]
         return answers
 
     def _reads(self, domain: str, samples: Sequence[Prepared]) -> Iterator[tuple[Sequence[Prepared], Read]]:
@@ -419,7 +433,7 @@ class LoraTrainer:
         """The domain's task, as sure as it is right on the validation part."""
         own = self.domains[domain]
         reads = [read for _, read in self._reads(domain, own.validation)]
-        task = own.task.calibrated(reads, head, [sample.target for sample in own.validation])
+        task = own.task.calibrated(reads, head, [sample.learned for sample in own.validation])
         assert task is not None, "a domain with a head has a task"
         return task
 
@@ -450,7 +464,7 @@ class LoraTrainer:
             loss = read.last.new_zeros((), dtype=torch.float32)
             for domain in dict.fromkeys(name for name, _ in batch):
                 rows = [i for i, (name, _) in enumerate(batch) if name == domain]
-                targets = [batch[i][1].target for i in rows]
+                targets = [batch[i][1].learned for i in rows]
                 own = self.domains[domain].task.loss(read.of(rows), self._heads.get(domain), targets)
                 loss = loss + own * len(rows) / len(batch)
         return loss
@@ -515,6 +529,20 @@ class LoraTrainer:
 
     def _seed(self, what: str) -> int:
         return zlib.crc32(f"{self._plan.seed} {what}".encode())
+
+
+def _boxes(value: object) -> tuple[Box, ...]:
+    """Of what is no boxes, none."""
+    return tuple(each for each in value if isinstance(each, Box)) if isinstance(value, tuple) else ()
+
+
+def _windows(encoded: EncodedPrompt, sample: Sample) -> tuple[Window, ...]:
+    """What an image processor's crop leaves of each frame."""
+    sizes = [frame.shape[:2] for frame in sample.frames]
+    return tuple(
+        (shown.left / width, shown.top / height, shown.width / width, shown.height / height)
+        for shown, (height, width) in zip(encoded.shown, sizes, strict=True)
+    )
 
 
 def _targets(seam: Seam, plan: Plan) -> str:

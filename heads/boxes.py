@@ -22,6 +22,34 @@ class Box(NamedTuple):
     image: int = 0
 
 
+Window = tuple[float, float, float, float]
+"""The part of a picture that a model is shown: left, top, width and height, in shares of the whole."""
+
+
+def into_windows(boxes: Sequence[Box], windows: Sequence[Window]) -> tuple[Box, ...]:
+    """Boxes of whole pictures in shares of what is shown of each, cut off at its edges; without those that are not
+    shown at all."""
+    seen = []
+    for box in boxes:
+        left, top, width, height = windows[box.image]
+        across = [min(1.0, max(0.0, (edge - left) / width)) for edge in (box.left, box.right)]
+        down = [min(1.0, max(0.0, (edge - top) / height)) for edge in (box.top, box.bottom)]
+        if across[0] < across[1] and down[0] < down[1]:
+            seen.append(box._replace(left=across[0], top=down[0], right=across[1], bottom=down[1]))
+    return tuple(seen)
+
+
+def out_of_windows(boxes: Sequence[Box], windows: Sequence[Window]) -> tuple[Box, ...]:
+    """The way back: boxes in shares of what is shown, cut off at its edges, in shares of whole pictures."""
+    whole = []
+    for box in boxes:
+        left, top, width, height = windows[box.image]
+        across = [left + width * min(1.0, max(0.0, edge)) for edge in (box.left, box.right)]
+        down = [top + height * min(1.0, max(0.0, edge)) for edge in (box.top, box.bottom)]
+        whole.append(box._replace(left=across[0], top=down[0], right=across[1], bottom=down[1]))
+    return tuple(whole)
+
+
 def iou(one: Box, other: Box) -> float:
     """Intersection over union of two boxes of one picture."""
     width = min(one.right, other.right) - max(one.left, other.left)
