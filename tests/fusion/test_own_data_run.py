@@ -1,17 +1,32 @@
-"""A whole run on data of the user's own: pictures decoded as they are needed, videos, and a teacher's labels."""
+"""Whole runs on data of the user's own: pictures decoded as they are needed, videos, a teacher's labels; and a head of
+every task that answers in the engine as it did in training."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
+import cv2
+import numpy as np
+import pytest
 import torch
+from PIL import Image
 from rich.console import Console
 
 from fusion.commands import fuse
 from fusion.embedded.model import build_model
 from fusion.embedded.processor import build_processor
-from tests.fusion.made import picture, video, write_plan
+from fusion.samples import Target
+from fusion.train import LoraTrainer, Prepared
+from heads import Answer, Box, load_heads
+from tests.fusion.made import load_plan, picture, video, write_plan
+from vlora.config import EngineConfig
+from vlora.engine import LocalEngine
+from vlora.models import InputProcessor
+from vlora.types import HeadAnswer, Request
+
+TASKS = ("binary", "counting", "multi_label", "regression", "detection")
 
 
 def test_from_files_to_adapters(tmp_path: Path) -> None:
@@ -39,3 +54,111 @@ def test_from_files_to_adapters(tmp_path: Path) -> None:
 def half(frames: list[object]) -> tuple[str, float]:
     """A teacher that knows one answer, and half believes it."""
     return "a red thing", 0.5
+
+
+def squares(folder: Path, number: int) -> dict[str, object]:
+    """A picture with up to two squares, and what is to be said of it by task; boxes are [left, top, size]."""
+    rng = np.random.default_rng(number)
+    names = [name for place, name in enumerate(("blue", "green")) if (number >> place) % 2]
+    pixels = rng.integers(0, 60, (64, 64, 3)).astype(np.uint8)
+    boxes = {}
+    for name in names:
+        left, size = 4 + 32 * (name == "green"), int(rng.integers(10, 24))
+        pixels[8 : 8 + size, left : left + size, ("blue", "green").index(name)] += 180
+        boxes[name] = [left, 8, size, size]
+    folder.mkdir(exist_ok=True)
+    assert cv2.imwrite(str(folder / f"{number}.png"), pixels)
+    said = {"binary": "yes" if "blue" in names else "no", "counting": str(len(names)), "multi_label": ";".join(names)}
+    return {**said, "regression": str(sum(box[2] for box in boxes.values())), "detection": boxes}
+
+
+def test_every_head_answers_in_the_engine_as_in_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In float32, so that no answer may differ: the report's scores of test data are the engine's, and so is what the
+    calibrated head says of each sample, and how sure it is."""
+    answers: dict[str, list[Answer]] = {}
+    score = LoraTrainer.score
+
+    def listen(self: LoraTrainer, name: str, samples: Sequence[Prepared]) -> float:
+        head = self._heads[name]
+        with torch.no_grad():
+            calibrated = self._calibrated(name, head)
+            reads = [read for _, read in self._reads(name, samples)]
+            rows = [logits for read in reads for logits in self.domains[name].task.logits(read, head)]  # type: ignore[attr-defined]
+        grids = [own for read in reads for own in read.grids]
+        answers[name] = [calibrated.decode(*one) for one in zip(rows, grids, strict=True)]
+        return score(self, name, samples)
+
+    monkeypatch.setattr(LoraTrainer, "score", listen)
+    torch.set_num_threads(1)
+    build_model(seed=0).save_pretrained(str(tmp_path / "base"))
+    build_processor().save_pretrained(str(tmp_path / "base"))
+    told = [squares(tmp_path / "pictures", number) for number in range(32)]
+    domains = []
+    for task in TASKS[:-1]:
+        lines = [json.dumps({"image": f"{number}.png", "answer": own[task]}) for number, own in enumerate(told)]
+        (tmp_path / f"{task}.jsonl").write_text("\n".join(lines))
+        domains.append(f"data: {{format: questions, path: {task}.jsonl, images: pictures, SPLIT}}")
+    pairs = [(n, name, box) for n, own in enumerate(told) for name, box in own["detection"].items()]  # type: ignore[attr-defined]
+    content = {
+        "images": [{"id": n, "file_name": f"{n}.png", "width": 64, "height": 64} for n in range(len(told))],
+        "categories": [{"id": 1, "name": "blue"}, {"id": 2, "name": "green"}],
+        "annotations": [
+            {"id": place, "image_id": n, "category_id": 1 + (name == "green"), "bbox": box}
+            for place, (n, name, box) in enumerate(pairs)
+        ],
+    }
+    (tmp_path / "boxes.json").write_text(json.dumps(content))
+    domains.append("data: {format: coco, path: boxes.json, images: pictures, SPLIT}")
+    split = "split: {validation: 0.25, test: 0.25}"
+    # No head learns this much in so few steps, so that each domain has an adapter of its own.
+    plan = write_plan(
+        tmp_path,
+        *(
+            f"task: {task}\nthreshold: 1.0\n{domain.replace('SPLIT', split)}"
+            for task, domain in zip(TASKS, domains, strict=True)
+        ),
+        more="base: base\ntraining: {steps: 4, batch_size: 6, bfloat16: false, learning_rate: 0.01}\n",
+    )
+    report = fuse(plan, tmp_path / "out", console=Console(quiet=True))
+    assert [domain.task for domain in report.domains] == list(TASKS)
+    data = load_plan(plan)
+    engine = LocalEngine(EngineConfig(model=str(tmp_path / "base"), dtype="float32", arena_bytes=64 * 2**20))
+    processor = InputProcessor.from_pretrained(str(tmp_path / "base"))
+    for adapter in report.adapters:
+        engine.engine.load_adapter(adapter.name, str(tmp_path / "out" / "adapters" / adapter.name))
+    for domain in report.domains:
+        folder = tmp_path / "out" / "adapters" / domain.adapter
+        task = load_heads(folder)[domain.name].task
+        assert task.kind == domain.task
+        requests = []
+        for number, sample in enumerate(data[domain.name].splits.test):
+            images = [Image.fromarray(frame) for frame in sample.frames]
+            encoded = processor.encode(processor.chat("what is it ?", 1), images)
+            asked = {"adapter": domain.adapter, "head": domain.name, "vision": encoded.vision}
+            requests.append(Request(request_id=str(number), prompt_ids=encoded.prompt_ids, **asked))  # type: ignore[arg-type]
+        outputs = engine.run(requests)
+        found = [value_of(outputs[request.request_id][-1].head) for request in requests]
+        targets = [sample.target for sample in data[domain.name].splits.test]
+        assert task.metrics(found, targets)[domain.metric] == pytest.approx(domain.after), domain.name
+        for request, expected in zip(requests, answers[domain.name], strict=True):
+            served = outputs[request.request_id][-1].head
+            assert served is not None and served.label == expected.label
+            assert served.confidence == pytest.approx(expected.confidence, abs=1e-4)
+            assert served.scores == pytest.approx(expected.scores, abs=1e-4)
+            assert served.values == pytest.approx(expected.values, abs=1e-3)
+
+
+def value_of(answer: HeadAnswer | None) -> Target:
+    assert answer is not None
+    match answer.task:
+        case "detection":
+            return tuple(Box(b.label_id, b.left, b.top, b.right, b.bottom, b.score, b.image) for b in answer.boxes)
+        case "counting":
+            assert answer.count is not None
+            return answer.count
+        case "multi_label":
+            return answer.chosen
+        case "regression":
+            return answer.values
+    assert answer.label_id is not None
+    return answer.label_id
