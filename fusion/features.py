@@ -1,40 +1,74 @@
-"""What the frozen vision tower made of pictures, kept on disk by the content of both."""
+"""What the frozen vision tower made of pictures, kept on disk by the content of both, and read as it is needed."""
 
 from __future__ import annotations
 
 import hashlib
+import itertools
 import os
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NamedTuple, Protocol
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+
+
+class Features(Protocol):
+    """Image features of one sample, wherever they are."""
+
+    def rows(self) -> torch.Tensor:
+        """[num_tokens of all its pictures, hidden]."""
+
+
+class InMemory(NamedTuple):
+    held: torch.Tensor
+
+    def rows(self) -> torch.Tensor:
+        return self.held
+
+
+class OnDisk(NamedTuple):
+    """Rows first to last of a file, which is mapped only while they are read: what is held is a name."""
+
+    file: Path
+    first: int
+    last: int
+
+    def rows(self) -> torch.Tensor:
+        with safe_open(self.file, "pt") as stored:
+            rows: torch.Tensor = stored.get_slice("rows")[self.first : self.last]
+        return rows
 
 
 class FeatureCache:
-    """Features of groups of pictures. tower: the hash of the weights that make them."""
+    """Features of groups of samples. tower: the hash of the weights that make them."""
 
     def __init__(self, folder: Path, tower: str) -> None:
         self._folder = folder
         self._tower = tower
         folder.mkdir(parents=True, exist_ok=True)
 
-    def get(self, contents: Sequence[str]) -> list[torch.Tensor] | None:
-        """Rows [num_tokens, hidden] of each picture by its content hash; None unless all of the group are there."""
+    def get(self, samples: Sequence[Sequence[str]]) -> list[OnDisk] | None:
+        """Of each sample, which is its pictures' content hashes; None unless all of the group are there."""
+        file = self._file(samples)
         try:
-            found = load_file(self._file(contents))
+            with safe_open(file, "pt") as stored:
+                counts: list[int] = stored.get_tensor("counts").tolist()
         except (FileNotFoundError, SafetensorError):  # a torn file is made again
             return None
-        return list(found["rows"].split(found["counts"].tolist()))
+        ends = [0, *itertools.accumulate(counts)]
+        pictures = [0, *itertools.accumulate(map(len, samples))]
+        return [OnDisk(file, ends[first], ends[last]) for first, last in itertools.pairwise(pictures)]
 
-    def put(self, contents: Sequence[str], rows: Sequence[torch.Tensor]) -> None:
-        file = self._file(contents)
+    def put(self, samples: Sequence[Sequence[str]], rows: Sequence[torch.Tensor]) -> None:
+        """rows: of each picture of each sample, in their order."""
+        file = self._file(samples)
         temporary = file.with_suffix(f".{os.getpid()}")
         counts = torch.tensor([len(one) for one in rows])
         save_file({"rows": torch.cat(list(rows)).cpu(), "counts": counts}, temporary)
         temporary.replace(file)
 
-    def _file(self, contents: Sequence[str]) -> Path:
-        key = hashlib.sha256(" ".join((self._tower, *contents)).encode()).hexdigest()
+    def _file(self, samples: Sequence[Sequence[str]]) -> Path:
+        key = hashlib.sha256(" ".join((self._tower, *itertools.chain(*samples))).encode()).hexdigest()
         return self._folder / f"{key}.safetensors"

@@ -21,7 +21,7 @@ from torch import nn
 from fusion.accumulate import backward_in_parts, halving
 from fusion.bounds import bounded
 from fusion.decoding import Prompt, greedy
-from fusion.features import FeatureCache
+from fusion.features import FeatureCache, Features, InMemory
 from fusion.identity import hash_of_weights
 from fusion.objectives import Read, answer_in_words, task_of
 from fusion.pack import Score
@@ -53,19 +53,24 @@ Made = TypeVar("Made")
 
 
 class Prepared(NamedTuple):
-    """One sample ready for training. ids [n] ends with the prompt; embeddings [placeholders, hidden], or the pictures
+    """One sample ready for training. ids [n] ends with the prompt; features of its pictures, or the pictures
     themselves where the vision side is trained and they would not stay; grids: how these lie, picture by picture;
     positions [1 or 3, n]; target: what is right, of whole pictures; windows: what of each picture the model is shown;
     answer: the tokens of its answer in words, none where it has no words."""
 
     ids: torch.Tensor
-    embeddings: torch.Tensor | None
+    features: Features | None
     vision: tuple[VisionInput, ...]
     grids: tuple[Grid, ...]
     positions: torch.Tensor
     target: Target
     windows: tuple[Window, ...]
     answer: tuple[int, ...]
+
+    @property
+    def embeddings(self) -> torch.Tensor | None:
+        """Its features [placeholders, hidden], read now."""
+        return None if self.features is None else self.features.rows()
 
     @property
     def learned(self) -> Target:
@@ -97,7 +102,7 @@ class Domain:
     def features(self) -> np.ndarray:
         """Mean of what the vision tower makes of its training pictures, [hidden]. Raises BadPlan where the vision side
         is trained, so that this is nothing to go by."""
-        means = [sample.embeddings.float().mean(0) for sample in self.train if sample.embeddings is not None]
+        means = [sample.features.rows().float().mean(0) for sample in self.train if sample.features is not None]
         if not means:
             raise BadPlan("order `similarity` goes by image features, which change where lora.vision is on")
         return torch.stack(means).mean(0).cpu().numpy()
@@ -106,7 +111,8 @@ class Domain:
 class FrozenBase:
     """The base model without gradients: image features, prompts, and the language model that adapters sit on.
 
-    weights: their hash. features: where to keep image features; None keeps them in memory only. train_vision: leave
+    weights: their hash. features: where to keep image features; None keeps them in memory only;
+    from disk only those of a batch are in memory. train_vision: leave
     pictures as they are, since their features will change.
     """
 
@@ -131,8 +137,8 @@ class FrozenBase:
         for first in range(0, len(samples), _ENCODE_AT_ONCE):
             part = samples[first : first + _ENCODE_AT_ONCE]
             encoded = [self._encode(sample.question or question, sample) for sample in part]
-            features = None if self.train_vision else iter(self._kept_features([i for e in encoded for i in e.vision]))
-            for sample, one in zip(part, encoded, strict=True):
+            features = [None] * len(part) if self.train_vision else self._kept_features(encoded)
+            for sample, one, seen in zip(part, encoded, features, strict=True):
                 ids = torch.tensor(one.prompt_ids)
                 grids = [
                     (item.kind, {k: to_tensor(v) for k, v in item.fields.items() if "pixel" not in k})
@@ -141,8 +147,8 @@ class FrozenBase:
                 prepared.append(
                     Prepared(
                         ids,
-                        None if features is None else torch.cat([next(features) for _ in one.vision]),
-                        tuple(one.vision) if features is None else (),
+                        seen,
+                        tuple(one.vision) if seen is None else (),
                         image_grids(self.seam.config, one.vision),
                         self.seam.positions(ids, grids).rows,
                         sample.target,
@@ -159,14 +165,17 @@ class FrozenBase:
             raise NotImplementedError("fusion does not train on models with deepstack features (Qwen3-VL) yet")
         return [one.rows for one in features]
 
-    def _kept_features(self, items: Sequence[VisionInput]) -> list[torch.Tensor]:
+    def _kept_features(self, encoded: Sequence[EncodedPrompt]) -> Sequence[Features]:
+        """Of each sample's pictures."""
+        items = [item for one in encoded for item in one.vision]
         if self._features is None:
-            return self.encode(items)
-        contents = [item.content_hash for item in items]
-        found = self._features.get(contents)
-        if found is None:
-            found = [rows.cpu() for rows in self.encode(items)]
-            self._features.put(contents, found)
+            made = iter(self.encode(items))
+            return [InMemory(torch.cat([next(made) for _ in one.vision])) for one in encoded]
+        samples = [[item.content_hash for item in one.vision] for one in encoded]
+        if (found := self._features.get(samples)) is None:
+            self._features.put(samples, self.encode(items))
+            found = self._features.get(samples)
+        assert found is not None, "what was just written is there"
         return found
 
     def _answer(self, splits: Splits, sample: Sample) -> tuple[int, ...]:
@@ -477,7 +486,7 @@ class LoraTrainer:
     def _features(self, batch: Sequence[tuple[str, Prepared]]) -> list[torch.Tensor]:
         """Image features of each sample [placeholders, hidden]."""
         if not self._base.train_vision:
-            return [sample.embeddings for _, sample in batch if sample.embeddings is not None]
+            return [sample.features.rows() for _, sample in batch if sample.features is not None]
         made = iter(self._base.encode([item for _, sample in batch for item in sample.vision]))
         return [torch.cat([next(made) for _ in sample.vision]) for _, sample in batch]
 
