@@ -31,7 +31,7 @@ from fusion.tasks import MEANS
 from heads import Box, Grid, HeadSpec, Task, TaskHead, save_heads
 from heads.boxes import Window, into_windows, out_of_windows
 from vlora.errors import BadPlan
-from vlora.models import EncodedPrompt, InputProcessor
+from vlora.models import EncodedPrompt, InputProcessor, Region
 from vlora.models.grids import image_grids
 from vlora.models.processing import to_tensor
 from vlora.models.seam import Seam
@@ -111,9 +111,8 @@ class Domain:
 class FrozenBase:
     """The base model without gradients: image features, prompts, and the language model that adapters sit on.
 
-    weights: their hash. features: where to keep image features; None keeps them in memory only;
-    from disk only those of a batch are in memory. train_vision: leave
-    pictures as they are, since their features will change.
+    weights: their hash. features: where to keep image features; None keeps them in memory, all of them.
+    train_vision: leave pictures as they are, since their features will change.
     """
 
     def __init__(
@@ -152,7 +151,7 @@ class FrozenBase:
                         image_grids(self.seam.config, one.vision),
                         self.seam.positions(ids, grids).rows,
                         sample.target,
-                        _windows(one, sample),
+                        tuple(map(_window, one.shown)),
                         self._answer(splits, sample),
                     )
                 )
@@ -545,13 +544,10 @@ def _boxes(value: object) -> tuple[Box, ...]:
     return tuple(each for each in value if isinstance(each, Box)) if isinstance(value, tuple) else ()
 
 
-def _windows(encoded: EncodedPrompt, sample: Sample) -> tuple[Window, ...]:
-    """What an image processor's crop leaves of each frame."""
-    sizes = [frame.shape[:2] for frame in sample.frames]
-    return tuple(
-        (shown.left / width, shown.top / height, shown.width / width, shown.height / height)
-        for shown, (height, width) in zip(encoded.shown, sizes, strict=True)
-    )
+def _window(shown: Region) -> Window:
+    """What an image processor's crop, which is in the middle, leaves of a picture."""
+    width, height = shown.width + 2 * shown.left, shown.height + 2 * shown.top
+    return shown.left / width, shown.top / height, shown.width / width, shown.height / height
 
 
 def _targets(seam: Seam, plan: Plan) -> str:
