@@ -63,13 +63,18 @@ def find_sources(addresses: Sequence[str]) -> list[Source]:
         if address.isdecimal():
             found.append(Source(f"camera-{address}", address, "live"))
         elif re.match(r"\w+://", address):
-            place = re.sub(r"^\w+://([^/@]*@)?", "", address)  # a camera's password is not for names of files
+            place = re.sub(r"^\w+://", "", _without_password(address))
             found.append(Source(re.sub(r"\W+", "-", place).strip("-")[:80] or "stream", address, "live"))
         elif os.path.isdir(address):
             found += _of_folder(Path(address))
         else:
             found.append(Source(Path(address).stem or "video", address, "file"))
     return _told_apart(found)
+
+
+def _without_password(address: str) -> str:
+    """A camera's password is neither for names of files nor for messages."""
+    return re.sub(r"^(\w+://)[^/]*@", r"\1", address)
 
 
 def _told_apart(sources: Sequence[Source]) -> list[Source]:
@@ -132,12 +137,13 @@ def read_chunks(
 
 
 def _read_video(source: Source, num_frames: int, stop: threading.Event, shown: bool) -> Iterator[Chunk]:
+    told = f"cannot read video {_without_password(source.address)!r}"
     capture = cv2.VideoCapture(int(source.address) if source.address.isdecimal() else source.address)
     try:
         if not capture.isOpened():
             exists = source.live or os.path.exists(source.address)
             why = "it is no video this machine can decode" if exists else "there is no such file or address"
-            raise BadImage(f"cannot read video {source.address!r}: {why}")
+            raise BadImage(f"{told}: {why}")
         fps = capture.get(cv2.CAP_PROP_FPS)
         length = max(num_frames, round((fps if 0 < fps < 1000 else FALLBACK_FPS) * CHUNK_S))
         index = 0
@@ -145,7 +151,7 @@ def _read_video(source: Source, num_frames: int, stop: threading.Event, shown: b
             yield msgspec.structs.replace(chunk, index=index, start_s=index * CHUNK_S)
             index += 1
         if index == 0 and not stop.is_set():
-            raise BadImage(f"cannot read video {source.address!r}: it holds no frame that can be decoded")
+            raise BadImage(f"{told}: it holds no frame that can be decoded")
     finally:
         capture.release()
 

@@ -85,6 +85,12 @@ def test_addresses_become_sources_with_names_of_their_own(tmp_path: Path) -> Non
         find_sources([str(tmp_path / "empty")])
 
 
+def test_a_cameras_password_is_in_no_message() -> None:
+    (source,) = find_sources(["http://user:secret@127.0.0.1:9/main"])
+    with pytest.raises(BadImage, match=r"'http://127\.0\.0\.1:9/main'"):
+        list(read_chunks(source, 1))
+
+
 def test_a_folders_pictures_are_chunks_of_as_many_as_the_head_reads(tmp_path: Path) -> None:
     for place in range(5):
         (tmp_path / f"{place}.png").write_bytes(png(50 * place))
