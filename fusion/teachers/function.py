@@ -5,7 +5,10 @@ from __future__ import annotations
 import importlib
 import math
 from collections.abc import Callable, Sequence
+from numbers import Real
 from typing import Any
+
+import numpy as np
 
 from fusion.data.items import Answer, NamedBox
 from fusion.teachers.protocol import Clip, Labelled
@@ -36,7 +39,7 @@ class Function:
 
     def _one(self, frames: list[Any]) -> Labelled:
         said = self._function(frames)
-        if not (isinstance(said, tuple) and len(said) == 2 and isinstance(said[1], float | int)):
+        if not (isinstance(said, tuple) and len(said) == 2 and isinstance(said[1], Real)):
             raise ValueError(f"it returned {said!r}; expected (answer, confidence)")
         answer, confidence = said
         if not 0 <= confidence <= 1:
@@ -49,9 +52,9 @@ def _answer(answer: Any) -> Answer:
         if all(isinstance(each, str) for each in answer):
             return tuple(answer)
         return tuple(_box(each) for each in answer)
-    if isinstance(answer, bool):
+    if isinstance(answer, bool | np.bool_):
         return "yes" if answer else "no"
-    if isinstance(answer, str | int | float):
+    if isinstance(answer, str | Real):
         return str(answer)
     raise ValueError(f"its answer is {answer!r}; expected a word or more, a number, or a list of labels or boxes")
 

@@ -342,6 +342,9 @@ def test_functions_that_do_not_fit(tmp_path: Path) -> None:
     [
         (True, "yes"),
         (3, "3"),
+        (np.bool_(False), "no"),
+        (np.int64(3), "3"),
+        (np.float32(0.5), "0.5"),
         (["a", "b"], ("a", "b")),
         ([("car", 0.1, 0.2, 0.3, 0.4)], (NamedBox("car", 0.1, 0.2, 0.3, 0.4),)),
         ([("car", 0.3, 0.2, 0.1, 0.4)], None),
@@ -349,7 +352,7 @@ def test_functions_that_do_not_fit(tmp_path: Path) -> None:
     ],
 )
 def test_what_a_function_may_say(monkeypatch: pytest.MonkeyPatch, said: object, want: object) -> None:
-    monkeypatch.setattr(sys.modules[__name__], "by_luck", lambda frames: (said, 0.5))
+    monkeypatch.setattr(sys.modules[__name__], "by_luck", lambda frames: (said, np.float32(0.5)))
     teacher = Function(f"{__name__}:by_luck")
     if want is None:
         with pytest.raises(ValueError, match="expected"):
