@@ -29,7 +29,8 @@ class Sample:
 
 @dataclasses.dataclass(frozen=True)
 class Splits:
-    """A domain's samples. labels: what a head chooses from, empty where the language model answers in words.
+    """A domain's samples, each part in random order, so that its first samples stand for all of it. labels: what a head
+    chooses from, empty where the language model answers in words.
 
     real: photographed or scanned pixels, as opposed to rendered (synthetic) ones.
     """

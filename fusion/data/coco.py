@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
-from pydantic import BaseModel, Field, ValidationError
+from pydantic import BaseModel, Field, FiniteFloat, ValidationError
 
 from fusion.data.frames import Picture
 from fusion.data.items import PARTS, Answer, Item, NamedBox, Part
@@ -33,7 +35,7 @@ class _Annotation(BaseModel):
     id: int
     image_id: int
     category_id: int | None = None
-    bbox: tuple[float, float, float, float] | None = None
+    bbox: tuple[FiniteFloat, FiniteFloat, FiniteFloat, FiniteFloat] | None = None
     caption: str | None = None
     iscrowd: int = 0
 
@@ -81,6 +83,11 @@ def _parse(file: Path, mistakes: Mistakes) -> _File | None:
 
 
 def _items(found: _File, file: Path, folder: Path, task: str, part: Part | None, mistakes: Mistakes) -> Iterator[Item]:
+    # In files put together without new numbers, annotations would go to the wrong ones.
+    for what, entries in (("images", found.images), ("categories", found.categories)):
+        for number, count in Counter(entry.id for entry in entries).items():
+            if count > 1:
+                mistakes.add(f"{file}: {count} {what} have the id {number}", "path")
     names = {category.id: category.name for category in found.categories}
     images = {image.id: image for image in found.images}
     boxes: dict[int, list[NamedBox]] = {image.id: [] for image in found.images}
@@ -107,7 +114,7 @@ def _items(found: _File, file: Path, folder: Path, task: str, part: Part | None,
                 boxes[image.id].append(box)
     for image in found.images:
         place = f"{file}, image {image.id}"
-        if not (folder / image.file_name).is_file():
+        if not os.path.isfile(folder / image.file_name):  # also where the name is too long to be one
             mistakes.add(f"{place}: there is no picture {folder / image.file_name}", "path")
             continue
         for answer in _answers(task, boxes[image.id], captions[image.id]):

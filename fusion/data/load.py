@@ -7,6 +7,8 @@ from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
+import numpy as np
+
 from fusion.data.coco import read_coco
 from fusion.data.folders import read_images, read_unlabelled, read_videos
 from fusion.data.frames import Seen
@@ -131,7 +133,7 @@ def _task_for(domain: DomainPlan, form: str, mistakes: Mistakes) -> str | None:
 
 
 def _fit(domain: DomainPlan, task: str, mistakes: Mistakes) -> None:
-    """Metric and head are of the task."""
+    """Metric, head and labels are of the task."""
     known = METRICS["vqa" if domain.head == WORDS else task]
     if domain.metric == "mae":
         mistakes.add(f"'mae' grows with mistakes; a promise is a share of 1: {', '.join(known)}", "metric")
@@ -140,6 +142,10 @@ def _fit(domain: DomainPlan, task: str, mistakes: Mistakes) -> None:
         mistakes.add(f"is {domain.metric!r}; {task} {answered} knows {', '.join(known)}", "metric")
     if domain.head is not None and domain.head not in HEADS[task]:
         mistakes.add(f"is {domain.head!r}; the task {task!r} is answered by {', '.join(HEADS[task])}", "head")
+    if domain.labels is not None and (task == "regression" or HEADS[task][0] == WORDS):
+        mistakes.add(f"{task} has none to choose from; leave them out", "labels")
+    elif domain.labels is not None and task == "binary" and len(domain.labels) != 2:
+        mistakes.add(f"are {list(domain.labels)}; binary has two: if not, and if so", "labels")
 
 
 def _can_be_kept(domain: DomainPlan, plan: Plan, data: DomainData, mistakes: Mistakes) -> None:
@@ -186,7 +192,6 @@ def _cut(
     mistakes: Mistakes,
 ) -> Splits:
     labels, targets = targets_of(task, items, domain.labels, mistakes)
-    samples: dict[Part, list[Sample]] = {part: [] for part in PARTS}
     whole = [(item, one, t) for item, one, t in zip(items, seen, targets, strict=True) if t is not None]
     told = Counter(item.part for item in items)
     if 0 < told[None] < len(items):
@@ -198,7 +203,10 @@ def _cut(
         # What has the same bytes belongs together wherever it lies.
         groups = [[one.digest, item.group] if item.group else [one.digest] for item, one, _ in whole]
         parts = split([labels_shown(task, target) for _, _, target in whole], groups, data.split, seed)
-    for (item, _, target), part in zip(whole, parts, strict=True):
+    samples: dict[Part, list[Sample]] = {part: [] for part in PARTS}
+    # Files come label by label; see `Splits`.
+    for place in np.random.default_rng(seed).permutation(len(whole)):
+        (item, _, target), part = whole[place], parts[place]
         if part is not None:
             samples[part].append(Sample(item.frames, target, item.question))
     splits = Splits(task, labels, samples["train"], samples["validation"], samples["test"], real=True)

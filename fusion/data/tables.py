@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -20,18 +21,24 @@ def read_questions(data: Questions, several: bool, mistakes: Mistakes) -> list[I
     """Rows image, answer[, question, split, group]. several: an answer is a list of labels, which may be empty."""
     folder = data.images or data.path.parent
     items = []
+    parts: dict[str, Part | None] = {}
     for place, row in _rows(data.path, ("image", "answer"), "path", mistakes):
         image, answer = str(row["image"]), _answer(row["answer"], several)
         part = _part(row, place, "path", mistakes)
         if not image:
             mistakes.add(f"{place}: `image` is empty", "path")
-        elif not (folder / image).is_file():
+        elif not os.path.isfile(folder / image):  # also where the name is too long to be one
             mistakes.add(f"{place}: there is no picture {folder / image}", "path" if data.images is None else "images")
         elif answer == "":
             mistakes.add(f"{place}: `answer` is empty", "path")
         else:
             # Questions about one picture belong together unless their file says otherwise.
             group = _text(row, "group") or image
+            before = parts.setdefault(group, part)
+            if group != image and before != part:
+                mistakes.add(
+                    f"{place}: group {group!r} is in {part or 'no part'}, before in {before or 'none'}", "path"
+                )
             items.append(Item(Picture(folder / image), answer, place, _text(row, "question"), group, part))
     return items
 
@@ -44,7 +51,7 @@ def read_labelled_videos(data: VideoFolder, mistakes: Mistakes) -> list[Item]:
         file, label = data.path / str(row["video"]), str(row["label"])
         part = _part(row, place, "labels", mistakes)
         start, end = (_seconds(row, field, place, mistakes) for field in ("start_s", "end_s"))
-        if not file.is_file():
+        if not os.path.isfile(file):
             mistakes.add(f"{place}: there is no video {file}", "labels")
         elif not label:
             mistakes.add(f"{place}: `label` is empty", "labels")
@@ -101,7 +108,7 @@ def _jsonl(file: Path) -> Iterator[tuple[int, dict[str, Any] | str]]:
                 continue
             try:
                 row = json.loads(text)
-            except ValueError as error:
+            except (ValueError, RecursionError) as error:
                 yield line, f"is not JSON: {error}"
                 continue
             yield line, row if isinstance(row, dict) else f"is {type(row).__name__}; a row is an object"

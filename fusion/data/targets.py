@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable, Sequence
 
 from fusion.data.items import Answer, Item, NamedBox
@@ -69,7 +70,7 @@ def _labels(task: str, items: Sequence[Item]) -> tuple[str, ...]:
     if task == "binary":
         return ("no", "yes")
     if task == "counting":
-        counts = [int(item.answer) for item in items if isinstance(item.answer, str) and item.answer.isdecimal()]
+        counts = [_digits(item.answer) or 0 for item in items if isinstance(item.answer, str)]
         return tuple(map(str, range(min(_MOST_COUNTED, max(1, *counts, 1)) + 1)))
     told: set[str] = set()
     for item in items:
@@ -100,9 +101,15 @@ def _count(answer: Answer, labels: tuple[str, ...]) -> int:
     word = _words(answer)
     if word in labels:
         return labels.index(word)
-    if not word.isdecimal() or int(word) >= len(labels):
+    count = _digits(word)
+    if count is None or count >= len(labels):
         raise ValueError(f"the answer is {word!r}; a count of 0 to {len(labels) - 1} is expected")
-    return int(word)
+    return count
+
+
+def _digits(word: str) -> int | None:
+    """None for what is no count, or has more digits than Python reads."""
+    return int(word) if word.isdecimal() and len(word) <= sys.int_info.default_max_str_digits else None
 
 
 def _name(each: str | NamedBox) -> str:

@@ -58,7 +58,7 @@ def test_an_image_folder_with_parts(tmp_path: Path) -> None:
     assert splits.task == "classification" and splits.labels == ("cat", "dog") and splits.real
     assert [len(part) for part in splits.parts.values()] == [6, 2, 4]
     assert splits.train[0].frames[0].shape == (24, 32, 3) and splits.num_frames == 1
-    assert [sample.target for sample in splits.test] == [0, 0, 1, 1]
+    assert sorted(sample.target for sample in splits.test) == [0, 0, 1, 1]
 
 
 def test_a_source_may_be_an_image_folder(tmp_path: Path) -> None:
@@ -76,6 +76,14 @@ def test_an_image_folder_without_parts_is_cut_alike_for_a_seed(tmp_path: Path) -
     assert files(0) == files(0) != files(1)
     for part, count in zip(files(0), (14, 3, 3), strict=True):
         assert Counter(file.parent.name for file in part) == {"cat": count, "dog": count}
+
+
+@pytest.mark.parametrize("parts", [{"": 60}, {"train": 42, "validation": 9, "test": 9}])
+def test_the_first_samples_of_a_part_stand_for_all_of_it(tmp_path: Path, parts: dict[str, int]) -> None:
+    """Training keeps the first ones back to know when to stop: of files in their order, all of one label."""
+    image_folder(tmp_path / "pictures", parts)
+    for part in load(write_plan(tmp_path, IMAGES)).splits.parts.values():
+        assert {sample.target for sample in part[:8]} == {0, 1}
 
 
 def test_frames_of_a_clip_stay_together(tmp_path: Path) -> None:
@@ -218,7 +226,7 @@ def test_groups_of_a_table_stay_together_and_its_parts_are_kept(tmp_path: Path) 
 def test_labels_to_be_said_in_words(tmp_path: Path) -> None:
     image_folder(tmp_path / "pictures", {"train": 3, "validation": 1, "test": 2})
     splits = load(write_plan(tmp_path, f"{IMAGES}\nhead: words")).splits
-    assert splits.labels == () and [sample.target for sample in splits.validation] == ["cat", "dog"]
+    assert splits.labels == () and {sample.target for sample in splits.validation} == {"cat", "dog"}
 
 
 def test_sixteen_bits_and_rotations_are_read_as_the_server_reads_them(tmp_path: Path) -> None:
@@ -362,6 +370,7 @@ def test_a_threshold_that_so_few_samples_cannot_prove(tmp_path: Path) -> None:
             "annotation 2: bbox [20.0, 6.0, 20.0, 12.0] stands out of its picture",
         ),
         ({"annotations": [{"bbox": [20, 6, 0, 12]}]}, "has no area"),
+        ({"annotations": [{"bbox": [20, 6, float("nan"), 12]}]}, "`annotations[0].bbox[2]`: Input should be a finite"),
         ({"annotations": [{"bbox": [1, 2]}]}, "`annotations[0].bbox[2]`: Field required"),
         ({"images": [{"file_name": "gone.jpg"}]}, "image 1: there is no picture"),
         ({"images": [{"width": 64}]}, "image 1 is of size (64, 24), but"),
@@ -377,11 +386,24 @@ def test_mistakes_in_coco(tmp_path: Path, change: dict[str, list[dict[str, Any]]
     assert "line 5, field `domains[0].data.path`" in told and "boxes.json" in told and says in told
 
 
+@pytest.mark.parametrize(("key", "says"), [("images", "2 images have the id 1"), ("categories", "2 categories have")])
+def test_coco_files_put_together_without_new_ids(tmp_path: Path, key: str, says: str) -> None:
+    content = coco(tmp_path)
+    content[key].append(content[key][0])
+    (tmp_path / "boxes.json").write_text(json.dumps(content))
+    assert says in mistakes_of(write_plan(tmp_path, COCO))[0]
+
+
 @pytest.mark.parametrize(
     ("text", "says"),
     [
         ("image,answer\n0.png,\n", "rows.csv, line 2: `answer` is empty"),
         ("image,answer\n9.png,cat\n", "rows.csv, line 2: there is no picture"),
+        (f"image,answer\n{'a caption ' * 40},0.png\n", "rows.csv, line 2: there is no picture"),
+        (
+            "image,answer,split,group\n0.png,cat,train,gate\n1.png,dog,test,gate\n",
+            "line 3: group 'gate' is in test, before in train",
+        ),
         ("image,words\n0.png,cat\n1.png,cat", "rows.csv, line 2: lacks `answer`; has image, words"),
         ("image,answer\n0.png,cat,dog\n", "line 2: has more cells than the first line"),
         ("image,answer,split\n0.png,cat,dev\n", "line 2: `split` is 'dev'; choose train, validation, test"),
@@ -398,10 +420,34 @@ def test_mistakes_in_a_table(tmp_path: Path, text: str, says: str) -> None:
     assert says in mistakes_of(write_plan(tmp_path, lines))[0]
 
 
+@pytest.mark.parametrize(
+    ("task", "labels", "says"),
+    [
+        ("vqa", "[it is, it is not]", "vqa has none to choose from; leave them out"),
+        ("regression", "[metres, feet]", "regression has none to choose from"),
+        ("binary", "['no', maybe, 'yes']", "binary has two: if not, and if so"),
+    ],
+)
+def test_labels_that_a_task_cannot_have(tmp_path: Path, task: str, labels: str, says: str) -> None:
+    picture(tmp_path / "0.png", 0)
+    (tmp_path / "rows.csv").write_text("image,answer\n0.png,1\n")
+    lines = f"task: {task}\nlabels: {labels}\ndata: {{format: questions, path: rows.csv}}"
+    told = mistakes_of(write_plan(tmp_path, lines))[0]
+    assert "line 6, field `domains[0].labels`" in told and says in told
+
+
+def test_a_count_of_more_digits_than_python_reads(tmp_path: Path) -> None:
+    picture(tmp_path / "0.png", 0)
+    (tmp_path / "rows.csv").write_text(f"image,answer\n0.png,{'9' * 5000}\n")
+    told = mistakes_of(write_plan(tmp_path, "task: counting\ndata: {format: questions, path: rows.csv}"))[0]
+    assert "a count of 0 to 1 is expected" in told
+
+
 def test_lines_that_are_no_json(tmp_path: Path) -> None:
-    (tmp_path / "rows.jsonl").write_text('{"image": "0.png", "answer"\n[1]\n')
+    (tmp_path / "rows.jsonl").write_text('{"image": "0.png", "answer"\n[1]\n' + "[" * 100_000)
     told = mistakes_of(write_plan(tmp_path, "data: {format: questions, path: rows.jsonl}"))
     assert "line 1: is not JSON" in told[0] and "line 2: is list; a row is an object" in told[1]
+    assert "line 3: is not JSON" in told[2]
 
 
 def test_videos_that_do_not_open(tmp_path: Path) -> None:
