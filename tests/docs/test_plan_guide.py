@@ -20,6 +20,22 @@ def test_the_example_can_be_read(tmp_path: Path) -> None:
     assert [domain.name for domain in read_plan(tmp_path / "plan.yaml").domains] == ["signs", "lots", "gates"]
 
 
+def test_defaults_are_told_as_they_are() -> None:
+    told: dict[tuple[str, str], str] = {}
+    for names, defaults in re.findall(r"^\| (`[\w.`, ]+`) \| ([^|]+) \|", GUIDE, re.MULTILINE):
+        section = ""
+        for name, default in zip(re.findall(r"`([\w.]+)`", names), defaults.split(", "), strict=False):
+            *before, field = name.split(".")
+            section = section if before == [""] else ".".join(before)
+            told[section, field] = default.strip(" `")
+    for section, model in (("", Plan), ("lora", LoraPlan), ("training", TrainingPlan)):
+        for name, about in model.model_fields.items():
+            if name in ("lora", "training", "domains"):
+                continue
+            default = about.default[0] if isinstance(about.default, tuple) else about.default
+            assert told[section, name] in (("none", "all") if default is None else (str(default).lower(),)), name
+
+
 def test_every_field_task_format_and_teacher_is_told() -> None:
     for model in (Plan, LoraPlan, TrainingPlan, DomainPlan):
         assert issubclass(model, BaseModel)
