@@ -19,7 +19,7 @@ from fusion.data.load import DomainData
 from fusion.drawn import render_stream
 from fusion.embedded import checkpoint_path
 from fusion.fusing import Verdict, packing_of, thresholds_of, verdict_of
-from fusion.identity import identity_of
+from fusion.identity import hash_of_processing, identity_of
 from fusion.objectives import answer_in_words
 from fusion.pack import Packing
 from fusion.plan import Plan, read_plan_file
@@ -95,7 +95,8 @@ def run(
     processor = InputProcessor.from_pretrained(base_path)
     base = FrozenBase(load_model(config), processor, features=out / "features", train_vision=plan.lora.vision)
     # Before anything takes long: what cannot be resumed is told at once.
-    checkpoint = Checkpoint(out / "checkpoint", identity_of(plan, splits, base.weights, device), resume=resume)
+    identity = identity_of(plan, splits, base.weights, hash_of_processing(processor), device)
+    checkpoint = Checkpoint(out / "checkpoint", identity, resume=resume)
     console.print(f"asking the base model {base_path} without adapters")
     before = zero_shot(config, processor, plan, splits)
     domains = {domain.name: Domain(domain, splits[domain.name], base) for domain in plan.domains}

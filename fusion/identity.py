@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+import json
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
@@ -11,13 +12,15 @@ import torch
 
 from fusion.plan import Plan
 from fusion.samples import Splits
+from vlora.models import InputProcessor
 
 
-def identity_of(plan: Plan, splits: Mapping[str, Splits], base: str, device: str) -> dict[str, str]:
-    """Every field of the plan by its dotted name, each domain's data and the base as hashes."""
+def identity_of(plan: Plan, splits: Mapping[str, Splits], base: str, processing: str, device: str) -> dict[str, str]:
+    """Every field of the plan by its dotted name; each domain's data, the base's weights and its processing as
+    hashes."""
     fields = {f"plan's {name}": value for name, value in _fields(plan.model_dump(mode="json"))}
     data = {f"data of {name}": _hash_of_data(own) for name, own in splits.items()}
-    return {**fields, **data, "weights of the base": base, "device": device}
+    return {**fields, **data, "weights of the base": base, "processing of the base": processing, "device": device}
 
 
 def hash_of_weights(named: Iterable[tuple[str, torch.Tensor]]) -> str:
@@ -26,6 +29,17 @@ def hash_of_weights(named: Iterable[tuple[str, torch.Tensor]]) -> str:
         digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
         digest.update(tensor.detach().cpu().contiguous().view(torch.uint8).numpy().data)
     return digest.hexdigest()
+
+
+def hash_of_processing(processor: InputProcessor) -> str:
+    """Of what turns pictures and questions into tokens: weights alone do not tell what they were shown."""
+    told = {
+        "config": processor.config.to_dict(),
+        "image processor": processor.image_processor.to_dict(),
+        "chat template": processor.tokenizer.chat_template,
+        "vocabulary": processor.tokenizer.get_vocab(),
+    }
+    return hashlib.sha256(json.dumps(told, sort_keys=True, default=str).encode()).hexdigest()
 
 
 def _hash_of_data(splits: Splits) -> str:

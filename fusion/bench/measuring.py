@@ -10,7 +10,7 @@ from fusion.bench.domains import FAMILIES, SIX, Made, Sizes
 from fusion.checkpoint import Checkpoint, State
 from fusion.embedded import checkpoint_path
 from fusion.fusing import orders_of, thresholds_of
-from fusion.identity import identity_of
+from fusion.identity import hash_of_processing, identity_of
 from fusion.oracle import Oracle
 from fusion.orders import at_random
 from fusion.pack import Adapter, Packing, by_value, pack_best, pack_in_sequence
@@ -50,10 +50,12 @@ class Bench:
         )
         self.splits = {one.name: one.splits(seed, sizes) for one in made}
         path = checkpoint_path()
-        base = FrozenBase(load_model(EngineConfig(model=path, dtype="float32")), InputProcessor.from_pretrained(path))
+        processor = InputProcessor.from_pretrained(path)
+        base = FrozenBase(load_model(EngineConfig(model=path, dtype="float32")), processor)
         self.domains = {plan.name: Domain(plan, self.splits[plan.name], base) for plan in self.plan.domains}
         self.trainer = LoraTrainer(base, self.domains, self.plan)
-        checkpoint = Checkpoint(folder, identity_of(self.plan, self.splits, base.weights, "cpu"), resume=True)
+        identity = identity_of(self.plan, self.splits, base.weights, hash_of_processing(processor), "cpu")
+        checkpoint = Checkpoint(folder, identity, resume=True)
         self.rehearsing = Trainings(self.trainer, checkpoint, rehearsal=_REHEARSAL)
         self.forgetting = Trainings(self.trainer, checkpoint, rehearsal=0.0)
 

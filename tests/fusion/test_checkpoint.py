@@ -9,11 +9,14 @@ import pytest
 import torch
 
 from fusion.checkpoint import Checkpoint
-from fusion.identity import identity_of
+from fusion.embedded.model import build_model
+from fusion.embedded.processor import build_processor
+from fusion.identity import hash_of_processing, identity_of
 from fusion.pack import Score, Trained
 from fusion.plan import DomainPlan, Plan
 from fusion.samples import Sample, Splits
 from vlora.errors import BadPlan
+from vlora.models import InputProcessor
 
 TRAINED = Trained({"a": Score(0.1 + 0.2, 1 / 3)}, 1.5, (2.0, 0.1))
 STATE = {"lora.x": torch.randn(3, 4), "head.a.weight": torch.randn(4, 2).t()}
@@ -69,19 +72,32 @@ def test_a_changed_plan_or_changed_data_is_refused_by_name(tmp_path: Path) -> No
     domain = DomainPlan(name="signs", source="made", question="what?", threshold=0.8)
     plan = Plan(domains=(domain,))
     steps = plan.training.model_copy(update={"steps": 7})
-    identity = identity_of(plan, {"signs": splits(0)}, "w", "cpu")
+    identity = identity_of(plan, {"signs": splits(0)}, "w", "p", "cpu")
     Checkpoint(tmp_path, identity, resume=False).keep("a", TRAINED, STATE)
     for changed, told in (
-        (identity_of(plan, {"signs": splits(1)}, "w", "cpu"), "data of signs: was"),
+        (identity_of(plan, {"signs": splits(1)}, "w", "p", "cpu"), "data of signs: was"),
         (
-            identity_of(plan.model_copy(update={"training": steps}), {"signs": splits(0)}, "w", "cpu"),
+            identity_of(plan.model_copy(update={"training": steps}), {"signs": splits(0)}, "w", "p", "cpu"),
             "plan's training.steps: was 120, is 7",
         ),
-        (identity_of(plan, {"signs": splits(0)}, "other", "cpu"), "weights of the base: was w, is other"),
-        (identity_of(plan, {"signs": splits(0)}, "w", "cuda"), "device: was cpu, is cuda"),
+        (identity_of(plan, {"signs": splits(0)}, "other", "p", "cpu"), "weights of the base: was w, is other"),
+        (identity_of(plan, {"signs": splits(0)}, "w", "other", "cpu"), "processing of the base: was p, is other"),
+        (identity_of(plan, {"signs": splits(0)}, "w", "p", "cuda"), "device: was cpu, is cuda"),
     ):
         with pytest.raises(BadPlan, match="cannot be resumed") as refused:
             Checkpoint(tmp_path, changed, resume=True)
         assert told in str(refused.value)
         assert len(str(refused.value).splitlines()) == 3  # this one, and nothing else
     assert Checkpoint(tmp_path, identity, resume=True).trained("a") == TRAINED
+
+
+def test_the_same_weights_shown_something_else_are_another_base(tmp_path: Path) -> None:
+    build_processor().save_pretrained(str(tmp_path))
+    build_model(seed=0).config.save_pretrained(str(tmp_path))
+    processor = InputProcessor.from_pretrained(str(tmp_path))
+    before = hash_of_processing(processor)
+    assert hash_of_processing(InputProcessor.from_pretrained(str(tmp_path))) == before
+    processor.tokenizer.chat_template += " "
+    template = hash_of_processing(processor)
+    processor.image_processor.image_mean = [0.1, 0.2, 0.3]
+    assert len({before, template, hash_of_processing(processor)}) == 3
