@@ -21,7 +21,7 @@ from fusion.embedded import checkpoint_path
 from fusion.fusing import Verdict, packing_of, thresholds_of, verdict_of
 from fusion.identity import hash_of_processing, identity_of
 from fusion.objectives import answer_in_words
-from fusion.pack import Packing
+from fusion.pack import Packing, name_of
 from fusion.plan import Plan, read_plan_file
 from fusion.progress import Progress
 from fusion.report import (
@@ -130,13 +130,13 @@ def run(
                 bound=trained.scores[name].lower,
                 after=tested[name],
                 met=name not in packing.missed,
-                adapter="-".join(adapter),
+                adapter=name_of(adapter),
                 num_test=len(domains[name].test),
             )
             for adapter, trained in packing.adapters.items()
             for name in adapter
         ),
-        adapters=tuple(AdapterReport("-".join(adapter), adapter) for adapter in packing.adapters),
+        adapters=tuple(AdapterReport(name_of(adapter), adapter) for adapter in packing.adapters),
         rollbacks=tuple(
             RollbackReport(step.domain, step.into, {name: score.value for name, score in step.broken.items()})
             for step in packing.rollbacks

@@ -7,10 +7,12 @@ everything: going back to an earlier adapter is to name it again, and nothing he
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 Adapter = tuple[str, ...]
+_LONGEST_NAME = 120  # characters
 
 
 class Score(NamedTuple):
@@ -177,6 +179,13 @@ def by_value(train: Train) -> Train:
         return dataclasses.replace(found, scores=values)
 
     return trained
+
+
+def name_of(adapter: Adapter) -> str:
+    """What its folder is called, and what it is served as: its domains. The first of them and a hash where all would be
+    longer than a file system takes."""
+    name = "-".join(adapter)
+    return name if len(name) <= _LONGEST_NAME else f"{name[:80]}-{hashlib.sha256(name.encode()).hexdigest()[:12]}"
 
 
 def _packing(

@@ -5,13 +5,14 @@ from __future__ import annotations
 import itertools
 import zlib
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 import hypothesis.strategies as st
 import pytest
 from hypothesis import given, settings
 
 from fusion.oracle import MOST_DOMAINS, Oracle
-from fusion.pack import Adapter, Packing, Score, Trained, by_value, pack, pack_best, pack_in_sequence
+from fusion.pack import Adapter, Packing, Score, Trained, by_value, name_of, pack, pack_best, pack_in_sequence
 
 
 class Scripted:
@@ -101,6 +102,16 @@ def test_scores_are_those_of_the_finished_adapter() -> None:
 def test_the_paper_closes_an_adapter_for_good() -> None:
     harmful = {("a", "ab"): 0.5, ("a", "abc"): 0.5}
     assert list(pack_in_sequence("abc", THRESHOLDS, Scripted(harmful)).adapters) == [("a",), ("b", "c")]
+
+
+def test_an_adapter_of_many_domains_has_a_name_that_a_folder_can_have(tmp_path: Path) -> None:
+    assert name_of(("digits", "signs")) == "digits-signs"
+    many = [f"domain-with-a-longer-name-{number}" for number in range(20)]
+    names = {name_of(tuple(many[:count])) for count in (18, 19, 20)}
+    assert len(names) == 3
+    for name in names:
+        assert name.startswith("domain-with-a-longer-name-0-domain")
+        (tmp_path / f"{name}.unfinished").mkdir()
 
 
 # -- simulated forgetting ----------------------------------------------------------------------------------------------
