@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import zlib
 from collections.abc import Mapping, Sequence
@@ -234,7 +235,8 @@ def test_the_naive_variant_is_the_papers_algorithm(world: World) -> None:
 # -- the oracle --------------------------------------------------------------------------------------------------------
 
 
-def every_partition(names: Sequence[str]) -> set[frozenset[frozenset[str]]]:
+@functools.cache
+def every_partition(names: str) -> set[frozenset[frozenset[str]]]:
     """By colouring: each name one of n colours."""
     found = set()
     for colors in itertools.product(range(len(names)), repeat=len(names)):
