@@ -68,6 +68,7 @@ def run(address: str, make_engine: Callable[[EngineConfig], Engine]) -> int:
         socket.send(wire.encode(wire.Failed(ErrorValue.of(cause))))
         return 1
     finally:
+        gc.unfreeze()  # or libraries would report as leaked, at exit, what nothing collected
         socket.close(linger=_LAST_WORDS_MS)
         context.term()
     return 0

@@ -99,6 +99,7 @@ async def serve(
         if cause is not None:
             raise EngineDead(cause)
     finally:
+        gc.unfreeze()  # or libraries would report as leaked, at exit, what nothing collected
         if http_server is not None:
             await http_server.close()
         # In a thread: the last replies come from this loop.
