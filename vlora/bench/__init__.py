@@ -9,20 +9,21 @@ import importlib.util
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from vlora.errors import BadConfig
 
 if TYPE_CHECKING:
     from vlora.bench.form import Report
 
-BENCHES = ("step", "merge", "atmm", "policy", "memory", "reuse", "overload", "heads", "gateway", "soak")
+BENCHES = ("step", "merge", "atmm", "policy", "memory", "reuse", "overload", "heads", "gateway", "soak", "tp")
 
 
-def main(name: str, quick: bool = False, out: Path | None = None) -> bool:
+def main(name: str, quick: bool = False, out: Path | None = None, **settings: Any) -> bool:
     """Run one bench, or "all"; prints each report. Returns whether every goal holds.
 
-    out: a folder to keep reports in, as `NAME.json` and, where a bench draws pictures, `NAME/*.png`.
+    out: a folder to keep reports in, as `NAME.json` and, where a bench draws pictures, `NAME/*.png`. settings: more
+    for a bench that takes more.
 
     Raises BadConfig for other names, and where pictures are wanted but cannot be drawn.
     """
@@ -33,7 +34,7 @@ def main(name: str, quick: bool = False, out: Path | None = None) -> bool:
     holds = True
     for each in BENCHES if name == "all" else (name,):
         bench = importlib.import_module(f"vlora.bench.{each}")
-        report = bench.run(quick)
+        report = bench.run(quick, **settings)
         report.print()
         if out is not None:
             draw = getattr(bench, "draw", None)

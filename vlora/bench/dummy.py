@@ -11,6 +11,8 @@ import torch
 from safetensors.torch import save_file
 from transformers import Qwen2VLConfig
 
+from vlora.parallel.plan import COLUMN_PARALLEL, ROW_PARALLEL
+
 
 def half_billion_config(num_layers: int = 24) -> Qwen2VLConfig:
     """Qwen2-VL with the language model of Qwen2-0.5B, or its first layers, and a vision tower that takes next to no
@@ -34,6 +36,21 @@ def small_config() -> Qwen2VLConfig:
         intermediate_size=704,
         num_hidden_layers=4,
         num_attention_heads=4,
+        bos_token_id=0,
+        eos_token_id=1,
+    )
+
+
+def ranks_config(num_layers: int) -> Qwen2VLConfig:
+    """Layers of 15 million parameters, and a vocabulary that costs little beside them: for several ranks, each of which
+    has all of the output head."""
+    return _config(
+        vocab_size=8192,
+        special_tokens=8187,
+        hidden_size=1024,
+        intermediate_size=4096,
+        num_hidden_layers=num_layers,
+        num_attention_heads=16,
         bos_token_id=0,
         eos_token_id=1,
     )
@@ -66,16 +83,24 @@ def _config(special_tokens: int, hidden_size: int, **text: int) -> Qwen2VLConfig
     )
 
 
-def write_adapter(folder: Path, shapes: Mapping[str, tuple[int, int]], rank: int, seed: int) -> str:
-    """A random LoRA of one rank on the layers of `shapes` (name -> out, in), in PEFT's format; returns the folder."""
+def write_adapter(
+    folder: Path, shapes: Mapping[str, tuple[int, int]], rank: int, seed: int, num_blocks: int = 1
+) -> str:
+    """A random LoRA of one rank on the layers of `shapes` (name -> out, in), in PEFT's format; returns the folder.
+
+    num_blocks: above 1 it is block-diagonal: A where ranks split a layer's inputs, B where they split its outputs.
+    """
     folder.mkdir(parents=True)
     generator = torch.Generator().manual_seed(seed)
     tensors: dict[str, torch.Tensor] = {}
     for name, (d_out, d_in) in shapes.items():
         # Deltas of about a tenth of a freshly initialised weight (0.02): what training makes of LoRA.
         scale = (0.002 / rank**0.5) ** 0.5
-        tensors[f"base_model.model.{name}.lora_A.weight"] = torch.randn(rank, d_in, generator=generator) * scale
-        tensors[f"base_model.model.{name}.lora_B.weight"] = torch.randn(d_out, rank, generator=generator) * scale
+        blocks_a, blocks_b = (num_blocks, 1) if name.endswith(ROW_PARALLEL) else (1, num_blocks)
+        a = torch.randn(rank, d_in // blocks_a, generator=generator)
+        b = torch.randn(d_out, rank // blocks_b, generator=generator)
+        tensors[f"base_model.model.{name}.lora_A.weight"] = a * scale
+        tensors[f"base_model.model.{name}.lora_B.weight"] = b * scale
     save_file(tensors, str(folder / "adapter_model.safetensors"))
     config: dict[str, Any] = {
         "peft_type": "LORA",
@@ -85,6 +110,12 @@ def write_adapter(folder: Path, shapes: Mapping[str, tuple[int, int]], rank: int
         "bias": "none",
         "inference_mode": True,
     }
+    if num_blocks > 1:
+        config["use_bdlora"] = {
+            "target_modules_bd_a": list(ROW_PARALLEL),
+            "target_modules_bd_b": list(COLUMN_PARALLEL),
+            "nblocks": num_blocks,
+        }
     (folder / "adapter_config.json").write_text(json.dumps(config))
     return str(folder)
 

@@ -91,22 +91,32 @@ def simulate(
 @click.option(
     "--out", type=click.Path(file_okay=False, path_type=Path), help="Folder to keep reports in, with pictures."
 )
-def bench(name: str, quick: bool, out: Path | None) -> None:
+@click.option(
+    "--latency-us",
+    "latencies_us",
+    multiple=True,
+    type=click.IntRange(min=0),
+    help="Of `tp`: microseconds that each collective takes on top; may be repeated.",
+)
+def bench(name: str, quick: bool, out: Path | None, latencies_us: tuple[int, ...]) -> None:
     """Run a bench by name, or all of them. The last line is JSON; exit code 1 when a goal does not hold.
 
     \b
         vlora bench step --quick
+        vlora bench tp --latency-us 0 --latency-us 500
         vlora bench fusion --out results     # goes on where it was stopped
 
     `fusion` takes long, and is not among `all`.
     """
+    if latencies_us and name != "tp":
+        raise BadConfig(f"--latency-us is for `vlora bench tp`, not {name!r}; leave it away")
     if name == "fusion":
         holds = _bench_fusion(quick, out)
     else:
         from vlora.bench import main as run
 
         with waiting(f"bench {name}"):
-            holds = run(name, quick, out)
+            holds = run(name, quick, out, **({"latencies_us": latencies_us} if latencies_us else {}))
     if not holds:
         sys.exit(1)
 

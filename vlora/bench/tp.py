@@ -1,0 +1,195 @@
+"""What an adapter costs on several ranks, by how it lies on them: BD-LoRA's figure 5, and what `auto` makes of it.
+
+Three adapters with about as many parameters: a dense one `replicated` (Punica) or split (`slora`), and a block-diagonal
+one (`bd`) of a higher rank. Decode steps of a full batch with one adapter, and a prompt, as in the paper. On a CPU two
+ranks of one thread each over gloo, and slower networks by a wait in every collective; on GPUs as many ranks as there
+are, over NCCL as it is (not measured yet).
+"""
+
+from __future__ import annotations
+
+import itertools
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from vlora.bench.dummy import language_shapes, ranks_config, write_adapter
+from vlora.bench.form import Goal, Report
+from vlora.bench.timing import median_ms, median_ratio
+from vlora.bench.tp_rank import Adapter, Cell, Ledger, Measured, Setup, leading
+from vlora.config import EngineConfig
+from vlora.errors import BadConfig
+from vlora.models.loading import dummy_model
+from vlora.parallel.plan import ROW_PARALLEL
+
+LATENCIES_US = (0, 200, 1000)
+_KINDS = ("replicated", "slora", "bd")
+_RANKS = (16, 64, 256)
+_BATCHES = (1, 64)
+_DTYPE = "bfloat16"
+_NUM_LAYERS = 4
+_CONTEXT, _PROMPT = 64, 256  # tokens
+_WITHIN = 1.05  # of the best kind: what `auto` takes
+
+Shapes = Mapping[str, tuple[int, int]]
+
+
+def run(quick: bool, latencies_us: Sequence[int] = ()) -> Report:
+    """latencies_us: what each collective takes on top, of a CPU's ranks. quick: fewer latencies and rounds.
+
+    Raises BadConfig where there are several GPUs and latencies are asked for.
+    """
+    num_gpus = torch.cuda.device_count()
+    on_gpu = num_gpus > 1
+    if on_gpu and latencies_us:
+        raise BadConfig("latencies are injected between ranks on a CPU; GPUs are timed as they are: drop --latency-us")
+    size = 2 ** (num_gpus.bit_length() - 1) if on_gpu else 2
+    latencies = (0,) if on_gpu else tuple(latencies_us) or (LATENCIES_US[::2] if quick else LATENCIES_US)
+    model_config: Any = ranks_config(_NUM_LAYERS)
+    shapes = language_shapes(dummy_model(model_config, _DTYPE, torch.device("meta"), seed=0))
+    with tempfile.TemporaryDirectory() as folder:
+        model_config.save_pretrained(f"{folder}/model")
+        (Path(folder) / "meet").mkdir()
+        setup = Setup(
+            config=EngineConfig(
+                model=f"{folder}/model",
+                load_format="dummy",
+                device="cuda" if on_gpu else "cpu",
+                dtype=_DTYPE,
+                tensor_parallel=size,
+                threads=1,
+                max_batch_size=max(_BATCHES),
+                arena_bytes=768 * 2**20,
+            ),
+            adapters=_write_adapters(Path(folder), shapes, size),
+            context=_CONTEXT,
+            cells=_cells(latencies, quick),
+            ledgers=[((name,), 8) for name in _names()] + [(("slora-16", "slora-64", "slora-256", None), 8)],
+        )
+        with leading(setup, f"{folder}/meet") as rank:
+            books = rank.keep_books()
+            measured = list(rank.measure())
+            adapter_bytes = rank.adapter_bytes
+    rows = [row for each in measured for row in _rows(each, adapter_bytes)]
+    hidden = model_config.text_config.hidden_size
+    wrong = [
+        (adapters, said, formula)
+        for (adapters, batch), entries in zip(setup.ledgers, books, strict=True)
+        if (said := _said(entries)) != (formula := _formula(adapters, batch, size, hidden))
+    ]
+    goals = [Goal("kinds whose collectives are not what the formulas say", len(wrong), 0, True), *_goals(rows)]
+    found = {
+        "model": f"{_NUM_LAYERS} layers of hidden size {hidden}, {_DTYPE}, {size} ranks",
+        "ledger": [
+            {"adapters": list(adapters), "batch": batch, "said": {" ".join(k): v for k, v in _said(entries).items()}}
+            for (adapters, batch), entries in zip(setup.ledgers, books, strict=True)
+        ],
+    }
+    return Report("tp", rows, goals, found=found)
+
+
+def _names() -> list[str | None]:
+    return [None, *(f"{kind}-{rank}" for rank in _RANKS for kind in _KINDS)]
+
+
+def _cells(latencies_us: Sequence[int], quick: bool) -> list[Cell]:
+    cells = []
+    for latency in latencies_us:
+        for batch in _BATCHES:
+            cells.append(Cell("decode", batch, batch, 1e-6 * latency, tuple(_names()), 5 if quick else 15))
+        cells.append(Cell("prefill", 1, _PROMPT, 1e-6 * latency, tuple(_names()), 3 if quick else 9))
+    return cells
+
+
+def _write_adapters(folder: Path, shapes: Shapes, size: int) -> dict[str, Adapter]:
+    """Every kind at every rank; block-diagonal ones at the rank that makes about as many parameters."""
+    adapters: dict[str, Adapter] = {}
+    for rank in _RANKS:
+        dense = write_adapter(folder / f"dense-{rank}", shapes, rank, seed=rank)
+        adapters[f"replicated-{rank}"] = Adapter(dense, "replicated")
+        adapters[f"slora-{rank}"] = Adapter(dense, "slora")
+        blocks = write_adapter(folder / f"bd-{rank}", shapes, _bd_rank(rank, shapes, size), rank, num_blocks=size)
+        adapters[f"bd-{rank}"] = Adapter(blocks, "replicated")
+    return adapters
+
+
+def _bd_rank(rank: int, shapes: Shapes, num_blocks: int) -> int:
+    dense = sum(d_out + d_in for d_out, d_in in shapes.values())
+    blocks = sum(
+        d_out + d_in / num_blocks if name.endswith(ROW_PARALLEL) else d_out / num_blocks + d_in
+        for name, (d_out, d_in) in shapes.items()
+    )
+    return num_blocks * round(rank * dense / blocks / num_blocks)
+
+
+def _rows(measured: Measured, adapter_bytes: Mapping[str, int]) -> list[dict[str, Any]]:
+    cell, seconds = measured.cell, measured.seconds
+    rows = []
+    for rank in _RANKS:
+        taken = {kind: seconds[f"{kind}-{rank}"] for kind in _KINDS}
+        auto = measured.chosen[f"replicated-{rank}"]
+        other = "slora" if auto == "replicated" else "replicated"
+        rows.append(
+            {
+                "phase": cell.phase,
+                "batch": cell.batch,
+                "tokens": cell.num_tokens,
+                "latency us": round(1e6 * cell.latency_s),
+                "rank": rank,
+                "base ms": median_ms(seconds[None]),
+                **{f"{kind} / base": median_ratio(taken[kind], seconds[None]) for kind in _KINDS},
+                "slora / replicated": median_ratio(taken["slora"], taken["replicated"]),
+                "auto": auto,
+                "auto / best": max(1.0, median_ratio(taken[auto], taken[other])),
+                **{f"{kind} MiB": adapter_bytes[f"{kind}-{rank}"] / 2**20 for kind in _KINDS},
+            }
+        )
+    return rows
+
+
+def _goals(rows: Sequence[Mapping[str, Any]]) -> list[Goal]:
+    """`auto` never far from the better way, by phase and batch: at every rank and latency."""
+    of = [(row["phase"], row["batch"]) for row in rows]
+    return [
+        Goal(
+            f"auto / best, {phase}, batch {batch}, at worst",
+            max(row["auto / best"] for row, key in zip(rows, of, strict=True) if key == (phase, batch)),
+            _WITHIN,
+            True,
+        )
+        for phase, batch in dict.fromkeys(of)
+    ]
+
+
+def _said(entries: Ledger) -> dict[tuple[str, str], tuple[int, int]]:
+    """Calls and bytes of a step, by kind of collective and cause."""
+    return {(kind, cause): (entry.calls, entry.num_bytes) for (kind, cause), entry in entries.items()}
+
+
+def _formula(
+    adapters: Sequence[str | None], batch: int, size: int, hidden: int
+) -> dict[tuple[str, str], tuple[int, int]]:
+    """The base model: two sums a layer. Replicated and block-diagonal adapters: nothing more. S-LoRA's: two gathers (of
+    five layers' products) and two sums a layer, whatever the number of adapters (section 6.2)."""
+    itemsize = getattr(torch, _DTYPE).itemsize
+    values = sum(
+        int(name.rpartition("-")[2])
+        for name in itertools.islice(itertools.cycle(adapters), batch)
+        if name is not None and name.startswith("slora")
+    )
+    calls = 2 * _NUM_LAYERS
+    said = {("broadcast", "orders"): (1, 2**14), ("all_reduce", "base"): (calls, calls * batch * hidden * itemsize)}
+    if values:
+        said["all_gather", "slora"] = (calls, _NUM_LAYERS * 5 * values * itemsize // size)
+        said["all_reduce", "slora"] = (calls, _NUM_LAYERS * 2 * values * itemsize)
+    return said
+
+
+def draw(rows: Sequence[Mapping[str, Any]], folder: Path) -> None:
+    """Write the pictures."""
+    from vlora.bench import tp_plots
+
+    tp_plots.draw(rows, folder)

@@ -1,0 +1,78 @@
+"""Pictures of `vlora bench tp`: BD-LoRA's figure 5, a column for each latency, and which kind wins where."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+from matplotlib import pyplot
+
+matplotlib.use("agg")
+
+Row = Mapping[str, Any]
+_COLORS = {"replicated": "C2", "slora": "C0", "bd": "C1"}  # as in the paper
+
+
+def draw(rows: Sequence[Row], folder: Path) -> None:
+    """Write curves.png and wins.png."""
+    _curves(rows, folder / "curves.png")
+    _wins(rows, folder / "wins.png")
+
+
+def _steps(rows: Sequence[Row]) -> list[tuple[str, int]]:
+    """Phase and batch of every kind of step."""
+    return list(dict.fromkeys((row["phase"], row["batch"]) for row in rows))
+
+
+def _curves(rows: Sequence[Row], path: Path) -> None:
+    """Milliseconds of a step against the rank of the dense kinds, `bd` having as many parameters."""
+    steps, latencies = _steps(rows), sorted({row["latency us"] for row in rows})
+    figure, panels = pyplot.subplots(
+        len(steps), len(latencies), figsize=(4 * len(latencies), 3.2 * len(steps)), squeeze=False, sharey="row"
+    )
+    for (line, step), (column, latency) in itertools.product(enumerate(steps), enumerate(latencies)):
+        panel = panels[line][column]
+        shown = [row for row in rows if (row["phase"], row["batch"], row["latency us"]) == (*step, latency)]
+        ranks = [row["rank"] for row in shown]
+        panel.plot(ranks, [row["base ms"] for row in shown], "k--", label="no adapter")
+        for kind, color in _COLORS.items():
+            panel.plot(ranks, [row["base ms"] * row[f"{kind} / base"] for row in shown], "-o", color=color, label=kind)
+        panel.set(xscale="log", title=f"{step[0]}, batch {step[1]}, +{latency} µs", xlabel="rank (of dense factors)")
+        panel.set_xticks(ranks, [str(rank) for rank in ranks], minor=False)
+        panel.minorticks_off()
+        panel.set_ylim(bottom=0)
+        panel.grid(alpha=0.3)
+        if column == 0:
+            panel.set_ylabel("ms a step")
+    panels[0][0].legend(fontsize=8)
+    figure.suptitle("A step by how its adapter lies on ranks; µs: injected into every collective")
+    _save(figure, path)
+
+
+def _wins(rows: Sequence[Row], path: Path) -> None:
+    """A panel for each kind of step: the fastest kind by rank and latency, and what `auto` makes of dense adapters."""
+    steps, latencies = _steps(rows), sorted({row["latency us"] for row in rows})
+    figure, panels = pyplot.subplots(1, len(steps), figsize=(4.5 * len(steps), 3.2), squeeze=False)
+    for panel, step in zip(panels[0], steps, strict=True):
+        shown = [row for row in rows if (row["phase"], row["batch"]) == step]
+        ranks = sorted({row["rank"] for row in shown})
+        for row in shown:
+            fastest = min(_COLORS, key=lambda kind: row[f"{kind} / base"])
+            place = ranks.index(row["rank"]), latencies.index(row["latency us"])
+            panel.plot(*place, "s", markersize=34, color=_COLORS[fastest], alpha=0.5)
+            panel.text(*place, f"{fastest}\nauto: {row['auto']}", ha="center", va="center", fontsize=6)
+        panel.set(title=f"{step[0]}, batch {step[1]}", xlabel="rank", ylabel="µs injected")
+        panel.set_xticks(range(len(ranks)), [str(rank) for rank in ranks])
+        panel.set_yticks(range(len(latencies)), [str(latency) for latency in latencies])
+        panel.set_xlim(-0.5, len(ranks) - 0.5)
+        panel.set_ylim(-0.5, len(latencies) - 0.5)
+    _save(figure, path)
+
+
+def _save(figure: Any, path: Path) -> None:
+    figure.tight_layout()
+    figure.savefig(path, dpi=120)
+    pyplot.close(figure)

@@ -1,0 +1,236 @@
+"""One rank of `vlora bench tp`: what an engine's rank has, without the scheduler, so that steps can be repeated.
+
+All ranks go through the same lines in the same order; rank 0 also sends each step's batch, as an engine does, and keeps
+the time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import random
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from multiprocessing import get_context
+from pathlib import Path
+
+import torch
+
+from vlora.adapters.host import load_adapter
+from vlora.adapters.peft_format import read_header
+from vlora.config import EngineConfig
+from vlora.engine import orders
+from vlora.engine.device_side import DeviceSide, lay_out, set_threads
+from vlora.engine.ways import Ways
+from vlora.memory.arena import pages_for
+from vlora.memory.books import Run
+from vlora.memory.residency import Appointed
+from vlora.memory.transfer import Inline
+from vlora.models.bank import shared_inputs
+from vlora.models.loading import load_model
+from vlora.models.seam import Seam
+from vlora.models.sharding import shard
+from vlora.parallel import Group
+from vlora.parallel.choice import measure
+from vlora.parallel.cut import Way
+from vlora.parallel.group import Cause, Entry
+from vlora.types import Batch, BatchItem, Mode, Request, SamplingParams
+
+Ledger = dict[tuple[str, Cause], Entry]
+
+
+@dataclasses.dataclass(frozen=True)
+class Adapter:
+    """One to load: its folder, and how its factors lie on ranks if they are dense."""
+
+    path: str
+    way: Way
+
+
+@dataclasses.dataclass(frozen=True)
+class Cell:
+    """Steps to compare: `batch` requests decode, or one prompt of `num_tokens`, with these adapters (None: without).
+
+    latency_s: what every collective of the forward takes on top of what it takes here.
+    """
+
+    phase: str
+    batch: int
+    num_tokens: int
+    latency_s: float
+    adapters: tuple[str | None, ...]
+    rounds: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Measured:
+    """seconds: of each adapter's steps, by round. chosen: what `auto` takes for each dense adapter, at this latency
+    and with this many requests in a batch."""
+
+    cell: Cell
+    seconds: Mapping[str | None, Sequence[float]]
+    chosen: Mapping[str, Way]
+
+
+@dataclasses.dataclass(frozen=True)
+class Setup:
+    """What all ranks are told. context: tokens of a decoding request. ledgers: steps to keep the books of, as the
+    adapters of a batch's requests in turn, and the batch's size."""
+
+    config: EngineConfig
+    adapters: Mapping[str, Adapter]
+    context: int
+    cells: Sequence[Cell]
+    ledgers: Sequence[tuple[tuple[str | None, ...], int]]
+
+
+class DelayedGroup(Group):
+    """A group on a slower network: each collective of the forward takes `latency_s` more, on every rank."""
+
+    latency_s = 0.0
+
+    def all_reduce(self, tensor: torch.Tensor, cause: Cause) -> torch.Tensor:
+        tensor = super().all_reduce(tensor, cause)
+        self._wait()
+        return tensor
+
+    def all_gather(self, tensor: torch.Tensor, cause: Cause) -> torch.Tensor:
+        tensor = super().all_gather(tensor, cause)
+        self._wait()
+        return tensor
+
+    def _wait(self) -> None:
+        """Awake: a sleep of 50 us takes 100."""
+        until = time.perf_counter() + self.latency_s
+        while self.latency_s and time.perf_counter() < until:
+            pass
+
+
+class Rank:
+    """Model, adapters and requests. Made on all ranks at once; so is every call."""
+
+    def __init__(self, setup: Setup, rank: int, folder: str) -> None:
+        """folder: where ranks meet, an empty one."""
+        config = setup.config
+        set_threads(config)
+        self._setup = setup
+        self._seam = seam = Seam(load_model(config, rank))
+        self._group = group = DelayedGroup(folder, rank, config.tensor_parallel, seam.device)
+        shard(seam, group)
+        layout = lay_out(config, seam, group, loaded=False)
+        layout.arena.bytes.zero_()  # the KV of tokens that are taken to be computed
+        self._appointed = Appointed()
+        side = DeviceSide(config, layout, self._appointed, executor=Inline(), group=group)
+        self._bank, self._runner = side.bank, side.runner
+        self._block_pages, self._next_page = layout.limits.block_pages, 0
+        self._groups = {name: names[0] for names in shared_inputs(seam.language_linears) for name in names}
+        self.adapter_bytes = {name: self._load(name, adapter) for name, adapter in setup.adapters.items()}
+        self._blocks = iter(range(-(-self._next_page // self._block_pages), layout.limits.num_pages))
+        self._longest = max(cell.num_tokens for cell in setup.cells)
+        most = max((cell.batch for cell in setup.cells), default=1)
+        self._tables = {name: self._add(name, setup.context) for name in (f"decode-{i}" for i in range(most))}
+        self._tables["prefill"] = self._add("prefill", self._longest)
+
+    def _load(self, name: str, adapter: Adapter) -> int:
+        """Bytes that it takes on this rank."""
+        seam = self._seam
+        header = read_header(Path(adapter.path), self._bank.sites, seam.hidden_size, adapter.way)
+        host = load_adapter(name, header, seam.dtype, lambda _: 1.0)
+        pages = pages_for(host.run.nbytes)
+        self._appointed.appoint(name, Run(self._next_page, pages))
+        self._next_page += pages
+        self._bank.bring(host)
+        return host.run.nbytes
+
+    def _add(self, request_id: str, num_tokens: int) -> tuple[int, ...]:
+        """A request of this many tokens; its block table."""
+        prompt = torch.randint(3, 1000, (num_tokens,), generator=torch.Generator().manual_seed(0)).tolist()
+        sampling = SamplingParams(max_tokens=1, ignore_eos=True)
+        self._runner.add(Request(request_id=request_id, prompt_ids=tuple(prompt), sampling=sampling), None)
+        return tuple(next(self._blocks) for _ in range(-(-num_tokens // self._setup.config.block_size)))
+
+    def measure(self) -> Iterator[Measured]:
+        """Every cell in turn. Within one, adapters take turns in an order drawn anew, for each leaves the caches to the
+        next in a state of its own."""
+        draw = random.Random(0)
+        for cell in self._setup.cells:
+            self._group.latency_s = cell.latency_s
+            batches = {adapter: self._batch(cell, adapter) for adapter in cell.adapters}
+            seconds: dict[str | None, list[float]] = {adapter: [] for adapter in cell.adapters}
+            for turn in range(cell.rounds + 1):
+                for adapter in draw.sample(cell.adapters, len(cell.adapters)):
+                    taken = self._step(batches[adapter])
+                    if turn:  # the first prepares
+                        seconds[adapter].append(taken)
+            yield Measured(cell, seconds, self._choose(cell.batch))
+
+    def keep_books(self) -> list[Ledger]:
+        """What was said in each step of the setup's `ledgers`."""
+        self._group.latency_s = 0.0
+        found = []
+        for adapters, batch in self._setup.ledgers:
+            items = tuple(self._decode(i, adapters[i % len(adapters)]) for i in range(batch))
+            self._group.ledger.take()
+            self._step(Batch(mode=Mode.UNMERGED, merged_adapter=None, items=items))
+            found.append(self._group.ledger.take())
+        return found
+
+    def _choose(self, batch: int) -> dict[str, Way]:
+        """What an engine with this many requests in a batch would take."""
+        config = dataclasses.replace(self._setup.config, max_batch_size=batch, sharding=())
+        costs = measure(self._group, batch, self._seam.dtype, self._seam.device)
+        ways = Ways(config, self._bank.sites, self._groups, self._seam.dtype, costs)
+        return {
+            name: ways(name, read_header(Path(adapter.path), self._bank.sites, self._seam.hidden_size))
+            for name, adapter in self._setup.adapters.items()
+        }
+
+    def _batch(self, cell: Cell, adapter: str | None) -> Batch:
+        if cell.phase == "decode":
+            items = tuple(self._decode(i, adapter) for i in range(cell.batch))
+        else:
+            items = (BatchItem("prefill", adapter, 0, cell.num_tokens, self._tables["prefill"], True),)
+        return Batch(mode=Mode.UNMERGED, merged_adapter=None, items=items)
+
+    def _decode(self, number: int, adapter: str | None) -> BatchItem:
+        """The request's last token, again and again."""
+        name = f"decode-{number}"
+        return BatchItem(name, adapter, self._setup.context - 1, 1, self._tables[name], True)
+
+    def _step(self, batch: Batch) -> float:
+        """Seconds, from rank 0's order to its sampled tokens."""
+        started = time.perf_counter()
+        if self._group.leads:
+            self._group.send(orders.encode([orders.Run(batch)]))
+        else:
+            (order,) = orders.decode_orders(self._group.receive())
+            assert isinstance(order, orders.Run)
+            batch = order.batch
+        self._runner.run(batch)
+        return time.perf_counter() - started
+
+
+def _follow(setup: Setup, rank: int, folder: str) -> None:
+    follower = Rank(setup, rank, folder)
+    follower.keep_books()
+    for _ in follower.measure():
+        pass
+
+
+@contextlib.contextmanager
+def leading(setup: Setup, folder: str) -> Iterator[Rank]:
+    """Rank 0 in this process, the others in processes of their own until the block ends. Call `keep_books` first, then
+    go through `measure`."""
+    context = get_context("spawn")
+    others = [
+        context.Process(target=_follow, args=(setup, rank, folder), daemon=True)
+        for rank in range(1, setup.config.tensor_parallel)
+    ]
+    for process in others:
+        process.start()
+    try:
+        yield Rank(setup, 0, folder)
+    finally:
+        for process in others:
+            process.kill()
+            process.join()
