@@ -27,27 +27,27 @@ def layers(size: int, rank: int, num_layers: int = 3) -> list[Layer]:
 def test_predictions_are_s_lora_s_formulas() -> None:
     """S-LoRA section 6.2, with the MLP: per layer two gathers, of 3 and 2 shares, and two sums; B tokens, rank r."""
     size, rank, num_tokens = 4, 8, 10
-    found = choose(layers(size, rank), 2, Costs(num_tokens, call_s=1.0, byte_s=0.0, factor_byte_s=0.0))
-    assert found.slora_s == 3 * 4
-    found = choose(layers(size, rank), 2, Costs(num_tokens, call_s=0.0, byte_s=1.0, factor_byte_s=0.0))
+    found = choose(layers(size, rank), 2, Costs(num_tokens, gather_s=1.0, reduce_s=10.0, byte_s=0.0, factor_byte_s=0.0))
+    assert found.slora_s == 3 * (2 * 1 + 2 * 10)
+    found = choose(layers(size, rank), 2, Costs(num_tokens, gather_s=0.0, reduce_s=0.0, byte_s=1.0, factor_byte_s=0.0))
     assert found.slora_s == 3 * (5 * num_tokens * rank * 2 / size + 2 * num_tokens * rank * 2)
     # Replicated: five A's [r, hidden] and two B's [hidden, r], of which a rank would have 1/N.
-    found = choose(layers(size, rank), 2, Costs(num_tokens, call_s=0.0, byte_s=0.0, factor_byte_s=1.0))
+    found = choose(layers(size, rank), 2, Costs(num_tokens, gather_s=0.0, reduce_s=0.0, byte_s=0.0, factor_byte_s=1.0))
     assert found.replicated_s == 3 * 7 * rank * HIDDEN * 2 * (size - 1) / size
 
 
 @pytest.mark.parametrize(("call_s", "way"), [(1e-6, "slora"), (1e-3, "replicated")])
 def test_what_talking_costs_decides(call_s: float, way: str) -> None:
-    costs = Costs(1, call_s=call_s, byte_s=0.0, factor_byte_s=1e-9)
+    costs = Costs(1, gather_s=call_s, reduce_s=call_s, byte_s=0.0, factor_byte_s=1e-9)
     assert choose(layers(2, 64), 2, costs).way == way
 
 
 def test_a_higher_rank_tips_the_balance() -> None:
-    costs = Costs(1, call_s=1e-5, byte_s=1e-12, factor_byte_s=1e-9)
+    costs = Costs(1, gather_s=1e-5, reduce_s=1e-5, byte_s=1e-12, factor_byte_s=1e-9)
     ways = [choose(layers(2, rank), 2, costs).way for rank in (2, 16, 64, 256, 1024)]
     assert ways == sorted(ways) and set(ways) == {"replicated", "slora"}
 
 
 def test_nothing_to_split_is_replicated() -> None:
-    assert choose([], 2, Costs(1, 1.0, 1.0, 1.0)) == ("replicated", 0.0, 0.0)
-    assert choose(layers(4, 3), 2, Costs(1, 0.0, 0.0, 1.0)).way == "slora"  # o and down can still be
+    assert choose([], 2, Costs(1, 1.0, 1.0, 1.0, 1.0)) == ("replicated", 0.0, 0.0)
+    assert choose(layers(4, 3), 2, Costs(1, 0.0, 0.0, 0.0, 1.0)).way == "slora"  # o and down can still be

@@ -74,17 +74,19 @@ def run(quick: bool, latencies_us: Sequence[int] = ()) -> Report:
             measured = list(rank.measure())
             adapter_bytes = rank.adapter_bytes
     rows = [row for each in measured for row in _rows(each, adapter_bytes)]
-    hidden = model_config.text_config.hidden_size
+    hidden, itemsize = model_config.text_config.hidden_size, getattr(torch, _DTYPE).itemsize
     wrong = [
-        (adapters, said, formula)
+        {"adapters": list(adapters), "said": str(said), "formula": str(wanted)}
         for (adapters, batch), entries in zip(setup.ledgers, books, strict=True)
-        if (said := _said(entries)) != (formula := _formula(adapters, batch, size, hidden))
+        if (said := said_in(entries)) != (wanted := formula(adapters, batch, size, _NUM_LAYERS, hidden, itemsize))
     ]
     goals = [Goal("kinds whose collectives are not what the formulas say", len(wrong), 0, True), *_goals(rows)]
     found = {
         "model": f"{_NUM_LAYERS} layers of hidden size {hidden}, {_DTYPE}, {size} ranks",
+        "adapter bytes a rank": adapter_bytes,
+        "unlike the formulas": wrong,
         "ledger": [
-            {"adapters": list(adapters), "batch": batch, "said": {" ".join(k): v for k, v in _said(entries).items()}}
+            {"adapters": list(adapters), "batch": batch, "said": {" ".join(k): v for k, v in said_in(entries).items()}}
             for (adapters, batch), entries in zip(setup.ledgers, books, strict=True)
         ],
     }
@@ -111,12 +113,13 @@ def _write_adapters(folder: Path, shapes: Shapes, size: int) -> dict[str, Adapte
         dense = write_adapter(folder / f"dense-{rank}", shapes, rank, seed=rank)
         adapters[f"replicated-{rank}"] = Adapter(dense, "replicated")
         adapters[f"slora-{rank}"] = Adapter(dense, "slora")
-        blocks = write_adapter(folder / f"bd-{rank}", shapes, _bd_rank(rank, shapes, size), rank, num_blocks=size)
+        blocks = write_adapter(folder / f"bd-{rank}", shapes, bd_rank(rank, shapes, size), rank, num_blocks=size)
         adapters[f"bd-{rank}"] = Adapter(blocks, "replicated")
     return adapters
 
 
-def _bd_rank(rank: int, shapes: Shapes, num_blocks: int) -> int:
+def bd_rank(rank: int, shapes: Shapes, num_blocks: int) -> int:
+    """The rank of a block-diagonal adapter with about as many parameters as a dense one of `rank`."""
     dense = sum(d_out + d_in for d_out, d_in in shapes.values())
     blocks = sum(
         d_out + d_in / num_blocks if name.endswith(ROW_PARALLEL) else d_out / num_blocks + d_in
@@ -144,7 +147,7 @@ def _rows(measured: Measured, adapter_bytes: Mapping[str, int]) -> list[dict[str
                 "slora / replicated": median_ratio(taken["slora"], taken["replicated"]),
                 "auto": auto,
                 "auto / best": max(1.0, median_ratio(taken[auto], taken[other])),
-                **{f"{kind} MiB": adapter_bytes[f"{kind}-{rank}"] / 2**20 for kind in _KINDS},
+                "MiB a rank": ", ".join(f"{adapter_bytes[f'{kind}-{rank}'] / 2**20:.1f}" for kind in _KINDS),
             }
         )
     return rows
@@ -164,27 +167,28 @@ def _goals(rows: Sequence[Mapping[str, Any]]) -> list[Goal]:
     ]
 
 
-def _said(entries: Ledger) -> dict[tuple[str, str], tuple[int, int]]:
+def said_in(entries: Ledger) -> dict[tuple[str, str], tuple[int, int]]:
     """Calls and bytes of a step, by kind of collective and cause."""
     return {(kind, cause): (entry.calls, entry.num_bytes) for (kind, cause), entry in entries.items()}
 
 
-def _formula(
-    adapters: Sequence[str | None], batch: int, size: int, hidden: int
+def formula(
+    adapters: Sequence[str | None], batch: int, size: int, num_layers: int, hidden: int, itemsize: int
 ) -> dict[tuple[str, str], tuple[int, int]]:
-    """The base model: two sums a layer. Replicated and block-diagonal adapters: nothing more. S-LoRA's: two gathers (of
+    """What a step of `batch` requests, with these adapters in turn, must say; adapters are named KIND-RANK.
+
+    The base model: two sums a layer. Replicated and block-diagonal adapters: nothing more. S-LoRA's: two gathers (of
     five layers' products) and two sums a layer, whatever the number of adapters (section 6.2)."""
-    itemsize = getattr(torch, _DTYPE).itemsize
     values = sum(
         int(name.rpartition("-")[2])
         for name in itertools.islice(itertools.cycle(adapters), batch)
         if name is not None and name.startswith("slora")
     )
-    calls = 2 * _NUM_LAYERS
+    calls = 2 * num_layers
     said = {("broadcast", "orders"): (1, 2**14), ("all_reduce", "base"): (calls, calls * batch * hidden * itemsize)}
     if values:
-        said["all_gather", "slora"] = (calls, _NUM_LAYERS * 5 * values * itemsize // size)
-        said["all_reduce", "slora"] = (calls, _NUM_LAYERS * 2 * values * itemsize)
+        said["all_gather", "slora"] = (calls, num_layers * 5 * values * itemsize // size)
+        said["all_reduce", "slora"] = (calls, num_layers * 2 * values * itemsize)
     return said
 
 

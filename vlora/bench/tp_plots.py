@@ -43,10 +43,11 @@ def _curves(rows: Sequence[Row], path: Path) -> None:
         panel.set(xscale="log", title=f"{step[0]}, batch {step[1]}, +{latency} µs", xlabel="rank (of dense factors)")
         panel.set_xticks(ranks, [str(rank) for rank in ranks], minor=False)
         panel.minorticks_off()
-        panel.set_ylim(bottom=0)
         panel.grid(alpha=0.3)
         if column == 0:
             panel.set_ylabel("ms a step")
+    for row_of_panels in panels:
+        row_of_panels[0].set_ylim(bottom=0)  # only now: a limit ends the axes' own choice of the other one
     panels[0][0].legend(fontsize=8)
     figure.suptitle("A step by how its adapter lies on ranks; µs: injected into every collective")
     _save(figure, path)

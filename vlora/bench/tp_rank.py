@@ -30,11 +30,13 @@ from vlora.models.bank import shared_inputs
 from vlora.models.loading import load_model
 from vlora.models.seam import Seam
 from vlora.models.sharding import shard
+from vlora.models.way_costs import measure
 from vlora.parallel import Group
-from vlora.parallel.choice import measure
 from vlora.parallel.cut import Way
 from vlora.parallel.group import Cause, Entry
 from vlora.types import Batch, BatchItem, Mode, Request, SamplingParams
+
+_OVERSLEPT_S = 1e-4
 
 Ledger = dict[tuple[str, Cause], Entry]
 
@@ -100,8 +102,11 @@ class DelayedGroup(Group):
         return tensor
 
     def _wait(self) -> None:
-        """Awake: a sleep of 50 us takes 100."""
+        """Asleep, for where ranks share cores with others, who stays awake soon waits for a core; and awake at the end,
+        because a sleep takes longer than it should."""
         until = time.perf_counter() + self.latency_s
+        if self.latency_s > _OVERSLEPT_S:
+            time.sleep(self.latency_s - _OVERSLEPT_S)
         while self.latency_s and time.perf_counter() < until:
             pass
 

@@ -27,8 +27,9 @@ from vlora.models.sharding import fingerprint
 from vlora.models.slabs import WeightSlabs
 from vlora.models.switcher import ModeSwitcher
 from vlora.models.vision import VisionEncoder
+from vlora.models.way_costs import measure
 from vlora.parallel import Group
-from vlora.parallel.choice import Costs, measure
+from vlora.parallel.choice import Costs
 
 
 def set_threads(config: EngineConfig) -> None:

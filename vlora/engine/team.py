@@ -231,6 +231,8 @@ class Team:
                 bringing.brought.set_exception(EngineDead(str(loss)))
         with contextlib.suppress(OSError):
             os.write(self._bell, b"!")
+        if self._group is not None:
+            self._group.abort()
 
 
 @dataclasses.dataclass
@@ -279,5 +281,6 @@ class LeadRunner:
             result = self._runner.run(batch)
         except (StepFailed, RuntimeError) as error:
             raise EngineDead(str(self._team.why(error))) from error
+        self._team.check()  # collectives that were aborted return, too
         self._team.tell(orders.Sampled(result.tokens))
         return result

@@ -92,6 +92,14 @@ class Group:
         self._compute.allgather([list(out.unbind(0))], [tensor.contiguous()]).wait()
         return out
 
+    def abort(self) -> None:
+        """From any thread: end what waits for a rank that is gone. Whatever this rank computes is worthless then.
+
+        Over gloo connections that close have ended it already; NCCL's kernels would wait until their timeout.
+        """
+        if self._compute is not self._gloo:
+            self._compute.abort()
+
     # -- control ------------------------------------------------------------------------------------------------------
 
     def send(self, data: bytes) -> None:

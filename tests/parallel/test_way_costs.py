@@ -1,0 +1,55 @@
+"""What ranks measure at start follows what their network and their processor do."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch
+
+from vlora.models.way_costs import measure
+from vlora.parallel.group import Cause, Ledger
+
+WAIT_S = 0.02
+
+
+class SlowGroup:
+    """Stands for two ranks that hold the same, on a network that takes `wait_s` for anything."""
+
+    rank = 0
+    size = 2
+
+    def __init__(self, wait_s: float) -> None:
+        self.ledger = Ledger()
+        self._wait_s = wait_s
+
+    def all_reduce(self, tensor: torch.Tensor, cause: Cause) -> torch.Tensor:
+        time.sleep(self._wait_s)
+        self.ledger.note("all_reduce", cause, tensor.nbytes)
+        return tensor.contiguous()
+
+    def all_gather(self, tensor: torch.Tensor, cause: Cause) -> torch.Tensor:
+        time.sleep(self._wait_s)
+        self.ledger.note("all_gather", cause, tensor.nbytes)
+        return torch.stack([tensor, tensor])
+
+
+@pytest.mark.parametrize("num_tokens", [1, 16])
+def test_a_slow_network_is_seen_and_factors_are_not_free(num_tokens: int) -> None:
+    group = SlowGroup(WAIT_S)
+    costs = measure(group, num_tokens, torch.float32, torch.device("cpu"))  # type: ignore[arg-type]
+    assert costs.num_tokens == num_tokens
+    assert WAIT_S <= costs.gather_s < 3 * WAIT_S  # one wait for two layers
+    assert WAIT_S * 0.9 <= costs.reduce_s < 3 * WAIT_S
+    assert costs.factor_byte_s > 0
+
+
+def test_every_rank_says_the_same_in_the_same_order() -> None:
+    """Whatever is measured: a rank that made one call more would wait for ever."""
+    ledgers = []
+    for wait_s in (0.0, 0.002):
+        group = SlowGroup(wait_s)
+        measure(group, 4, torch.float32, torch.device("cpu"))  # type: ignore[arg-type]
+        ledgers.append(group.ledger.take())
+    assert ledgers[0] == ledgers[1]
+    assert {cause for _, cause in ledgers[0]} == {"slora", "start"}
