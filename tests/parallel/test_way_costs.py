@@ -39,8 +39,8 @@ def test_a_slow_network_is_seen_and_factors_are_not_free(num_tokens: int) -> Non
     group = SlowGroup(WAIT_S)
     costs = measure(group, num_tokens, torch.float32, torch.device("cpu"))  # type: ignore[arg-type]
     assert costs.num_tokens == num_tokens
-    assert WAIT_S <= costs.gather_s < 3 * WAIT_S  # one wait for two layers
-    assert WAIT_S * 0.9 <= costs.reduce_s < 3 * WAIT_S
+    for collective_s in (costs.gather_s, costs.reduce_s):
+        assert 0.9 * WAIT_S <= collective_s < 3 * WAIT_S
     assert costs.factor_byte_s > 0
 
 
@@ -52,4 +52,6 @@ def test_every_rank_says_the_same_in_the_same_order() -> None:
         measure(group, 4, torch.float32, torch.device("cpu"))  # type: ignore[arg-type]
         ledgers.append(group.ledger.take())
     assert ledgers[0] == ledgers[1]
+    calls = {kind: entry.calls for (kind, cause), entry in ledgers[0].items() if cause == "slora"}
+    assert calls["all_gather"] == calls["all_reduce"], "two layers that read one input share a gather"
     assert {cause for _, cause in ledgers[0]} == {"slora", "start"}

@@ -147,7 +147,7 @@ def _rows(measured: Measured, adapter_bytes: Mapping[str, int]) -> list[dict[str
                 "slora / replicated": median_ratio(taken["slora"], taken["replicated"]),
                 "auto": auto,
                 "auto / best": max(1.0, median_ratio(taken[auto], taken[other])),
-                "MiB a rank": ", ".join(f"{adapter_bytes[f'{kind}-{rank}'] / 2**20:.1f}" for kind in _KINDS),
+                "MiB a rank, by kind": ", ".join(f"{adapter_bytes[f'{kind}-{rank}'] / 2**20:.1f}" for kind in _KINDS),
             }
         )
     return rows
