@@ -127,14 +127,14 @@ class Rank:
         self._appointed = Appointed()
         side = DeviceSide(config, layout, self._appointed, executor=Inline(), group=group)
         self._bank, self._runner = side.bank, side.runner
-        self._block_pages, self._next_page = layout.limits.block_pages, 0
+        self._next_page = 0
         self._groups = {name: names[0] for names in shared_inputs(seam.language_linears) for name in names}
         self.adapter_bytes = {name: self._load(name, adapter) for name, adapter in setup.adapters.items()}
-        self._blocks = iter(range(-(-self._next_page // self._block_pages), layout.limits.num_pages))
-        self._longest = max(cell.num_tokens for cell in setup.cells)
-        most = max((cell.batch for cell in setup.cells), default=1)
+        pages = layout.limits.block_pages
+        self._blocks = iter(range(-(-self._next_page // pages), layout.limits.num_pages // pages))
+        most = max(*(cell.batch for cell in setup.cells), *(batch for _, batch in setup.ledgers))
         self._tables = {name: self._add(name, setup.context) for name in (f"decode-{i}" for i in range(most))}
-        self._tables["prefill"] = self._add("prefill", self._longest)
+        self._tables["prefill"] = self._add("prefill", max(cell.num_tokens for cell in setup.cells))
 
     def _load(self, name: str, adapter: Adapter) -> int:
         """Bytes that it takes on this rank."""
