@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import shutil
 import time
@@ -16,7 +17,6 @@ from rich.console import Console
 from fusion.check import as_json, check, tell
 from fusion.checkpoint import Checkpoint
 from fusion.data.load import DomainData
-from fusion.drawn import render_stream
 from fusion.embedded import checkpoint_path
 from fusion.fusing import Verdict, packing_of, thresholds_of, verdict_of
 from fusion.identity import hash_of_processing, identity_of
@@ -33,7 +33,10 @@ from fusion.report import (
     StepReport,
     model_card,
 )
+from fusion.report_examples import confusion_of, examples_of
+from fusion.report_page import page
 from fusion.samples import Splits
+from fusion.sources import STREAMS
 from fusion.tasks import METRICS
 from fusion.train import Domain, FrozenBase, LoraTrainer
 from fusion.trainings import Trainings
@@ -46,6 +49,7 @@ from vlora.types import Request, SamplingParams
 
 _LONGEST_LABEL = 8  # tokens that the base model may take for a short answer
 _TEST_SHOWN = 100  # test samples per domain written out for a live check
+_ASKED_BEFORE = 100  # test samples per domain that the base model is asked: an answer in words takes many steps
 
 
 def fuse(
@@ -57,7 +61,8 @@ def fuse(
     oracle: bool = False,
     console: Console | None = None,
 ) -> FusionReport:
-    """Run a plan file and write OUT/adapters/NAME/ (PEFT format with heads), OUT/test/ and OUT/report.json.
+    """Run a plan file and write OUT/adapters/NAME/ (PEFT format with heads), OUT/test/, OUT/report.json and
+    OUT/report.html.
 
     resume: go on with the trainings that an earlier run left in OUT/checkpoint. oracle: also find out what could not be
     beaten, which takes many more trainings. Raises BadPlan.
@@ -109,10 +114,12 @@ def run(
         thresholds = thresholds_of(plan, trainings, teachers)
         packing = packing_of(plan, domains, thresholds, trainings, progress.say)
         verdict = verdict_of(thresholds, trainings) if oracle else None
-    tested = {}
+    tested: dict[str, list[object]] = {}
     for adapter in packing.adapters:
         trainer.restore(trainings.state(adapter))
-        tested.update({name: trainer.score(name, domains[name].test) for name in adapter})
+        tested.update({name: trainer.answers(name, domains[name].test) for name in adapter})
+    metrics = {name: own.plan.metric or METRICS[own.splits.task][0] for name, own in domains.items()}
+    targets = {name: [sample.target for sample in own.test] for name, own in domains.items()}
     report = FusionReport(
         base=plan.base,
         seed=plan.seed,
@@ -123,12 +130,12 @@ def run(
                 name=name,
                 task=domains[name].splits.task,
                 real_or_synthetic="real" if domains[name].splits.real else "synthetic",
-                metric=domains[name].plan.metric or METRICS[domains[name].splits.task][0],
+                metric=metrics[name],
                 threshold=thresholds[name],
                 before=before[name],
                 validation=trained.scores[name].value,
                 bound=trained.scores[name].lower,
-                after=tested[name],
+                after=domains[name].task.metric(tested[name], targets[name]),
                 met=name not in packing.missed,
                 adapter=name_of(adapter),
                 num_test=len(domains[name].test),
@@ -142,12 +149,22 @@ def run(
             for step in packing.rollbacks
         ),
         timeline=timeline(packing),
+        confusions=tuple(
+            confusion
+            for name, own in domains.items()
+            if (confusion := confusion_of(name, own.splits.labels, tested[name], targets[name])) is not None
+        ),
         oracle=None if verdict is None else _told(verdict),
         plan=plan.model_dump(mode="json"),
     )
     _write_adapters(out / "adapters", report, trainings)
     write_test_data(out / "test", plan, splits)
     report.write(out / "report.json")
+    examples = {
+        name: examples_of(own.splits.test, tested[name], own.splits.labels, own.task, metrics[name], own.plan.question)
+        for name, own in domains.items()
+    }
+    (out / "report.html").write_text(page(report, examples))
     shutil.rmtree(out / "features")  # much larger than all the rest, and made again within seconds
     console.print(report.table())
     return report
@@ -195,11 +212,12 @@ def _told(verdict: Verdict) -> OracleReport:
 def zero_shot(
     config: EngineConfig, processor: InputProcessor, plan: Plan, splits: Mapping[str, Splits]
 ) -> dict[str, float]:
-    """Each domain's metric on test data of the base model, asked its question in words."""
+    """Each domain's metric on the first test samples of the base model, asked its question in words."""
     engine = LocalEngine(config)
     found = {}
     for domain in plan.domains:
-        own = splits[domain.name]
+        whole = splits[domain.name]
+        own = dataclasses.replace(whole, test=whole.test[:_ASKED_BEFORE])
         requests = []
         wanted = [answer_in_words(own, sample) for sample in own.test]
         longest = max(len(processor.tokenizer(words)["input_ids"]) for words in wanted)
@@ -224,10 +242,10 @@ def zero_shot(
 
 
 def write_test_data(folder: Path, plan: Plan, splits: Mapping[str, Splits]) -> None:
-    """Some test samples of every domain as PNG with their labels, and a labelled street video where a domain has clips.
+    """Some test samples of every domain as PNG with their labels, and a video where its source has one.
 
     FOLDER/DOMAIN/labels.json: [{"frames": [file, ...], "question": text, "label": text}, ...].
-    FOLDER/DOMAIN/stream.json: {"video": file, "labels": one per second}.
+    FOLDER/DOMAIN/stream.json: {"video": file, "labels": one per second, or null}.
     """
     for domain in plan.domains:
         own = splits[domain.name]
@@ -241,6 +259,6 @@ def write_test_data(folder: Path, plan: Plan, splits: Mapping[str, Splits]) -> N
             question = sample.question or domain.question
             entries.append({"frames": files, "question": question, "label": answer_in_words(own, sample)})
         (here / "labels.json").write_text(json.dumps(entries, indent=1) + "\n")
-        if domain.source == "drawn-actions":
-            labels = render_stream(here / "stream.mp4", plan.seed)
+        if domain.source in STREAMS:
+            labels = STREAMS[domain.source](here / "stream.mp4", plan.seed)
             (here / "stream.json").write_text(json.dumps({"video": "stream.mp4", "labels": labels}) + "\n")

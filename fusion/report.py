@@ -1,4 +1,4 @@
-"""What a fusion run says of itself: JSON for machines, a table for people."""
+"""What a fusion run says of itself: JSON for machines, a table for people; `report_page` has it as HTML."""
 
 from __future__ import annotations
 
@@ -30,6 +30,19 @@ class DomainReport:
     met: bool
     adapter: str
     num_test: int
+
+    @property
+    def kept_on_test(self) -> bool:
+        return self.after >= self.threshold
+
+
+@dataclasses.dataclass(frozen=True)
+class ConfusionReport:
+    """counts: test samples by the label shown (row) and the label said (column)."""
+
+    domain: str
+    labels: tuple[str, ...]
+    counts: tuple[tuple[int, ...], ...]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,7 +91,8 @@ class OracleReport:
 
 @dataclasses.dataclass(frozen=True)
 class FusionReport:
-    """plan: as it was run, with every default. seconds: of this run; of one that was resumed, since then."""
+    """confusions: of domains whose answers are labels. plan: as it was run, with every default. seconds: of this run;
+    of one that was resumed, since then."""
 
     base: str
     seed: int
@@ -88,6 +102,7 @@ class FusionReport:
     adapters: tuple[AdapterReport, ...]
     rollbacks: tuple[RollbackReport, ...]
     timeline: tuple[StepReport, ...]
+    confusions: tuple[ConfusionReport, ...]
     oracle: OracleReport | None
     plan: dict[str, Any]
 

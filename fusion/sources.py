@@ -12,11 +12,20 @@ from pathlib import Path
 import cv2
 import numpy as np
 
-from fusion.drawn import ACTIONS, CLIP_FRAMES, SIGNS, draw_action, draw_sign
+from fusion.drawn import ACTIONS, CLIP_FRAMES, SIGNS, draw_action, draw_sign, render_stream
 from fusion.embedded.drawing import SIZE
 from fusion.embedded.world import NUMBERS
 from fusion.samples import Sample, Splits
-from fusion.streets import KINDS, ask_traffic, caption_traffic, find_things, refer_to_thing
+from fusion.streets import (
+    KINDS,
+    ask_traffic,
+    caption_traffic,
+    count_vehicles,
+    find_things,
+    look_for_person,
+    refer_to_thing,
+    render_traffic,
+)
 
 Source = Callable[[int], Splits]
 
@@ -109,15 +118,19 @@ def _signs(seed: int) -> Splits:
     return Splits("classification", SIGNS, part(1100), part(300), part(400), real=False)
 
 
-def _actions(seed: int) -> Splits:
-    """Four-frame clips of a drawn street: a vehicle that passes or waits, or a person who crosses (synthetic)."""
-    rng = np.random.default_rng(seed + 2)
+def _actions(num_frames: int, salt: int) -> Source:
+    """Clips of a drawn street: a vehicle that passes or waits, or a person who crosses (synthetic)."""
 
-    def part(count: int) -> list[Sample]:
-        labels = [int(rng.integers(len(ACTIONS))) for _ in range(count)]
-        return [Sample(tuple(draw_action(ACTIONS[label], rng, CLIP_FRAMES)), label) for label in labels]
+    def load(seed: int) -> Splits:
+        rng = np.random.default_rng(seed + salt)
 
-    return Splits("action", ACTIONS, part(900), part(240), part(320), real=False)
+        def part(count: int) -> list[Sample]:
+            labels = [int(rng.integers(len(ACTIONS))) for _ in range(count)]
+            return [Sample(tuple(draw_action(ACTIONS[label], rng, num_frames)), label) for label in labels]
+
+        return Splits("action", ACTIONS, part(900), part(240), part(320), real=False)
+
+    return load
 
 
 def _faces(seed: int) -> Splits:
@@ -149,9 +162,32 @@ BUILT_IN: dict[str, Source] = {
     "lfw-faces": _faces,
     "library-photos": _photos,
     "drawn-signs": _signs,
-    "drawn-actions": _actions,
+    "drawn-actions": _actions(CLIP_FRAMES, 2),
     "drawn-traffic-questions": _drawn("vqa", (), ask_traffic, 3),
     "drawn-traffic-captions": _drawn("captioning", (), caption_traffic, 4),
     "drawn-traffic-references": _drawn("referring", (), refer_to_thing, 5),
     "drawn-traffic-detection": _drawn("detection", KINDS, find_things, 6),
+    "drawn-traffic-counts": _drawn("counting", NUMBERS[:6], count_vehicles, 7),
+    "drawn-short-actions": _actions(2, 9),
+    "drawn-traffic-persons": _drawn("binary", ("no", "yes"), look_for_person, 8),
 }
+
+Stream = Callable[[Path, int], list[str] | None]
+
+
+def _counts_in_video(path: Path, seed: int) -> list[str]:
+    return [NUMBERS[street.num_vehicles] for street in render_traffic(path, seed)]
+
+
+def _boxes_in_video(path: Path, seed: int) -> None:
+    render_traffic(path, seed + 1)
+
+
+STREAMS: dict[str, Stream] = {
+    "drawn-actions": render_stream,
+    "drawn-short-actions": render_stream,
+    "drawn-traffic-counts": _counts_in_video,
+    "drawn-traffic-detection": _boxes_in_video,
+}
+"""Sources that a camera could have: writes a video (mp4) for a seed and returns the label of each of its seconds; None
+where no label says it all."""

@@ -5,8 +5,10 @@ All synthetic. Things stand in three lanes and three columns, so that words can 
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import NamedTuple
 
+import cv2
 import numpy as np
 
 from fusion.embedded.drawing import COLORS, VEHICLES, add_noise, chance, draw_thing, jitter, pick, street_background
@@ -33,6 +35,14 @@ class Street(NamedTuple):
     frame: np.ndarray
     things: tuple[Thing, ...]  # from left to right, then from top to bottom
     night: bool
+
+    @property
+    def num_vehicles(self) -> int:
+        return sum(thing.kind in VEHICLES for thing in self.things)
+
+    @property
+    def has_person(self) -> bool:
+        return any(thing.kind == "person" for thing in self.things)
 
 
 def draw_street(rng: np.random.Generator, most: int) -> Street:
@@ -93,6 +103,37 @@ def refer_to_thing(rng: np.random.Generator) -> Sample:
             where = f"{LANES[thing.lane]} lane {SIDES[thing.side]}"
             return Sample((street.frame,), where, f"in which lane and on which side is the {thing.color} {thing.kind}?")
     return refer_to_thing(rng)
+
+
+def count_vehicles(rng: np.random.Generator) -> Sample:
+    """How many vehicles, none included; persons do not count."""
+    street = draw_street(rng, 5)
+    return Sample((street.frame,), street.num_vehicles)
+
+
+def look_for_person(rng: np.random.Generator) -> Sample:
+    """Whether a person is on the road (1) or not (0), each in half of the samples."""
+    wanted = chance(rng, 0.5)
+    while True:
+        street = draw_street(rng, 5)
+        if street.has_person == wanted:
+            return Sample((street.frame,), int(wanted))
+
+
+def render_traffic(path: Path, seed: int, seconds: int = 8, fps: int = 15) -> list[Street]:
+    """Write a video (mp4) of one street after another, a second each, as a camera that looks around would see them;
+    returns them in order. Raises OSError."""
+    rng = np.random.default_rng(seed)
+    streets = [draw_street(rng, 5) for _ in range(seconds)]
+    height, width = streets[0].frame.shape[:2]
+    writer = cv2.VideoWriter(str(path), cv2.VideoWriter.fourcc(*"mp4v"), fps, (width, height))
+    if not writer.isOpened():
+        raise OSError(f"OpenCV cannot write {path}")
+    for street in streets:
+        for _ in range(fps):
+            writer.write(cv2.cvtColor(add_noise(rng, street.frame.astype(np.int16), 3), cv2.COLOR_RGB2BGR))
+    writer.release()
+    return streets
 
 
 def find_things(rng: np.random.Generator) -> Sample:

@@ -375,6 +375,11 @@ class LoraTrainer:
         decoded = self._base.processor.decode
         return [decoded(tokens).strip() for _, found in self._in_parts(samples, decode) for tokens in found]
 
+    @torch.no_grad()
+    def answers(self, domain: str, samples: Sequence[Prepared]) -> list[object]:
+        """What is said of each sample, as the domain's metrics compare it."""
+        return self._answers(domain, samples)
+
     def _answers(self, domain: str, samples: Sequence[Prepared]) -> list[object]:
         if self.domains[domain].task.needs_text:
             return list(self.said(domain, samples))

@@ -33,7 +33,7 @@ def report(lora: LoraPlan | None = None) -> FusionReport:
     )
     adapters = tuple(AdapterReport(name, (name,)) for name in names)
     steps = timeline(packing)
-    return FusionReport("embedded", 0, 6.0, 0.95, domains, adapters, (), steps, None, plan.model_dump(mode="json"))
+    return FusionReport("embedded", 0, 6.0, 0.95, domains, adapters, (), steps, (), None, plan.model_dump(mode="json"))
 
 
 def test_the_timeline_tells_every_training_in_order(tmp_path: Path) -> None:

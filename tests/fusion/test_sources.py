@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 from fusion.drawn import ACTIONS, render_stream
-from fusion.sources import _COLUMNS, BUILT_IN, load_source
+from fusion.sources import _COLUMNS, BUILT_IN, STREAMS, load_source
+from fusion.streets import draw_street
 
 
 @pytest.mark.parametrize("name", sorted(BUILT_IN))
@@ -24,7 +25,7 @@ def test_parts_share_no_picture(name: str) -> None:
         for other in pictures[i + 1 :]:
             # Two people may have written pixel-identical digits; nothing else may coincide.
             assert len(part & other) <= (1 if name == "sklearn-digits" else 0)
-    if splits.task in ("classification", "action"):
+    if splits.task in ("classification", "action", "binary", "counting"):
         assert {sample.target for sample in splits.train} == set(range(len(splits.labels)))
     assert splits.real == (not name.startswith("drawn"))
 
@@ -41,6 +42,27 @@ def test_a_seed_gives_the_same_pictures(name: str) -> None:
         a.target == b.target and np.array_equal(a.frames[0], b.frames[0])
         for a, b in zip(first.test, second.test, strict=True)
     )
+
+
+@pytest.mark.parametrize("name", sorted(STREAMS))
+def test_a_camera_sees_a_second_of_each_label(name: str, tmp_path: Path) -> None:
+    labels = STREAMS[name](tmp_path / "s.mp4", 0)
+    again = STREAMS[name](tmp_path / "again.mp4", 0)
+    assert labels == again and (tmp_path / "s.mp4").read_bytes() == (tmp_path / "again.mp4").read_bytes()
+    video = cv2.VideoCapture(str(tmp_path / "s.mp4"))
+    seconds = video.get(cv2.CAP_PROP_FRAME_COUNT) / video.get(cv2.CAP_PROP_FPS)
+    assert seconds == (8 if labels is None else len(labels))
+    assert labels is None or set(labels) <= set(BUILT_IN[name](0).labels)
+
+
+def test_persons_and_vehicles_are_told_as_they_are_drawn() -> None:
+    rng = np.random.default_rng(0)
+    streets = [draw_street(rng, 5) for _ in range(200)]
+    for street in streets:
+        assert street.num_vehicles + sum(thing.kind == "person" for thing in street.things) == len(street.things)
+        assert street.has_person == (street.num_vehicles < len(street.things))
+    persons = load_source("drawn-traffic-persons", 0)
+    assert 0.4 < np.mean([float(sample.target) for sample in persons.train]) < 0.6  # type: ignore[arg-type]
 
 
 def test_a_rendered_stream_can_be_read_back(tmp_path: Path) -> None:
