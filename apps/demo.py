@@ -1,4 +1,4 @@
-"""The main job, live: fuse four domains, serve them, ask every head, ask in words, stream a video; then a table.
+"""The main job, live: fuse domains, serve them, ask every head, ask in words, stream cameras; then a table and a page.
 
 `vlora demo` runs it. Fusing and serving are other processes, started through the `vlora` command;
 this one is only a client.
@@ -15,15 +15,17 @@ import signal
 import statistics
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from rich.console import Console
 from rich.table import Table
 
+from apps.demo_page import write_page
 from apps.video_analytics import CHUNKS_IN_FLIGHT, AnnotatedVideo, ChunkResult, Source, analyse
 from vlora.client import Client
 from vlora.errors import VLoraError
@@ -32,13 +34,15 @@ VLORA = (sys.executable, "-m", "vlora.cli")
 MODES = ("merged", "mixed", "unmerged")
 
 _THREADS = 16  # requests under way at once
+_WORDS = 12  # tokens an answer in words may take
 _STOP_S = 15.0
 
 
 def run(
     out: Path, *, plan: str = "demo", command: Sequence[str] = VLORA, console: Console | None = None
 ) -> dict[str, Any]:
-    """Do the whole job and write OUT/report.json; returns the same. OUT/fused keeps adapters and test data.
+    """Do the whole job and write OUT/report.json, OUT/report.html and an annotated video per camera; returns what the
+    first holds. OUT/fused keeps adapters, test data and fusion's own report.
 
     Raises VLoraError when a step ends with an error, which it has printed itself.
     """
@@ -50,16 +54,16 @@ def run(
     report = json.loads((fused / "report.json").read_text())
     console.rule("2. serve: engine and front end")
     with _serving(command, report["base"], fused / "adapters", console) as client:
-        console.rule("3. every domain's test pictures, asked of its head, all domains at once")
-        head_latencies = _ask_heads(client, fused / "test", report["domains"])
+        console.rule("3. every domain's test pictures, all domains at once")
+        head_latencies, beside_heads = _ask_all(client, fused / "test", report["domains"])
         for domain in report["domains"]:
-            console.print(f"{domain['name']}: {domain['served']:.3f} of {domain['num_served']} right")
-        console.rule("4. the same in words")
+            if domain["served"] is not None:
+                console.print(f"{domain['name']}: {domain['served']:.3f} of {domain['num_served']} right")
+        console.rule("4. base model and adapters in words")
         word_latencies = _ask_in_words(client, fused / "test", report["domains"], console)
-        console.rule("5. a video, a second at a time")
-        streams = [_stream(client, domain, fused / "test", out, console) for domain in report["domains"]]
+        console.rule("5. cameras, a second at a time, while questions arrive for others")
+        streamed, beside_streams = _stream_all(client, report["domains"], fused / "test", out, console)
         stats = client.stats()
-    streamed = [result.latency_s for stream in streams for result in stream]
     result = {
         "domains": report["domains"],
         "adapters": report["adapters"],
@@ -69,14 +73,17 @@ def run(
         "latencies": {
             "head": _percentiles(head_latencies, _THREADS),
             "words": _percentiles(word_latencies, 1),
-            "stream": _percentiles(streamed, CHUNKS_IN_FLIGHT),
+            "stream": _percentiles([result.latency_s for result in streamed], CHUNKS_IN_FLIGHT),
+            "words beside heads": _percentiles(beside_heads, _THREADS),
+            "words beside streams": _percentiles(beside_streams, 1),
         },
     }
     (out / "report.json").write_text(json.dumps(result, indent=2) + "\n")
     console.rule("6. what came out")
     console.print(_table(result))
     _print_totals(result, console)
-    console.print(f"the same facts: {out / 'report.json'}")
+    write_page(out / "report.html", fused, result)
+    console.print(f"the same facts: {out / 'report.json'}; with pictures: {out / 'report.html'}")
     return result
 
 
@@ -110,78 +117,129 @@ def _serving(command: Sequence[str], model: str, adapters: Path, console: Consol
 # -- what is asked ----------------------------------------------------------------------------------------------------
 
 
-def _samples(folder: Path) -> list[tuple[tuple[Path, ...], str]]:
-    """(frames, label) of every test sample that fusing wrote for a domain."""
+class _Sample(NamedTuple):
+    """label: empty where no words say it all (boxes)."""
+
+    frames: tuple[Path, ...]
+    question: str
+    label: str
+
+
+def _samples(folder: Path) -> list[_Sample]:
+    """Every test sample that fusing wrote for a domain."""
     entries = json.loads((folder / "labels.json").read_text())
-    return [(tuple(folder / file for file in entry["frames"]), entry["label"]) for entry in entries]
+    return [
+        _Sample(tuple(folder / file for file in entry["frames"]), entry["question"], entry["label"])
+        for entry in entries
+    ]
 
 
-def _ask_heads(client: Client, tests: Path, domains: list[dict[str, Any]]) -> list[float]:
-    """Ask for every test sample, domains interleaved; adds `served` (accuracy) and `num_served` to each domain."""
-    latencies: list[float] = []
+def _ask_all(client: Client, tests: Path, domains: list[dict[str, Any]]) -> tuple[list[float], list[float]]:
+    """Ask every test sample of its domain's head, or in words where there is none, domains interleaved; latencies of
+    both. Adds to each domain `answered_by`, `num_served`, and `served`: the share that was right, None where labels do
+    not tell."""
+    heads = {head.name: head.task for status in client.adapters() for head in status.heads}
+    latencies: dict[bool, list[float]] = {True: [], False: []}
 
-    def ask(domain: dict[str, Any], frames: tuple[Path, ...], label: str) -> bool:
+    def ask(domain: dict[str, Any], sample: _Sample) -> bool:
+        by_head = domain["name"] in heads
         started = time.monotonic()
-        result = client.ask_head(frames, domain["adapter"], domain["name"])
-        latencies.append(time.monotonic() - started)
-        return result.label == label
+        if by_head:
+            said = client.ask_head(sample.frames, domain["adapter"], domain["name"]).label
+        else:
+            said = client.generate(sample.question, sample.frames, domain["adapter"], max_tokens=_WORDS).text
+        latencies[by_head].append(time.monotonic() - started)
+        return said.strip().lower() == sample.label.lower()
 
-    asked = [[(domain, *sample) for sample in _samples(tests / domain["name"])] for domain in domains]
+    asked = [[(domain, sample) for sample in _samples(tests / domain["name"])] for domain in domains]
     turns = [each for turn in itertools.zip_longest(*asked) for each in turn if each is not None]
     with ThreadPoolExecutor(_THREADS) as threads:
         right = list(threads.map(lambda each: ask(*each), turns))
     for domain in domains:
-        own = [hit for hit, (asked_domain, *_) in zip(right, turns, strict=True) if asked_domain is domain]
-        domain["served"] = sum(own) / len(own)
+        own = [(hit, sample) for hit, (of, sample) in zip(right, turns, strict=True) if of is domain]
+        domain["answered_by"] = f"{heads[domain['name']]} head" if domain["name"] in heads else "words"
         domain["num_served"] = len(own)
-    return latencies
+        domain["served"] = sum(hit for hit, _ in own) / len(own) if all(sample.label for _, sample in own) else None
+    return latencies[True], latencies[False]
 
 
 def _ask_in_words(
-    client: Client, tests: Path, domains: list[dict[str, Any]], console: Console, *, num_each: int = 3
+    client: Client, tests: Path, domains: list[dict[str, Any]], console: Console, *, num_each: int = 2
 ) -> list[float]:
     """Ask each domain's question in words, of the base model and of its adapter, and show what they say."""
-    questions = {head.name: head.prompt for status in client.adapters() for head in status.heads}
     table = Table("question", "shown", "base model says", "adapter says")
     latencies = []
     for domain in domains:
-        for frames, label in _samples(tests / domain["name"])[:num_each]:
+        for frames, question, label in _samples(tests / domain["name"])[:num_each]:
+            if not label:
+                continue
             said = []
             for adapter in (None, domain["adapter"]):
                 started = time.monotonic()
-                said.append(client.generate(questions[domain["name"]], frames, adapter, max_tokens=8).text)
+                said.append(client.generate(question, frames, adapter, max_tokens=_WORDS).text)
                 latencies.append(time.monotonic() - started)
-            table.add_row(questions[domain["name"]], label, *said)
+            table.add_row(question, label, *said)
     console.print(table)
     return latencies
 
 
+def _stream_all(
+    client: Client, domains: list[dict[str, Any]], tests: Path, out: Path, console: Console
+) -> tuple[list[ChunkResult], list[float]]:
+    """Stream all domains' videos at once, each through its own head, while pictures are asked about in words, of the
+    other adapters first. Returns the chunks' results and the latencies of those questions."""
+    cameras = [domain for domain in domains if (tests / domain["name"] / "stream.json").exists()]
+    streamed_through = {camera["adapter"] for camera in cameras}
+    others = [domain for domain in domains if domain not in cameras]
+    others = [domain for domain in others if domain["adapter"] not in streamed_through] or others
+    done = threading.Event()
+    latencies: list[float] = []
+
+    def ask() -> None:
+        turns = itertools.cycle([(domain, *_samples(tests / domain["name"])[0]) for domain in others])
+        for domain, frames, question, _ in turns:
+            if done.is_set():
+                return
+            started = time.monotonic()
+            client.generate(question, frames, domain["adapter"], max_tokens=_WORDS)
+            latencies.append(time.monotonic() - started)
+
+    with ThreadPoolExecutor(len(cameras) + 1) as threads:
+        asking = threads.submit(ask) if cameras and others else None
+        try:
+            streams = list(threads.map(lambda camera: _stream(client, camera, tests, out, console), cameras))
+        finally:
+            done.set()
+    if asking is not None:
+        asking.result()
+    return [result for stream in streams for result in stream], latencies
+
+
 def _stream(client: Client, domain: dict[str, Any], tests: Path, out: Path, console: Console) -> list[ChunkResult]:
-    """Stream the domain's test video, if it has one, and write it with the answers drawn on it."""
-    described = tests / domain["name"] / "stream.json"
-    if not described.exists():
-        return []
-    stream = json.loads(described.read_text())
-    video = described.parent / stream["video"]
-    results = []
-    source = Source(domain["name"], str(video), "file")
+    """Stream a domain's test video and write it with the answers drawn on it; adds `stream` to the domain."""
+    folder = tests / domain["name"]
+    stream = json.loads((folder / "stream.json").read_text())
+    labels = stream["labels"]
+    results: list[ChunkResult] = []
+    source = Source(domain["name"], str(folder / stream["video"]), "file")
     annotated = AnnotatedVideo(out / f"{domain['name']}.webm")
-    answers = analyse(client, source, domain["adapter"], domain["name"], shown=True)
-    for (chunk, result), shown in zip(answers, stream["labels"], strict=False):
+    for chunk, result in analyse(client, source, domain["adapter"], domain["name"], shown=True):
         annotated.add(chunk, result)
+        shown = f"   shown: {labels[len(results)]}" if labels and len(results) < len(labels) else ""
         console.print(
-            f"{result.start_s:5.1f} s  {result.label} ({result.confidence:.0%}, {result.latency_s * 1e3:.0f} ms)"
-            f"   shown: {shown}",
+            f"{domain['name']}, {result.start_s:5.1f} s  {result.label} ({result.confidence:.0%}, "
+            f"{result.latency_s * 1e3:.0f} ms){shown}",
             highlight=False,
         )
         results.append(result)
-    domain["stream"] = {
-        "video": str(video),
-        "seconds": len(results),
-        "right": sum(result.label == shown for result, shown in zip(results, stream["labels"], strict=False)),
-    }
     annotated.close()
-    console.print(f"with the answers drawn on it: {annotated.path}")
+    domain["stream"] = {
+        "video": str(folder / stream["video"]),
+        "annotated": annotated.path.name,
+        "seconds": len(results),
+        "right": sum(result.label == shown for result, shown in zip(results, labels, strict=False)) if labels else None,
+    }
+    console.print(f"{domain['name']}, with the answers drawn on it: {annotated.path}")
     return results
 
 
@@ -211,7 +269,7 @@ def _table(result: dict[str, Any]) -> Table:
             f"{domain['threshold']:.2f}",
             f"{domain['before']:.3f}",
             f"{domain['after']:.3f}",
-            f"{domain['served']:.3f} of {domain['num_served']}",
+            "-" if domain["served"] is None else f"{domain['served']:.3f} of {domain['num_served']}",
         )
     return table
 

@@ -27,6 +27,7 @@ COLORS = (
 _WIDTH = 960
 _LEFT = 96
 _LANE = 62
+_TOP = 8
 _LETTER = 6.6  # pixels a letter takes, about
 
 
@@ -46,19 +47,19 @@ def lanes_of(steps: Sequence[StepReport]) -> tuple[int, ...]:
 def timeline_chart(steps: Sequence[StepReport], thresholds: Mapping[str, float]) -> Markup:
     """A lane for each adapter, a block for each training, over seconds of training time."""
     lanes = lanes_of(steps)
-    bottom = 30 + _LANE * (max(lanes) + 1)
+    bottom = _TOP + _LANE * (max(lanes) + 1)
     svg = _svg(bottom + 40, "Packing step by step")
-    total = max((step.begin + step.seconds for step in steps), default=0.0) or 1.0
+    total = steps[-1].begin + steps[-1].seconds
 
     def x_of(seconds: float) -> float:
         return _LEFT + (_WIDTH - _LEFT - 10) * seconds / total
 
     for lane in range(max(lanes) + 1):
-        y = 30 + lane * _LANE
+        y = _TOP + lane * _LANE
         _add(svg, "line", "grid", x1=_LEFT, x2=_WIDTH - 10, y1=y + _LANE - 8, y2=y + _LANE - 8)
         _text(svg, 0, y + 28, f"adapter {lane + 1}", "name")
     for number, (step, lane) in enumerate(zip(steps, lanes, strict=True), 1):
-        left, right, y = x_of(step.begin), x_of(step.begin + step.seconds), 30 + lane * _LANE
+        left, right, y = x_of(step.begin), x_of(step.begin + step.seconds), _TOP + lane * _LANE
         group = _add(svg, "g", "kept" if step.kept else "rolled-back")
         told = ", ".join(f"{name} {value:.3f}" for name, value in step.values.items())
         ElementTree.SubElement(group, "title").text = f"{number}. {step.domain}: {told}; {step.seconds:.1f} s"
@@ -97,18 +98,17 @@ def capacity_points(steps: Sequence[StepReport]) -> dict[str, list[Point]]:
 def capacity_chart(steps: Sequence[StepReport]) -> Markup:
     """Each domain's value against how many domains share its adapter; open circles were rolled back."""
     points = capacity_points(steps)
-    height, top = 340, 16
+    height, top = max(340, 22 * len(points) + 20), 16
     svg = _svg(height + 48, "Accuracy against domains in the adapter")
     everything = [point for own in points.values() for point in own]
-    most = max((point.domains for point in everything), default=1)
-    low = min((point.value for point in everything), default=0.0)
-    floor = max(0.0, int(low * 10 - 0.5) / 10)
+    most = max(point.domains for point in everything)
+    floor = max(0.0, int(min(point.value for point in everything) * 10 - 0.5) / 10)
 
     def x_of(count: float) -> float:
         return _LEFT / 2 + (_WIDTH - _LEFT / 2 - 170) * (count - 0.7) / max(1.0, most - 0.4)
 
     def y_of(value: float) -> float:
-        return top + (height - top) * (1 - value) / (1 - floor or 1.0)
+        return top + (height - top) * (1 - value) / (1 - floor)
 
     for tenth in range(round(floor * 10), 11):
         y = y_of(tenth / 10)
@@ -140,8 +140,7 @@ def _ticks(total: float) -> list[float]:
 
 
 def _svg(height: float, title: str) -> ElementTree.Element:
-    svg = ElementTree.Element("svg", {"viewBox": f"0 0 {_WIDTH} {height:g}", "role": "img", "aria-label": title})
-    return svg
+    return ElementTree.Element("svg", {"viewBox": f"0 0 {_WIDTH} {height:g}", "role": "img", "aria-label": title})
 
 
 def _add(parent: ElementTree.Element, tag: str, kind: str, **attributes: float | str) -> ElementTree.Element:

@@ -13,14 +13,15 @@ from vlora.config import EngineConfig, ServerConfig
 
 
 def fuse(out: Path) -> None:
-    """Two domains of bright and dark pictures; every fourth label of `day` is wrong. One has a video."""
+    """Two domains of bright and dark pictures; every fourth label of `day` is wrong, and it has a video. A third has no
+    head, and half of its labels are what the engine says in words."""
     import cv2
     import numpy as np
 
     from tests.server.running import png
 
     write_adapter(out / "adapters" / "night-day", {"night": 1, "day": 2})
-    for name, frames in (("night", 1), ("day", 2)):
+    for name, frames in (("night", 1), ("day", 2), ("words", 1)):
         folder = out / "test" / name
         folder.mkdir(parents=True)
         entries = []
@@ -29,7 +30,10 @@ def fuse(out: Path) -> None:
             for file in files:
                 (folder / file).write_bytes(png(220 if i % 2 else 20))
             wrong = name == "day" and i % 4 == 0
-            entries.append({"frames": files, "label": "bright" if bool(i % 2) != wrong else "dark"})
+            label = "bright" if bool(i % 2) != wrong else "dark"
+            if name == "words":
+                label = "Yes" if i % 2 else "no"
+            entries.append({"frames": files, "question": f"is it {name}?", "label": label})
         (folder / "labels.json").write_text(json.dumps(entries))
     video = cv2.VideoWriter(str(out / "test/day/stream.mp4"), cv2.VideoWriter.fourcc(*"mp4v"), 10, (64, 48))
     for place in range(30):
@@ -42,11 +46,12 @@ def fuse(out: Path) -> None:
     numbers = {"before": 0.1, "after": 0.9, "adapter": "night-day"}
     report = {
         "base": "scripted",
-        "domains": [{"name": name, **domain, **numbers} for name in ("night", "day")],
-        "adapters": [{"name": "night-day", "domains": ["night", "day"]}],
+        "domains": [{"name": name, **domain, **numbers} for name in ("night", "day", "words")],
+        "adapters": [{"name": "night-day", "domains": ["night", "day", "words"]}],
         "rollbacks": [],
     }
     (out / "report.json").write_text(json.dumps(report))
+    (out / "report.html").write_text('<main><a href="adapters/night-day/">night-day</a></main>\n')
 
 
 def serve(adapters: Path) -> None:

@@ -21,18 +21,30 @@ def test_the_report_counts_what_was_served(tmp_path: Path) -> None:
     console = Console(file=io.StringIO(), width=140)
     result = apps.demo.run(tmp_path, command=COMMAND, console=console)
     assert json.loads((tmp_path / "report.json").read_text()) == result
-    night, day = result["domains"]
+    night, day, words = result["domains"]
     assert (night["served"], night["num_served"]) == (1.0, 12)
     assert (day["served"], day["num_served"]) == (0.75, 12)
+    assert (words["served"], words["num_served"], words["answered_by"]) == (0.5, 12, "words")
     assert (day["before"], day["after"], day["adapter"]) == (0.1, 0.9, "night-day")
     assert (day["stream"]["seconds"], day["stream"]["right"]) == (3, 2)
-    # 24 pictures, 2 x 3 x 2 questions in words, 3 seconds of video.
-    assert result["served"] == {"merged": 0, "mixed": 0, "unmerged": 39}
     counts = {kind: values["count"] for kind, values in result["latencies"].items()}
-    assert counts == {"head": 24, "words": 12, "stream": 3}
-    assert all(0 < values["p50_s"] <= values["p95_s"] for values in result["latencies"].values())
+    # Two questions of each domain, of the base model and of the adapter.
+    beside = counts.pop("words beside streams")
+    assert counts == {"head": 24, "words": 12, "stream": 3, "words beside heads": 12} and beside > 0
+    assert result["served"] == {"merged": 0, "mixed": 0, "unmerged": 51 + beside}
+    for values in result["latencies"].values():
+        assert values["p50_s"] is None or 0 < values["p50_s"] <= values["p95_s"]
     shown = console.file.getvalue()  # type: ignore[attr-defined]
-    assert "1 for 2 domains, 0 rolled back" in shown and "0.750 of 12" in shown and "is it night?" in shown
+    assert "1 for 3 domains, 0 rolled back" in shown and "0.750 of 12" in shown and "is it night?" in shown
+
+
+def test_the_page_has_fusing_and_serving_in_one(tmp_path: Path) -> None:
+    apps.demo.run(tmp_path, command=COMMAND, console=Console(file=io.StringIO()))
+    page = (tmp_path / "report.html").read_text()
+    assert page.count("<main>") == page.count("</main>") == 1
+    assert 'href="fused/adapters/night-day/"' in page
+    assert 'src="day.webm" poster="data:image/jpeg;base64,' in page and "3 seconds, 2 right" in page
+    assert "0.750" in page and "http" not in page
 
 
 def test_the_annotated_video_shows_every_frame(tmp_path: Path) -> None:

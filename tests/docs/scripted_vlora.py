@@ -14,7 +14,7 @@ import vlora.cli
 
 
 def fuse(plan: Path, out: Path, **options: object) -> None:
-    """The demonstration plan's adapter, some test pictures and its video."""
+    """The small plan's adapter, some test pictures and its video."""
     from tests.apps.test_video_analytics import write_video
     from tests.server.running import png
     from tests.server.scripted import write_adapter

@@ -1,0 +1,48 @@
+"""The demonstration's page: fusion's own, and what serving its adapters came to."""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from jinja2 import Environment, PackageLoader, StrictUndefined
+
+from apps.opencv import cv2
+
+_END = "</main>"
+_POSTER_S = 1.5  # into a video
+
+
+def write_page(file: Path, fused: Path, result: Mapping[str, Any]) -> None:
+    """Write fusion's page with the serving behind it. fused: the folder of fusion's page, beside or below `file`'s;
+    links are made to count from `file`'s. Videos are named in `result`, and lie beside `file`."""
+    environment = Environment(loader=PackageLoader("apps", "."), autoescape=True, undefined=StrictUndefined)
+    posters = {
+        domain["name"]: poster(file.parent / domain["stream"]["annotated"])
+        for domain in result["domains"]
+        if "stream" in domain
+    }
+    served = environment.get_template("demo.html.j2").render(result=result, posters=posters)
+    page = (fused / "report.html").read_text()
+    page = page.replace('href="adapters/', f'href="{fused.relative_to(file.parent).as_posix()}/adapters/')
+    before, end, after = page.rpartition(_END)
+    file.write_text(f"{before}{served}{end}{after}")
+
+
+def poster(video: Path) -> str:
+    """A frame of a video as a data URL (JPEG), which browsers show until it is played."""
+    capture = cv2.VideoCapture(str(video))
+    try:
+        wanted = int(_POSTER_S * (capture.get(cv2.CAP_PROP_FPS) or 1))
+        shown = None
+        for _ in range(wanted + 1):
+            decoded, frame = capture.read()
+            shown = frame if decoded else shown
+    finally:
+        capture.release()
+    if shown is None:
+        return ""
+    encoded = cv2.imencode(".jpg", shown, [cv2.IMWRITE_JPEG_QUALITY, 85])[1].tobytes()
+    return f"data:image/jpeg;base64,{base64.b64encode(encoded).decode()}"
