@@ -37,7 +37,6 @@ from fusion.report_examples import confusion_of, examples_of
 from fusion.report_page import page
 from fusion.samples import Splits
 from fusion.sources import STREAMS
-from fusion.tasks import METRICS
 from fusion.train import Domain, FrozenBase, LoraTrainer
 from fusion.trainings import Trainings
 from fusion.zero_shot import score_of_words
@@ -118,7 +117,6 @@ def run(
     for adapter in packing.adapters:
         trainer.restore(trainings.state(adapter))
         tested.update({name: trainer.answers(name, domains[name].test) for name in adapter})
-    metrics = {name: own.plan.metric or METRICS[own.splits.task][0] for name, own in domains.items()}
     targets = {name: [sample.target for sample in own.test] for name, own in domains.items()}
     report = FusionReport(
         base=plan.base,
@@ -130,7 +128,7 @@ def run(
                 name=name,
                 task=domains[name].splits.task,
                 real_or_synthetic="real" if domains[name].splits.real else "synthetic",
-                metric=metrics[name],
+                metric=domains[name].task.metric_name,
                 threshold=thresholds[name],
                 before=before[name],
                 validation=trained.scores[name].value,
@@ -161,7 +159,7 @@ def run(
     write_test_data(out / "test", plan, splits)
     report.write(out / "report.json")
     examples = {
-        name: examples_of(own.splits.test, tested[name], own.splits.labels, own.task, metrics[name], own.plan.question)
+        name: examples_of(own.splits.test, tested[name], own.splits.labels, own.task, own.plan.question)
         for name, own in domains.items()
     }
     (out / "report.html").write_text(page(report, examples))

@@ -12,8 +12,8 @@ from rich.table import Table
 
 @dataclasses.dataclass(frozen=True)
 class DomainReport:
-    """before: share of the first test samples that the base model answers right, asked in words. after: the metric of
-    the fused adapter on all test data.
+    """before: the metric of the base model asked in words, on the first test samples. after: that of the fused adapter,
+    on all of them.
 
     validation, bound: the metric on validation data and its lower bound, which the packing decided on. met: whether
     the bound kept the threshold.

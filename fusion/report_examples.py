@@ -49,7 +49,6 @@ def examples_of(
     answers: Sequence[object],
     labels: Sequence[str],
     objective: Objective,
-    metric: str,
     question: str,
 ) -> tuple[Example, ...]:
     """The first test samples as they come, right or wrong."""
@@ -59,7 +58,7 @@ def examples_of(
             sample.question or question,
             _told(sample.target, labels),
             None if isinstance(answer, bool) else _told(answer, labels),
-            objective.metrics([answer], [sample.target])[metric],
+            objective.metric([answer], [sample.target]),
         )
         for sample, answer in zip(samples[:_SHOWN], answers[:_SHOWN], strict=True)
     )

@@ -120,7 +120,7 @@ def decoded(url: str) -> np.ndarray:
 def test_examples_tell_right_from_wrong() -> None:
     splits = color_splits()
     answers = [(sample.target + (place == 1)) % 3 for place, sample in enumerate(splits.test)]  # type: ignore[operator]
-    found = examples_of(splits.test, answers, splits.labels, task_of(splits), "accuracy", "what color ?")
+    found = examples_of(splits.test, answers, splits.labels, task_of(splits, None), "what color ?")
     assert [example.score for example in found] == [1.0, 0.0, 1.0, 1.0, 1.0]
     assert [example.said == example.wanted for example in found] == [True, False, True, True, True]
     shown = decoded(found[0].pictures[0]).mean((0, 1))
@@ -132,7 +132,7 @@ def test_boxes_are_drawn_where_they_are(frames: int) -> None:
     black = np.zeros((84, 84, 3), np.uint8)
     wanted, said = Box(0, 0.1, 0.1, 0.4, 0.4, image=0), Box(0, 0.5, 0.5, 0.9, 0.9, image=frames - 1)
     splits = Splits("detection", ("car",), *([Sample((black,) * frames, (wanted,))],) * 3, real=False)
-    (example,) = examples_of(splits.test, [(said,)], splits.labels, task_of(splits), "f1", "what ?")
+    (example,) = examples_of(splits.test, [(said,)], splits.labels, task_of(splits, None), "what ?")
     assert (example.said, example.wanted, example.score) == ("car", "car", 0.0)
     assert len(example.pictures) == min(frames, 2)
     first, last = decoded(example.pictures[0]), decoded(example.pictures[-1])
