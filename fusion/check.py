@@ -14,7 +14,7 @@ from fusion.data.load import DomainData, load_domains
 from fusion.data.targets import labels_shown
 from fusion.lora_size import LoraSize, lora_size
 from fusion.mistakes import Mistakes
-from fusion.plan import DomainPlan, Plan, PlanFile, RelativeThreshold
+from fusion.plan import DomainPlan, LoraPlan, Plan, PlanFile, RelativeThreshold
 from fusion.samples import Sample
 from fusion.tasks import HEADS, METRICS, SAID, WORDS
 from fusion.teaching import threshold_before_training
@@ -114,7 +114,7 @@ def tell(checked: Checked, console: Console) -> None:
     where = "language model and vision side" if plan.lora.vision else "language model"
     seconds = _longest(plan)
     rows = {
-        "adapter": f"rank {plan.lora.rank}, alpha {plan.lora.alpha}{' / sqrt(rank)' if plan.lora.rslora else ''}, on "
+        "adapter": f"{_kind(plan.lora)}, on "
         f"{size.layers} layers of the {where}: {size.parameters:,} parameters, {size.num_bytes / 1e6:.1f} MB",
         "training": f"{training.steps} steps of {training.batch_size} samples a domain; beside domains that an adapter "
         f"holds, {training.rehearsal:.0%} of them are theirs",
@@ -125,6 +125,11 @@ def tell(checked: Checked, console: Console) -> None:
         else f"at most {seconds / 60:.1f} min of training, and evaluation",
     }
     _block(console, f"run: {len(plan.domains)} domain{'s' * (len(plan.domains) > 1)} on {plan.base}", rows)
+
+
+def _kind(lora: LoraPlan) -> str:
+    blocks, each = (f" in {lora.blocks} blocks", f"rank / {lora.blocks}") if lora.blocks > 1 else ("", "rank")
+    return f"rank {lora.rank}{blocks}, alpha {lora.alpha}{f' / sqrt({each})' if lora.rslora else ''}"
 
 
 def _block(console: Console, title: str, rows: Mapping[str, str]) -> None:

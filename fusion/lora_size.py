@@ -7,6 +7,7 @@ import dataclasses
 import torch
 from transformers import AutoConfig
 
+from fusion.blocks import num_parameters, undivided
 from fusion.embedded import checkpoint_path
 from fusion.mistakes import Mistakes
 from fusion.plan import Plan
@@ -44,8 +45,11 @@ def lora_size(plan: Plan, mistakes: Mistakes) -> LoraSize | None:
     if unknown:
         mistakes.add(f"the model has no {', '.join(unknown)}; it has {', '.join(known)}", "lora", "targets")
         return None
-    layers = [*language.values(), *(seam.vision_linears.values() if plan.lora.vision else ())]
-    return LoraSize(len(layers), sum(plan.lora.rank * (layer.in_features + layer.out_features) for layer in layers))
+    if wrong := undivided(plan.lora, language):
+        mistakes.add(wrong, "lora", "blocks")
+        return None
+    layers = {**language, **(seam.vision_linears if plan.lora.vision else {})}
+    return LoraSize(len(layers), sum(num_parameters(plan.lora, name, layer) for name, layer in layers.items()))
 
 
 def _wanted(name: str, targets: tuple[str, ...] | None) -> bool:

@@ -50,7 +50,8 @@ class LoraPlan(_Strict):
 
     rslora: scaling is alpha / sqrt(rank) instead of alpha / rank. targets: the linear layers of the language model that
     get a delta, by the last part of their names (q_proj, ...); None for all. vision: whether the vision tower and the
-    projector get one on all of theirs.
+    projector get one on all of theirs. blocks: of block-diagonal factors (BD-LoRA), as many as ranks that will serve
+    them; each is a LoRA of its own of rank / blocks, and scaled as such.
     """
 
     rank: int = Field(8, ge=1, le=256)
@@ -58,6 +59,7 @@ class LoraPlan(_Strict):
     rslora: bool = False
     targets: tuple[str, ...] | None = Field(None, min_length=1)
     vision: bool = False
+    blocks: int = Field(1, ge=1)
 
 
 class TrainingPlan(_Strict):

@@ -19,6 +19,7 @@ from PIL import Image
 from torch import nn
 
 from fusion.accumulate import backward_in_parts, halving
+from fusion.blocks import block_config, scaled_alpha, undivided
 from fusion.bounds import bounded
 from fusion.decoding import Prompt, greedy
 from fusion.features import FeatureCache, Features, InMemory
@@ -214,8 +215,9 @@ class LoraTrainer:
             parameter.requires_grad_(False)
         config = LoraConfig(
             r=plan.lora.rank,
-            lora_alpha=plan.lora.alpha,
+            lora_alpha=scaled_alpha(plan.lora),  # type: ignore[arg-type]  # PEFT divides by it, whatever number it is
             use_rslora=plan.lora.rslora,
+            use_bdlora=block_config(plan.lora),
             target_modules=_targets(base.seam, plan),
             base_model_name_or_path=plan.base,
         )
@@ -563,6 +565,9 @@ def _targets(seam: Seam, plan: Plan) -> str:
         raise BadPlan(
             f"lora.targets names {', '.join(unknown)}, which the base {plan.base} has not; it has {', '.join(known)}"
         )
+    targeted = {name: layer for name, layer in seam.language_linears.items() if name.rpartition(".")[2] in wanted}
+    if wrong := undivided(plan.lora, targeted):
+        raise BadPlan(f"lora.blocks: {wrong}")
     language = rf".*language_model\..*\.({'|'.join(wanted)})"
     if not plan.lora.vision:
         return language

@@ -47,7 +47,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "fusion",
         "apps",
     },
-    "fusion": BASE | {"heads", "vlora.config", "vlora.adapters", "vlora.models", "vlora.engine"},
+    "fusion": BASE | {"heads", "vlora.config", "vlora.adapters", "vlora.models", "vlora.engine", "vlora.parallel"},
     "apps": {"vlora.client", "vlora.errors", "vlora.types"},
 }
 
