@@ -1,6 +1,8 @@
-"""`vlora bench fusion`: what packing makes of the embedded model, against what else could be done."""
+"""`vlora bench fusion`: what packing makes of the embedded model, against what else could be done. `vlora bench bd`:
+block-diagonal adapters against LoRA of as many numbers."""
 
 from fusion.bench.jobs import Finding, run
+from fusion.bench.parity import Parity, compare
 from fusion.bench.plots import draw
 
-__all__ = ["Finding", "draw", "run"]
+__all__ = ["Finding", "Parity", "compare", "draw", "run"]

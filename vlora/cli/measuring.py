@@ -106,12 +106,14 @@ def bench(name: str, quick: bool, out: Path | None, latencies_us: tuple[int, ...
         vlora bench tp --latency-us 0 --latency-us 500
         vlora bench fusion --out results     # goes on where it was stopped
 
-    `fusion` takes long, and is not among `all`.
+    `fusion` and `bd` (block-diagonal adapters) train: they take long, and are not among `all`.
     """
     if latencies_us and name != "tp":
         raise BadConfig(f"--latency-us is for `vlora bench tp`, not {name!r}; leave it away")
     if name == "fusion":
         holds = _bench_fusion(quick, out)
+    elif name == "bd":
+        holds = _bench_bd(quick, out)
     else:
         from vlora.bench import main as run
 
@@ -135,6 +137,21 @@ def _bench_fusion(quick: bool, out: Path | None) -> bool:
     report.print()
     if out is not None:
         keep(report, lambda folder: draw(found.tables, found.curves, folder), out)
+    return all(goal.holds for goal in goals)
+
+
+def _bench_bd(quick: bool, out: Path | None) -> bool:
+    """As with `_bench_fusion`."""
+    from fusion.bench import compare
+    from vlora.bench import keep
+    from vlora.bench.form import Goal, Report
+
+    found = compare(quick, None if out is None else out / "bd" / "work", lambda text: click.echo(text, err=True))
+    goals = [Goal(*goal) for goal in found.goals]
+    report = Report("bd", found.rows, goals, found={"runs": found.runs})
+    report.print()
+    if out is not None:
+        keep(report, None, out)
     return all(goal.holds for goal in goals)
 
 
