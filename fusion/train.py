@@ -370,7 +370,10 @@ class LoraTrainer:
         def decode(part: Sequence[Prepared]) -> list[tuple[int, ...]]:
             batch = [(domain, sample) for sample in part]
             with self._autocast():
-                rows = [self._embed(one.ids, seen) for (_, one), seen in zip(batch, self._features(batch), strict=True)]
+                rows = [
+                    _embed(self._base.seam, one.ids, seen)
+                    for (_, one), seen in zip(batch, self._features(batch), strict=True)
+                ]
                 prompts = [Prompt(row, one.positions) for row, one in zip(rows, part, strict=True)]
                 return greedy(self._base.seam, prompts, limit)
 
@@ -487,7 +490,7 @@ class LoraTrainer:
     def _read(self, batch: Sequence[tuple[str, Prepared]]) -> Read:
         """One forward over prompts with their answers behind them."""
         with self._autocast():
-            return self._forward(batch, self._features(batch))
+            return self.forward(self._base.seam, batch, self._features(batch))
 
     def _features(self, batch: Sequence[tuple[str, Prepared]]) -> list[torch.Tensor]:
         """Image features of each sample [placeholders, hidden]."""
@@ -496,20 +499,14 @@ class LoraTrainer:
         made = iter(self._base.encode([item for _, sample in batch for item in sample.vision]))
         return [torch.cat([next(made) for _ in sample.vision]) for _, sample in batch]
 
-    def _embed(self, ids: torch.Tensor, seen: torch.Tensor) -> torch.Tensor:
-        """Embeddings of tokens [n, hidden], image features in their places."""
-        seam = self._base.seam
-        embeddings = seam.embed(ids.to(seam.device))
-        shown = (ids == seam.image_token_id).to(seam.device)[:, None]
-        return embeddings.masked_scatter(shown, seen.to(embeddings))
-
-    def _forward(self, batch: Sequence[tuple[str, Prepared]], features: Sequence[torch.Tensor]) -> Read:
-        seam = self._base.seam
+    @staticmethod
+    def forward(seam: Seam, batch: Sequence[tuple[str, Prepared]], features: Sequence[torch.Tensor]) -> Read:
+        """What the model behind the seam, with whatever adapter is active, tells of samples and their features."""
         device = seam.device
         rows, positions, wanted, last = [], [], [], []
         for (_, sample), seen in zip(batch, features, strict=True):
             ids = torch.cat([sample.ids, torch.tensor(sample.answer[:-1], dtype=torch.long)])
-            rows.append(self._embed(ids, seen))
+            rows.append(_embed(seam, ids, seen))
             tail = torch.arange(len(ids) - len(sample.ids)) + sample.positions.max() + 1
             positions.append(torch.cat([sample.positions, tail.expand(sample.positions.shape[0], -1)], 1).t())
             last.append(len(sample.ids) - 1)
@@ -544,6 +541,13 @@ class LoraTrainer:
 
     def _seed(self, what: str) -> int:
         return zlib.crc32(f"{self._plan.seed} {what}".encode())
+
+
+def _embed(seam: Seam, ids: torch.Tensor, seen: torch.Tensor) -> torch.Tensor:
+    """Embeddings of tokens [n, hidden], image features in their places."""
+    embeddings = seam.embed(ids.to(seam.device))
+    shown = (ids == seam.image_token_id).to(seam.device)[:, None]
+    return embeddings.masked_scatter(shown, seen.to(embeddings))
 
 
 def _boxes(value: object) -> tuple[Box, ...]:

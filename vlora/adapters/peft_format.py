@@ -129,7 +129,7 @@ def read_header(path: Path, sites: Mapping[str, SiteShape], hidden_size: int, wa
 
     way: how its dense factors lie on several ranks. Raises BadAdapter with the reason.
     """
-    config = _read_config(path)
+    config = read_config(path)
     _refuse_unsupported(path, config)
     shapes = _read_shapes(path / WEIGHTS_FILE)
     pairs: dict[str, dict[str, str]] = {}
@@ -184,7 +184,8 @@ def _heads(path: Path, hidden_size: int) -> dict[str, TaskHead]:
     return found
 
 
-def _read_config(path: Path) -> dict[str, Any]:
+def read_config(path: Path) -> dict[str, Any]:
+    """An adapter's configuration as it is in the folder. Raises BadAdapter where there is none."""
     file = path / CONFIG_FILE
     try:
         config = json.loads(file.read_text())

@@ -1,0 +1,246 @@
+"""`vlora convert-bd`: the nearest block-diagonal adapter, held against numpy, plain PEFT and the adapter it came of."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from click.testing import CliRunner
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from peft import LoraConfig, PeftModel, get_peft_model
+from safetensors.torch import load_file
+from transformers import AutoModelForImageTextToText
+
+from fusion.block_svd import nearest_blocks
+from fusion.blocks import block_side
+from fusion.convert import convert
+from fusion.plan import LoraPlan, read_plan_file
+from heads import TASKS, HeadSpec, TaskHead, save_heads
+from tests.fusion.small import COLORS, color_splits, plan_of, trainer_of, write_base, write_folders
+from vlora.cli import cli
+from vlora.errors import BadAdapter, BadConfig, BadPlan
+from vlora.parallel.cut import Blocks, Side
+
+LANGUAGE = r".*language_model.*\.(q_proj|k_proj|v_proj|o_proj|gate_proj|up_proj|down_proj)"
+QUERY = "model.language_model.layers.1.self_attn.q_proj"
+
+
+def dense_of(a: torch.Tensor, b: torch.Tensor, blocks: Blocks) -> np.ndarray:
+    """The delta of factors as PEFT stores them."""
+    if blocks.side == "a":
+        a = torch.block_diag(*a.chunk(blocks.num))
+    else:
+        b = torch.block_diag(*b.chunk(blocks.num))
+    return (b @ a).double().numpy()
+
+
+def best_by_numpy(delta: np.ndarray, blocks: Blocks, rank: int) -> np.ndarray:
+    parts = np.split(delta, blocks.num, axis=1 if blocks.side == "a" else 0)
+    best = []
+    for part in parts:
+        u, s, vt = np.linalg.svd(part, full_matrices=False)
+        kept = rank // blocks.num
+        best.append((u[:, :kept] * s[:kept]) @ vt[:kept])
+    return np.concatenate(best, axis=1 if blocks.side == "a" else 0)
+
+
+# -- one layer --------------------------------------------------------------------------------------------------------
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    side=st.sampled_from(["a", "b"]),
+    num=st.sampled_from([2, 3, 4]),
+    each=st.integers(1, 4),
+    own=st.integers(1, 9),
+    widths=st.tuples(st.integers(1, 5), st.integers(1, 14)),
+    seed=st.integers(0, 1000),
+)
+def test_no_factors_in_blocks_are_nearer(
+    side: Side, num: int, each: int, own: int, widths: tuple[int, int], seed: int
+) -> None:
+    """Random deltas of any rank: numpy's truncated SVD of each block, in float64."""
+    torch.manual_seed(seed)
+    blocks, shared, other = Blocks(side, num), widths[0] * num, widths[1]
+    d_in, d_out = (shared, other) if side == "a" else (other, shared)
+    a, b = torch.randn(own, d_in, dtype=torch.float64), torch.randn(d_out, own, dtype=torch.float64)
+    found = nearest_blocks(a, b, blocks, each * num)
+    delta = (b @ a).numpy()
+    best = best_by_numpy(delta, blocks, each * num)
+    assert found.error == pytest.approx(np.linalg.norm(delta - best) / np.linalg.norm(delta), abs=1e-9)
+    made = dense_of(found.a, found.b, blocks)
+    assert np.linalg.norm(delta - made) / np.linalg.norm(delta) == pytest.approx(found.error, abs=1e-9)
+    assert found.a.shape == (each * num, d_in // num if side == "a" else d_in)
+    assert found.b.shape == (d_out, each if side == "b" else each * num)
+
+
+@pytest.mark.parametrize("side", ["a", "b"])
+def test_what_is_block_diagonal_already_is_found_again(side: Side) -> None:
+    torch.manual_seed(0)
+    blocks = Blocks(side, 4)
+    a = torch.block_diag(*torch.randn(4, 2, 6)) if side == "a" else torch.randn(8, 10)
+    b = torch.randn(10, 8) if side == "a" else torch.block_diag(*torch.randn(4, 6, 2))
+    found = nearest_blocks(a, b, blocks, 8)
+    assert found.error < 1e-6
+    np.testing.assert_allclose(dense_of(found.a, found.b, blocks), (b.double() @ a.double()).numpy(), atol=1e-5)
+
+
+def test_a_delta_of_nothing_has_no_error() -> None:
+    assert nearest_blocks(torch.randn(4, 8), torch.zeros(8, 4), Blocks("b", 2), 4).error == 0
+
+
+# -- a whole adapter --------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> str:
+    torch.set_num_threads(1)
+    return write_base(tmp_path_factory.mktemp("base"))
+
+
+@pytest.fixture(scope="module")
+def adapter(base: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Random factors, a layer of another rank and alpha, rsLoRA, the projector, a head."""
+    folder = tmp_path_factory.mktemp("dense") / "random"
+    config = LoraConfig(
+        r=8,
+        lora_alpha=16,
+        use_rslora=True,
+        target_modules=rf"{LANGUAGE}|.*multi_modal_projector.linear_1",
+        rank_pattern={r"layers.1.self_attn.q_proj": 4},
+        alpha_pattern={r"layers.1.self_attn.q_proj": 20},
+        base_model_name_or_path=base,
+    )
+    model = get_peft_model(AutoModelForImageTextToText.from_pretrained(base), config)
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_" in name:
+                parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.3 / parameter.shape[1] ** 0.5)
+    model.save_pretrained(str(folder))
+    spec = HeadSpec(
+        name="colors",
+        task="classification",
+        labels=COLORS,
+        parameters=TASKS["classification"].for_training(COLORS, [0, 1, 2]).parameters,
+        prompt="what color ?",
+        num_frames=1,
+        hidden_size=256,
+    )
+    save_heads(folder, {"colors": TaskHead(spec, torch.randn(3, 256), torch.randn(3))})
+    return folder
+
+
+def logits(base: str, adapter: Path) -> torch.Tensor:
+    model = PeftModel.from_pretrained(AutoModelForImageTextToText.from_pretrained(base), str(adapter)).eval()
+    with torch.no_grad():
+        return model(input_ids=torch.arange(20, 40)[None]).logits
+
+
+def deltas(base: str, adapter: Path) -> dict[str, np.ndarray]:
+    """By layer, as plain PEFT would add them to the weights."""
+    model = PeftModel.from_pretrained(AutoModelForImageTextToText.from_pretrained(base), str(adapter))
+    found = {}
+    for name, module in model.base_model.model.named_modules():
+        if hasattr(module, "lora_A"):
+            weight = module.get_base_layer().weight
+            before = weight.detach().double().clone()
+            module.merge()
+            found[name] = (weight.detach().double() - before).numpy()
+    return found
+
+
+def test_each_layers_error_is_the_float64_optimum_in_plain_peft(base: str, adapter: Path, tmp_path: Path) -> None:
+    found = convert(adapter, tmp_path / "bd", blocks=2)
+    before, after = deltas(base, adapter), deltas(base, tmp_path / "bd")
+    assert {layer.layer for layer in found.layers} == set(before) == set(after)
+    for layer in found.layers:
+        delta, made = before[layer.layer], after[layer.layer]
+        error = np.linalg.norm(delta - made) / np.linalg.norm(delta)
+        assert error == pytest.approx(layer.error, abs=1e-5)
+        if (side := block_side(layer.layer)) is None:
+            assert "projector" in layer.layer and layer.error == 0
+        else:
+            best = best_by_numpy(delta, Blocks(side, 2), layer.rank)
+            assert layer.error == pytest.approx(np.linalg.norm(delta - best) / np.linalg.norm(delta), abs=1e-5)
+            assert 0.2 < layer.error < 0.8 and layer.rank == (4 if layer.layer == QUERY else 8)
+    for file in ("heads.json", "heads.safetensors"):
+        assert (tmp_path / "bd" / file).read_bytes() == (adapter / file).read_bytes()
+
+
+def test_at_as_many_times_the_rank_nothing_is_lost(base: str, adapter: Path, tmp_path: Path) -> None:
+    found = convert(adapter, tmp_path / "bd", blocks=4, rank=32)
+    assert max(layer.error for layer in found.layers) < 1e-6
+    torch.testing.assert_close(logits(base, tmp_path / "bd"), logits(base, adapter), atol=1e-4, rtol=0)
+    zeros = load_file(tmp_path / "bd" / "adapter_model.safetensors")
+    assert zeros[f"base_model.model.{QUERY}.lora_B.weight"].shape == (256, 8)
+
+
+# -- what cannot be ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"blocks": 8}, r"8 blocks do not divide rank 4 of .*layers\.1\.self_attn\.q_proj; --rank 8 works"),
+        ({"blocks": 2, "rank": 7}, r"2 blocks do not divide rank 7 of .*; --rank 8 works"),
+        ({"blocks": 3, "rank": 9}, r"3 blocks do not divide the \d+ (inputs|outputs) of model\.language_model"),
+    ],
+)
+def test_blocks_that_do_not_divide_are_refused(
+    adapter: Path, tmp_path: Path, options: dict[str, int], said: str
+) -> None:
+    with pytest.raises(BadAdapter, match=said):
+        convert(adapter, tmp_path / "bd", **options)  # type: ignore[arg-type]
+    assert not list(tmp_path.iterdir())
+
+
+def test_what_is_no_adapter_or_block_diagonal_already_is_refused(adapter: Path, tmp_path: Path) -> None:
+    with pytest.raises(BadAdapter, match="is no folder"):
+        convert(tmp_path / "none", tmp_path / "bd", blocks=2)
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(BadAdapter, match=r"no adapter_config\.json"):
+        convert(tmp_path / "empty", tmp_path / "bd", blocks=2)
+    convert(adapter, tmp_path / "bd", blocks=2)
+    with pytest.raises(BadAdapter, match="block-diagonal already"):
+        convert(tmp_path / "bd", tmp_path / "again", blocks=2)
+    with pytest.raises(BadConfig, match="exists already"):
+        convert(adapter, tmp_path / "bd", blocks=2)
+    with pytest.raises(BadConfig, match="cannot be loaded; name another with --model"):
+        convert(adapter, tmp_path / "other", blocks=2, base=str(tmp_path / "nowhere"))
+
+
+# -- distillation -----------------------------------------------------------------------------------------------------
+
+
+def test_distillation_brings_it_nearer_on_data_it_has_not_seen(base: str, tmp_path: Path) -> None:
+    trainer = trainer_of(plan_of(base, ("colors",), lora=LoraPlan(rank=4, alpha=8)), {"colors": color_splits()})
+    trainer.fresh()
+    trainer.train("colors", ())
+    trainer.save(tmp_path / "colors", trainer.snapshot())
+    write_folders(tmp_path / "pictures")
+    plan = tmp_path / "plan.yaml"
+    labels = f", labels: [{', '.join(COLORS)}]"
+    plan.write_text(
+        f"base: {base}\ntraining: {{steps: 20, batch_size: 8}}\ndomains:\n"
+        "  - {name: colors, source: pictures, question: what color is the image, threshold: 0.8" + labels + "}\n"
+    )
+    found = convert(tmp_path / "colors", tmp_path / "bd", blocks=4, data=read_plan_file(plan))
+    (domain,) = found.domains
+    assert domain.apart_distilled < 0.7 * domain.apart_converted
+    assert domain.original > 0.8 and domain.distilled > 0.8
+    plain = CliRunner().invoke(cli, ["convert-bd", str(tmp_path / "colors"), "--blocks", "4"])
+    assert plain.exit_code == 0 and f"{QUERY}  rank 4, error 0." in plain.output and "test score" not in plain.output
+    made, first = (load_file(tmp_path / n / "adapter_model.safetensors") for n in ("bd", "colors-bd4"))
+    assert made.keys() == first.keys() and all(made[name].shape == first[name].shape for name in made)
+    assert not any(torch.equal(made[name], first[name]) for name in made)
+    plan.write_text(plan.read_text().replace(labels, ""))
+    with pytest.raises(BadPlan, match=r"has the labels blue, green, red, the adapter's head red, green, blue"):
+        convert(tmp_path / "colors", tmp_path / "more", blocks=4, data=read_plan_file(plan))
+    plan.write_text(plan.read_text().replace("name: colors", "name: other"))
+    with pytest.raises(BadPlan, match=r"none of the plan's domains \(other\) has a head in .*, which has colors"):
+        convert(tmp_path / "colors", tmp_path / "more", blocks=4, data=read_plan_file(plan))
+    assert not (tmp_path / "more").exists() and not (tmp_path / "more.unfinished").exists()
