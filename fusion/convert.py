@@ -34,6 +34,7 @@ from vlora.errors import BadAdapter, BadConfig
 from vlora.models.loading import dummy_model
 from vlora.models.seam import Seam
 from vlora.parallel.cut import Blocks
+from vlora.parallel.plan import COLUMN_PARALLEL, ROW_PARALLEL
 
 
 class ConvertedLayer(NamedTuple):
@@ -115,13 +116,14 @@ def _ranks(header: AdapterHeader, blocks: int, wanted: int | None) -> dict[str, 
     """The rank of each layer that gets blocks, by its name. Raises BadAdapter where it cannot."""
     ranks = {}
     for target in header.targets:
-        if block_side(target.site) is None:
+        if target.vision or block_side(target.site) is None:
+            leaf = target.site.rpartition(".")[2]
+            if taken := [name for name in (*COLUMN_PARALLEL, *ROW_PARALLEL) if name in leaf]:
+                raise BadAdapter(
+                    f"{header.path} adapts {target.site}, which ranks do not share and which so gets no blocks; but to "
+                    f"PEFT every layer has blocks that has {taken[0]} in the last part of its name"
+                )
             continue
-        if target.vision:
-            raise BadAdapter(
-                f"{header.path} adapts {target.site}, which ranks do not share and so has no blocks; but PEFT tells "
-                "layers with blocks by the last part of their names, which it has in common with one that gets them"
-            )
         d_in, d_out = target.disk[0][1], target.disk[1][0]
         if wrong := undivided_layer(target.site, d_in, d_out, blocks):
             raise BadAdapter(f"{header.path}: {wrong}")

@@ -141,6 +141,7 @@ def model_card(report: FusionReport, adapter: AdapterReport) -> str:
     )
     layers = f"{'all linear layers' if lora['targets'] is None else ', '.join(lora['targets'])} of the language model"
     vision = " and all of the vision side" if lora["vision"] else ""
+    blocks = f" in {lora['blocks']} blocks" if lora["blocks"] > 1 else ""
     sure = "the value itself" if report.confidence is None else f"confidence {report.confidence:g}"
     return f"""---
 base_model: {report.base}
@@ -155,7 +156,7 @@ A LoRA adapter for {report.base} that holds {len(own)} of the {len(report.domain
 |---|---|---|---|---|---|---|---|---|
 {rows}
 
-Rank {lora["rank"]}, alpha {lora["alpha"]}{", rank-stabilised" if lora["rslora"] else ""}, on {layers}{vision}.
+Rank {lora["rank"]}{blocks}, alpha {lora["alpha"]}{", rank-stabilised" if lora["rslora"] else ""}, on {layers}{vision}.
 Trained for at most {training["steps"]} steps of {training["batch_size"]} samples per domain;
 {training["rehearsal"]:.0%} of each batch came from the domains before it.
 

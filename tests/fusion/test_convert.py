@@ -213,6 +213,16 @@ def test_what_is_no_adapter_or_block_diagonal_already_is_refused(adapter: Path, 
         convert(adapter, tmp_path / "other", blocks=2, base=str(tmp_path / "nowhere"))
 
 
+def test_a_vision_layer_that_peft_would_take_for_one_with_blocks_is_named(base: str, tmp_path: Path) -> None:
+    model = get_peft_model(
+        AutoModelForImageTextToText.from_pretrained(base),
+        LoraConfig(r=2, target_modules=["q_proj"], base_model_name_or_path=base),
+    )
+    model.save_pretrained(str(tmp_path / "everywhere"))
+    with pytest.raises(BadAdapter, match=r"adapts .*vision_tower.*q_proj, which ranks do not share"):
+        convert(tmp_path / "everywhere", tmp_path / "bd", blocks=2)
+
+
 # -- distillation -----------------------------------------------------------------------------------------------------
 
 

@@ -1,0 +1,71 @@
+"""`vlora bench bd`, but for the training: ranks of as many numbers, going on, and what is made of the runs."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fusion.bench import compare, parity
+from fusion.plan import LoraPlan
+
+
+def numbers(lora: LoraPlan) -> int:
+    """Two layers of the embedded model's widths: one cut by outputs, one by inputs."""
+    return lora.rank * (256 + 640 // lora.blocks) + lora.rank * (640 // lora.blocks + 256)
+
+
+@pytest.mark.parametrize("blocks", [1, 2, 4])
+def test_no_other_rank_has_a_count_of_numbers_nearer_to_loras(blocks: int) -> None:
+    rank = parity.matched_rank(numbers, blocks)
+    wanted = numbers(LoraPlan(rank=parity._RANK))
+    found = abs(numbers(LoraPlan(rank=rank, blocks=blocks)) - wanted)
+    assert rank % blocks == 0 and (rank == parity._RANK if blocks == 1 else rank > parity._RANK)
+    for other in (rank - blocks, rank + blocks):
+        assert abs(numbers(LoraPlan(rank=other, blocks=blocks)) - wanted) >= found
+
+
+def a_run(blocks: int, seed: int, digits: float) -> dict[str, Any]:
+    return {
+        "seed": seed,
+        "blocks": blocks,
+        "rank": 8 * blocks,
+        "parameters": 100,
+        "test": {"digits": digits, "photos": 0.6, "signs": 0.6},
+        "spent": {"cpu s": 1.0},
+    }
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    for seed in (0, 1, 2):
+        for blocks, digits in ((1, 0.9), (2, 0.9 + 0.1 * (seed - 1)), (4, 0.75)):
+            (tmp_path / f"{blocks}-{seed}.json").write_text(json.dumps(a_run(blocks, seed, digits)))
+    return tmp_path
+
+
+def test_mean_and_spread_are_over_seeds_and_a_gap_falls_short(folder: Path) -> None:
+    """All runs are done: nothing is trained again."""
+    found = compare(False, folder, lambda told: None)
+    assert [row["method"] for row in found.rows] == ["LoRA", "BD-LoRA, 2 blocks", "BD-LoRA, 4 blocks"]
+    two = found.rows[1]
+    assert two["digits"] == pytest.approx(0.9) and two["digits +-"] == pytest.approx(0.1 * (2 / 3) ** 0.5)
+    assert two["mean"] == pytest.approx(0.7)
+    near, far = found.goals
+    assert near.value == pytest.approx(0) and far.value == pytest.approx(-0.05)
+    assert (near.goal, near.at_most) == (-0.02, False) and len(found.runs) == 9
+
+
+def test_only_what_is_missing_is_trained(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (folder / "4-1.json").unlink()
+    asked: list[tuple[int, int]] = []
+
+    def measure(seed: int, blocks: int, quick: bool, features: Path) -> dict[str, Any]:
+        asked.append((seed, blocks))
+        return a_run(blocks, seed, 0.75)
+
+    monkeypatch.setattr(parity, "_measure", measure)
+    compare(False, folder, lambda told: None)
+    assert asked == [(1, 4)] and (folder / "4-1.json").exists()
