@@ -151,6 +151,8 @@ def _write(
         side = block_side(target.site)
         made = None if side is None else Blocks(side, blocks)
         rank, error = ranks.get(target.site, target.rank), 0.0
+        if not (a.isfinite().all() and b.isfinite().all()):
+            raise BadAdapter(f"{header.path}: the factors of {target.site} hold values that are not finite")
         if made is not None:
             a, b, error = nearest_blocks(a, b, made, rank)
         tensors |= {target.tensor_a: _stored(a), target.tensor_b: _stored(b)}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +12,7 @@ from click.testing import CliRunner
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from peft import LoraConfig, PeftModel, get_peft_model
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForImageTextToText
 
 from fusion.block_svd import nearest_blocks
@@ -211,6 +212,16 @@ def test_what_is_no_adapter_or_block_diagonal_already_is_refused(adapter: Path, 
         convert(adapter, tmp_path / "bd", blocks=2)
     with pytest.raises(BadConfig, match="cannot be loaded; name another with --model"):
         convert(adapter, tmp_path / "other", blocks=2, base=str(tmp_path / "nowhere"))
+
+
+def test_factors_that_are_not_finite_are_named(adapter: Path, tmp_path: Path) -> None:
+    shutil.copytree(adapter, tmp_path / "broken")
+    factors = load_file(adapter / "adapter_model.safetensors")
+    factors[f"base_model.model.{QUERY}.lora_A.weight"][0, 0] = torch.nan
+    save_file(factors, tmp_path / "broken" / "adapter_model.safetensors")
+    with pytest.raises(BadAdapter, match=rf"the factors of {QUERY} hold values that are not finite"):
+        convert(tmp_path / "broken", tmp_path / "bd", blocks=2)
+    assert [path.name for path in tmp_path.iterdir()] == ["broken"]
 
 
 def test_a_vision_layer_that_peft_would_take_for_one_with_blocks_is_named(base: str, tmp_path: Path) -> None:
