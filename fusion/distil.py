@@ -134,7 +134,8 @@ class _Pair:
         linear.bias.copy_(head.bias)
         answers: list[object] = []
         for part in _parts(domain.test):
-            answers += domain.task.answers(self._read(which, part), linear, [sample.target for sample in part])
+            found = domain.task.answers(self._read(which, part), linear, [sample.target for sample in part])
+            answers += [sample.of_whole_pictures(answer) for sample, answer in zip(part, found, strict=True)]
         return domain.task.metric(answers, [sample.target for sample in domain.test])
 
     @torch.no_grad()
@@ -153,7 +154,8 @@ class _Pair:
     def _read(self, which: str, samples: Sequence[Prepared]) -> Read:
         self._peft.set_adapter(which)
         batch = [("", sample) for sample in samples]
-        features = [sample.embeddings for sample in samples if sample.embeddings is not None]
+        seen = [sample.embeddings for sample in samples]  # read from disk each time
+        features = [rows for rows in seen if rows is not None]
         with torch.autocast(self._base.seam.device.type, torch.bfloat16, enabled=self._bfloat16):
             return LoraTrainer.forward(self._base.seam, batch, features)
 
