@@ -26,6 +26,7 @@ class Line:
         self._context = zmq.Context()
         self._socket: zmq.Socket[bytes] = self._context.socket(zmq.DEALER)
         self._socket.set_hwm(0)  # never drop and never block
+        self._socket.linger = 0  # however this ends: a context that is collected waits for what lingers
         self._descriptor = self._socket.fileno()
         try:
             self._socket.bind(address)
