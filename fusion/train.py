@@ -341,13 +341,13 @@ class LoraTrainer:
     @torch.no_grad()
     def score(self, domain: str, samples: Sequence[Prepared]) -> float:
         """The domain's metric on these samples, 0 to 1."""
-        answers = self._answers(domain, samples)
+        answers = self.answers(domain, samples)
         return self.domains[domain].task.metric(answers, [sample.target for sample in samples])
 
     @torch.no_grad()
     def bounded_score(self, domain: str, samples: Sequence[Prepared]) -> Score:
         """The same with its lower bound at the plan's confidence, or the score itself as bound where it has none."""
-        answers, targets = self._answers(domain, samples), [sample.target for sample in samples]
+        answers, targets = self.answers(domain, samples), [sample.target for sample in samples]
         task, confidence = self.domains[domain].task, self._plan.confidence
         if confidence is None:
             value = task.metric(answers, targets)
@@ -383,9 +383,6 @@ class LoraTrainer:
     @torch.no_grad()
     def answers(self, domain: str, samples: Sequence[Prepared]) -> list[object]:
         """What is said of each sample, as the domain's metrics compare it."""
-        return self._answers(domain, samples)
-
-    def _answers(self, domain: str, samples: Sequence[Prepared]) -> list[object]:
         if self.domains[domain].task.needs_text:
             return list(self.said(domain, samples))
         answers: list[object] = []

@@ -76,9 +76,9 @@ def test_every_head_answers_in_the_engine_as_in_training(tmp_path: Path, monkeyp
     """In float32, so that no answer may differ: the report's scores of test data are the engine's, and so is what the
     calibrated head says of each sample, and how sure it is."""
     answers: dict[str, list[Answer]] = {}
-    score = LoraTrainer.score
+    answer = LoraTrainer.answers
 
-    def listen(self: LoraTrainer, name: str, samples: Sequence[Prepared]) -> float:
+    def listen(self: LoraTrainer, name: str, samples: Sequence[Prepared]) -> list[object]:
         head = self._heads[name]
         with torch.no_grad():
             calibrated = self._calibrated(name, head)
@@ -86,9 +86,9 @@ def test_every_head_answers_in_the_engine_as_in_training(tmp_path: Path, monkeyp
             rows = [logits for read in reads for logits in self.domains[name].task.logits(read, head)]  # type: ignore[attr-defined]
         grids = [own for read in reads for own in read.grids]
         answers[name] = [calibrated.decode(*one) for one in zip(rows, grids, strict=True)]
-        return score(self, name, samples)
+        return answer(self, name, samples)
 
-    monkeypatch.setattr(LoraTrainer, "score", listen)
+    monkeypatch.setattr(LoraTrainer, "answers", listen)
     torch.set_num_threads(1)
     build_model(seed=0).save_pretrained(str(tmp_path / "base"))
     build_processor().save_pretrained(str(tmp_path / "base"))
