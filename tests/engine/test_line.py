@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import random
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -63,3 +65,36 @@ def test_a_mistake_of_who_hears_ends_the_reading_and_is_told(tmp_path: Path) -> 
             line.close()
 
     asyncio.run(main())
+
+
+def test_whenever_the_other_end_connects_what_waited_is_sent(tmp_path: Path) -> None:
+    """The signal that somebody is there now can be taken by a look for messages."""
+    moments = random.Random(0)
+
+    async def once(address: str) -> None:
+        line = Line(address, lambda data: heard.done() or heard.set_result(data))
+        heard = asyncio.get_running_loop().create_future()
+        line.send(b"waits")
+
+        def other(delay_s: float) -> None:
+            time.sleep(delay_s)
+            with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
+                socket.linger = 0
+                socket.connect(address)
+                socket.send(b"here")
+                if socket.poll(10_000):
+                    socket.send(socket.recv())
+                    answered.wait(10)
+
+        answered = threading.Event()
+        thread = threading.Thread(target=other, args=(moments.random() * 0.003,), daemon=True)
+        thread.start()
+        assert await asyncio.wait_for(heard, 20) == b"here"
+        heard = asyncio.get_running_loop().create_future()
+        assert await asyncio.wait_for(heard, 20) == b"waits"
+        answered.set()
+        thread.join()
+        line.close()
+
+    for number in range(60):
+        asyncio.run(once(f"ipc://{tmp_path}/{number}"))

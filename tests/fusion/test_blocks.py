@@ -148,6 +148,6 @@ def test_a_trainer_refuses_them_too(base: str) -> None:
 def test_trainings_of_other_blocks_are_not_resumed(base: str, tmp_path: Path) -> None:
     splits = {"colors": color_splits()}
     plans = [plan_of(base, ("colors",), lora=LoraPlan(rank=8, blocks=blocks)) for blocks in (1, 2)]
-    Checkpoint(tmp_path / "made", identity_of(plans[0], splits, "base", "cpu"), resume=True)
+    Checkpoint(tmp_path / "made", identity_of(plans[0], splits, "base", "processing", "cpu"), resume=True)
     with pytest.raises(BadPlan, match=r"plan's lora\.blocks: was 1, is 2"):
-        Checkpoint(tmp_path / "made", identity_of(plans[1], splits, "base", "cpu"), resume=True)
+        Checkpoint(tmp_path / "made", identity_of(plans[1], splits, "base", "processing", "cpu"), resume=True)

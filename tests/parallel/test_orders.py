@@ -21,6 +21,8 @@ class Told:
     def run(self, batch: Batch) -> None:
         self.orders.append(orders.Run(batch))
 
+    def check(self) -> None: ...
+
 
 class Runner:
     def add(self, request: Request, vision_key: str | None) -> None: ...

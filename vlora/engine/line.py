@@ -39,8 +39,7 @@ class Line:
         """Never waits."""
         self._unsent.append(data)
         self._flush()
-        # The descriptor signals a change once, and sending may take the signal of what has come meanwhile.
-        if int(self._socket.get(zmq.EVENTS)) & zmq.POLLIN:
+        if self._waits():
             self._loop.call_soon(self._turn)
 
     def close(self) -> None:
@@ -52,13 +51,25 @@ class Line:
     def _turn(self) -> None:
         """Send what waits and read what is there: ZeroMQ signals either through one descriptor."""
         try:
-            self._flush()
             while not self._socket.closed and not self.broken.done():
-                self.hear(self._socket.recv(zmq.NOBLOCK))
-        except zmq.Again:
-            pass
+                self._flush()
+                try:
+                    data = self._socket.recv(zmq.NOBLOCK)
+                except zmq.Again:
+                    if self._waits():
+                        continue
+                    return
+                self.hear(data)
         except Exception as error:
             self.broken.set_exception(error)
+
+    def _waits(self) -> bool:
+        """Whether something can be read or sent now. The descriptor signals a change once, and sending, receiving
+        and this very look may each take the signal that was meant for another."""
+        if self._socket.closed:
+            return False
+        events = int(self._socket.get(zmq.EVENTS))
+        return bool(events & zmq.POLLIN or (self._unsent and events & zmq.POLLOUT))
 
     def _flush(self) -> None:
         try:
