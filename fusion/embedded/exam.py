@@ -42,7 +42,7 @@ QUESTIONS = {
     "drawn-traffic-references": "where is it?",  # likewise
     "drawn-traffic-detection": "find all vehicles and persons.",
 }
-"""What each built-in domain is asked."""
+"""What each built-in domain of the exam is asked."""
 
 
 class Gate(NamedTuple):
@@ -124,8 +124,7 @@ def _adapt(checkpoint: str, folder: Path, say: Callable[[str], None]) -> tuple[l
         trainer.train(source, ())
         seconds = time.process_time() - started
         right = trainer.score(source, domain.test)
-        if splits.task != "detection":  # its heads are not served yet, and so have no file format
-            trainer.save(folder / source, trainer.snapshot())
+        trainer.save(folder / source, trainer.snapshot())
         taught = None
         if source in TEACHERS:
             teacher = TEACHERS[source]()
