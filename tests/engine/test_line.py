@@ -72,8 +72,8 @@ def test_whenever_the_other_end_connects_what_waited_is_sent(tmp_path: Path) -> 
     moments = random.Random(0)
 
     async def once(address: str) -> None:
-        line = Line(address, lambda data: heard.done() or heard.set_result(data))
-        heard = asyncio.get_running_loop().create_future()
+        heard: asyncio.Queue[bytes] = asyncio.Queue()
+        line = Line(address, heard.put_nowait)
         line.send(b"waits")
 
         def other(delay_s: float) -> None:
@@ -89,9 +89,8 @@ def test_whenever_the_other_end_connects_what_waited_is_sent(tmp_path: Path) -> 
         answered = threading.Event()
         thread = threading.Thread(target=other, args=(moments.random() * 0.003,), daemon=True)
         thread.start()
-        assert await asyncio.wait_for(heard, 20) == b"here"
-        heard = asyncio.get_running_loop().create_future()
-        assert await asyncio.wait_for(heard, 20) == b"waits"
+        assert await asyncio.wait_for(heard.get(), 20) == b"here"
+        assert await asyncio.wait_for(heard.get(), 20) == b"waits"
         answered.set()
         thread.join()
         line.close()
