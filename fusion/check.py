@@ -30,15 +30,6 @@ class Checked:
     data: Mapping[str, DomainData]
     size: LoraSize
 
-    @property
-    def to_train(self) -> Plan:
-        """The plan with the numbers that thresholds relative to a teacher have come to."""
-        domains = []
-        for domain in self.plan.domains:
-            known = threshold_before_training(domain, self.data[domain.name].teaching)
-            domains.append(domain if known is None else domain.model_copy(update={"threshold": known}))
-        return self.plan.model_copy(update={"domains": tuple(domains)})
-
 
 @dataclasses.dataclass(frozen=True)
 class DomainCheck:
@@ -148,7 +139,7 @@ def _frames(domain: DomainCheck) -> str:
 def _domain(domain: DomainPlan, plan: Plan, data: DomainData) -> DomainCheck:
     splits = data.splits
     metric = domain.metric or METRICS[splits.task][0]
-    value = threshold_before_training(domain, data.teaching)
+    value = threshold_before_training(domain, data.taught)
     return DomainCheck(
         name=domain.name,
         task=domain.task or splits.task,

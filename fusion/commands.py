@@ -68,7 +68,7 @@ def fuse(
     """
     checked = check(read_plan_file(plan_path))
     console = console or Console()
-    return run(checked.to_train, checked.data, Path(out), device=device, resume=resume, oracle=oracle, console=console)
+    return run(checked.plan, checked.data, Path(out), device=device, resume=resume, oracle=oracle, console=console)
 
 
 def explain(plan_path: Path | str, *, json_out: bool = False, console: Console | None = None) -> None:
@@ -109,7 +109,7 @@ def run(
         trainings = Trainings(
             trainer, checkpoint, rehearsal=plan.training.rehearsal, starting=progress.begin, made=progress.end
         )
-        teachers = {name: own.teaching.score for name, own in data.items() if own.teaching is not None}
+        teachers = {name: own.taught for name, own in data.items() if own.taught is not None}
         thresholds = thresholds_of(plan, trainings, teachers)
         packing = packing_of(plan, domains, thresholds, trainings, progress.say)
         verdict = verdict_of(thresholds, trainings) if oracle else None

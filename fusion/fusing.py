@@ -9,6 +9,7 @@ from fusion.oracle import MOST_DOMAINS, Bound, Optimum, Oracle
 from fusion.orders import at_random, by_similarity, hardest_first
 from fusion.pack import Packing, Train, pack_best, pack_in_sequence
 from fusion.plan import Order, Plan, RelativeThreshold
+from fusion.teaching import threshold_before_training
 from fusion.train import Domain
 from fusion.trainings import Trainings
 
@@ -26,13 +27,12 @@ def thresholds_of(plan: Plan, train: Train, teachers: Mapping[str, float]) -> di
     scores are `teachers`; or to itself alone: its validation score in an adapter of its own, less `minus`."""
     thresholds = {}
     for domain in plan.domains:
-        wanted = domain.threshold
-        if isinstance(wanted, RelativeThreshold):
-            name = domain.name
-            reached = teachers[name] if wanted.relative_to == "teacher" else train((name,)).scores[name].value
-            thresholds[name] = max(0.0, reached - wanted.minus)
-        else:
-            thresholds[domain.name] = wanted
+        name, wanted = domain.name, domain.threshold
+        known = threshold_before_training(domain, teachers.get(name))
+        if known is None:
+            assert isinstance(wanted, RelativeThreshold) and wanted.relative_to == "alone", "the plan's check saw to it"
+            known = max(0.0, train((name,)).scores[name].value - wanted.minus)
+        thresholds[name] = known
     return thresholds
 
 

@@ -30,12 +30,13 @@ class Teaching:
     dropped_boxes: int = 0
 
 
-def threshold_before_training(domain: DomainPlan, teaching: Teaching | None) -> float | None:
-    """The number a domain's threshold comes to; None where only training can tell."""
+def threshold_before_training(domain: DomainPlan, taught: float | None) -> float | None:
+    """The number a domain's threshold comes to; None where only training can tell. taught: its teacher's validation
+    score, where it has one."""
     if not isinstance(domain.threshold, RelativeThreshold):
         return domain.threshold
-    if domain.threshold.relative_to == "teacher" and teaching is not None:
-        return teaching.score - domain.threshold.minus
+    if domain.threshold.relative_to == "teacher" and taught is not None:
+        return taught - domain.threshold.minus
     return None
 
 

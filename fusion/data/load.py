@@ -46,6 +46,11 @@ class DomainData:
     splits: Splits
     teaching: Teaching | None = None
 
+    @property
+    def taught(self) -> float | None:
+        """Its teacher's validation score."""
+        return None if self.teaching is None else self.teaching.score
+
 
 def load_domains(plan: Plan, mistakes: Mistakes) -> dict[str, DomainData]:
     """Read, check and cut every domain's data, by name. What is wrong is told; a domain that has no samples for it is
@@ -151,7 +156,7 @@ def _fit(domain: DomainPlan, task: str, mistakes: Mistakes) -> None:
 def _can_be_kept(domain: DomainPlan, plan: Plan, data: DomainData, mistakes: Mistakes) -> None:
     """Refuse a threshold that is none, and one that so few validation samples could not prove even if all were right
     (Clopper and Pearson's bound)."""
-    threshold = threshold_before_training(domain, data.teaching)
+    threshold = threshold_before_training(domain, data.taught)
     if threshold is None:
         return
     if threshold <= 0:

@@ -7,7 +7,6 @@ references have none: their answers come from the renderer.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Protocol
 
 import cv2
@@ -17,6 +16,7 @@ from torch import nn
 
 from fusion.drawn import ACTIONS
 from fusion.samples import Sample, Splits
+from fusion.teachers.opencv import FACES
 from heads import detection
 
 _GRID = (6, 6)
@@ -57,8 +57,7 @@ class FaceCascade:
     name = "Haar cascade"
 
     def __init__(self) -> None:
-        file = Path(cv2.__file__).parent / "data" / "haarcascade_frontalface_default.xml"
-        self._cascade = cv2.CascadeClassifier(str(file))
+        self._cascade = cv2.CascadeClassifier(str(FACES))
 
     def fit(self, splits: Splits) -> None:
         pass

@@ -13,7 +13,7 @@ from fusion.data.items import NamedBox
 from fusion.teachers.classifier import Preprocessing, classified
 from fusion.teachers.protocol import Clip, Labelled
 
-_FACES = Path(cv2.__file__).parent / "data" / "haarcascade_frontalface_default.xml"
+FACES = Path(cv2.__file__).parent / "data" / "haarcascade_frontalface_default.xml"
 _SCALE_STEP = 1.05
 _FEWEST_HITS = 2  # overlapping windows that make a find
 
@@ -23,7 +23,7 @@ class Cascade:
     order, no probability. Raises ValueError for a file that is no cascade."""
 
     def __init__(self, file: Path | None, label: str) -> None:
-        file = file or _FACES
+        file = file or FACES
         self.name = f"cascade {file.stem}"
         self._label = label
         # OpenCV raises its own error for some broken files, and is just empty for others.

@@ -15,6 +15,7 @@ from fusion.embedded.processor import build_processor
 from fusion.lora_size import lora_size
 from fusion.mistakes import Mistakes, PlanText
 from fusion.plan import LoraPlan, Plan, read_plan_file
+from fusion.teaching import threshold_before_training
 from tests.fusion.made import picture, write_plan
 from vlora.cli import cli, main
 from vlora.errors import BadPlan
@@ -93,7 +94,7 @@ def test_a_threshold_relative_to_a_teacher_becomes_a_number(tmp_path: Path) -> N
     checked = check(read_plan_file(plan))
     teaching = checked.data["domain0"].teaching
     assert teaching is not None and 0.9 < teaching.score <= 1
-    assert checked.to_train.domains[0].threshold == teaching.score - 0.1
+    assert threshold_before_training(checked.plan.domains[0], teaching.score) == teaching.score - 0.1
     (told,) = explain(checked)
     assert told.threshold == teaching.score - 0.1 and f"its teacher's {teaching.score:.3f} less 0.1" in told.promise
     # People of 128 pixels there are none: right about half of the pictures.
