@@ -72,12 +72,10 @@ class GatheredSites:
         return shares
 
 
-class GatheredLayer:
-    """One of these layers."""
+class _SplitLayer:
+    """The split factors of one layer, by adapter."""
 
-    def __init__(self, sites: GatheredSites, index: int, factors: dict[str, atmm.Factors]) -> None:
-        self._sites = sites
-        self._index = index
+    def __init__(self, factors: dict[str, atmm.Factors]) -> None:
         self._factors = factors
 
     def attach(self, key: str, shape: FactorShape, factors: tuple[Tensor, Tensor]) -> None:
@@ -87,26 +85,28 @@ class GatheredLayer:
     def detach(self, key: str) -> None:
         self._factors.pop(key, None)
 
+
+class GatheredLayer(_SplitLayer):
+    """One of these layers."""
+
+    def __init__(self, sites: GatheredSites, index: int, factors: dict[str, atmm.Factors]) -> None:
+        super().__init__(factors)
+        self._sites = sites
+        self._index = index
+
     def add(self, y: Tensor, x: Tensor, plan: atmm.SegmentPlan) -> None:
         """Add every lane's delta to this rank's outputs y [T, d_out], in place."""
         for lane, hidden, bt in self._sites.take(self._index, x, plan):
             y[lane.start : lane.stop].addmm_(hidden, bt, alpha=lane.sign)
 
 
-class ReducedLayer:
+class ReducedLayer(_SplitLayer):
     """A row-parallel layer: ranks sum hidden values, and each adds the outputs that its factors make. The base model's
     all-reduce puts these together."""
 
     def __init__(self, group: Group) -> None:
+        super().__init__({})
         self._group = group
-        self._factors: dict[str, atmm.Factors] = {}
-
-    def attach(self, key: str, shape: FactorShape, factors: tuple[Tensor, Tensor]) -> None:
-        assert shape.is_split
-        self._factors[key] = atmm.Factors(*factors)
-
-    def detach(self, key: str) -> None:
-        self._factors.pop(key, None)
 
     def add(self, y: Tensor, x: Tensor, plan: atmm.SegmentPlan) -> None:
         """Add every lane's delta to y [T, d_out], this rank's part of the sum, in place."""
