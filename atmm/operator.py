@@ -6,7 +6,7 @@ is right.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -18,7 +18,7 @@ from atmm.head_rows import HeadRows
 from atmm.segments import SegmentPlan
 from atmm.selection import choose, reads_in_place
 from atmm.sites import Packed, Site, SiteGroup
-from atmm.strategies import STRATEGIES, Loop, Stacking, Strategy, known, lies_transposed, prepare
+from atmm.strategies import STRATEGIES, Loop, Strategy, known, lies_transposed, prepare
 from atmm.survey import Survey
 
 # Ranks up to which one compiled pass over the weights beats torch's two, whose arithmetic is faster (docs/decisions.md,
@@ -53,24 +53,25 @@ def add_delta(y: Tensor, x: Tensor, site: Site, plan: SegmentPlan) -> None:
 def add_deltas(y: Tensor, x: Tensor, group: SiteGroup, plan: SegmentPlan) -> None:
     """`add_delta` for all sites of a group at once; in one or two launches where the strategy can.
 
-    y: [T, sum of d_out], the sites' outputs side by side in the group's order; each row's values adjacent.
+    y: [T, sum of d_out], the sites' outputs side by side in the group's order; any strides on a CPU, each row's values
+    adjacent elsewhere.
 
     Raises ValueError as `add_delta` does.
     """
     width = sum(site.d_out for site in group.sites)
-    if y.dim() != 2 or y.shape[1] != width or y.stride(1) != 1:
+    if y.dim() != 2 or y.shape[1] != width or (y.device.type != "cpu" and y.stride(1) != 1):
         raise ValueError(
             f"y is {tuple(y.shape)} with strides {y.stride()}; the outputs of {', '.join(s.name for s in group.sites)} "
-            f"side by side are [T, {width}], a row's values adjacent"
+            f"side by side are [T, {width}], on a GPU with a row's values adjacent"
         )
     if not plan.lanes:
         return
     first = group.sites[0]
     _check_tokens(y, x, first, plan)
-    packed = group.packed
-    strategy = _strategy(plan, packed, x, y, first)
-    if packed is not None and isinstance(strategy, Stacking):
-        strategy.add_all(y, x, packed)
+    strategy = _strategy(plan, group.packed, x, y, first)
+    add_all: Callable[[Tensor, Tensor, SiteGroup], None] | None = getattr(strategy, "add_all", None)
+    if add_all is not None:
+        add_all(y, x, group)
         return
     column = 0
     for site in group.sites:

@@ -23,7 +23,7 @@ from __future__ import annotations
 import functools
 import os
 from collections.abc import Callable
-from typing import Protocol, runtime_checkable
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
@@ -38,16 +38,13 @@ from atmm.survey import Survey
 
 
 class Strategy(Protocol):
+    """How one plan's deltas are added. One that serves all sites of a group at once, their outputs side by side in y
+    [T, sum of d_out], has `add_all(y, x, group)`, too: not a protocol of its own, since asking for one by `isinstance`
+    takes microseconds of every layer."""
+
     adds_transposed: bool  # as fast into an output that lies transposed as into rows
 
     def __call__(self, y: Tensor, x: Tensor, site: Site, packed: Packed | None) -> None: ...
-
-
-@runtime_checkable
-class Stacking(Strategy, Protocol):
-    """A strategy that serves all sites of a packed group at once, their outputs side by side in y [T, sum of d_out]."""
-
-    def add_all(self, y: Tensor, x: Tensor, packed: Packed) -> None: ...
 
 
 class Loop:

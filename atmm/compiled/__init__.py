@@ -33,6 +33,7 @@ _ARGUMENTS = {
     "merge": (*_MATRICES * 4, _FLOAT, _INT, _INT, _INT, _INT),
     "shrink": (_POINTER, _POINTER, _INT, _INT, _POINTER, _POINTER, _POINTER, _INT, _INT, _INT),
     "expand": (_POINTER, _INT, _INT, _POINTER, _POINTER, _POINTER, _INT, _INT, _INT),
+    "deltas": (_POINTER, _INT, _INT, _POINTER, _INT, _INT, _POINTER, _INT, _INT, _INT),
 }
 _TYPES = {torch.bfloat16: "bfloat16", torch.float32: "float32"}
 
@@ -44,9 +45,9 @@ class Library:
 
     def __init__(self, file: Path) -> None:
         loaded = ctypes.CDLL(str(file))
-        self.merge, self.shrink, self.expand = (
-            {dtype: _function(loaded, f"atmm_{name}_{suffix}", _ARGUMENTS[name]) for dtype, suffix in _TYPES.items()}
-            for name in ("merge", "shrink", "expand")
+        self.merge, self.shrink, self.expand, self.deltas = (
+            {dtype: _function(loaded, f"atmm_{name}_{suffix}", arguments) for dtype, suffix in _TYPES.items()}
+            for name, arguments in _ARGUMENTS.items()
         )
         self.evict: Callable[[int | None, int], int] = loaded.atmm_evict
         self.evict.argtypes, self.evict.restype = (_POINTER, _INT), ctypes.c_int32  # type: ignore[attr-defined]

@@ -3,9 +3,10 @@
 // A lane at one site is (first token, tokens, where its rows start, how far they are apart, rank, place of its hidden
 // values), places counted in elements from a common base. Hidden values stay in float, [tokens, rank] per lane: nothing
 // is rounded between the two products.
+#include <omp.h>
+
 #include <algorithm>
 #include <memory>
-#include <type_traits>
 
 #include "vectors.h"
 
@@ -22,169 +23,216 @@ struct Lane {
   }
 };
 
-// Rows that will be read next. They are fetched while others are multiplied: each is too short, and each adapter's too
-// far from the last one's, for the machine to guess where they lie.
-template <typename T>
-struct Rows {
-  const T* start;
-  int64_t stride;
+constexpr int64_t kRows = 4;    // rows of A, and tokens, whose dot products are taken side by side
+constexpr int64_t kDeep = 8;    // rows of Bt that are weighed at once where they are in a cache
+constexpr int64_t kBlock = 1024;       // features of y that a thread computes at a time, at least
+constexpr int64_t kSums = 256 * 1024;  // tokens times features above that: their sums stay in the second cache
+constexpr int64_t kAhead = 8192;  // bytes between what is read and what is asked for
 
-  // Elements i to i + kWidth of the first N; a line of the cache is asked for once.
-  template <int64_t N>
-  void fetch(int64_t i) const {
-    if (i * sizeof(T) % 64 != 0) return;
-    for (int64_t n = 0; n < N; ++n) __builtin_prefetch(start + n * stride + i);
-  }
-};
-
-// Rows from `row` on of a lane, or the first ones of the lane behind it.
 template <typename T>
-Rows<T> rows_after(const Lane* lanes, int64_t index, int64_t num_lanes, int64_t row, const T* base) {
-  const bool inside = row < lanes[index].rank || index + 1 == num_lanes;
-  const Lane& lane = lanes[inside ? index : index + 1];
-  return {lane.rows(base) + (inside ? row * lane.stride : 0), lane.stride};
+constexpr int64_t kLine = 64 / sizeof(T);  // values that memory hands over at once
+
+// The least multiple of N that is not below.
+template <int64_t N>
+constexpr int64_t whole(int64_t value) {
+  return (value + N - 1) / N * N;
 }
 
-constexpr int64_t kRows = 4;    // rows of A, and tokens, whose dot products are taken side by side
-constexpr int64_t kDeep = 8;
-constexpr int64_t kBlock = 1024;  // features of y computed at a time: their sums stay in the first cache
-constexpr int64_t kPitch = kBlock + kWidth;  // apart from one another in the cache
+// Rows read for the first time come from memory, one after the other as they lie there: that is what it is fastest at.
+// Those kAhead behind are asked for meanwhile, because an adapter's factors end where no machine can guess the next
+// one's; and into the second cache, since few lines can be on their way to the first at a time.
+template <typename T>
+struct Coming {
+  const T* row;
+  void fetch(int64_t i) const { __builtin_prefetch(row + i, 0, 2); }
+};
+
+// Rows that a cache holds.
+struct Here {
+  void fetch(int64_t) const {}
+};
+
+// What is kAhead behind a row of a lane: in this lane, or in the next one.
+template <typename T>
+Coming<T> coming(const Lane* lanes, int64_t index, int64_t num_lanes, int64_t row, int64_t width, const T* base) {
+  const Lane* lane = lanes + index;
+  row += std::max<int64_t>(1, kAhead / (width * sizeof(T)));
+  if (row >= lane->rank && index + 1 < num_lanes) row -= lane++->rank;
+  return {lane->rows(base) + std::min(row, lane->rank - 1) * lane->stride};
+}
 
 // hidden[c * rank + r] = sign * a[r] . x[c], for R rows and C tokens.
-template <int64_t R, int64_t C, typename T>
+template <int64_t R, int64_t C, typename T, typename Next>
 void dots(float* hidden, int64_t rank, float sign, const T* a, int64_t a_stride, const float* x, int64_t d_in,
-          Rows<T> next) {
-  Floats sums[R][C] = {};
+          Next next) {
+  constexpr int64_t kChains = R * C == 1 ? 2 : 1;  // a sum waits for itself, two do not
+  Floats sums[R][C][kChains] = {};
   int64_t i = 0;
-  for (; i + kWidth <= d_in; i += kWidth) {
-    next.template fetch<R>(i);
-    Floats values[C];
-    for (int64_t c = 0; c < C; ++c) values[c] = load(x + c * d_in + i);
-    for (int64_t r = 0; r < R; ++r) {
-      const Floats row = load(a + r * a_stride + i);
-      for (int64_t c = 0; c < C; ++c) sums[r][c] += row * values[c];
+  for (; i + kLine<T> <= d_in; i += kLine<T>) {
+    next.fetch(i);
+    for (int64_t j = 0; j < kLine<T>; j += kWidth) {
+      Floats values[C];
+      for (int64_t c = 0; c < C; ++c) values[c] = load(x + c * d_in + i + j);
+      for (int64_t r = 0; r < R; ++r) {
+        const Floats row = load(a + r * a_stride + i + j);
+        for (int64_t c = 0; c < C; ++c) sums[r][c][j / kWidth % kChains] += row * values[c];
+      }
     }
   }
   for (int64_t r = 0; r < R; ++r)
     for (int64_t c = 0; c < C; ++c) {
+      Floats total = sums[r][c][0];
+      for (int64_t k = 1; k < kChains; ++k) total += sums[r][c][k];
       float sum = 0;
-      for (int64_t j = 0; j < kWidth; ++j) sum += sums[r][c][j];
+      for (int64_t j = 0; j < kWidth; ++j) sum += total[j];
       for (int64_t j = i; j < d_in; ++j) sum += load_one(a + r * a_stride + j) * x[c * d_in + j];
       hidden[c * rank + r] = sign * sum;
     }
 }
 
+// The same for any number of tokens.
 template <int64_t R, typename T>
 void dot_rows(float* hidden, int64_t tokens, int64_t rank, float sign, const T* a, int64_t a_stride, const float* x,
-              int64_t d_in, Rows<T> next) {
+              int64_t d_in) {
   int64_t c = 0;
   for (; c + kRows <= tokens; c += kRows)
-    dots<R, kRows>(hidden + c * rank, rank, sign, a, a_stride, x + c * d_in, d_in, next);
-  for (; c < tokens; ++c) dots<R, 1>(hidden + c * rank, rank, sign, a, a_stride, x + c * d_in, d_in, next);
+    dots<R, kRows>(hidden + c * rank, rank, sign, a, a_stride, x + c * d_in, d_in, Here());
+  for (; c < tokens; ++c) dots<R, 1>(hidden + c * rank, rank, sign, a, a_stride, x + c * d_in, d_in, Here());
 }
 
+// x as floats, [tokens, d_in].
 template <typename T>
-void shrink(float* hidden, const T* x, int64_t x_token, int64_t x_feature, const T* base,
-            const Lane* lanes, const float* signs, int64_t num_lanes, int64_t num_tokens, int64_t d_in) {
-  const std::unique_ptr<float[]> floats(new float[num_tokens * d_in]);
-  if (x_feature == 1) {
-    for (int64_t t = 0; t < num_tokens; ++t)
-      for (int64_t i = 0; i < d_in; ++i) floats[t * d_in + i] = load_one(x + t * x_token + i);
-  } else {
-    for (int64_t i = 0; i < d_in; ++i)
-      for (int64_t t = 0; t < num_tokens; ++t) floats[t * d_in + i] = load_one(x + t * x_token + i * x_feature);
-  }
+std::unique_ptr<float[]> as_floats(const T* x, int64_t x_token, int64_t x_feature, int64_t num_tokens, int64_t d_in) {
+  std::unique_ptr<float[]> floats(new float[num_tokens * d_in]);
+  const int64_t squares = x_token == 1 ? d_in / kWidth * kWidth : 0;  // features that come in whole squares
+  int64_t t = 0;
+  for (; t + kWidth <= num_tokens && squares; t += kWidth)
+    for (int64_t i = 0; i < squares; i += kWidth) {
+      Floats square[kWidth];
+      for (int64_t j = 0; j < kWidth; ++j) square[j] = load(x + t + (i + j) * x_feature);
+      transpose(square);
+      for (int64_t j = 0; j < kWidth; ++j) store(floats.get() + (t + j) * d_in + i, square[j]);
+    }
+  for (int64_t i = 0; i < d_in; ++i)
+    for (int64_t from = i < squares ? t : 0; from < num_tokens; ++from)
+      floats[from * d_in + i] = load_one(x + from * x_token + i * x_feature);
+  return floats;
+}
+
+// x: [tokens, d_in], adjacent.
+template <typename T>
+void shrink(float* hidden, const float* x, const T* base, const Lane* lanes, const float* signs, int64_t num_lanes,
+            int64_t d_in) {
 #pragma omp parallel for schedule(static)
   for (int64_t index = 0; index < num_lanes; ++index) {
     const Lane& lane = lanes[index];
-    const float* tokens = floats.get() + lane.first_token * d_in;
+    const float* first = x + lane.first_token * d_in;
     const T* a = lane.rows(base);
-    const auto next = [&](int64_t r) { return rows_after(lanes, index, num_lanes, r, base); };
-    int64_t r = 0;
-    for (; r + kRows <= lane.rank; r += kRows)
-      dot_rows<kRows>(hidden + lane.hidden + r, lane.tokens, lane.rank, signs[index], a + r * lane.stride, lane.stride,
-                      tokens, d_in, next(r + kRows));
-    for (; r < lane.rank; ++r)
-      dot_rows<1>(hidden + lane.hidden + r, lane.tokens, lane.rank, signs[index], a + r * lane.stride, lane.stride,
-                  tokens, d_in, next(r + 1));
+    float* to = hidden + lane.hidden;
+    for (int64_t r = 0; r < lane.rank; r += kRows) {
+      const int64_t stop = std::min(r + kRows, lane.rank);
+      for (int64_t row = r; row < stop; ++row)
+        dots<1, 1>(to + row, lane.rank, signs[index], a + row * lane.stride, lane.stride, first, d_in,
+                   coming(lanes, index, num_lanes, row, d_in, base));
+      // The lane's other tokens.
+      if (stop == r + kRows)
+        dot_rows<kRows>(to + lane.rank + r, lane.tokens - 1, lane.rank, signs[index], a + r * lane.stride, lane.stride,
+                        first + d_in, d_in);
+      else
+        for (int64_t row = r; row < stop; ++row)
+          dot_rows<1>(to + lane.rank + row, lane.tokens - 1, lane.rank, signs[index], a + row * lane.stride, lane.stride,
+                      first + d_in, d_in);
+    }
   }
 }
 
 // sums[o] += sum over K rows of hidden[k] * bt[k][o], for `width` features.
-template <int64_t K, typename T>
-void weigh_rows(float* sums, const float* hidden, const T* bt, int64_t bt_stride, int64_t width, Rows<T> next) {
+template <int64_t K, typename T, typename Next>
+void weigh_rows(float* sums, const float* hidden, const T* bt, int64_t bt_stride, int64_t width, Next next) {
   int64_t o = 0;
-  for (; o + kWidth <= width; o += kWidth) {
-    next.template fetch<K>(o);
-    Floats sum = load(sums + o);
-    for (int64_t k = 0; k < K; ++k) sum += load(bt + k * bt_stride + o) * hidden[k];
-    store(sums + o, sum);
+  for (; o + kLine<T> <= width; o += kLine<T>) {
+    next.fetch(o);
+    for (int64_t j = 0; j < kLine<T>; j += kWidth) {
+      Floats sum = load(sums + o + j);
+      for (int64_t k = 0; k < K; ++k) sum += load(bt + k * bt_stride + o + j) * hidden[k];
+      store(sums + o + j, sum);
+    }
   }
   for (; o < width; ++o)
     for (int64_t k = 0; k < K; ++k) sums[o] += hidden[k] * load_one(bt + k * bt_stride + o);
 }
 
-// y += sums for `count` values that lie side by side.
+// y[t * y_token + o * y_feature] += sums[t * pitch + o].
 template <typename T>
-void add(T* y, const float* sums, int64_t count) {
-  int64_t o = 0;
-  for (; o + kWidth <= count; o += kWidth) store(y + o, load(y + o) + load(sums + o));
-  for (; o < count; ++o) store_one(y + o, load_one(y + o) + sums[o]);
-}
-
-// to[o * tokens + t] = sums[t * kPitch + o]. A store of sixteen tokens may reach into the values behind, which are
-// written later: `to` has room for kWidth more than it holds.
-inline void turn(float* to, const float* sums, int64_t tokens, int64_t width) {
-  for (int64_t t = (tokens - 1) / kWidth * kWidth; t >= 0; t -= kWidth)
-    for (int64_t o = 0; o < width; o += kWidth) {
-      Floats square[kWidth] = {};
-      for (int64_t i = 0; i < std::min(kWidth, tokens - t); ++i) square[i] = load(sums + (t + i) * kPitch + o);
-      transpose(square);
-      for (int64_t i = 0; i < std::min(kWidth, width - o); ++i) store(to + (o + i) * tokens + t, square[i]);
+void add(T* y, int64_t y_token, int64_t y_feature, const float* sums, int64_t pitch, int64_t tokens, int64_t width) {
+  if (y_token == 1)
+    for (int64_t t = 0; t < tokens; t += kWidth) {
+      const int64_t count = std::min(kWidth, tokens - t);
+      for (int64_t o = 0; o < width; o += kWidth) {  // sums has room for whole squares
+        Floats square[kWidth] = {};
+        for (int64_t j = 0; j < count; ++j) square[j] = load(sums + (t + j) * pitch + o);
+        transpose(square);
+        for (int64_t j = 0; j < std::min(kWidth, width - o); ++j) {
+          T* to = y + t + (o + j) * y_feature;
+          store(to, load(to, count) + square[j], count);
+        }
+      }
+    }
+  else
+    for (int64_t t = 0; t < tokens; ++t) {
+      T* to = y + t * y_token;
+      const float* from = sums + t * pitch;
+      int64_t o = 0;
+      if (y_feature == 1)
+        for (; o + kWidth <= width; o += kWidth) store(to + o, load(to + o) + load(from + o));
+      for (; o < width; ++o) store_one(to + o * y_feature, load_one(to + o * y_feature) + from[o]);
     }
 }
 
 template <typename T>
 void expand(T* y, int64_t y_token, int64_t y_feature, const float* hidden, const T* base,
             const Lane* lanes, int64_t num_lanes, int64_t num_tokens, int64_t d_out) {
+  // Each thread reads whole pieces of rows, the longer the better.
+  const int64_t share = (d_out + omp_get_max_threads() - 1) / omp_get_max_threads();
+  const int64_t block = whole<kLine<T>>(std::max(kBlock, std::min(share, kSums / num_tokens)));
+  const int64_t pitch = whole<kWidth>(std::min(block, d_out)) + kWidth;  // not a power of two apart in the cache
 #pragma omp parallel
   {
-    const std::unique_ptr<float[]> sums(new float[num_tokens * kPitch]), turned(new float[num_tokens * kBlock + kWidth]);
+    const std::unique_ptr<float[]> sums(new float[num_tokens * pitch]);
 #pragma omp for schedule(static)
-    for (int64_t first = 0; first < d_out; first += kBlock) {
-      const int64_t width = std::min(kBlock, d_out - first);
-      std::fill(sums.get(), sums.get() + num_tokens * kPitch, 0.0f);
+    for (int64_t first = 0; first < d_out; first += block) {
+      const int64_t width = std::min(block, d_out - first);
+      std::fill(sums.get(), sums.get() + num_tokens * pitch, 0.0f);
       for (int64_t index = 0; index < num_lanes; ++index) {
         const Lane& lane = lanes[index];
         const T* rows = lane.rows(base) + first;
-        const auto next = [&](int64_t k) { return rows_after(lanes, index, num_lanes, k, base + first); };
         for (int64_t t = 0; t < lane.tokens; ++t) {
-          float* to = sums.get() + (lane.first_token + t) * kPitch;
+          float* to = sums.get() + (lane.first_token + t) * pitch;
           const float* weights = hidden + lane.hidden + t * lane.rank;
           int64_t k = 0;
+          if (t == 0)
+            for (; k < lane.rank; ++k)
+              weigh_rows<1>(to, weights + k, rows + k * lane.stride, lane.stride, width,
+                            coming(lanes, index, num_lanes, k, width, base + first));
           for (; k + kDeep <= lane.rank; k += kDeep)
-            weigh_rows<kDeep>(to, weights + k, rows + k * lane.stride, lane.stride, width, next(k + kDeep));
+            weigh_rows<kDeep>(to, weights + k, rows + k * lane.stride, lane.stride, width, Here());
           for (; k < lane.rank; ++k)
-            weigh_rows<1>(to, weights + k, rows + k * lane.stride, lane.stride, width, next(k + 1));
+            weigh_rows<1>(to, weights + k, rows + k * lane.stride, lane.stride, width, Here());
         }
       }
-      T* block = y + first * y_feature;
-      if (y_feature == 1) {
-        for (int64_t t = 0; t < num_tokens; ++t) add(block + t * y_token, sums.get() + t * kPitch, width);
-      } else {
-        turn(turned.get(), sums.get(), num_tokens, width);
-        if (y_token == 1 && y_feature == num_tokens)
-          add(block, turned.get(), width * num_tokens);
-        else
-          for (int64_t o = 0; o < width; ++o)
-            for (int64_t t = 0; t < num_tokens; ++t) {
-              T* to = block + t * y_token + o * y_feature;
-              store_one(to, load_one(to) + turned[o * num_tokens + t]);
-            }
-      }
+      add(y + first * y_feature, y_token, y_feature, sums.get(), pitch, num_tokens, width);
     }
   }
 }
+
+// A site of a group: its features begin at `first_feature` of y. Addresses of what shrink and expand take.
+struct Site {
+  int64_t first_feature, d_out;
+  const Lane *shrunk, *expanded;
+  const float* signs;
+  float* hidden;
+  int64_t num_lanes;
+};
 
 }  // namespace
 }  // namespace atmm
@@ -193,11 +241,22 @@ void expand(T* y, int64_t y_token, int64_t y_feature, const float* hidden, const
   extern "C" void atmm_shrink_##TYPE(float* hidden, const T* x, int64_t x_token, int64_t x_feature, const T* base,     \
                                      const atmm::Lane* lanes, const float* signs, int64_t num_lanes,                   \
                                      int64_t num_tokens, int64_t d_in) {                                               \
-    atmm::shrink(hidden, x, x_token, x_feature, base, lanes, signs, num_lanes, num_tokens, d_in);                      \
+    const auto floats = atmm::as_floats(x, x_token, x_feature, num_tokens, d_in);                                      \
+    atmm::shrink(hidden, floats.get(), base, lanes, signs, num_lanes, d_in);                                           \
   }                                                                                                                    \
   extern "C" void atmm_expand_##TYPE(T* y, int64_t y_token, int64_t y_feature, const float* hidden, const T* base,     \
                                      const atmm::Lane* lanes, int64_t num_lanes, int64_t num_tokens, int64_t d_out) {  \
     atmm::expand(y, y_token, y_feature, hidden, base, lanes, num_lanes, num_tokens, d_out);                            \
+  }                                                                                                                    \
+  extern "C" void atmm_deltas_##TYPE(T* y, int64_t y_token, int64_t y_feature, const T* x, int64_t x_token,            \
+                                     int64_t x_feature, const atmm::Site* sites, int64_t num_sites,                    \
+                                     int64_t num_tokens, int64_t d_in) {                                               \
+    const auto floats = atmm::as_floats(x, x_token, x_feature, num_tokens, d_in);                                      \
+    for (const atmm::Site* site = sites; site < sites + num_sites; ++site) {                                           \
+      atmm::shrink<T>(site->hidden, floats.get(), nullptr, site->shrunk, site->signs, site->num_lanes, d_in);          \
+      atmm::expand<T>(y + site->first_feature * y_feature, y_token, y_feature, site->hidden, nullptr, site->expanded,  \
+                      site->num_lanes, num_tokens, site->d_out);                                                       \
+    }                                                                                                                  \
   }
 
 ATMM_LANES(bfloat16, atmm::BFloat16)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+import operator
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -11,7 +13,7 @@ from torch import Tensor
 from atmm.compiled import library
 from atmm.segments import Lane
 from atmm.shares import GroupShares
-from atmm.sites import Factors, Packed, Site, row_strides
+from atmm.sites import Factors, Packed, Site, SiteGroup, row_strides
 from atmm.survey import Survey
 
 
@@ -79,7 +81,7 @@ class Compiled(GroupShares):
 class Scattered:
     """The same from the sites' own factors: an adapter decodes from the moment it is loaded, and needs no second copy.
 
-    Only where `serves` holds. One object serves every site of a plan.
+    Only where `serves` holds. One object serves every site of a plan; a group's sites are served by one call.
     """
 
     adds_transposed = True
@@ -88,34 +90,82 @@ class Scattered:
         self._start = min((lane.start for lane in lanes), default=0)
         self._stop = max((lane.stop for lane in lanes), default=0)
         self._lanes = lanes
-        self._tables: dict[Site, _Tables] = {}
+        self._keys = tuple(dict.fromkeys(lane.key for lane in lanes))
+        self._tables: dict[Site | SiteGroup, _Tables] = {}
 
     def __call__(self, y: Tensor, x: Tensor, site: Site, packed: Packed | None) -> None:
-        tables = self._tables.get(site)
-        if tables is None or any(site.factors.get(key) is not factors for key, factors in tables.read):
-            tables = self._tables_of(site, x)
-        if not tables.num_lanes:
+        self._add(y, x, site, (site,))
+
+    def add_all(self, y: Tensor, x: Tensor, group: SiteGroup) -> None:
+        """For the whole group at once. y: [T, sum of d_out], the sites' outputs side by side."""
+        self._add(y, x, group, group.sites)
+
+    def _add(self, y: Tensor, x: Tensor, whose: Site | SiteGroup, sites: Sequence[Site]) -> None:
+        tables = self._tables.get(whose)
+        if tables is None or not all(map(operator.is_, self._factors_of(sites), tables.read)):
+            tables = self._tables_of(whose, sites, x)
+        if not tables.num_sites:
             return
         kernels = library()
         assert kernels is not None, "asked for compiled kernels where there are none"
-        num_tokens = self._stop - self._start
-        x, y, hidden = x[self._start : self._stop], y[self._start : self._stop], tables.hidden.data_ptr()
-        kernels.shrink[x.dtype](
-            hidden, x.data_ptr(), x.stride(0), x.stride(1), None, tables.shrink.data_ptr(), tables.signs.data_ptr(),
-            tables.num_lanes, num_tokens, x.shape[1],
-        )  # fmt: skip
-        kernels.expand[x.dtype](
-            y.data_ptr(), y.stride(0), y.stride(1), hidden, None, tables.expand.data_ptr(), tables.num_lanes,
-            num_tokens, y.shape[1],
+        x_token, x_feature = x.stride()
+        y_token, y_feature = y.stride()
+        skipped = self._start * x.element_size()
+        kernels.deltas[x.dtype](
+            y.data_ptr() + skipped * y_token, y_token, y_feature, x.data_ptr() + skipped * x_token, x_token, x_feature,
+            tables.address, tables.num_sites, self._stop - self._start, x.shape[1],
         )  # fmt: skip
 
-    def _tables_of(self, site: Site, x: Tensor) -> _Tables:
+    def _factors_of(self, sites: Sequence[Site]) -> Iterator[Factors | None]:
+        return itertools.chain.from_iterable(map(site.factors.get, self._keys) for site in sites)
+
+    def _tables_of(self, whose: Site | SiteGroup, sites: Sequence[Site], x: Tensor) -> _Tables:
+        kept: list[Tensor] = []
+        rows: list[tuple[int, ...]] = []
+        copied = False
+        column = 0
+        for site in sites:
+            lanes = _SiteLanes.of(site, self._lanes, self._start, x)
+            if lanes.signs.numel():
+                tables = lanes.shrink, lanes.expand, lanes.signs, lanes.hidden
+                rows.append((column, site.d_out, *(table.data_ptr() for table in tables), lanes.signs.numel()))
+                kept += *tables, *lanes.copies
+                copied |= bool(lanes.copies)
+            column += site.d_out
+        table = torch.tensor(rows, dtype=torch.int64)
+        made = _Tables(tuple(self._factors_of(sites)), table.data_ptr(), len(rows), [table, *kept])
+        if not copied:  # a copy would not see what is written into the factors later
+            self._tables[whose] = made
+        return made
+
+
+class _Tables(NamedTuple):
+    """What `deltas` reads for some sites. read: the factors it was made from, None where there were none. address: of
+    the sites' rows. kept: what the rows point to."""
+
+    read: tuple[Factors | None, ...]
+    address: int
+    num_sites: int
+    kept: list[Tensor]
+
+
+class _SiteLanes(NamedTuple):
+    """One site's lanes. shrink, expand: as in `lanes.cpp`, with addresses. copies: factors that lie in no rows."""
+
+    shrink: Tensor
+    expand: Tensor
+    signs: Tensor
+    hidden: Tensor
+    copies: list[Tensor]
+
+    @classmethod
+    def of(cls, site: Site, lanes: Sequence[Lane], first_token: int, x: Tensor) -> _SiteLanes:
         shrink: list[tuple[int, ...]] = []
         expand: list[tuple[int, ...]] = []
         signs: list[float] = []
         copies: list[Tensor] = []
         size = 0
-        for key, start, stop, sign in self._lanes:
+        for key, start, stop, sign in lanes:
             factors = site.factors.get(key)
             if factors is None or not factors.a.shape[0]:
                 continue
@@ -128,36 +178,18 @@ class Scattered:
             if a.stride(1) != 1 or bt.stride(1) != 1:
                 a, bt = a.contiguous(), bt.contiguous()
                 copies += a, bt
-            lane, rank = (start - self._start, stop - start), a.shape[0]
+            lane, rank = (start - first_token, stop - start), a.shape[0]
             shrink.append((*lane, a.data_ptr() // a.element_size(), a.stride(0), rank, size))
             expand.append((*lane, bt.data_ptr() // bt.element_size(), bt.stride(0), rank, size))
             signs.append(sign)
             size += (stop - start) * rank
-        made = _Tables(
-            tuple({lane.key: site.factors.get(lane.key) for lane in self._lanes}.items()),
+        return cls(
             torch.tensor(shrink, dtype=torch.int64),
             torch.tensor(expand, dtype=torch.int64),
             torch.tensor(signs, dtype=torch.float32),
             torch.empty(size, dtype=torch.float32),
-            len(signs),
             copies,
         )
-        if not copies:  # which would not see what is written into the factors later
-            self._tables[site] = made
-        return made
-
-
-class _Tables(NamedTuple):
-    """What the kernels read for one site. read: the factors it was made from, None where there were none. shrink,
-    expand: lanes, as in `lanes.cpp`, with addresses. copies: factors that lie in no rows."""
-
-    read: tuple[tuple[str, Factors | None], ...]
-    shrink: Tensor
-    expand: Tensor
-    signs: Tensor
-    hidden: Tensor
-    num_lanes: int
-    copies: list[Tensor]
 
 
 def serves(device: torch.device, dtype: torch.dtype) -> bool:

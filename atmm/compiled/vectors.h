@@ -48,6 +48,28 @@ inline float load_one(const BFloat16* from) {
   return value;
 }
 
+// The first `count` of sixteen; nothing behind them is read.
+inline Floats load(const float* from, int64_t count) {
+#if defined(__AVX512F__)
+  return Floats(_mm512_maskz_loadu_ps(__mmask16((1u << count) - 1), from));
+#else
+  Floats values = {};
+  std::memcpy(&values, from, count * sizeof *from);
+  return values;
+#endif
+}
+
+inline Floats load(const BFloat16* from, int64_t count) {
+  Halves halves = {};
+#if defined(__AVX512BW__) && defined(__AVX512VL__)
+  const __m256i bits = _mm256_maskz_loadu_epi16(__mmask16((1u << count) - 1), from);
+  std::memcpy(&halves, &bits, sizeof halves);
+#else
+  std::memcpy(&halves, from, count * sizeof *from);
+#endif
+  return Floats(__builtin_convertvector(halves, Bits) << 16);
+}
+
 // To the nearest bfloat16, ties to even; what is not a number stays so.
 inline Halves round_to_bfloat16(Floats values) {
 #if defined(__AVX512BF16__)
@@ -69,6 +91,26 @@ inline void store(float* to, Floats values) { std::memcpy(to, &values, sizeof va
 inline void store(BFloat16* to, Floats values) {
   const Halves halves = round_to_bfloat16(values);
   std::memcpy(to, &halves, sizeof halves);
+}
+
+// The first `count` of sixteen; nothing behind them is written.
+inline void store(float* to, Floats values, int64_t count) {
+#if defined(__AVX512F__)
+  _mm512_mask_storeu_ps(to, __mmask16((1u << count) - 1), __m512(values));
+#else
+  std::memcpy(to, &values, count * sizeof *to);
+#endif
+}
+
+inline void store(BFloat16* to, Floats values, int64_t count) {
+  const Halves halves = round_to_bfloat16(values);
+#if defined(__AVX512BW__) && defined(__AVX512VL__)
+  __m256i bits;
+  std::memcpy(&bits, &halves, sizeof bits);
+  _mm256_mask_storeu_epi16(to, __mmask16((1u << count) - 1), bits);
+#else
+  std::memcpy(to, &halves, count * sizeof *to);
+#endif
 }
 
 inline void store_one(float* to, float value) { *to = value; }

@@ -11,7 +11,7 @@ from torch import Tensor
 from atmm.grouped import ARGUMENT_BYTES, library
 from atmm.grouped.plan import ALIGNMENT, legal, problems_of
 from atmm.shares import GroupShares
-from atmm.sites import Packed, Site
+from atmm.sites import Packed, Site, SiteGroup
 from atmm.survey import Survey
 
 
@@ -77,9 +77,10 @@ class Grouped(GroupShares):
         if site.index in self._live:
             self._add(y, x, packed, self._by_site[site.index], site.index)
 
-    def add_all(self, y: Tensor, x: Tensor, packed: Packed) -> None:
+    def add_all(self, y: Tensor, x: Tensor, group: SiteGroup) -> None:
         """For the whole group at once. y: [T, sum of d_out], the sites' outputs side by side."""
-        self._add(y, x, packed, self._all, None)
+        assert group.packed is not None
+        self._add(y, x, group.packed, self._all, None)
 
     def _add(self, y: Tensor, x: Tensor, packed: Packed, launches: Sequence[_Launch], site: int | None) -> None:
         """site: the one that y belongs to; None is all of them."""

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from atmm.shares import GroupShares
-from atmm.sites import ROW_ALIGNMENT, Layout, Packed, Site
+from atmm.sites import ROW_ALIGNMENT, Layout, Packed, Site, SiteGroup
 from atmm.survey import Survey
 from atmm.tiled.handles import Handle, handle
 from atmm.tiled.plan import Tiles, cut
@@ -86,9 +86,10 @@ class Tiled(GroupShares):
         if hidden is not None:
             self._expand(y, hidden, packed, self._expand_tiles.of(site.index))
 
-    def add_all(self, y: Tensor, x: Tensor, packed: Packed) -> None:
+    def add_all(self, y: Tensor, x: Tensor, group: SiteGroup) -> None:
         """Two launches for the whole group. y: [T, sum of d_out], the sites' outputs side by side."""
-        self._expand(y, self._shrink(x, packed), packed, self._expand_tiles.all)
+        assert group.packed is not None
+        self._expand(y, self._shrink(x, group.packed), group.packed, self._expand_tiles.all)
 
     def _expand(self, y: Tensor, hidden: Tensor, packed: Packed, tiles: _Launch) -> None:
         if self._part is not None:
@@ -146,9 +147,10 @@ class SingleLaunch:
         if site.index in self._live:
             self._launch(y, x, packed, self._expand_tiles.of(site.index))
 
-    def add_all(self, y: Tensor, x: Tensor, packed: Packed) -> None:
+    def add_all(self, y: Tensor, x: Tensor, group: SiteGroup) -> None:
         """One launch for the whole group. y: [T, sum of d_out], the sites' outputs side by side."""
-        self._launch(y, x, packed, self._expand_tiles.all)
+        assert group.packed is not None
+        self._launch(y, x, group.packed, self._expand_tiles.all)
 
     def _launch(self, y: Tensor, x: Tensor, packed: Packed, tiles: _Launch) -> None:
         if self._part is not None:

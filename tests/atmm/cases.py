@@ -71,10 +71,14 @@ def check_against_reference(group: SiteGroup, plan: SegmentPlan, x: Tensor, outp
     return moved
 
 
-def check_group_against_reference(group: SiteGroup, plan: SegmentPlan, x: Tensor, outputs: Sequence[Tensor]) -> None:
-    """The same for all sites at once, in one y inside a larger tensor."""
+def check_group_against_reference(
+    group: SiteGroup, plan: SegmentPlan, x: Tensor, outputs: Sequence[Tensor], transposed: bool = False
+) -> None:
+    """The same for all sites at once, in one y inside a larger tensor. transposed: whose tokens are adjacent."""
     widths = [site.d_out for site in group.sites]
-    room = torch.full((len(x), sum(widths) + 9), float("nan"), dtype=x.dtype, device=x.device)
+    shape = len(x), sum(widths) + 9
+    room = torch.full(shape[::-1] if transposed else shape, float("nan"), dtype=x.dtype, device=x.device)
+    room = room.t() if transposed else room
     y = room[:, 4 : 4 + sum(widths)]
     y.copy_(torch.cat(list(outputs), 1))
     add_deltas(y, x, group, plan)

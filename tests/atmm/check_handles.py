@@ -95,7 +95,7 @@ def serve(group: SiteGroup, y: torch.Tensor, x: torch.Tensor, tiling: str) -> No
     assert group.packed is not None
     plan = SegmentPlan(len(x), segments({"a": 3, "b": 5}))
     strategy = prepare(Survey(plan, group.packed.layout), Tiling.named(tiling))
-    strategy.add_all(y, x, group.packed)
+    strategy.add_all(y, x, group)
 
 
 def make(d_in: int = 256, num_tokens: int = 8) -> tuple[SiteGroup, torch.Tensor, torch.Tensor]:

@@ -187,19 +187,22 @@ def test_an_adapter_that_overflows_spoils_its_own_tokens_only(strategy: str, dty
     assert not y[3].isfinite().any()
 
 
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16), ids=str)
+@pytest.mark.parametrize("transposed", (False, True))
 @pytest.mark.parametrize("packed", ("abc", "a", ""))
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_whole_group_at_once(kind: str, packed: str) -> None:
+def test_a_whole_group_at_once(kind: str, packed: str, transposed: bool, dtype: torch.dtype) -> None:
     num_tokens, lanes = KINDS[kind]
-    group = make_group({"a": 4, "b": 3, "c": 8}, missing=[("b", 1)])
+    group = make_group({"a": 4, "b": 3, "c": 8}, missing=[("b", 1)], dtype=dtype)
     group.pack(packed)
-    check_group_against_reference(group, SegmentPlan(num_tokens, lanes), *make_input(num_tokens, group, torch.float32))
+    plan = SegmentPlan(num_tokens, lanes)
+    check_group_against_reference(group, plan, *make_input(num_tokens, group, dtype), transposed)
 
 
 def test_outputs_that_do_not_lie_side_by_side_are_refused() -> None:
     group = make_group({"a": 4})
     plan = SegmentPlan(3, [Lane("a", 0, 3)])
-    for y in (torch.zeros(3, 71), torch.zeros(72, 3).t(), torch.zeros(216)):
+    for y in (torch.zeros(3, 71), torch.zeros(72, 3), torch.zeros(216)):
         with pytest.raises(ValueError, match=r"side by side are \[T, 72\]"):
             add_deltas(y, torch.zeros(3, 48), group, plan)
     with pytest.raises(ValueError, match="the plan 3"):

@@ -51,12 +51,13 @@ def test_lanes_in_proportion_follow_their_plan() -> None:
 
 
 def siblings(scope: LaneScope, *, bias: bool) -> list[AdaptedLinear]:
-    """Three layers over six features, and adapter a of rank 2 at the first and last."""
+    """Three layers over six features, and adapter a of rank 2 at the first and last; bfloat16, so that a CPU joins
+    them."""
     generator = torch.Generator().manual_seed(0)
-    layers = [adapt(nn.Linear(6, d_out, bias=bias), str(d_out), scope) for d_out in (4, 2, 5)]
+    layers = [adapt(nn.Linear(6, d_out, bias=bias, dtype=torch.bfloat16), str(d_out), scope) for d_out in (4, 2, 5)]
     for layer in (layers[0], layers[2]):
         layer.site.factors["a"] = Factors(
-            torch.randn(2, 6, generator=generator), torch.randn(2, layer.out_features, generator=generator)
+            *(torch.randn(2, d, generator=generator).bfloat16() for d in (6, layer.out_features))
         )
     SiteGroup([layer.site for layer in layers])
     return layers
@@ -66,7 +67,7 @@ def siblings(scope: LaneScope, *, bias: bool) -> list[AdaptedLinear]:
 def test_siblings_answer_as_each_would_alone(bias: bool) -> None:
     scope = LaneScope()
     layers = siblings(scope, bias=bias)
-    inputs = [torch.randn(2, 3, 6), torch.randn(2, 3, 6)]
+    inputs = [torch.randn(2, 3, 6).bfloat16(), torch.randn(2, 3, 6).bfloat16()]
     orders = ([0, 1, 2], [2, 0, 1], [0], [1, 1, 2], [0, 1, 2])
     with torch.inference_mode():
         for lanes in ([Lane("a", 1, 4)], []):
@@ -92,7 +93,7 @@ def test_siblings_compute_once_for_all_and_hold_nothing_after(monkeypatch: pytes
     calls = []
     plain = Siblings._compute
     monkeypatch.setattr(Siblings, "_compute", lambda *given: (calls.append(1), plain(*given)))
-    x = torch.randn(3, 6)
+    x = torch.randn(3, 6).bfloat16()
     with torch.inference_mode(), scope.lanes(3, [Lane("a", 0, 3)]):
         for layer in layers:
             layer(x)

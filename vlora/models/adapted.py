@@ -16,7 +16,7 @@ from torch import nn
 import atmm
 from atmm.shares import HeldInput
 from vlora.models.block_sites import BlockSites
-from vlora.models.product import linear
+from vlora.models.product import joins, linear, linears
 from vlora.parallel import LinearShard
 from vlora.parallel.cut import FactorShape
 
@@ -116,7 +116,7 @@ class AdaptedLinear(nn.Linear):
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         num_rows = input.numel() // self.in_features
         plan = self.scope.plan_for(num_rows)
-        if plan is not None and self.siblings is not None:
+        if plan is not None and self.siblings is not None and joins(num_rows, self.weight):
             return self.siblings.output(self, input, plan)
         y = linear(input, self.weight, self.bias)
         if plan is not None:
@@ -126,7 +126,7 @@ class AdaptedLinear(nn.Linear):
 
 class Siblings:
     """Layers that read one input, computed together when the first of them is called: all their deltas then take the
-    launches of one layer. For GPUs, where a launch costs more than a small layer's arithmetic.
+    launches of one layer, or on a CPU one call. Either costs more than a small layer's arithmetic.
 
     What is computed for one input and plan waits until each layer has asked for it, once.
     """
@@ -143,7 +143,7 @@ class Siblings:
             layer.siblings = self
 
     def output(self, layer: AdaptedLinear, input: torch.Tensor, plan: atmm.SegmentPlan) -> torch.Tensor:
-        """What the layer gives for this input with the plan's lanes, [..., d_out]; a row's values are adjacent."""
+        """What the layer gives for this input with the plan's lanes, [..., d_out]; a view of more."""
         if plan is not self._plan or layer not in self._outputs or not self._held.is_same(input):
             self._compute(input, plan)
         y = self._outputs.pop(layer)
@@ -154,14 +154,8 @@ class Siblings:
 
     def _compute(self, input: torch.Tensor, plan: atmm.SegmentPlan) -> None:
         x = input.reshape(-1, self._layers[0].in_features)
-        widths = [layer.out_features for layer in self._layers]
-        y = x.new_empty(len(x), sum(widths))
-        parts = y.split(widths, 1)
-        for layer, part in zip(self._layers, parts, strict=True):
-            if layer.bias is None:
-                torch.mm(x, layer.weight.t(), out=part)
-            else:
-                torch.addmm(layer.bias, x, layer.weight.t(), out=part)
+        y = linears(x, self._layers)
+        parts = y.split([layer.out_features for layer in self._layers], 1)
         atmm.add_deltas(y, x, self._group, plan)
         for layer, part in zip(self._layers, parts, strict=True):
             for other in layer.others.values():

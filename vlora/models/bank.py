@@ -353,7 +353,7 @@ def site_groups(linears: Mapping[str, AdaptedLinear]) -> list[atmm.SiteGroup]:
     for names in shared_inputs(linears):
         layers = [linears[name] for name in names]
         groups.append(atmm.SiteGroup([layer.site for layer in layers]))
-        if len(layers) > 1 and layers[0].weight.is_cuda:
+        if len(layers) > 1:
             Siblings(layers)
     return groups
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import torch.nn.functional as F
+from torch import nn
 
 # Rows up to which the transposed arrangement wins (docs/decisions.md, 2026-11-21).
 _THIN = 128
@@ -17,8 +20,50 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> 
     same reason.
     """
     num_rows = x.numel() // x.shape[-1]
-    if num_rows > _THIN or weight.dtype is not torch.bfloat16 or weight.device.type != "cpu":
+    if not _goes_transposed(num_rows, weight):
         return F.linear(x, weight, bias)
-    columns = x.reshape(num_rows, -1).expand(max(2, num_rows), -1).t()
-    y = torch.mm(weight, columns) if bias is None else torch.addmm(bias[:, None], weight, columns)
+    y = weight.new_empty(weight.shape[0], max(2, num_rows))
+    _multiply(y, weight, bias, _columns(x, num_rows))
     return y.t()[:num_rows].view(*x.shape[:-1], weight.shape[0])
+
+
+def joins(num_rows: int, weight: torch.Tensor) -> bool:
+    """Whether layers that read one input had better be computed together (`linears`): where the outputs can lie side by
+    side for nothing."""
+    return weight.is_cuda or _goes_transposed(num_rows, weight)
+
+
+def linears(x: torch.Tensor, layers: Sequence[nn.Linear]) -> torch.Tensor:
+    """Outputs of layers that read one input x [T, d_in], side by side: [T, sum of d_out]. Only where `joins` holds.
+
+    On a CPU tokens are adjacent, elsewhere a row's values.
+    """
+    widths = [layer.out_features for layer in layers]
+    if x.is_cuda:
+        y = x.new_empty(len(x), sum(widths))
+        for layer, part in zip(layers, y.split(widths, 1), strict=True):
+            if layer.bias is None:
+                torch.mm(x, layer.weight.t(), out=part)
+            else:
+                torch.addmm(layer.bias, x, layer.weight.t(), out=part)
+        return y
+    columns = _columns(x, len(x))
+    y = x.new_empty(sum(widths), columns.shape[1])
+    for layer, part in zip(layers, y.split(widths), strict=True):
+        _multiply(part, layer.weight, layer.bias, columns)
+    return y.t()[: len(x)]
+
+
+def _goes_transposed(num_rows: int, weight: torch.Tensor) -> bool:
+    return num_rows <= _THIN and weight.dtype is torch.bfloat16 and weight.device.type == "cpu"
+
+
+def _columns(x: torch.Tensor, num_rows: int) -> torch.Tensor:
+    return x.reshape(num_rows, -1).expand(max(2, num_rows), -1).t()
+
+
+def _multiply(y: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, columns: torch.Tensor) -> None:
+    if bias is None:
+        torch.mm(weight, columns, out=y)
+    else:
+        torch.addmm(bias[:, None], weight, columns, out=y)
