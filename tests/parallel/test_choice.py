@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from vlora.parallel import ShardPlan
-from vlora.parallel.choice import Costs, Layer, choose
+from vlora.parallel.choice import Costs, Layer, break_even, choose
 
 HIDDEN, INTERMEDIATE = 64, 128
 
@@ -46,6 +46,18 @@ def test_a_higher_rank_tips_the_balance() -> None:
     costs = Costs(1, gather_s=1e-5, reduce_s=1e-5, byte_s=1e-12, factor_byte_s=1e-9)
     ways = [choose(layers(2, rank), 2, costs).way for rank in (2, 16, 64, 256, 1024)]
     assert ways == sorted(ways) and set(ways) == {"replicated", "slora"}
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_where_the_balance_tips_is_told(size: int) -> None:
+    costs = Costs(8, gather_s=3e-5, reduce_s=5e-5, byte_s=1e-11, factor_byte_s=1e-9)
+    found = break_even(lambda rank: layers(size, rank), 2, costs, size)
+    assert found is not None and found > 4 * size
+    below, above = (size * (int(found / size) + more) for more in (0, 1))
+    assert [choose(layers(size, rank), 2, costs).way for rank in (below, above)] == ["replicated", "slora"]
+    dear = costs._replace(byte_s=1e-6)
+    assert break_even(lambda rank: layers(size, rank), 2, dear, size) is None
+    assert choose(layers(size, 4096), 2, dear).way == "replicated"
 
 
 def test_nothing_to_split_is_replicated() -> None:

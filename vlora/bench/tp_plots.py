@@ -14,6 +14,7 @@ matplotlib.use("agg")
 
 Row = Mapping[str, Any]
 _COLORS = {"replicated": "C2", "slora": "C0", "bd": "C1"}  # as in the paper
+_LEVEL = 1.05  # of the fastest: what counts as no slower
 
 
 def draw(rows: Sequence[Row], folder: Path) -> None:
@@ -54,23 +55,35 @@ def _curves(rows: Sequence[Row], path: Path) -> None:
 
 
 def _wins(rows: Sequence[Row], path: Path) -> None:
-    """A panel for each kind of step: the fastest kind by rank and latency, and what `auto` makes of dense adapters."""
+    """A panel for each kind of step: which kinds are fastest by rank and latency, how far split factors are behind
+    replicated ones, and from which rank on they are predicted to be ahead."""
     steps, latencies = _steps(rows), sorted({row["latency us"] for row in rows})
-    figure, panels = pyplot.subplots(1, len(steps), figsize=(4.5 * len(steps), 3.2), squeeze=False)
+    figure, panels = pyplot.subplots(1, len(steps), figsize=(5 * len(steps), 1.6 + len(latencies)), squeeze=False)
     for panel, step in zip(panels[0], steps, strict=True):
         shown = [row for row in rows if (row["phase"], row["batch"]) == step]
         ranks = sorted({row["rank"] for row in shown})
         for row in shown:
-            fastest = min(_COLORS, key=lambda kind: row[f"{kind} / base"])
+            times = {kind: row[f"{kind} / base"] for kind in _COLORS}
+            level = [kind for kind in _COLORS if times[kind] <= _LEVEL * min(times.values())]
             place = ranks.index(row["rank"]), latencies.index(row["latency us"])
-            panel.plot(*place, "s", markersize=34, color=_COLORS[fastest], alpha=0.5)
-            panel.text(*place, f"{fastest}\nauto: {row['auto']}", ha="center", va="center", fontsize=6)
-        panel.set(title=f"{step[0]}, batch {step[1]}", xlabel="rank", ylabel="µs injected")
+            for number, kind in enumerate(level):
+                width = 0.94 / len(level)
+                left = place[0] - 0.47 + number * width, place[1] - 0.44
+                panel.add_patch(pyplot.Rectangle(left, width, 0.88, color=_COLORS[kind], alpha=0.4, linewidth=0))
+            told = f"{' = '.join(level)}\nslora / replicated {row['slora / replicated']:.2f}"
+            panel.text(*place, told, ha="center", va="center", fontsize=7)
+        panel.set(title=f"{step[0]}, batch {step[1]}", xlabel="rank (of dense factors)")
         panel.set_xticks(range(len(ranks)), [str(rank) for rank in ranks])
-        panel.set_yticks(range(len(latencies)), [str(latency) for latency in latencies])
+        panel.set_yticks(range(len(latencies)), [_told(shown, latency) for latency in latencies], fontsize=8)
         panel.set_xlim(-0.5, len(ranks) - 0.5)
         panel.set_ylim(-0.5, len(latencies) - 0.5)
+    figure.suptitle("The fastest kind, or those within 5 % of it; left: µs injected, and where slora is predicted to win")
     _save(figure, path)
+
+
+def _told(rows: Sequence[Row], latency: int) -> str:
+    found = next(row["slora from rank"] for row in rows if row["latency us"] == latency)
+    return f"+{latency} µs\nslora: " + ("never" if found is None else f"rank > {found}")
 
 
 def _save(figure: Any, path: Path) -> None:

@@ -27,11 +27,12 @@ from vlora.memory.books import Run
 from vlora.memory.residency import Appointed
 from vlora.memory.transfer import Inline
 from vlora.models.bank import shared_inputs
-from vlora.models.loading import load_model
+from vlora.models.loading import device_of, load_model
 from vlora.models.seam import Seam
 from vlora.models.sharding import shard
 from vlora.models.way_costs import measure
 from vlora.parallel import Group
+from vlora.parallel.choice import Layer, break_even
 from vlora.parallel.cut import Way
 from vlora.parallel.group import Cause, Entry
 from vlora.types import Batch, BatchItem, Mode, Request, SamplingParams
@@ -67,11 +68,12 @@ class Cell:
 @dataclasses.dataclass(frozen=True)
 class Measured:
     """seconds: of each adapter's steps, by round. chosen: what `auto` takes for each dense adapter, at this latency
-    and with this many requests in a batch."""
+    and with this many requests in a batch. slora_from: the rank from which it would take `slora`."""
 
     cell: Cell
     seconds: Mapping[str | None, Sequence[float]]
     chosen: Mapping[str, Way]
+    slora_from: float | None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -120,7 +122,7 @@ class Rank:
         set_threads(config)
         self._setup = setup
         self._seam = seam = Seam(load_model(config, rank))
-        self._group = group = DelayedGroup(folder, rank, config.tensor_parallel, seam.device)
+        self._group = group = DelayedGroup(folder, rank, config.tensor_parallel, device_of(config, rank))
         shard(seam, group)
         layout = lay_out(config, seam, group, loaded=False)
         layout.arena.bytes.zero_()  # the KV of tokens that are taken to be computed
@@ -167,7 +169,7 @@ class Rank:
                     taken = self._step(batches[adapter])
                     if turn:  # the first prepares
                         seconds[adapter].append(taken)
-            yield Measured(cell, seconds, self._choose(cell.batch))
+            yield Measured(cell, seconds, *self._choose(cell.batch))
 
     def keep_books(self) -> list[Ledger]:
         """What was said in each step of the setup's `ledgers`."""
@@ -180,15 +182,22 @@ class Rank:
             found.append(self._group.ledger.take())
         return found
 
-    def _choose(self, batch: int) -> dict[str, Way]:
-        """What an engine with this many requests in a batch would take."""
+    def _choose(self, batch: int) -> tuple[dict[str, Way], float | None]:
+        """What an engine with this many requests in a batch would take, and from which rank on split factors."""
         config = dataclasses.replace(self._setup.config, max_batch_size=batch, sharding=())
-        costs = measure(self._group, batch, self._seam.dtype, self._seam.device)
-        ways = Ways(config, self._bank.sites, self._groups, self._seam.dtype, costs)
-        return {
-            name: ways(name, read_header(Path(adapter.path), self._bank.sites, self._seam.hidden_size))
+        sites, dtype = self._bank.sites, self._seam.dtype
+        costs = measure(self._group, batch, dtype, self._seam.device)
+        ways = Ways(config, sites, self._groups, dtype, costs)
+        chosen = {
+            name: ways(name, read_header(Path(adapter.path), sites, self._seam.hidden_size))
             for name, adapter in self._setup.adapters.items()
         }
+
+        def layers(rank: int) -> list[Layer]:
+            shards = ((sites[name].shard, group) for name, group in self._groups.items())
+            return [Layer(rank, shard, group) for shard, group in shards if shard is not None]
+
+        return chosen, break_even(layers, dtype.itemsize, costs, self._group.size)
 
     def _batch(self, cell: Cell, adapter: str | None) -> Batch:
         if cell.phase == "decode":

@@ -40,7 +40,7 @@ from vlora.memory.residency import Residency
 from vlora.models.bank import shared_inputs
 from vlora.models.grammar import GrammarCompiler
 from vlora.models.grids import why_no_grid
-from vlora.models.loading import load_model, read_config
+from vlora.models.loading import device_of, load_model, read_config
 from vlora.models.seam import Seam
 from vlora.models.sharding import plan_of, shard
 from vlora.models.switcher import merge_fidelity
@@ -111,7 +111,7 @@ class Engine:
             self._team = Team(config)
             loaded = load_model(config)
             self._seam = seam = Seam(loaded)
-            group = self._team.meet(facts_of(config, loaded), seam.device)
+            group = self._team.meet(facts_of(config, loaded), device_of(config, 0))
             shard(seam, group)
         layout = lay_out(config, seam, group, loaded=model is None)
         self._slabs, self.limits = layout.slabs, layout.limits

@@ -24,7 +24,7 @@ from vlora.errors import BadAdapter, EngineDead, VLoraError
 from vlora.memory.books import Run
 from vlora.memory.residency import Appointed
 from vlora.memory.transfer import Inline
-from vlora.models.loading import load_model
+from vlora.models.loading import device_of, load_model
 from vlora.models.seam import Seam
 from vlora.models.sharding import shard
 from vlora.parallel import Group
@@ -89,7 +89,7 @@ class Follower:
         model = load_model(config, start.rank)
         words.say(orders.Loaded(facts_of(config, model)))
         seam = Seam(model)
-        self._group = Group(start.folder, start.rank, config.tensor_parallel, seam.device)
+        self._group = Group(start.folder, start.rank, config.tensor_parallel, device_of(config, start.rank))
         shard(seam, self._group)
         layout = lay_out(config, seam, self._group, loaded=True)
         self._dtype, self._hidden_size = seam.dtype, seam.hidden_size

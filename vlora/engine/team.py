@@ -124,6 +124,8 @@ class Team:
             process.kill()
             thread.join()
             link.close()
+        if self._group is not None:
+            self._group.close()
         shutil.rmtree(self._folder, ignore_errors=True)
         os.close(self._bell)
         os.close(self._alarm)

@@ -14,8 +14,12 @@ from vlora.models.families import family_of
 
 
 def load_model(config: EngineConfig, rank: int = 0) -> Any:
-    """The transformers model in eval mode on the rank's device, whole. Raises BadConfig, UnsupportedModel."""
-    device = _device(config, rank)
+    """The transformers model in eval mode, whole, on its device. Raises BadConfig, UnsupportedModel.
+
+    Where several ranks share a model it may be larger than a rank's device, and `sharding.shard` brings a part there:
+    until then weights are mapped files, of which nothing is read that nobody looks at.
+    """
+    device = device_of(config, rank)
     model_config = read_config(config.model)
     if config.load_format == "dummy":
         return dummy_model(model_config, config.dtype, device, config.seed)
@@ -24,7 +28,7 @@ def load_model(config: EngineConfig, rank: int = 0) -> Any:
         model = AutoModelForImageTextToText.from_pretrained(config.model, dtype=dtype)
     except (OSError, ValueError, RuntimeError, SafetensorError) as error:
         raise BadConfig(f"cannot load the weights of {config.model!r}: {error}") from error
-    return _ready(model, device)
+    return _ready(model, device if config.tensor_parallel == 1 else torch.device("cpu"))
 
 
 def read_config(model: str) -> Any:
@@ -51,8 +55,9 @@ def _ready(model: Any, device: torch.device) -> Any:
     return model.to(device).eval().requires_grad_(False)
 
 
-def _device(config: EngineConfig, rank: int) -> torch.device:
-    """The device itself where there is one rank; with more, each has its own GPU, or they share the CPU."""
+def device_of(config: EngineConfig, rank: int) -> torch.device:
+    """The device itself where there is one rank; with more, each has its own GPU, or they share the CPU. Raises
+    BadConfig."""
     name = config.device
     try:
         device = torch.device(name)

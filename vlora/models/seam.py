@@ -69,6 +69,11 @@ class Seam:
         self.language_scope, self.vision_scope = LaneScope(), LaneScope()
         self.language_linears, self.vision_linears = self._adapt_linears()
 
+    def move(self, device: torch.device) -> None:
+        """Bring all of the model there."""
+        self.model.to(device)
+        self.device = device
+
     # -- shapes ---------------------------------------------------------------------------------------------------
 
     @property

@@ -52,7 +52,8 @@ def plan_of(model_config: Any, rank: int, size: int) -> ShardPlan:
 
 
 def shard(seam: Seam, group: Group) -> None:
-    """Keep this rank's part of every linear layer of the language model. Raises BadConfig."""
+    """Keep this rank's part of every linear layer of the language model, and bring the model to the group's device.
+    Raises BadConfig."""
     plan = plan_of(seam.config, group.rank, group.size)
     for name, layer in seam.language_linears.items():
         part = plan.shard(name, layer.in_features, layer.out_features)
@@ -69,6 +70,7 @@ def shard(seam: Seam, group: Group) -> None:
             layer.others["reduced", group.size] = ReducedLayer(group)
     _gather_together(seam.language_linears, group)
     seam.num_kv_heads = plan.kv_heads
+    seam.move(group.device)
 
 
 def _gather_together(linears: Mapping[str, AdaptedLinear], group: Group) -> None:

@@ -23,7 +23,7 @@ _TURNS = 15
 _FEATURES = 1024  # inputs and outputs of the layer that stands for all
 _RANK = 128
 _KEYS = [str(key) for key in range(8)]  # adapters by turns: 4 MiB of bfloat16, more than a core has to itself
-_VALUES = 2**18  # of the collective that shows what a byte costs
+_VALUES = 2**15  # of the collective that shows what a byte costs: as hidden values are, small
 
 Add = Callable[[torch.Tensor, torch.Tensor, atmm.SegmentPlan], None]
 

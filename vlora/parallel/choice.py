@@ -6,7 +6,7 @@ predicted from what was measured at start, for a step in which a full batch deco
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 from vlora.parallel.cut import Way, plan_cut
@@ -59,3 +59,14 @@ def choose(layers: Iterable[Layer], itemsize: int, costs: Costs) -> Choice:
     replicated_s = repeated_bytes * costs.factor_byte_s
     slora_s = len(gathers) * costs.gather_s + num_reduces * costs.reduce_s + moved_bytes * costs.byte_s
     return Choice("slora" if slora_s < replicated_s else "replicated", replicated_s, slora_s)
+
+
+def break_even(layers: Callable[[int], Iterable[Layer]], itemsize: int, costs: Costs, size: int) -> float | None:
+    """The rank of an adapter from which `slora` is predicted to be the faster way; None where it never is.
+
+    layers: what an adapter of a rank targets; size: number of ranks, which divide it. A prediction is a straight line
+    in the rank: collectives cost what they cost at any rank, and each rank more is read again or sent.
+    """
+    one, two = (choose(layers(rank), itemsize, costs) for rank in (size, 2 * size))
+    saved_s = (two.replicated_s - one.replicated_s - two.slora_s + one.slora_s) / size  # by each rank more
+    return size + (one.slora_s - one.replicated_s) / saved_s if saved_s > 0 else None

@@ -1,0 +1,113 @@
+"""Block-diagonal adapters as users get them, trained by a plan or converted, answer alike on any number of ranks."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from peft.tuners.lora.config import BdLoraConfig
+
+from fusion.convert import convert
+from fusion.plan import LoraPlan
+from tests.families import LANGUAGE_LINEARS, build_model, make_prompt
+from tests.fusion.small import COLORS, color_splits, plan_of, trainer_of, write_base
+from tests.harness import Answers, FixedModes, Recorded
+from vlora.types import Mode
+
+NUM_TOKENS = 4
+TOLERANCE = 1e-4  # of logits of size 10
+
+
+def served(checkpoint: str, adapters: dict[str, str], cases: list[Any], size: int) -> tuple[Answers, dict[str, Any]]:
+    """Every case at once, unmerged; and how each adapter lies."""
+    recorded = Recorded(
+        SimpleNamespace(family="llava", adapters=adapters),
+        FixedModes(Mode.UNMERGED),
+        checkpoint=checkpoint,
+        tensor_parallel=size,
+        threads=1,
+    )
+    try:
+        return recorded.answer(cases, NUM_TOKENS), {a.name: a.sharding for a in recorded.engine.adapters()}
+    finally:
+        recorded.engine.close()
+
+
+def same(found: Answers, wanted: Answers) -> bool:
+    return all(
+        tokens == other_tokens and float((logits - other).abs().max()) < TOLERANCE
+        for (tokens, logits), (other_tokens, other) in zip(found, wanted, strict=True)
+    )
+
+
+def test_trained_and_converted_ones_answer_alike_on_one_two_and_four_ranks(tmp_path: Path) -> None:
+    """Two blocks trained by a plan, so that four ranks share each of them; four blocks converted, so that two ranks
+    have two each."""
+    base = write_base(tmp_path / "base")
+    adapters: dict[str, str] = {}
+    for name, blocks in (("trained", 2), ("dense", 1)):
+        plan = plan_of(base, (name,), lora=LoraPlan(rank=8, alpha=8, rslora=True, blocks=blocks), steps=4)
+        trainer = trainer_of(plan, {name: color_splits()})
+        trainer.fresh()
+        trainer.train(name, ())
+        adapters[name] = str(tmp_path / name)
+        trainer.save(tmp_path / name, trainer.snapshot())
+    convert(tmp_path / "dense", tmp_path / "converted", blocks=4)
+    del adapters["dense"]
+    adapters["converted"] = str(tmp_path / "converted")
+    processor = trainer._base.processor
+    prompts = [processor.encode(processor.chat(f"what {color} ?", 0), []) for color in COLORS]
+    cases = [(name, prompt) for name in ("trained", "converted", None) for prompt in prompts[:2]]
+    alone, _ = served(base, adapters, cases, 1)
+    for case in range(4):
+        assert (alone[case][1] - alone[4 + case % 2][1]).abs().max() > 0.1, "the adapter does nothing"
+    for size in (2, 4):
+        answers, lying = served(base, adapters, cases, size)
+        assert lying == {"trained": "bd", "converted": "bd"}
+        assert same(answers, alone), f"{size} ranks answer otherwise"
+
+
+def test_blocks_that_ranks_cut_through_are_served_dense_and_it_is_said_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Three blocks on four ranks: neither divides the other."""
+    model_config = build_model("llava").config
+    for name, value in {"hidden_size": 48, "head_dim": 12, "num_key_value_heads": 4, "intermediate_size": 96}.items():
+        setattr(model_config.text_config, name, value)
+    torch.manual_seed(0)
+    model = type(build_model("llava"))(model_config).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim > 1:
+                parameter.copy_(torch.randn_like(parameter) * 0.6 / parameter[0].numel() ** 0.5)
+    model.save_pretrained(tmp_path / "model")
+    cases = [("three", make_prompt("llava", model, seed)) for seed in range(2)]
+    sides = {"a": ["o_proj", "down_proj"], "b": ["q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"]}
+    blocks = BdLoraConfig(target_modules_bd_a=sides["a"], target_modules_bd_b=sides["b"], nblocks=3)
+    peft = get_peft_model(model, LoraConfig(r=6, target_modules=LANGUAGE_LINEARS, use_bdlora=blocks))
+    with torch.no_grad():
+        for name, parameter in peft.named_parameters():
+            if "lora_" in name:
+                parameter.copy_(torch.randn_like(parameter) * 0.2)
+    peft.save_pretrained(str(tmp_path / "three"))
+    adapters = {"three": str(tmp_path / "three")}
+    with caplog.at_level(logging.WARNING, "vlora.engine.ways"):
+        answers, lying = served(str(tmp_path / "model"), adapters, cases, 4)
+    assert [record.getMessage() for record in caplog.records] == [
+        "adapter 'three' has 3 blocks, which 4 ranks cut through: it is served in its dense form, zeros and all"
+    ]
+    assert lying == {"three": "bd"}
+    for (_, prompt), (tokens, logits) in zip(cases, answers, strict=True):
+        ids = torch.tensor([[*prompt.prompt_ids, *tokens[:-1]]])
+        with torch.no_grad():
+            wanted = peft(input_ids=ids).logits[0, len(prompt.prompt_ids) - 1 :]
+            with peft.disable_adapter():
+                without = peft(input_ids=ids).logits[0, len(prompt.prompt_ids) - 1 :]
+        assert (wanted - without).abs().max() > 0.1, "the adapter does nothing"
+        torch.testing.assert_close(logits, wanted, atol=TOLERANCE, rtol=0)
+        assert wanted.argmax(-1).tolist() == tokens
