@@ -55,12 +55,11 @@ def add_blocks(oracle: Oracle, name: str, num_blocks: int) -> None:
     oracle.peft.eval()
 
 
-class Team:
-    """A family's model on several ranks, and what the oracle says."""
+class Family:
+    """A family's model and adapters on disk, and what the oracle says."""
 
-    def __init__(self, family: str, size: int, folder: Path) -> None:
+    def __init__(self, family: str, folder: Path) -> None:
         self.family = family
-        self.size = size
         model = build_model(family)
         self.checkpoint = str(folder / "model")
         model.save_pretrained(self.checkpoint)
@@ -77,6 +76,15 @@ class Team:
             for seed, (adapter, images) in enumerate(CASES)
         ]
         self.answers = [oracle.generate(prompt, adapter, NUM_TOKENS) for adapter, prompt in self.cases]
+
+
+class Team:
+    """A family's model on several ranks."""
+
+    def __init__(self, family: Family, size: int) -> None:
+        self.family, self.adapters, self.checkpoint = family.family, family.adapters, family.checkpoint
+        self.cases, self.answers = family.cases, family.answers
+        self.size = size
         self.recorded = Recorded(
             self,
             FixedModes(Mode.UNMERGED),
@@ -98,18 +106,31 @@ class Team:
             assert float((logits - want_logits).abs().max()) < TOLERANCE
 
 
-@pytest.fixture(
-    scope="module",
-    params=[("qwen2_vl", 1), ("qwen2_vl", 2), ("qwen2_5_vl", 2), ("qwen3_vl", 4), ("llava", 2)],
-    ids=lambda param: f"{param[0]}-{param[1]}",
-)
-def team(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Team]:
-    family, size = request.param
-    made = Team(family, size, tmp_path_factory.mktemp(family))
+@pytest.fixture(scope="module")
+def family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Family:
+    return Family(request.param, tmp_path_factory.mktemp(request.param))
+
+
+@pytest.fixture(scope="module")
+def team(request: pytest.FixtureRequest, family: Family) -> Iterator[Team]:
+    made = Team(family, request.param)
     yield made
     made.recorded.engine.close()
 
 
+def on(*teams: tuple[str, int]) -> pytest.MarkDecorator:
+    """Families and numbers of ranks; a family's oracle is asked once for those that follow each other."""
+    ids = [f"{family}-{size}" for family, size in teams]
+    return pytest.mark.parametrize(("family", "team"), teams, indirect=True, ids=ids, scope="module")
+
+
+EVERY_TEAM = on(
+    ("qwen2_vl", 1),
+    *((family, size) for family in ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "llava") for size in (2, 4)),
+)
+
+
+@EVERY_TEAM
 def test_unmerged_mixed_and_merged(team: Team) -> None:
     team.check(Mode.UNMERGED)
     for merged in ("wide8", "blocks4", "patterned16") if team.size < 4 else ("blocks4",):
@@ -118,7 +139,7 @@ def test_unmerged_mixed_and_merged(team: Team) -> None:
     team.check(Mode.MERGED, None)
 
 
-@pytest.mark.parametrize("team", [("qwen2_vl", 2)], indirect=True, ids=["qwen2_vl-2"])
+@on(("qwen2_vl", 2))
 def test_what_ranks_say_is_what_the_formulas_say(team: Team) -> None:
     """Base model: two sums a layer. Replicated and block-diagonal adapters: nothing more. S-LoRA: two gathers and two
     sums a layer, however many adapters. And one broadcast a step."""
@@ -148,13 +169,14 @@ def test_what_ranks_say_is_what_the_formulas_say(team: Team) -> None:
         assert said == wanted
 
 
+@on(("qwen2_vl", 1), ("qwen2_vl", 2))
 def test_an_adapter_s_status_says_how_it_lies(team: Team) -> None:
     found = {status.name: status.sharding for status in team.recorded.engine.adapters()}
     kinds = {"narrow4": "replicated", "blocks4": "bd"}
     assert found == {name: None if team.size == 1 else kinds.get(name, "slora") for name in team.adapters}
 
 
-@pytest.mark.parametrize("team", [("llava", 2)], indirect=True, ids=["llava-2"])
+@on(("llava", 2))
 def test_adapters_come_move_and_go_in_a_tiny_arena(team: Team) -> None:
     """Every adapter under two names, of which the largest have no room side by side; read and brought by threads; and
     whatever can move moves between any two steps."""
@@ -182,6 +204,7 @@ def test_adapters_come_move_and_go_in_a_tiny_arena(team: Team) -> None:
         assert float((logits - want_logits).abs().max()) < TOLERANCE
 
 
+@on(("qwen2_vl", 2), ("qwen3_vl", 4))
 def test_a_head_reads_what_one_rank_would_show_it(team: Team) -> None:
     """The head's rows are two of the output head's, so the oracle's logits say what it must answer."""
     case = next(case for case, (adapter, _) in enumerate(team.cases) if adapter == "wide8")

@@ -2,7 +2,7 @@
 
 Three adapters with about as many parameters: a dense one `replicated` (Punica) or split (`slora`), and a block-diagonal
 one (`bd`) of a higher rank. Decode steps of a full batch with one adapter, and a prompt, as in the paper. On a CPU two
-ranks of one thread each over gloo, and slower networks by a wait in every collective; on GPUs as many ranks as there
+ranks of one thread each, and slower networks by a wait in every collective; on GPUs as many ranks as there
 are, over NCCL as it is (not measured yet).
 """
 
@@ -78,9 +78,7 @@ def run(quick: bool, latencies_us: Sequence[int] = ()) -> Report:
     wrong = [
         {"adapters": list(adapters), "said": str(said), "formula": str(wanted)}
         for (adapters, batch), entries in zip(setup.ledgers, books, strict=True)
-        if unlike(
-            said := said_in(entries), wanted := formula(adapters, batch, size, _NUM_LAYERS, hidden, itemsize)
-        )
+        if unlike(said := said_in(entries), wanted := formula(adapters, batch, size, _NUM_LAYERS, hidden, itemsize))
     ]
     goals = [Goal("kinds whose collectives are not what the formulas say", len(wrong), 0, True), *_goals(rows)]
     found = {
@@ -196,9 +194,7 @@ def formula(
     return said
 
 
-def unlike(
-    said: Mapping[tuple[str, str], tuple[int, int]], wanted: Mapping[tuple[str, str], tuple[int, int]]
-) -> bool:
+def unlike(said: Mapping[tuple[str, str], tuple[int, int]], wanted: Mapping[tuple[str, str], tuple[int, int]]) -> bool:
     """Whether a step said anything but one broadcast of rank 0's orders, of any size, and what is wanted."""
     orders, _ = said.get(("broadcast", "orders"), (0, 0))
     forward = {key: entry for key, entry in said.items() if key != ("broadcast", "orders")}

@@ -77,7 +77,7 @@ def _wins(rows: Sequence[Row], path: Path) -> None:
         panel.set_yticks(range(len(latencies)), [_told(shown, latency) for latency in latencies], fontsize=8)
         panel.set_xlim(-0.5, len(ranks) - 0.5)
         panel.set_ylim(-0.5, len(latencies) - 0.5)
-    figure.suptitle("The fastest kind, or those within 5 % of it; left: µs injected, and where slora is predicted to win")
+    figure.suptitle("The fastest kind, and those within 5 % of it; left: where slora is predicted to win")
     _save(figure, path)
 
 

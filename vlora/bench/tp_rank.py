@@ -11,7 +11,6 @@ import dataclasses
 import random
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from multiprocessing import get_context
 from pathlib import Path
 
 import torch
@@ -21,6 +20,7 @@ from vlora.adapters.peft_format import read_header
 from vlora.config import EngineConfig
 from vlora.engine import orders
 from vlora.engine.device_side import DeviceSide, lay_out, set_threads
+from vlora.engine.team import fork_server
 from vlora.engine.ways import Ways
 from vlora.memory.arena import pages_for
 from vlora.memory.books import Run
@@ -235,7 +235,7 @@ def _follow(setup: Setup, rank: int, folder: str) -> None:
 def leading(setup: Setup, folder: str) -> Iterator[Rank]:
     """Rank 0 in this process, the others in processes of their own until the block ends. Call `keep_books` first, then
     go through `measure`."""
-    context = get_context("spawn")
+    context = fork_server()
     others = [
         context.Process(target=_follow, args=(setup, rank, folder), daemon=True)
         for rank in range(1, setup.config.tensor_parallel)

@@ -17,6 +17,7 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future, InvalidStateError
 from multiprocessing import Pipe, get_context
 from multiprocessing.connection import Connection
+from multiprocessing.context import ForkServerContext
 from multiprocessing.process import BaseProcess
 
 import torch
@@ -35,6 +36,13 @@ from vlora.types import Batch, ErrorValue, Request, StepResult
 
 _LAST_WORDS_S = 0.5  # why a step broke may be heard from another rank a little later
 _STOP_S = 2.0
+
+
+def fork_server() -> ForkServerContext:
+    """Makes processes for ranks: forked from one that has imported everything, they start at once, and share it."""
+    context = get_context("forkserver")
+    context.set_forkserver_preload([follower.__name__])
+    return context
 
 
 class Team:
@@ -60,9 +68,7 @@ class Team:
         self._pending: list[orders.Order] = []
         self._group: Group | None = None
         self._registration_of: Callable[[str], Registration] | None = None
-        # Processes forked from one that has imported everything start at once, and share what they imported.
-        context = get_context("forkserver")
-        context.set_forkserver_preload([follower.__name__])
+        context = fork_server()
         for rank in range(1, self._size):
             here, there = Pipe()
             process = context.Process(target=follower.main, args=(there,), name=f"vlora-rank-{rank}", daemon=True)
