@@ -50,7 +50,7 @@ def test_injected_latency_is_paid_for_each_collective_and_moves_auto(tmp_path: P
         decode, prefill = rank.measure()
         nbytes = rank.adapter_bytes
     for (names, batch), entries in zip(setup.ledgers, books, strict=True):
-        said, wanted = tp.said_in(entries), tp.formula(names, batch, 2, NUM_LAYERS, 256, 4)
+        said, wanted = tp.said_in(entries), tp.formula(names, batch, 2, NUM_LAYERS, 256, torch.float32, torch.float32)
         assert not tp.unlike(said, wanted) and tp.unlike({**said, ("all_reduce", "slora"): (1, 1)}, wanted)
     for measured in (decode, prefill):
         fastest = {name: min(seconds) for name, seconds in measured.seconds.items()}

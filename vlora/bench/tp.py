@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from atmm.halves import hidden_dtype
 from vlora.bench.dummy import language_shapes, ranks_config, write_adapter
 from vlora.bench.form import Goal, Report
 from vlora.bench.timing import median_ms, median_ratio
@@ -74,11 +75,16 @@ def run(quick: bool, latencies_us: Sequence[int] = ()) -> Report:
             measured = list(rank.measure())
             adapter_bytes = rank.adapter_bytes
     rows = [row for each in measured for row in _rows(each, adapter_bytes)]
-    hidden, itemsize = model_config.text_config.hidden_size, getattr(torch, _DTYPE).itemsize
+    hidden, dtype = model_config.text_config.hidden_size, getattr(torch, _DTYPE)
     wrong = [
         {"adapters": list(adapters), "said": str(said), "formula": str(wanted)}
         for (adapters, batch), entries in zip(setup.ledgers, books, strict=True)
-        if unlike(said := said_in(entries), wanted := formula(adapters, batch, size, _NUM_LAYERS, hidden, itemsize))
+        if unlike(
+            said := said_in(entries),
+            wanted := formula(
+                adapters, batch, size, _NUM_LAYERS, hidden, dtype, hidden_dtype(batch, rank.device, dtype)
+            ),
+        )
     ]
     goals = [Goal("kinds whose collectives are not what the formulas say", len(wrong), 0, True), *_goals(rows)]
     found = {
@@ -174,10 +180,16 @@ def said_in(entries: Ledger) -> dict[tuple[str, str], tuple[int, int]]:
 
 
 def formula(
-    adapters: Sequence[str | None], batch: int, size: int, num_layers: int, hidden: int, itemsize: int
+    adapters: Sequence[str | None],
+    batch: int,
+    size: int,
+    num_layers: int,
+    hidden: int,
+    dtype: torch.dtype,
+    travels: torch.dtype,
 ) -> dict[tuple[str, str], tuple[int, int]]:
     """What a step of `batch` requests, with these adapters in turn, must say in its forward; adapters are named
-    KIND-RANK.
+    KIND-RANK. travels: what the hidden values x a^T are exchanged in.
 
     The base model: two sums a layer. Replicated and block-diagonal adapters: nothing more. S-LoRA's: two gathers (of
     five layers' products) and two sums a layer, whatever the number of adapters (section 6.2)."""
@@ -187,7 +199,8 @@ def formula(
         if name is not None and name.startswith("slora")
     )
     calls = 2 * num_layers
-    said = {("all_reduce", "base"): (calls, calls * batch * hidden * itemsize)}
+    said = {("all_reduce", "base"): (calls, calls * batch * hidden * dtype.itemsize)}
+    itemsize = travels.itemsize
     if values:
         said["all_gather", "slora"] = (calls, num_layers * 5 * values * itemsize // size)
         said["all_reduce", "slora"] = (calls, num_layers * 2 * values * itemsize)

@@ -124,6 +124,7 @@ class Rank:
         self._seam = seam = Seam(load_model(config, rank))
         self._group = group = DelayedGroup(folder, rank, config.tensor_parallel, device_of(config, rank))
         shard(seam, group)
+        self.device = seam.device
         layout = lay_out(config, seam, group, loaded=False)
         layout.arena.bytes.zero_()  # the KV of tokens that are taken to be computed
         self._appointed = Appointed()

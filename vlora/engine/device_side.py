@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import transformers
 
+import atmm
 from vlora.config import EngineConfig
 from vlora.engine.limits import Limits, compute_limits, shadow_fits
 from vlora.engine.switching import originals_if_in_place
@@ -46,6 +47,7 @@ def facts_of(config: EngineConfig, model: Any) -> dict[str, str]:
         "Python": platform.python_version(),
         "torch": str(torch.__version__),
         "transformers": transformers.__version__,
+        "compiled kernels": "yes" if atmm.load_kernels() else "no",  # hidden values travel as these keep them
         "model": config.model,
         "weights": fingerprint(model),
     }

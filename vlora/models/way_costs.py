@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Sequence
 import torch
 
 import atmm
+from atmm.halves import hidden_dtype
 from vlora.models.split_sites import ReducedLayer, gathered
 from vlora.parallel import Group
 from vlora.parallel.choice import Costs
@@ -32,7 +33,8 @@ def measure(group: Group, num_tokens: int, dtype: torch.dtype, device: torch.dev
     """On all ranks together. num_tokens: of the batches to choose for."""
     x = torch.zeros(num_tokens, _FEATURES, dtype=dtype, device=device)
     y = torch.zeros_like(x)
-    few, many = torch.zeros(num_tokens, dtype=dtype, device=device), torch.zeros(_VALUES, dtype=dtype, device=device)
+    travels = hidden_dtype(num_tokens, device, dtype)
+    few, many = (torch.zeros(count, dtype=travels, device=device) for count in (num_tokens, _VALUES))
     low, high = (_site(rank, x) for rank in (group.size, _RANK))
     gather = _two_gathered(group, x)
     # Where others use the machine too, a product's median says more of them than of it; a collective waits for ranks
@@ -63,7 +65,7 @@ def measure(group: Group, num_tokens: int, dtype: torch.dtype, device: torch.dev
         num_tokens,
         gather_s=max(0.0, gather_s - len(gather) * low_s),
         reduce_s=max(0.0, reduce_s - low_s),
-        byte_s=max(0.0, many_s - few_s) / (many.nbytes - few.nbytes),
+        byte_s=max(0.0, many_s - few_s) / ((_VALUES - num_tokens) * dtype.itemsize),
         factor_byte_s=max(0.0, high_s - low_s) / (2 * (_RANK - group.size) * _FEATURES * dtype.itemsize),
     )
 

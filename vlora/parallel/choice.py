@@ -15,7 +15,8 @@ from vlora.parallel.plan import LinearShard
 
 class Costs(NamedTuple):
     """Seconds, in a step with `num_tokens`. gather_s, reduce_s: what a collective for split factors adds, with all that
-    is done around it; byte_s: each byte in it. factor_byte_s: a byte of a factor, read and multiplied."""
+    is done around it; byte_s: each byte in it, in the model's dtype whatever values travel in. factor_byte_s: a byte of
+    a factor, read and multiplied."""
 
     num_tokens: int
     gather_s: float
