@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Set
+from concurrent.futures import Future
 
 import torch
 from hypothesis import given, settings
@@ -14,8 +15,8 @@ from tests.engine.on_demand import OnDemand
 from tests.models import made_adapters
 from vlora.adapters import HostAdapter, HostFactors
 from vlora.memory.arena import Arena, pages_for
-from vlora.memory.books import ArenaBooks
-from vlora.memory.residency import Residency
+from vlora.memory.books import ArenaBooks, Run
+from vlora.memory.residency import Appointed, Residency
 from vlora.memory.transfer import HostTransfer, Inline
 from vlora.models.adapted import AdaptedLinear, LaneScope, adapt
 from vlora.models.bank import AdapterBank
@@ -68,6 +69,57 @@ def test_a_packed_copy_is_not_given_up_for_an_adapter_that_finds_no_room_anyway(
         "with the two pages of the packed copy there would be three, and it takes four"
     )
     assert check_packed(layers, bank.resident)
+
+
+class Another:
+    """Another rank's bank, told at once what would be told with the next step."""
+
+    def __init__(self, layers: dict[str, AdaptedLinear]) -> None:
+        self.appointed = Appointed()
+        self.bank = AdapterBank(
+            Arena(NUM_PAGES, torch.device("cpu")), self.appointed, HostTransfer(Inline()), layers, {}, tuple(layers)
+        )
+
+    def bring(self, key: str, run: Run) -> Future[None]:
+        self.appointed.appoint(key, run)
+        self.bank.bring(ADAPTERS[key[0]])
+        brought: Future[None] = Future()
+        brought.set_result(None)
+        return brought
+
+    def move(self, key: str, run: Run) -> None:
+        raise AssertionError("nothing has to move here")
+
+    def drop(self, key: str) -> None:
+        self.bank.drop(key)
+
+    def pack(self, keys: tuple[str, ...], run: Run) -> None:
+        self.bank.pack(keys, run)
+
+    def unpack(self) -> None:
+        self.bank.unpack()
+
+
+def test_other_ranks_pack_what_rank_0_packs() -> None:
+    arena = Arena(NUM_PAGES, torch.device("cpu"))
+    residency = Residency(ArenaBooks(NUM_PAGES, 2, copy=arena.copy), MAX_PAGES)
+    layers, layers_there = linears(), linears()
+    there = Another(layers_there)
+    bank = AdapterBank(arena, residency, HostTransfer(Inline()), layers, {}, tuple(layers), there)
+    for name in "abcd":
+        assert bank.bring(ADAPTERS[name])
+    for _ in range(3):
+        assert not check_packed(layers_there, there.bank.resident)
+        bank.pack_for(("a@1", "b@1"))
+    assert check_packed(layers, bank.resident) and check_packed(layers_there, there.bank.resident)
+    for _ in range(3):
+        bank.pack_for(("c@1", "a@1"))
+    assert check_packed(layers_there, there.bank.resident)
+    (group, _) = (layer.site.group for layer in layers_there.values())
+    assert group is not None and group.packed is not None and group.packed.layout.keys == {"a@1", "c@1"}
+    bank.drop("c@1")
+    assert not check_packed(layers, bank.resident) and not check_packed(layers_there, there.bank.resident)
+    assert there.bank.resident == bank.resident == {"a@1", "b@1", "d@1"}
 
 
 def test_the_sizes_are_what_the_story_needs() -> None:

@@ -169,6 +169,20 @@ def test_what_ranks_say_is_what_the_formulas_say(team: Team) -> None:
         assert said == wanted
 
 
+@on(("qwen2_vl", 2))
+def test_packed_copies_on_all_ranks(team: Team, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if decoding did not read adapters where they lie: the set of a batch is packed once it came back."""
+    monkeypatch.setattr("atmm.reads_in_place", lambda *_: False)
+    team.check(Mode.UNMERGED)
+    packed = team.recorded.engine._bank._packed
+    assert packed is not None and {key.rpartition("@")[0] for key in packed.keys} == set(team.adapters)
+    team.check(Mode.MIXED, "wide8")
+    team.recorded.engine.unload_adapter("narrow4")
+    assert team.recorded.engine._bank._packed is None
+    team.recorded.engine.load_adapter("narrow4", team.adapters["narrow4"])
+    team.check(Mode.UNMERGED)
+
+
 @on(("qwen2_vl", 1), ("qwen2_vl", 2))
 def test_an_adapter_s_status_says_how_it_lies(team: Team) -> None:
     found = {status.name: status.sharding for status in team.recorded.engine.adapters()}

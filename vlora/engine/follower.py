@@ -132,6 +132,11 @@ class Follower:
                 self._coming.pop(order.key, None)
                 side.switcher.forget(order.key)
                 side.bank.drop(order.key)
+            case orders.Pack():
+                self._settle()
+                side.bank.pack(order.keys, Run(order.first_page, order.num_pages))
+            case orders.Unpack():
+                side.bank.unpack()
             case orders.Forget():
                 self._known.pop(order.key, None)
                 side.vision.forget(order.key)

@@ -63,6 +63,18 @@ class Drop(msgspec.Struct, frozen=True, tag=True):
     key: str
 
 
+class Pack(msgspec.Struct, frozen=True, tag=True):
+    """Keep packed copies of these adapters in these pages."""
+
+    keys: tuple[str, ...]
+    first_page: int
+    num_pages: int
+
+
+class Unpack(msgspec.Struct, frozen=True, tag=True):
+    """The pages of the packed copies are another's."""
+
+
 class Forget(msgspec.Struct, frozen=True, tag=True):
     """Nobody will ask for an adapter again."""
 
@@ -81,7 +93,7 @@ class Run(msgspec.Struct, frozen=True, tag=True):
     batch: Batch
 
 
-Order = Add | Release | Sampled | Bring | Copy | Move | Drop | Forget | Run
+Order = Add | Release | Sampled | Bring | Copy | Move | Drop | Pack | Unpack | Forget | Run
 
 # -- words ------------------------------------------------------------------------------------------------------------
 

@@ -47,6 +47,14 @@ class OtherRanks(Protocol):
         """Forget it there."""
         ...
 
+    def pack(self, keys: tuple[str, ...], run: Run) -> None:
+        """Keep packed copies of these there, too."""
+        ...
+
+    def unpack(self) -> None:
+        """Give them up there."""
+        ...
+
 
 @dataclasses.dataclass(frozen=True)
 class _Arriving:
@@ -139,7 +147,7 @@ class AdapterBank:
             return True
         run = self._residency.bring(key, num_pages)
         if run is None and self._packed is not None and self._residency.room_without(self._packed.run) >= num_pages:
-            self._unpack()
+            self.unpack()
             run = self._residency.bring(key, num_pages)
         self.forget_evicted()
         for moved in self._residency.drain_moved():
@@ -256,29 +264,40 @@ class AdapterBank:
         times = times + 1 if wanted == last else 1
         self._waiting_to_pack = (wanted, times)
         if times >= _STEPS_BEFORE_PACKING:
-            self._unpack()
+            self.unpack()
             self._pack(wanted)
 
     def _pack(self, keys: tuple[str, ...]) -> None:
-        sizes = [aligned(group.packed_bytes(keys)) for group in self._groups]
-        pages = pages_for(sum(sizes))
+        pages = pages_for(sum(self._packed_sizes(keys)))
         run = self._residency.reserve(pages) if pages else None
         if run is None:
             return  # no room: the strategies that need no packed copy serve as well
+        self.pack(keys, run)
+        if self._others is not None:
+            self._others.pack(keys, run)
+
+    def pack(self, keys: tuple[str, ...], run: Run) -> None:
+        """Keep packed copies of resident adapters in pages that were taken for them."""
         buffer = self._arena.buffer(run.first_page, run.num_pages)
         offset = 0
-        for group, size in zip(self._groups, sizes, strict=True):
+        for group, size in zip(self._groups, self._packed_sizes(keys), strict=True):
             if size:
                 group.pack(keys, buffer[offset : offset + size])
             offset += size
         self._packed = _Packed(keys, run)
 
-    def _unpack(self) -> None:
+    def unpack(self) -> None:
+        """Give up the packed copies, if there are any."""
         if self._packed is not None:
             for group in self._groups:
                 group.unpack()
             self._residency.release(self._packed.run)
             self._packed = None
+            if self._others is not None:
+                self._others.unpack()
+
+    def _packed_sizes(self, keys: tuple[str, ...]) -> list[int]:
+        return [aligned(group.packed_bytes(keys)) for group in self._groups]
 
     def follow(self, key: str) -> None:
         """An adapter lies elsewhere now: new views of it. A packed copy of it holds what it held."""
@@ -302,7 +321,7 @@ class AdapterBank:
 
     def _forget(self, key: str) -> None:
         if self._packed is not None and key in self._packed.keys:
-            self._unpack()
+            self.unpack()
         self._resident = None
         for name in self._residents.pop(key).factors:
             self._linears[name].detach(key)

@@ -191,7 +191,8 @@ class ModelRunner:
         embeddings = seam.embed(torch.from_numpy(packed.token_ids).to(device))
         visual_mask, deepstack = packed.place_visuals(embeddings)
         lanes = packed.lanes(batch.mode, merged)
-        if self._group is None and not atmm.reads_in_place(len(packed.token_ids), device, seam.dtype):
+        leads = self._group is None or self._group.leads
+        if leads and not atmm.reads_in_place(len(packed.token_ids), device, seam.dtype):
             self._bank.pack_for(lane.key for lane in lanes)
         step = StepAttention(
             cache=self._cache,
