@@ -25,6 +25,9 @@ from vlora.models import InputProcessor
 from vlora.models.loading import load_model
 
 _GENTLER = 1 / 3  # than training from nothing: it begins near the end
+_FAR = 0.1  # from the original's hidden states; begun nearer than that, it goes gentler still
+_LOOKS = 8  # at validation data while it is trained, for the best state on the way
+_LOOKED_AT = 40  # samples of each domain
 _AT_ONCE = 50
 _ORIGINAL, _CONVERTED = "original", "converted"
 
@@ -45,7 +48,8 @@ def distil(
     original: AdapterHeader, converted: Path, base_path: str, checked: Checked, say: Callable[[str], None]
 ) -> list[Distilled]:
     """Train the adapter in `converted` to have the original's hidden states on the training data of the plan's domains
-    that it has heads for: as many steps as the plan says for each, at a third of its rate. Weights are written there.
+    that it has heads for: as many steps as the plan says for each, at a third of its rate or less. What came nearest to
+    the original on validation data is written there; that may be what it was.
 
     What is matched is what heads and the first token of an answer read: the final hidden states of last prompt tokens
     and of image tokens. Labels are not used. Raises BadAdapter for one that touches the vision side, BadPlan for data
@@ -83,7 +87,8 @@ def distil(
     steps = plan.training.steps * len(domains)
     say(f"distilling {', '.join(domains)}: {steps} steps of {plan.training.batch_size} samples")
     samples = [sample for domain in domains.values() for sample in domain.train]
-    pair.train(samples, steps, plan.training, np.random.default_rng(plan.seed))
+    looked_at = [sample for domain in domains.values() for sample in domain.validation[:_LOOKED_AT]]
+    pair.train(samples, looked_at, steps, plan.training, np.random.default_rng(plan.seed))
     save_file(pair.factors(), converted / WEIGHTS_FILE, metadata={"format": "pt"})
     third, after = scored(_CONVERTED), apart()
     return [Distilled(name, first[name], second[name], third[name], before[name], after[name]) for name in domains]
@@ -109,11 +114,22 @@ class _Pair:
         self._peft.eval()  # both without dropout: what is matched is what is served
         self._bfloat16 = bfloat16
 
-    def train(self, samples: Sequence[Prepared], steps: int, settings: TrainingPlan, rng: np.random.Generator) -> None:
+    def train(
+        self,
+        samples: Sequence[Prepared],
+        looked_at: Sequence[Prepared],
+        steps: int,
+        settings: TrainingPlan,
+        rng: np.random.Generator,
+    ) -> None:
+        """Leaves the state that was nearest to the original on the samples looked at."""
         self._peft.set_adapter(_CONVERTED)
         parameters = [p for p in self._peft.parameters() if p.requires_grad]
-        rate = settings.learning_rate * _GENTLER
+        nearest, best = self.apart(looked_at), [p.detach().clone() for p in parameters]
+        # Adam's steps are as long as the rate, however short the way: at that of a long one it leaves a near start.
+        rate = settings.learning_rate * _GENTLER * min(1.0, nearest / _FAR)
         optimizer = torch.optim.AdamW(parameters, rate, weight_decay=0.0)
+        looks = {steps * look // _LOOKS for look in range(1, _LOOKS + 1)}
         for step in range(steps):
             for group in optimizer.param_groups:
                 group["lr"] = rate * 0.5 * (1 + math.cos(math.pi * step / steps))
@@ -125,6 +141,11 @@ class _Pair:
             nn.utils.clip_grad_norm_(parameters, 1.0)
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
+            if step + 1 in looks and (found := self.apart(looked_at)) < nearest:
+                nearest, best = found, [p.detach().clone() for p in parameters]
+        with torch.no_grad():
+            for parameter, kept in zip(parameters, best, strict=True):
+                parameter.copy_(kept)
 
     @torch.no_grad()
     def score(self, which: str, domain: Domain, head: TaskHead) -> float:
