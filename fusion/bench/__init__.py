@@ -2,7 +2,7 @@
 block-diagonal adapters against LoRA of as many numbers."""
 
 from fusion.bench.jobs import Finding, run
-from fusion.bench.parity import Parity, compare
+from fusion.bench.parity import NUM_SEEDS, Parity, compare
 from fusion.bench.plots import draw
 
-__all__ = ["Finding", "Parity", "compare", "draw", "run"]
+__all__ = ["NUM_SEEDS", "Finding", "Parity", "compare", "draw", "run"]

@@ -7,9 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from click.testing import CliRunner
 
 from fusion.bench import compare, parity
 from fusion.plan import LoraPlan
+from vlora.cli import cli
+from vlora.errors import BadConfig
 
 
 def numbers(lora: LoraPlan) -> int:
@@ -53,6 +56,8 @@ def test_mean_and_spread_are_over_seeds_and_a_gap_falls_short(folder: Path) -> N
     two = found.rows[1]
     assert two["digits"] == pytest.approx(0.9) and two["digits +-"] == pytest.approx(0.1 * (2 / 3) ** 0.5)
     assert two["mean"] == pytest.approx(0.7)
+    # Seed by seed: a third of -0.1, 0 and 0.1 behind, whose spread says how sure the mean is.
+    assert two["less LoRA"] == pytest.approx(0) and two["standard error"] == pytest.approx(0.1 / 3 / 3**0.5)
     near, far = found.goals
     assert near.value == pytest.approx(0) and far.value == pytest.approx(-0.05)
     assert (near.goal, near.at_most) == (-0.02, False) and len(found.runs) == 9
@@ -69,3 +74,14 @@ def test_only_what_is_missing_is_trained(folder: Path, monkeypatch: pytest.Monke
     monkeypatch.setattr(parity, "_measure", measure)
     compare(False, folder, lambda told: None)
     assert asked == [(1, 4)] and (folder / "4-1.json").exists()
+
+
+def test_the_command_takes_a_number_of_seeds(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+    out = tmp_path_factory.mktemp("out")
+    (out / "bd").mkdir()
+    folder.rename(out / "bd" / "work")
+    two = CliRunner().invoke(cli, ["bench", "bd", "--seeds", "2", "--out", str(out)])
+    assert len(json.loads(two.output.splitlines()[-1])["runs"]) == 6
+    for wrong in (["bench", "step", "--seeds", "2"], ["bench", "bd", "--quick", "--seeds", "2"]):
+        refused = CliRunner().invoke(cli, wrong)
+        assert isinstance(refused.exception, BadConfig) and "--seeds is for `vlora bench bd`" in str(refused.exception)

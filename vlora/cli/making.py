@@ -31,15 +31,12 @@ def fuse(plan: Path, out: Path | None, device: str, check: bool, as_json: bool, 
     """
     import warnings
 
-    import fusion
-
     # Third parties' notes to their own callers.
     warnings.simplefilter("ignore", FutureWarning)
     warnings.filterwarnings("ignore", module=r"peft\.")
-    packaged = Path(fusion.__file__).parent / "plans" / f"{plan}.yaml"
     from fusion import commands
 
-    file = packaged if packaged.is_file() and not plan.is_file() else plan
+    file = _plan_file(plan)
     if check:
         commands.explain(file, json_out=as_json)
     elif out is None:
@@ -48,12 +45,24 @@ def fuse(plan: Path, out: Path | None, device: str, check: bool, as_json: bool, 
         commands.fuse(file, out, device=device, resume=resume, oracle=oracle)
 
 
+def _plan_file(plan: Path) -> Path:
+    """The file itself, or that of a plan in the package."""
+    import fusion
+
+    packaged = Path(fusion.__file__).parent / "plans" / f"{plan}.yaml"
+    return packaged if packaged.is_file() and not plan.is_file() else plan
+
+
 @cli.command("convert-bd")
 @click.argument("adapter", type=click.Path(path_type=Path))
 @click.option("--blocks", required=True, type=click.IntRange(min=2), help="How many: as many as ranks will serve it.")
 @click.option("--rank", type=click.IntRange(min=1), help="Rank of the result; each layer's own if not given.")
 @click.option("--model", "base", help="Base model; the one the adapter names if not given.")
-@click.option("--data", type=click.Path(path_type=Path), help="Plan on whose domains to distil, and to measure.")
+@click.option(
+    "--data",
+    type=click.Path(path_type=Path),
+    help="Plan on whose domains to distil, and to measure: a file, or the name of one in the package.",
+)
 @click.option("--out", type=click.Path(path_type=Path), help="Folder to write; ADAPTER-bdN if not given.")
 def convert_bd(
     adapter: Path, blocks: int, rank: int | None, base: str | None, data: Path | None, out: Path | None
@@ -63,9 +72,10 @@ def convert_bd(
     Every block of every layer is the best there is of its rank (truncated SVD); with --data it is then trained to
     answer as the original does. At a rank of --blocks times the original's nothing is lost.
 
-    
+    \b
         vlora convert-bd out/adapters/signs --blocks 2
         vlora convert-bd out/adapters/signs --blocks 2 --rank 12 --data plan.yaml
+        vlora convert-bd demo/fused/adapters/boxes --blocks 2 --data demo
     """
     import warnings
 
@@ -74,7 +84,7 @@ def convert_bd(
 
     warnings.simplefilter("ignore", FutureWarning)
     out = out or adapter.with_name(f"{adapter.name}-bd{blocks}")
-    plan = None if data is None else read_plan_file(data)
+    plan = None if data is None else read_plan_file(_plan_file(data))
     found = convert(
         adapter,
         out,

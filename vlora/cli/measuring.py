@@ -98,7 +98,8 @@ def simulate(
     type=click.IntRange(min=0),
     help="Of `tp`: microseconds that each collective takes on top; may be repeated.",
 )
-def bench(name: str, quick: bool, out: Path | None, latencies_us: tuple[int, ...]) -> None:
+@click.option("--seeds", type=click.IntRange(min=1), help="Of `bd`: how many; 3 if not given.")
+def bench(name: str, quick: bool, out: Path | None, latencies_us: tuple[int, ...], seeds: int | None) -> None:
     """Run a bench by name, or all of them. The last line is JSON; exit code 1 when a goal does not hold.
 
     \b
@@ -110,10 +111,12 @@ def bench(name: str, quick: bool, out: Path | None, latencies_us: tuple[int, ...
     """
     if latencies_us and name != "tp":
         raise BadConfig(f"--latency-us is for `vlora bench tp`, not {name!r}; leave it away")
+    if seeds is not None and (name != "bd" or quick):
+        raise BadConfig("--seeds is for `vlora bench bd`, and not with --quick, which takes one; leave it away")
     if name == "fusion":
         holds = _bench_fusion(quick, out)
     elif name == "bd":
-        holds = _bench_bd(quick, out)
+        holds = _bench_bd(quick, out, seeds)
     else:
         from vlora.bench import main as run
 
@@ -140,13 +143,14 @@ def _bench_fusion(quick: bool, out: Path | None) -> bool:
     return all(goal.holds for goal in goals)
 
 
-def _bench_bd(quick: bool, out: Path | None) -> bool:
+def _bench_bd(quick: bool, out: Path | None, seeds: int | None) -> bool:
     """As with `_bench_fusion`."""
-    from fusion.bench import compare
+    from fusion.bench import NUM_SEEDS, compare
     from vlora.bench import keep
     from vlora.bench.form import Goal, Report
 
-    found = compare(quick, None if out is None else out / "bd" / "work", lambda text: click.echo(text, err=True))
+    work = None if out is None else out / "bd" / "work"
+    found = compare(quick, work, lambda text: click.echo(text, err=True), seeds or NUM_SEEDS)
     goals = [Goal(*goal) for goal in found.goals]
     report = Report("bd", found.rows, goals, found={"runs": found.runs})
     report.print()
