@@ -101,7 +101,7 @@ def test_blocks_that_ranks_cut_through_are_served_dense_and_it_is_said_once(
     assert [record.getMessage() for record in caplog.records] == [
         "adapter 'three' has 3 blocks, which 4 ranks cut through: it is served in its dense form, zeros and all"
     ]
-    assert lying == {"three": "bd"}
+    assert lying == {"three": "replicated"}
     for (_, prompt), (tokens, logits) in zip(cases, answers, strict=True):
         ids = torch.tensor([[*prompt.prompt_ids, *tokens[:-1]]])
         with torch.no_grad():

@@ -108,6 +108,11 @@ class AdapterHeader:
         return any(target.blocks is not None for target in self.targets)
 
     @property
+    def keeps_blocks(self) -> bool:
+        """Whether its block-diagonal factors lie here in blocks, not in their dense form."""
+        return self.has_blocks and all(target.cut.densified is None for target in self.targets)
+
+    @property
     def shapes(self) -> dict[str, FactorShape]:
         """The factors' shapes by site."""
         return {target.site: target.cut.shape for target in self.targets}

@@ -541,7 +541,7 @@ class Engine:
                 for head in header.heads.values()
             ),
             pinned=registration.name in self._pinned,
-            sharding=None if self._team is None else "bd" if header.has_blocks else registration.way,
+            sharding=None if self._team is None else "bd" if header.keeps_blocks else registration.way,
             loaded=adapter is not None,
             error=registration.error,
         )
