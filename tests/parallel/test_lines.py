@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shutil
+import socket
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -14,6 +16,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from vlora.engine.private_folder import private_folder
 from vlora.parallel.lines import Lines
 
 T = TypeVar("T")
@@ -125,3 +128,19 @@ def test_one_that_lives_and_hangs_is_waited_for_only_so_long(monkeypatch: pytest
         return lines.exchange(torch.tensor(rank), patient=True).tolist()
 
     assert on_ranks(2, late) == [[0, 1], [0, 1]]
+
+
+def test_where_temporary_files_lie_deep_a_folder_for_sockets_does_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    deep = tmp_path / ("deep" * 25)
+    deep.mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(deep))
+    folder = private_folder("vlora-", "rank-16")
+    try:
+        assert deep not in folder.parents and folder.stat().st_mode & 0o777 == 0o700
+        with socket.socket(socket.AF_UNIX) as line:
+            line.bind(str(folder / "rank-16"))
+    finally:
+        shutil.rmtree(folder)
+    assert not list(deep.iterdir())

@@ -6,15 +6,14 @@ import asyncio
 import itertools
 import shutil
 import sys
-import tempfile
 from collections.abc import AsyncIterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from vlora.config import EngineConfig
 from vlora.engine import wire
 from vlora.engine.endings import how_it_ended
 from vlora.engine.line import Line
+from vlora.engine.private_folder import private_folder
 from vlora.engine.snapshot import EngineSnapshot
 from vlora.errors import BadRequest, EngineDead
 from vlora.types import AdapterStatus, EngineStats, ErrorValue, Request, RequestOutput
@@ -23,7 +22,6 @@ ENGINE_COMMAND = (sys.executable, "-m", "vlora.engine.process")
 
 _LAST_WORDS_S = 0.2  # a message sent just before the process ended may still be on its way
 _STOP_S = 5.0  # how long a stopping engine may take before it is killed
-_LONGEST_SOCKET_PATH = 100  # the system's limit for local sockets is 107 bytes
 
 
 class EngineClient:
@@ -49,7 +47,7 @@ class EngineClient:
         command gets the socket's address as its last argument. Raises the typed error (BadConfig and its kind) when the
         engine cannot be built, EngineDead when its process ends without a word.
         """
-        folder = _private_folder()
+        folder = private_folder("vlora-", "engine")
         first: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
         line: Line | None = None
         process: asyncio.subprocess.Process | None = None
@@ -231,15 +229,6 @@ class EngineClient:
                 future.set_exception(error.to_exception())
         _let_go(self._process)
         self._line.close()
-
-
-def _private_folder() -> Path:
-    """A new folder that only this user can enter, with a path short enough for a local socket."""
-    folder = Path(tempfile.mkdtemp(prefix="vlora-"))
-    if len(str(folder)) > _LONGEST_SOCKET_PATH - len("/engine"):
-        folder.rmdir()
-        folder = Path(tempfile.mkdtemp(prefix="vlora-", dir="/tmp"))
-    return folder
 
 
 async def _first_message(process: asyncio.subprocess.Process, first: asyncio.Future[bytes]) -> bytes:

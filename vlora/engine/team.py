@@ -11,7 +11,6 @@ import contextlib
 import dataclasses
 import os
 import shutil
-import tempfile
 import threading
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, InvalidStateError
@@ -26,6 +25,7 @@ from vlora.adapters import Registration
 from vlora.config import EngineConfig
 from vlora.engine import follower, orders
 from vlora.engine.endings import how_it_ended
+from vlora.engine.private_folder import private_folder
 from vlora.errors import BadConfig, EngineDead, StepFailed, VLoraError
 from vlora.memory.arena import Arena
 from vlora.memory.books import Run
@@ -54,8 +54,8 @@ class Team:
     def __init__(self, config: EngineConfig) -> None:
         """Start the other ranks; they load their models while this process loads its own."""
         atexit.register(self.close)  # multiprocessing would wait for ranks that nobody has told
-        self._folder = tempfile.mkdtemp(prefix="vlora-ranks-")
         self._size = config.tensor_parallel
+        self._folder = str(private_folder("vlora-ranks-", f"rank-{self._size}"))
         self._heard = threading.Condition()
         self._facts: dict[int, dict[str, str]] = {}
         self._awaited: dict[str, _Bringing] = {}
