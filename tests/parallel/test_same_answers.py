@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -81,7 +82,7 @@ class Family:
 class Team:
     """A family's model on several ranks."""
 
-    def __init__(self, family: Family, size: int) -> None:
+    def __init__(self, family: Family, size: int, **settings: Any) -> None:
         self.family, self.adapters, self.checkpoint = family.family, family.adapters, family.checkpoint
         self.cases, self.answers = family.cases, family.answers
         self.size = size
@@ -92,6 +93,7 @@ class Team:
             tensor_parallel=size,
             sharding=SHARDING,
             threads=1,
+            **settings,
         )
 
     def check(self, mode: Mode, merged: str | None = None) -> None:
@@ -188,6 +190,16 @@ def test_an_adapter_s_status_says_how_it_lies(team: Team) -> None:
     found = {status.name: status.sharding for status in team.recorded.engine.adapters()}
     kinds = {"narrow4": "replicated", "blocks4": "bd"}
     assert found == {name: None if team.size == 1 else kinds.get(name, "slora") for name in team.adapters}
+
+
+@on(("llava", 2))
+def test_weights_that_are_switched_in_place(family: Family, team: Team) -> None:
+    in_place = Team(family, team.size, switching="in_place")
+    try:
+        for mode, merged in ((Mode.MERGED, "wide8"), (Mode.MIXED, "blocks4"), (Mode.MERGED, None)):
+            in_place.check(mode, merged)
+    finally:
+        in_place.recorded.engine.close()
 
 
 @on(("llava", 2))

@@ -43,6 +43,7 @@ class Lines:
                     (other,) = _LENGTH.unpack(line.recv(_LENGTH.size, socket.MSG_WAITALL))
                     self._others[other] = line
         except (OSError, struct.error) as error:
+            self.close()
             raise RuntimeError(f"rank {rank} does not reach the others: {error}") from error
         # The system's own limits on a call: a socket's timeout in Python would make two of each.
         limit = struct.pack("ll", _HANG_S, 0)
