@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from vlora.bench.dummy import small_config
+from vlora.bench.journal import Journal
 from vlora.bench.policy_engine import OURS, Point, WorkClock, average_token_latency_ms, confirm
 from vlora.orchestrator import Costs
 from vlora.types import RequestOutput, Timings
@@ -12,7 +13,9 @@ from vlora.types import RequestOutput, Timings
 
 def test_both_policies_answer_every_arrival_on_the_engine_and_in_the_simulator() -> None:
     costs = Costs(base_s=0.01, token_s=1e-4, lane_token_s=1e-4, lane_s=2e-3, merge_s=0.01)
-    (point,) = confirm(costs, small_config(), 4, skews=(0.6,), repeats=2, num_requests=12)
+    (point,) = confirm(
+        costs, small_config(), 4, skews=(0.6,), repeats=2, num_requests=12, once=Journal(None, None).once
+    )
     assert point.skew == 0.6 and point.requests_s > 0
     assert len(point.baseline_ms) == len(point.ours_ms) == len(point.simulated) == 2
     assert point.ratios == tuple(o / b for o, b in zip(point.ours_ms, point.baseline_ms, strict=True))

@@ -22,8 +22,8 @@ BENCHES = ("step", "merge", "atmm", "policy", "memory", "reuse", "overload", "he
 def main(name: str, quick: bool = False, out: Path | None = None, **settings: Any) -> bool:
     """Run one bench, or "all"; prints each report. Returns whether every goal holds.
 
-    out: a folder to keep reports in, as `NAME.json` and, where a bench draws pictures, `NAME/*.png`. settings: more
-    for a bench that takes more.
+    out: a folder to keep reports in, as `NAME.json` and, where a bench draws pictures, `NAME/*.png`. A bench that goes
+    on where it was stopped keeps what it has in `NAME.partial` meanwhile. settings: more for a bench that takes more.
 
     Raises BadConfig for other names, and where pictures are wanted but cannot be drawn.
     """
@@ -34,7 +34,10 @@ def main(name: str, quick: bool = False, out: Path | None = None, **settings: An
     holds = True
     for each in BENCHES if name == "all" else (name,):
         bench = importlib.import_module(f"vlora.bench.{each}")
-        report = bench.run(quick, **settings)
+        if out is not None and getattr(bench, "GOES_ON", False):
+            report = bench.run(quick, out / f"{each}.partial", **settings)
+        else:
+            report = bench.run(quick, **settings)
         report.print()
         if out is not None:
             draw = getattr(bench, "draw", None)

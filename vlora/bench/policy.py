@@ -7,15 +7,18 @@ few points, and so does the simulator: what it says is to be within what repeats
 
 from __future__ import annotations
 
+import functools
 import itertools
 import statistics
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 from vlora.bench.dummy import half_billion_config
 from vlora.bench.fit import RANK, fit
-from vlora.bench.form import Goal, Report
+from vlora.bench.form import Goal, Report, environment
+from vlora.bench.journal import Journal
 from vlora.bench.policy_engine import BASELINE, LOAD, OURS, Point, confirm
 from vlora.bench.policy_plots import draw
 from vlora.config import EngineConfig
@@ -24,7 +27,9 @@ from vlora.simulator import Arrival, Box, replay
 from vlora.simulator.replica import Replica
 from vlora.simulator.workloads import Hottest, Video
 
-__all__ = ["draw", "run"]
+__all__ = ["GOES_ON", "draw", "run"]
+
+GOES_ON = True
 
 UNBOUNDED = "merged_only"  # it lets requests wait for as long as it takes, which is no bargain, but quick on average
 # Visual retrieval as V-LoRA section 6.2 gives it: a prompt of about 256 tokens, an answer of about 200.
@@ -32,11 +37,20 @@ _RETRIEVAL = {"prompt_min": 192, "prompt_max": 320, "answer_min": 150, "answer_m
 _PROMPT, _ANSWER = 256, 200
 
 
-def run(quick: bool) -> Report:
+def run(quick: bool, partial: Path | None = None) -> Report:
     """Fit this machine's costs, replay every cell of the grid under every policy, run some on the engine. quick: a
-    corner of the grid."""
-    fitted = fit(decode_steps=1 if quick else 3)
-    rows = [row for cells in (_retrieval, _video) for row in cells(fitted.costs, fitted.load_s, quick)]
+    corner of the grid.
+
+    partial: a file for what is found, for as long as not all is. A run of the same commit on the same machine takes
+    from there what another one found before it was stopped, the fit included.
+    """
+    env = environment()
+    journal = Journal(partial, {"quick": quick, **{name: env[name] for name in ("machine", "versions", "commit")}})
+    machine, error = journal.once("fit", lambda: _fitted(quick))
+    load_s, costs = machine["load_s"], Costs(**{name: machine[name] for name in Costs._fields})
+    rows: list[dict[str, Any]] = [
+        journal.once(name, make) for cells in (_retrieval, _video) for name, make in cells(costs, load_s, quick)
+    ]
     goals = []
     for app, against in itertools.product(("retrieval", "video"), ("best other", "best bounded")):
         ratios = [row[f"ours / {against}"] for row in rows if row["app"] == app]
@@ -46,23 +60,30 @@ def run(quick: bool) -> Report:
     algorithm1 = statistics.median(row[OURS] / row["vlora"] for row in rows)
     goals.append(Goal(f"{OURS} / vlora (Algorithm 1), median of all cells", algorithm1, 1.0, True))
     for policy in POLICIES:
-        goals.append(Goal(f"a decision with 1,000 waiting, {policy}, ms", decision_ms(policy, fitted.costs), 2.0, True))
+        goals.append(Goal(f"a decision with 1,000 waiting, {policy}, ms", decision_ms(policy, costs), 2.0, True))
     points = confirm(
-        fitted.costs,
+        costs,
         half_billion_config(),
         RANK,
         skews=(0.6,) if quick else (0.6, 0.8, 0.95),
         repeats=2 if quick else 3,
-        num_requests=12 if quick else 64,
+        num_requests=12 if quick else 100,
+        once=journal.once,
     )
     goals += itertools.chain.from_iterable(map(_confirmed, points))
-    machine = {**fitted.costs._asdict(), "load_s": fitted.load_s}
     found = {
         "costs": machine,
-        "fit": {"median relative error": fitted.error, "rank": RANK},
+        "fit": {"median relative error": error, "rank": RANK},
         "engine": [point._asdict() for point in points],
     }
+    journal.close()
     return Report("policy", rows, goals, found=found)
+
+
+def _fitted(quick: bool) -> tuple[dict[str, float], float]:
+    """Costs and `load_s` of this machine by name, and the fit's error."""
+    fitted = fit(decode_steps=1 if quick else 3)
+    return {**fitted.costs._asdict(), "load_s": fitted.load_s}, fitted.error
 
 
 def _confirmed(point: Point) -> Iterator[Goal]:
@@ -72,27 +93,36 @@ def _confirmed(point: Point) -> Iterator[Goal]:
     yield Goal(f"simulated ({simulated}) against measured, {where}; spread of repeats", point.error, point.spread, True)
 
 
-def _retrieval(costs: Costs, load_s: float, quick: bool) -> Iterator[dict[str, Any]]:
+Cells = Iterator[tuple[str, Callable[[], dict[str, Any]]]]  # a name and what finds its row
+
+
+def _retrieval(costs: Costs, load_s: float, quick: bool) -> Cells:
     loads = (0.9,) if quick else (0.3, 0.6, 0.9, 1.2)
     skews = (0.2, 0.6, 0.95) if quick else (0.2, 0.4, 0.6, 0.8, 0.95)
     adapters = (20,) if quick else (2, 20, 200)
     for load, skew, num_adapters in itertools.product(loads, skews, adapters):
         workload = Hottest(rate=load * _capacity(costs, _PROMPT, _ANSWER), skew=skew, **_RETRIEVAL)
-        arrivals = list(workload.arrivals(100 if quick else 250, num_adapters, seed=0))
-        yield _cell("retrieval", load, workload.rate, skew, num_adapters, arrivals, costs, load_s)
+        arrivals = tuple(workload.arrivals(100 if quick else 250, num_adapters, seed=0))
+        yield (
+            f"retrieval, load {load}, skew {skew}, {num_adapters} adapters",
+            functools.partial(_cell, "retrieval", load, workload.rate, skew, num_adapters, arrivals, costs, load_s),
+        )
 
 
-def _video(costs: Costs, load_s: float, quick: bool) -> Iterator[dict[str, Any]]:
+def _video(costs: Costs, load_s: float, quick: bool) -> Cells:
     """Cameras that each send a chunk a period; the period is stretched so that this machine can follow."""
     prompt = Video().frames * Video().frame_tokens
     for load, streams in itertools.product((0.9,) if quick else (0.3, 0.6, 0.9, 1.2), (4,) if quick else (4, 16)):
         rate = load * _capacity(costs, prompt, 0)
         for adapters in (2, streams):
-            arrivals = [
+            arrivals = tuple(
                 arrival._replace(time_s=arrival.time_s * streams / rate)
                 for arrival in Video(streams=streams).arrivals(100 if quick else 250, adapters, seed=0)
-            ]
-            yield _cell("video", load, rate, 1 / adapters, adapters, arrivals, costs, load_s)
+            )
+            yield (
+                f"video, load {load}, {streams} streams, {adapters} adapters",
+                functools.partial(_cell, "video", load, rate, 1 / adapters, adapters, arrivals, costs, load_s),
+            )
 
 
 def _cell(
@@ -101,15 +131,13 @@ def _cell(
     rate: float,
     skew: float,
     num_adapters: int,
-    arrivals: list[Arrival],
+    arrivals: tuple[Arrival, ...],
     costs: Costs,
     load_s: float,
 ) -> dict[str, Any]:
     """load: of what unmerged-only can serve with full batches. skew: the hottest adapter's share. Latencies in ms."""
-    found = {
-        policy: replay(arrivals, Box(costs=costs, load_s=load_s, policy=policy)).average_token_latency_s * 1e3
-        for policy in (OURS, *(name for name in POLICIES if name != OURS))
-    }
+    policies = (OURS, *(name for name in POLICIES if name != OURS))
+    found = {policy: _latency_ms(arrivals, Box(costs=costs, load_s=load_s, policy=policy)) for policy in policies}
     best = min((policy for policy in found if policy != OURS), key=lambda policy: found[policy])
     bounded = min(latency for policy, latency in found.items() if policy not in (OURS, UNBOUNDED))
     return {
@@ -123,6 +151,12 @@ def _cell(
         "ours / best other": found[OURS] / found[best],
         "ours / best bounded": found[OURS] / bounded,
     }
+
+
+@functools.lru_cache(maxsize=4 * len(POLICIES))
+def _latency_ms(arrivals: tuple[Arrival, ...], box: Box) -> float:
+    """Some cells have the traffic of the one before: of two adapters none has less than half."""
+    return replay(arrivals, box).average_token_latency_s * 1e3
 
 
 def _capacity(costs: Costs, prompt: int, answer: int) -> float:

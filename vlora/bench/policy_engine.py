@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import statistics
 import tempfile
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -27,8 +28,9 @@ OURS, BASELINE = "vlora_cost", "unmerged_only"
 LOAD = 0.9  # of the baseline's measured capacity
 _NUM_ADAPTERS = 8
 _ARENA_BYTES = 2 * 2**30
-# Shorter than visual retrieval, most of it decoding as there, so that many requests come and go within minutes.
-_LENGTHS = {"prompt_min": 16, "prompt_max": 32, "answer_min": 48, "answer_max": 80}
+# A thirteenth of visual retrieval's lengths, prompts and answers in its proportion: so a run of half a minute sees as
+# many requests come and go as one of six minutes would.
+_LENGTHS = {"prompt_min": 15, "prompt_max": 25, "answer_min": 12, "answer_max": 20}
 
 
 class Point(NamedTuple):
@@ -73,20 +75,71 @@ class WorkClock:
         self._skipped_s += max(0.0, now_s - self())
 
 
+Once = Callable[[str, Callable[[], Any]], Any]
+
+
 def confirm(
-    costs: Costs, config: Any, rank: int, *, skews: Sequence[float], repeats: int, num_requests: int
+    costs: Costs, config: Any, rank: int, *, skews: Sequence[float], repeats: int, num_requests: int, once: Once
 ) -> list[Point]:
     """Run both policies on two engines over models of the shapes of `config`, random weights, bfloat16, one thread.
 
     costs: of the machine that the simulator runs the same arrivals on. Each repeat has arrivals of its own.
+    once: a journal's, which may know what was measured before.
     """
     torch.set_num_threads(1)
-    clock = WorkClock()
-    engines = {policy: _engine(policy, config, rank, clock) for policy in (BASELINE, OURS)}
-    for engine in engines.values():  # every adapter is brought, and the cost model learns what a step takes
-        drive(engine, clock, _arrivals(engine.config.max_batch_size, 1e6, 0.5, seed=0))
-    rate = LOAD * _capacity(engines[BASELINE], clock)
-    return [_point(engines, clock, costs, skew, rate, repeats, num_requests) for skew in skews]
+    engines = _Engines(config, rank)
+    rate = LOAD * once("capacity", engines.capacity)
+
+    def measured(policy: str, skew: float, seed: int) -> float:
+        arrivals = _arrivals(num_requests, rate, skew, seed)
+        return once(f"engine, skew {skew}, repeat {seed}, {policy}", lambda: engines.latency_ms(policy, arrivals))
+
+    points = []
+    for skew in skews:
+        found = {policy: list[float]() for policy in (BASELINE, OURS)}
+        for seed, policy in itertools.product(range(1, repeats + 1), found):
+            found[policy].append(measured(policy, skew, seed))
+        points.append(
+            Point(
+                skew,
+                rate,
+                tuple(found[BASELINE]),
+                tuple(found[OURS]),
+                tuple(ours / base for ours, base in zip(found[OURS], found[BASELINE], strict=True)),
+                tuple(_simulated(costs, _arrivals(num_requests, rate, skew, seed)) for seed in range(1, repeats + 1)),
+            )
+        )
+    return points
+
+
+def _simulated(costs: Costs, arrivals: Sequence[Arrival]) -> float:
+    ours, base = (
+        replay(arrivals, Box(costs=costs, policy=policy)).average_token_latency_s for policy in (OURS, BASELINE)
+    )
+    return ours / base
+
+
+class _Engines:
+    """An engine for each policy, made when the first is asked for."""
+
+    def __init__(self, config: Any, rank: int) -> None:
+        self._config = config
+        self._rank = rank
+        self._clock = WorkClock()
+
+    @functools.cached_property
+    def _by_policy(self) -> dict[str, Engine]:
+        engines = {policy: _engine(policy, self._config, self._rank, self._clock) for policy in (BASELINE, OURS)}
+        for engine in engines.values():  # every adapter is brought, and the cost model learns what a step takes
+            drive(engine, self._clock, _arrivals(engine.config.max_batch_size, 1e6, 0.5, seed=0))
+        return engines
+
+    def capacity(self) -> float:
+        """Requests per second of the baseline."""
+        return _capacity(self._by_policy[BASELINE], self._clock)
+
+    def latency_ms(self, policy: str, arrivals: Sequence[Arrival]) -> float:
+        return average_token_latency_ms(drive(self._by_policy[policy], self._clock, arrivals))
 
 
 def _engine(policy: str, config: Any, rank: int, clock: WorkClock) -> Engine:
@@ -101,29 +154,6 @@ def _engine(policy: str, config: Any, rank: int, clock: WorkClock) -> Engine:
             name = adapter_name(i)
             engine.load_adapter(name, write_adapter(Path(folder) / name, shapes, rank, seed=i))
     return engine
-
-
-def _point(
-    engines: dict[str, Engine],
-    clock: WorkClock,
-    costs: Costs,
-    skew: float,
-    rate: float,
-    repeats: int,
-    num_requests: int,
-) -> Point:
-    measured: dict[str, list[float]] = {policy: [] for policy in engines}
-    simulated: list[float] = []
-    for seed in range(1, repeats + 1):
-        arrivals = _arrivals(num_requests, rate, skew, seed)
-        for policy, engine in engines.items():
-            measured[policy].append(average_token_latency_ms(drive(engine, clock, arrivals)))
-        paper = {
-            policy: replay(arrivals, Box(costs=costs, policy=policy)).average_token_latency_s for policy in engines
-        }
-        simulated.append(paper[OURS] / paper[BASELINE])
-    ratios = [ours / base for ours, base in zip(measured[OURS], measured[BASELINE], strict=True)]
-    return Point(skew, rate, tuple(measured[BASELINE]), tuple(measured[OURS]), tuple(ratios), tuple(simulated))
 
 
 def _arrivals(number: int, rate: float, skew: float, seed: int) -> list[Arrival]:

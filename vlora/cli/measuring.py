@@ -105,7 +105,7 @@ def bench(name: str, quick: bool, out: Path | None, latencies_us: tuple[int, ...
     \b
         vlora bench step --quick
         vlora bench tp --latency-us 0 --latency-us 500
-        vlora bench fusion --out results     # goes on where it was stopped
+        vlora bench fusion --out results     # goes on where it was stopped, and so does policy
 
     `fusion` and `bd` (block-diagonal adapters) train: they take long, and are not among `all`.
     """

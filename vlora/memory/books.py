@@ -313,6 +313,11 @@ class BlockTables:
     # -- what requests have in common ---------------------------------------------------------------------------------
 
     @property
+    def reuses(self) -> bool:
+        """Whether there is a prefix cache."""
+        return self._prefix is not None
+
+    @property
     def known(self) -> Set[Key]:
         """Keys of the blocks that `reuse` finds."""
         return self._prefix.keys if self._prefix is not None else frozenset()

@@ -28,7 +28,7 @@ class Residency:
         self._pins: Counter[str] = Counter()
         self._evicted: list[str] = []
         self._moved: list[str] = []
-        self._room: int | None = None  # `_most_room`, None when it is to be found anew
+        self._room: int | None = None  # most pages in a row beside what stays, or more; None when to be found anew
         self._resident: frozenset[str] | None = frozenset()  # None when it is to be made anew
 
     @property
@@ -94,7 +94,6 @@ class Residency:
         run = self.books.allocate_run(num_pages, self.max_pages)
         if run is not None:
             self._reserved.add(run)
-            self._room = None
         return run
 
     def release(self, run: Run) -> None:
@@ -120,7 +119,6 @@ class Residency:
         """Keep a resident adapter from being evicted until unpinned as often as pinned."""
         assert name in self._runs, f"{name} is not resident"
         self._pins[name] += 1
-        self._room = None
 
     def unpin(self, name: str) -> None:
         assert self._pins[name] > 0, f"{name} is not pinned"
@@ -140,11 +138,12 @@ class Residency:
         """Runs that may neither move nor leave."""
         return {*self._reserved, *(self._runs[name] for name in self._pins)}
 
-    def _most_room(self) -> int:
-        """Most pages in a row beside them. Kept: in a step that has no room hundreds of adapters may ask for some."""
-        if self._room is None:
+    def _room_beside_staying(self, num_pages: int) -> bool:
+        """Whether so many pages in a row are there beside them. Too few stay too few while more is pinned: in a step
+        that has no room hundreds of adapters may ask for some."""
+        if self._room is None or self._room >= num_pages:
             self._room = self.room_beside(self._staying)
-        return self._room
+        return self._room >= num_pages
 
     def _make_room(self, num_pages: int) -> int | None:
         """Free `num_pages` in a row: the first of them, or None, and nothing changed.
@@ -155,7 +154,7 @@ class Residency:
         """
         if (gap := self.books.find_gap(num_pages, self.max_pages)) is not None:
             return gap
-        if self._most_room() < num_pages:
+        if not self._room_beside_staying(num_pages):
             return None
         cold = [name for name in self._runs if not self._pins[name]]
         movable = [self._runs[name] for name in cold]
@@ -200,7 +199,7 @@ class Residency:
         assert set(held) == self.books.runs, f"{len(held)} runs are held, the books list {len(self.books.runs)}"
         assert all(run.end <= self.max_pages for run in held), f"a run lies beyond page {self.max_pages}"
         assert all(count > 0 and name in self._runs for name, count in self._pins.items()), "a pin outlived its adapter"
-        assert self._room in (None, self.room_beside(self._staying)), "the room beside what stays was found long ago"
+        assert self._room is None or self._room >= self.room_beside(self._staying), "there is more room than was found"
 
 
 class Appointed:

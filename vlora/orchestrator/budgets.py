@@ -26,11 +26,11 @@ def share_tokens(order: Sequence[Tracked], starving: Set[str], max_step_tokens: 
     request whose next block another one computes in this very step: it finds it in the next. At most max_step_tokens
     requests.
     """
-    shares = {t.request_id: 1 for t in order if t.new_tokens == 1 or t.request_id in starving}
+    shares = {t.request_id: 1 for t in order if t.device_len - t.cached_len == 1 or t.request_id in starving}
     left = max_step_tokens - len(shares)
     assert left >= 0, "more requests were chosen than a step has tokens"
     being_computed: set[Key] = set()
-    for tracked in order:
+    for tracked in [t for t in order if t.device_len - t.cached_len > 1]:
         if left == 0:
             break
         if tracked.next_key in being_computed:
@@ -68,13 +68,15 @@ def grant_blocks(
     victims: _Victims | None = None
     for candidate in order:
         request_id = candidate.request_id
-        if request_id not in shares or candidate in preempted:
+        if request_id not in shares or (preempted and candidate in preempted):
             continue
         if candidate.chain is not None and candidate.status is RequestStatus.WAITING:
             candidate.place(tables.reuse(request_id, candidate.chain, 0, candidate.device_len))
-        share = min(shares[request_id], candidate.new_tokens)
-        wanted = candidate.cached_len + share
-        if len(tables.table(request_id)) * tables.block_size < wanted:  # a decoding request mostly has room left
+        cached_len, device_len = candidate.cached_len, candidate.device_len
+        share = min(shares[request_id], device_len - cached_len)
+        wanted = cached_len + share
+        table = tables.table(request_id)
+        if len(table) * tables.block_size < wanted:  # a decoding request mostly has room left
             missing = tables.missing(request_id, wanted)
             if missing:
                 victims = victims or _Victims(tables, tracked, shares.keys(), ready)
@@ -87,17 +89,9 @@ def grant_blocks(
                 if candidate.status is RequestStatus.WAITING:
                     tables.free(request_id)
                 continue
+            table = tables.table(request_id)
         granted.add(request_id)
-        items.append(
-            BatchItem(
-                request_id,
-                candidate.request.adapter,
-                candidate.cached_len,
-                share,
-                tables.table(request_id),
-                wanted == candidate.device_len,
-            )
-        )
+        items.append(BatchItem(request_id, candidate.adapter, cached_len, share, table, wanted == device_len))
     return Grants(tuple(items), tuple(preempted))
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from operator import add, sub
+from operator import sub
 from typing import NamedTuple
 
 from vlora.orchestrator.policy import Candidate, Decision, PolicyState
@@ -25,17 +25,17 @@ class _Work(NamedTuple):
     prompts: int = 0
     heads: int = 0
 
-    def merged(self) -> _Work:
-        """The same work with its own weights in place."""
-        return _Work(self.requests, self.tokens, self.context, 0, 0, self.prompts, self.heads)
-
-    def mixed(self) -> _Work:
-        """The same work with the weights of an adapter that nobody in it wants."""
-        lane_tokens, lanes = self.lane_tokens + self.tokens, self.lanes + self.requests
-        return _Work(self.requests, self.tokens, self.context, lane_tokens, lanes, self.prompts, self.heads)
-
-    def plus(self, other: _Work) -> _Work:
-        return _Work._make(map(add, self, other))
+    def beside(self, own: _Work) -> _Work:
+        """The same work and `own` with it, over the weights that only `own` wants: a lane more for each other token."""
+        return _Work(
+            self.requests + own.requests,
+            self.tokens + own.tokens,
+            self.context + own.context,
+            self.lane_tokens + self.tokens,
+            self.lanes + self.requests,
+            self.prompts + own.prompts,
+            self.heads + own.heads,
+        )
 
     def minus(self, part: _Work) -> _Work:
         return _Work._make(map(sub, self, part))
@@ -154,7 +154,7 @@ def _alone_s(adapter: str | None, work: _Work, state: PolicyState) -> float:
     be merged, for whoever was merged before has taken the place of its merged weights."""
     if adapter is None or adapter not in state.mergeable:
         return _seconds(work, state) + state.costs.back_s
-    return _seconds(work.merged(), state) + state.costs.merge_s
+    return _merged_s(work, state) + state.costs.merge_s
 
 
 def _place_s(merged: str | None, state: PolicyState) -> float:
@@ -167,9 +167,9 @@ def _place_s(merged: str | None, state: PolicyState) -> float:
 def _best_with(adapter: str, own: _Work, total: _Work, others_alone_s: float, state: PolicyState) -> _Plan:
     """The cheapest plan that has `adapter` merged, merging it not included."""
     others = total.minus(own)
-    own_s = _seconds(own.merged(), state)
+    own_s = _merged_s(own, state)
     others_s = _seconds(others, state) + state.costs.round_trip_s
-    together_s = _seconds(own.merged().plus(others.mixed()), state)
+    together_s = _seconds(others.beside(own), state)
     return min(
         _Plan(_mean_s(state, (total, together_s)), adapter),
         _Plan(_mean_s(state, (own, own_s), (others, others_s)), adapter, split=True),
@@ -241,7 +241,7 @@ def _turn(
             if one
             else (total.minus(work), _seconds(total.minus(work), state) + _place_s(None, state))
         )
-        own_s = _seconds(work.merged(), state) + _place_s(plan.merged, state)
+        own_s = _merged_s(work, state) + _place_s(plan.merged, state)
         own_turn = _rate(work, own_s, state) >= _rate(rest, rest_s, state)
     if own_turn:
         return plan.merged, own
@@ -268,19 +268,25 @@ def _mean_s(state: PolicyState, *parts: tuple[_Work, float]) -> float:
 
 
 def _seconds(work: _Work, state: PolicyState) -> float:
-    """Predicted time for all of it.
-
-    Of the steps that only the token budget makes necessary, prompts bear their share: those who decode go on meanwhile.
-    """
+    """Predicted time for all of it."""
     if not work.requests:
         return 0.0
     costs = state.costs
-    num_steps = max(
-        1.0,
-        work.requests / state.max_batch_size,
-        1 + (work.tokens / state.max_step_tokens - 1) * work.prompts / work.requests,
-    )
-    return costs.step_s(work.tokens, work.lane_tokens, work.lanes, work.context) + (num_steps - 1) * costs.base_s
+    step_s = costs.step_s(work.tokens, work.lane_tokens, work.lanes, work.context)
+    return step_s + (_num_steps(work, state) - 1) * costs.base_s
+
+
+def _merged_s(work: _Work, state: PolicyState) -> float:
+    """The same with its own weights in place."""
+    costs = state.costs
+    return costs.step_s(work.tokens, 0, 0, work.context) + (_num_steps(work, state) - 1) * costs.base_s
+
+
+def _num_steps(work: _Work, state: PolicyState) -> float:
+    """How many steps it takes, in fractions. Of those that only the token budget makes necessary, prompts bear their
+    share: those who decode go on meanwhile."""
+    by_tokens = 1 + (work.tokens / state.max_step_tokens - 1) * work.prompts / work.requests
+    return max(1.0, work.requests / state.max_batch_size, by_tokens)
 
 
 def _rate(work: _Work, seconds: float, state: PolicyState) -> float:

@@ -62,6 +62,7 @@ class CostModel:
         self._weights = [0.0] * 5
         self._switch_s: float | None = None
         self._back_s: float | None = None
+        self._costs = Costs()
 
     @property
     def switch_s(self) -> float:
@@ -71,7 +72,7 @@ class CostModel:
     @property
     def costs(self) -> Costs:
         """What is expected now."""
-        return Costs._make((*map(mul, self._weights, _features(1, 1, 1, 1)), self.switch_s, self._back_s or 0.0))
+        return self._costs
 
     def step_s(self, num_tokens: int, num_lane_tokens: int, num_lanes: int, num_context: int) -> float:
         """Expected seconds of a step."""
@@ -91,14 +92,20 @@ class CostModel:
                 row = self._gram[i]
                 if row[i] > _FORGOTTEN:
                     weights[i] = max(0.0, weights[i] + (moment[i] - sum(map(mul, row, weights))) / row[i])
+        self._expect()
 
     def observe_switch(self, seconds: float) -> None:
         """Learn from a merge that took `seconds`."""
         self._switch_s = _smoothed(self._switch_s, seconds)
+        self._expect()
 
     def observe_back(self, seconds: float) -> None:
         """Learn from a way back to W0 that took `seconds`. Never called where it is free."""
         self._back_s = _smoothed(self._back_s, seconds)
+        self._expect()
+
+    def _expect(self) -> None:
+        self._costs = Costs._make((*map(mul, self._weights, _UNITS), self.switch_s, self._back_s or 0.0))
 
 
 def _smoothed(average: float | None, newest: float) -> float:
@@ -110,3 +117,6 @@ def _features(
 ) -> tuple[float, float, float, float, float]:
     # Scaled so that usual values are near 1, which keeps the descent well conditioned.
     return 1.0, num_tokens / 64, num_lane_tokens / 64, num_lanes / 8, num_context / 4096
+
+
+_UNITS = _features(1, 1, 1, 1)

@@ -36,9 +36,11 @@ class Counters:
 
     def took_part(self, tracked: Tracked, mode: Mode) -> None:
         """Count a request's step, in its own timings too."""
-        if mode not in tracked.steps_by_mode:
+        if mode in tracked.steps_by_mode:
+            tracked.steps_by_mode[mode] += 1
+        else:
+            tracked.steps_by_mode[mode] = 1
             self._requests_by_mode[mode] += 1
-        tracked.steps_by_mode[mode] = tracked.steps_by_mode.get(mode, 0) + 1
 
     def computed(self, tracked: Tracked, start: int, stop: int) -> None:
         """Count those of a request's tokens [start, stop), now computed, that belong to its prompt."""

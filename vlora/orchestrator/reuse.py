@@ -19,6 +19,8 @@ def look_up(requests: Iterable[Tracked], tables: BlockTables) -> None:
 
     requests: in order of arrival; the older ones' forecasts go first where there is much to find.
     """
+    if not tables.reuses:
+        return
     known = tables.known
     left = _MOST_KEYS
     for tracked in requests:

@@ -191,6 +191,9 @@ class Scheduler:
     def blocks_short(self) -> int:
         """How many more KV blocks than there are free the next step would use if those under way ran, and beside them
         the oldest of those that wait. What the prefix cache has of these is not counted: others may use it already."""
+        most = self._tables.blocks_for(self._max_step_tokens) + self._max_batch_size  # each may begin one block more
+        if most <= self._tables.num_free_blocks:
+            return 0
         under_way = [t for t in self._tracked.values() if t.status is RequestStatus.RUNNING]
         waiting = (t for t in self._tracked.values() if t.status is RequestStatus.WAITING)
         left, wanted = self._max_step_tokens, 0
@@ -292,11 +295,7 @@ class Scheduler:
         look_up(self._tracked.values(), self._tables)
         resident = view.resident
         self._stays.see(view, now)
-        ready: list[Tracked] = []
-        waiting: list[Tracked] = []
-        for tracked in self._tracked.values():
-            here = (tracked.adapter is None or tracked.adapter in resident) and not tracked.held
-            (ready if here else waiting).append(tracked)
+        ready = [t for t in self._tracked.values() if (t.adapter in resident or t.adapter is None) and not t.held]
         if not ready:
             return None
         # An adapter that left memory took its merged weights along.
@@ -321,7 +320,12 @@ class Scheduler:
         assert len(decision.order) <= self._max_batch_size, "the policy chose more requests than a batch takes"
         self._carried = decision.carried
         starving = {c.request_id for c in candidates if c.credit > theta_s}
-        roomless = [t for t in waiting if not t.held and t.adapter not in view.loading]
+        roomless: Sequence[Tracked] = ()
+        if len(ready) < len(self._tracked):
+            elsewhere = resident | view.loading
+            roomless = [
+                t for t in self._tracked.values() if t.adapter is not None and t.adapter not in elsewhere and not t.held
+            ]
         self._starved_of_adapter = any(credit > theta_s for credit in self._credits(roomless, now, merged))
         batch = self._fit(decision, starving, ready, now)
         if batch is None:
@@ -332,27 +336,27 @@ class Scheduler:
         return batch
 
     def _candidates(self, ready: Sequence[Tracked], now: float, merged: str | None, theta_s: float) -> list[Candidate]:
+        credits = self._credits(ready, now, merged)
+        candidates = [
+            Candidate(
+                t.request_id,
+                t.adapter,
+                credit,
+                t.device_len - t.cached_len,
+                t.cached_len,
+                t.is_head,
+                False,
+                now - t.last_ran_s,
+            )
+            for t, credit in zip(ready, credits, strict=True)
+        ]
         # Behind everybody who starves by waiting, so that the waiting bound knows nothing of those that are urgent.
         starves = math.nextafter(theta_s, math.inf)
-        candidates: list[Candidate] = []
-        for t, credit in zip(ready, self._credits(ready, now, merged), strict=True):
-            urgent = (
-                t.answer_by is not None and t.first_answer_s is None and t.last_ran_s + credit + theta_s >= t.answer_by
-            )
-            if urgent and credit < starves:
-                credit = starves
-            candidates.append(
-                Candidate(
-                    t.request_id,
-                    t.adapter,
-                    credit,
-                    t.device_len - t.cached_len,
-                    t.cached_len,
-                    t.is_head,
-                    urgent,
-                    now - t.last_ran_s,
-                )
-            )
+        for place, t in enumerate(ready):
+            if t.answer_by is None or t.first_answer_s is not None:
+                continue
+            if t.last_ran_s + credits[place] + theta_s >= t.answer_by:
+                candidates[place] = candidates[place]._replace(urgent=True, credit=max(credits[place], starves))
         return candidates
 
     def _credits(self, requests: Iterable[Tracked], now: float, merged: str | None) -> list[float]:
@@ -360,13 +364,13 @@ class Scheduler:
         # The step's cost by number of lanes, fixed and for each token: this runs for every request in every step.
         lanes = [(costs.base_s + n * costs.lane_s, costs.token_s + n * costs.lane_token_s) for n in range(3)]
         context_s, merge_s = costs.context_token_s, 0.0 if merged is None else costs.merge_s
+        own, base, other = lanes[0], lanes[_num_lanes(None, merged)], lanes[1 if merged is None else 2]
+        base, other = ((fixed_s + merge_s, token_s) for fixed_s, token_s in (base, other))
         credits: list[float] = []
         for t in requests:
             adapter, cached = t.adapter, t.cached_len
             tokens = t.device_len - cached
-            fixed_s, token_s = lanes[_num_lanes(adapter, merged)]
-            if adapter != merged:
-                fixed_s += merge_s
+            fixed_s, token_s = own if adapter == merged else base if adapter is None else other
             own_s = fixed_s + token_s * (tokens if tokens < limit else limit) + context_s * cached
             credits.append(now - t.last_ran_s + own_s)
         return credits
@@ -376,8 +380,8 @@ class Scheduler:
 
         A threshold that every request passes by waiting for a single step would decide nothing.
         """
-        tokens = min(sum(t.device_len - t.cached_len for t in ready), self._max_step_tokens)
-        context = sum(heapq.nlargest(self._max_batch_size, (t.cached_len for t in ready)))
+        tokens = min(sum([t.device_len - t.cached_len for t in ready]), self._max_step_tokens)
+        context = sum(sorted([t.cached_len for t in ready], reverse=True)[: self._max_batch_size])
         each = 1 if merged is None else 2
         lanes = each * min(len(ready), self._max_batch_size)
         return max(self._theta_s, 2 * (costs.step_s(tokens, each * tokens, lanes, context) + costs.merge_s))
@@ -401,6 +405,8 @@ class Scheduler:
         return Batch(_mode_of(merged, items), merged, items, tuple(t.request_id for t in preempted))
 
     def _expire(self, now: float) -> None:
+        if not self._bounds:
+            return
         late: list[Tracked] = []
         while self._bounds:
             tracked = self._bounds[0][2]
@@ -439,7 +445,8 @@ class Scheduler:
     def _computed(self, tracked: Tracked, item: BatchItem) -> None:
         """A step brought the KV of an item's tokens; what failed never comes here, so it is never known."""
         stop = item.start + item.num_tokens
-        self._counters.computed(tracked, item.start, stop)
+        if item.start < tracked.prompt_len:
+            self._counters.computed(tracked, item.start, stop)
         if tracked.chain is not None:
             self._tables.learn(item.request_id, tracked.chain, item.start, stop)
         tracked.place(stop)
@@ -471,10 +478,15 @@ class Scheduler:
                 self._cost.observe_switch(result.switch_s)
                 self._shadow_adapter = None if result.in_place else merged
         if result.step_s > 0 and not result.errors:
-            lanes = [_num_lanes(item.adapter, merged) for item in batch.items]
-            lane_tokens = sum(item.num_tokens * each for item, each in zip(batch.items, lanes, strict=True))
-            context = sum(item.start for item in batch.items)
-            self._cost.observe_step(batch.num_tokens, lane_tokens, sum(lanes), context, result.step_s)
+            tokens = lane_tokens = lanes = context = 0
+            for item in batch.items:
+                tokens += item.num_tokens
+                context += item.start
+                if item.adapter != merged:
+                    each = _num_lanes(item.adapter, merged)
+                    lanes += each
+                    lane_tokens += each * item.num_tokens
+            self._cost.observe_step(tokens, lane_tokens, lanes, context, result.step_s)
 
     def _end(
         self,

@@ -71,6 +71,8 @@ class Tracked:
         self.max_len = self.prompt_len + (0 if self.is_head else request.sampling.max_tokens)
         self.device_len = self.prompt_len
         self.chain = chain
+        self.last_key: Key | None = None
+        self.next_key: Key | None = None
         self.place(0)
         self.num_computed = 0  # tokens of the prompt, again after a preemption included
         self.num_reused = 0  # tokens of the prompt, known with the first answer
@@ -84,14 +86,11 @@ class Tracked:
     def place(self, cached_len: int) -> None:
         """Say how many tokens' KV is in place."""
         self.cached_len = cached_len
-        self.last_key: Key | None = None
-        self.next_key: Key | None = None
-        if self.chain is not None:
-            full = cached_len // self.chain.block_size
-            if full:
-                self.last_key = self.chain.key(full - 1)
-            if self.chain.may_find(full, self.device_len):
-                self.next_key = self.chain.key(full)
+        if self.chain is None:
+            return
+        full = cached_len // self.chain.block_size
+        self.last_key = self.chain.key(full - 1) if full else None
+        self.next_key = self.chain.key(full) if self.chain.may_find(full, self.device_len) else None
 
     def append(self, token: int) -> None:
         """One more token was sampled."""

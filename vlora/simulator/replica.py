@@ -133,7 +133,7 @@ class Replica:
         """The next step's batch; None while all that there is to do waits for adapters on their way, and when all that
         waited was refused."""
         self._loader.collect()
-        self.scheduler.admit(self._loader.resident | self._loader.arriving)
+        self.scheduler.admit(self._residency.resident)  # there, or on its way
         bring_wanted(self.scheduler, self._residency, lambda name: self._loader.bring(name, 1))
         give_way_to_kv(self.scheduler, self._residency, self._machine.merged)
         self._residency.drain_evicted()

@@ -1,0 +1,59 @@
+"""A bench that was stopped goes on where it was, and never with what belongs to another."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from vlora.bench.journal import Journal
+
+OF = {"commit": "abc", "quick": False}
+
+
+def never() -> object:
+    raise AssertionError("made twice")
+
+
+def test_what_was_found_is_not_made_again(tmp_path: Path) -> None:
+    path = tmp_path / "results" / "policy.partial"
+    first = Journal(path, OF)
+    assert first.once("cell 1", lambda: {"ms": (1.5, 2)}) == {"ms": [1.5, 2]}, "as a later run will read it"
+    assert first.once("cell 1", never) == {"ms": [1.5, 2]}
+    second = Journal(path, OF)
+    assert second.once("cell 1", never) == {"ms": [1.5, 2]}
+    assert second.once("cell 2", lambda: 3) == 3
+    assert Journal(path, OF).once("cell 2", never) == 3
+
+
+def test_a_line_that_was_cut_off_is_made_again_and_those_behind_it_count(tmp_path: Path) -> None:
+    path = tmp_path / "partial"
+    journal = Journal(path, OF)
+    journal.once("whole", lambda: 1)
+    journal.once("cut", lambda: [1, 2, 3])
+    path.write_text(path.read_text()[:-4])
+    again = Journal(path, OF)
+    assert again.once("whole", never) == 1
+    assert again.once("cut", lambda: "new") == "new"
+    last = Journal(path, OF)
+    assert (last.once("whole", never), last.once("cut", never)) == (1, "new")
+
+
+def test_what_belongs_to_another_commit_is_begun_anew(tmp_path: Path) -> None:
+    path = tmp_path / "partial"
+    Journal(path, OF).once("cell", lambda: 1)
+    other = Journal(path, {**OF, "commit": "def"})
+    assert other.once("cell", lambda: 2) == 2
+    assert Journal(path, OF).once("cell", lambda: 3) == 3, "and not what it was before that"
+
+
+def test_once_all_is_done_nothing_is_left(tmp_path: Path) -> None:
+    path = tmp_path / "partial"
+    journal = Journal(path, OF)
+    journal.once("cell", lambda: 1)
+    journal.close()
+    assert not path.exists()
+
+
+def test_without_a_file_it_is_kept_in_memory() -> None:
+    journal = Journal(None, OF)
+    assert journal.once("cell", lambda: 1) == journal.once("cell", never) == 1
+    journal.close()

@@ -1,0 +1,129 @@
+"""What the scheduler skips to be quick changes no decision: its plain form, word for word, decides alike."""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Iterable, Sequence, Set
+from unittest import mock
+
+import pytest
+from hypothesis import given, settings
+
+from tests.orchestrator import simulation as paper
+from tests.orchestrator.simulation import Machine, Simulation
+from tests.orchestrator.test_properties import Arrivals, admitted, crowd, every_policy, loads, machines
+from vlora.orchestrator import POLICIES, Candidate, CostModel, Costs, Scheduler, make_policy
+from vlora.orchestrator import scheduler as quick
+from vlora.orchestrator.cost import _features
+from vlora.orchestrator.tracked import Tracked
+from vlora.types import RequestStatus
+
+
+class PlainCostModel(CostModel):
+    @property
+    def costs(self) -> Costs:
+        units = _features(1, 1, 1, 1)
+        each = [weight * unit for weight, unit in zip(self._weights, units, strict=True)]
+        return Costs(*each, self._switch_s or 0.0, self._back_s or 0.0)
+
+
+class PlainScheduler(Scheduler):
+    """Looks at every request in every question."""
+
+    def blocks_short(self) -> int:
+        in_order = [
+            t
+            for status in (RequestStatus.RUNNING, RequestStatus.WAITING)
+            for t in self._tracked.values()
+            if t.status is status
+        ]
+        left, wanted = self._max_step_tokens, 0
+        for t in in_order[: self._max_batch_size]:
+            tokens = min(t.new_tokens, left)
+            left -= tokens
+            if tokens:
+                held = len(self._tables.table(t.request_id)) or self._tables.blocks_for(t.cached_len)
+                wanted += max(0, self._tables.blocks_for(t.cached_len + tokens) - held)
+        return max(0, wanted - self._tables.num_free_blocks)
+
+    def _theta(self, ready: Sequence[Tracked], merged: str | None, costs: Costs) -> float:
+        tokens = min(sum(t.new_tokens for t in ready), self._max_step_tokens)
+        context = sum(heapq.nlargest(self._max_batch_size, (t.cached_len for t in ready)))
+        each = 1 if merged is None else 2
+        lanes = each * min(len(ready), self._max_batch_size)
+        return max(self._theta_s, 2 * (costs.step_s(tokens, each * tokens, lanes, context) + costs.merge_s))
+
+    def _credits(self, requests: Iterable[Tracked], now: float, merged: str | None) -> list[float]:
+        costs = self._cost.costs
+        credits = []
+        for t in requests:
+            lanes = 0 if t.adapter == merged else (t.adapter is not None) + (merged is not None)
+            fixed_s = costs.base_s + lanes * costs.lane_s
+            if t.adapter != merged and merged is not None:
+                fixed_s += costs.merge_s
+            token_s = costs.token_s + lanes * costs.lane_token_s
+            own_s = fixed_s + token_s * min(t.new_tokens, self._max_step_tokens) + costs.context_token_s * t.cached_len
+            credits.append(now - t.last_ran_s + own_s)
+        return credits
+
+    def _candidates(self, ready: Sequence[Tracked], now: float, merged: str | None, theta_s: float) -> list[Candidate]:
+        starves = math.nextafter(theta_s, math.inf)
+        candidates = []
+        for t, credit in zip(ready, self._credits(ready, now, merged), strict=True):
+            bounded = t.answer_by is not None and t.first_answer_s is None
+            urgent = bounded and t.last_ran_s + credit + theta_s >= t.answer_by
+            if urgent and credit < starves:
+                credit = starves
+            waited_s = now - t.last_ran_s
+            candidates.append(
+                Candidate(t.request_id, t.adapter, credit, t.new_tokens, t.cached_len, t.is_head, urgent, waited_s)
+            )
+        return candidates
+
+
+def plain_share_tokens(order: Sequence[Tracked], starving: Set[str], max_step_tokens: int) -> dict[str, int]:
+    shares = {t.request_id: 1 for t in order if t.new_tokens == 1 or t.request_id in starving}
+    left = max_step_tokens - len(shares)
+    being_computed = set()
+    for tracked in order:
+        if left == 0:
+            break
+        if tracked.next_key in being_computed:
+            continue
+        share = shares.get(tracked.request_id, 0)
+        more = min(tracked.new_tokens - share, left)
+        if more:
+            shares[tracked.request_id] = share + more
+            left -= more
+            being_computed.update(tracked.keys(tracked.cached_len, tracked.cached_len + share + more))
+    return shares
+
+
+def decided(machine: Machine, arrivals: Arrivals, policy: str) -> str:
+    """Every step with its times, and every answer, as text."""
+    simulation = Simulation(machine, policy=make_policy(policy))
+    simulation.run(arrivals)
+    return repr(simulation.log) + repr(simulation.outputs)
+
+
+def decided_plainly(machine: Machine, arrivals: Arrivals, policy: str) -> str:
+    with (
+        mock.patch.object(paper, "Scheduler", PlainScheduler),
+        mock.patch.object(paper, "CostModel", PlainCostModel),
+        mock.patch.object(quick, "share_tokens", plain_share_tokens),
+    ):
+        return decided(machine, arrivals, policy)
+
+
+@settings(max_examples=60, deadline=None)
+@given(machine=machines(), arrivals=loads(), policy=every_policy)
+def test_every_decision_is_the_plain_one(machine: Machine, arrivals: Arrivals, policy: str) -> None:
+    arrivals = admitted(machine, arrivals)
+    assert decided(machine, arrivals, policy) == decided_plainly(machine, arrivals, policy)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_also_where_memory_is_short_all_the_time(policy: str) -> None:
+    machine, arrivals = crowd()
+    assert decided(machine, arrivals, policy) == decided_plainly(machine, arrivals, policy)
