@@ -7,45 +7,65 @@ import random
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vlora.orchestrator import CostModel
+from vlora.orchestrator import CostModel, StepSize
+
+Step = tuple[int, int, int, int, int]
 
 
-def seconds(tokens: int, lane_tokens: int, lanes: int, context: int, slow: float = 1.0) -> float:
-    return slow * (0.05 + 0.0008 * tokens + 0.0003 * lane_tokens + 0.004 * lanes + 2e-6 * context)
+def seconds(tokens: int, lane_tokens: int, lanes: int, context: int, adapters: int, slow: float = 1.0) -> float:
+    return slow * (0.05 + 0.0008 * tokens + 0.0003 * lane_tokens + 0.002 * lanes + 2e-6 * context + 0.004 * adapters)
 
 
-def some_step(draws: random.Random) -> tuple[int, int, int, int]:
+def some_step(draws: random.Random) -> Step:
     """A few requests decode, or one or two of them bring prompts."""
     requests, each = draws.randint(1, 16), draws.choice([0, 1, 2])
     tokens = requests + (draws.randint(50, 512) if draws.random() < 0.2 else 0)
-    return tokens, each * tokens, each * requests, draws.randint(0, 16000)
+    adapters = draws.randint(1, requests) + each - 1 if each else 0
+    return tokens, each * tokens, each * requests, draws.randint(0, 16000), adapters
 
 
-def relative_error(cost: CostModel, step: tuple[int, int, int, int], slow: float = 1.0) -> float:
-    return abs(cost.step_s(*step) / seconds(*step, slow) - 1)
+def learn(cost: CostModel, step: Step, seconds: float) -> None:
+    cost.observe_step(StepSize(*step), seconds)
+
+
+def relative_error(cost: CostModel, step: Step, slow: float = 1.0) -> float:
+    return abs(cost.costs.step_s(*step) / seconds(*step, slow) - 1)
 
 
 def test_nothing_is_assumed_before_the_first_sample() -> None:
     cost = CostModel()
-    assert cost.step_s(512, 1024, 8, 10_000) == 0.0
+    assert cost.costs.step_s(512, 1024, 8, 10_000, 4) == 0.0
     assert cost.switch_s == 0.0
 
 
 def test_one_sample_is_enough_to_expect_the_same_again() -> None:
     cost = CostModel()
-    cost.observe_step(16, 16, 16, 4000, 0.2)
-    assert abs(cost.step_s(16, 16, 16, 4000) - 0.2) < 0.01
+    learn(cost, (16, 16, 16, 4000, 8), 0.2)
+    assert abs(cost.costs.step_s(16, 16, 16, 4000, 8) - 0.2) < 0.01
 
 
 def test_what_cannot_be_told_apart_is_put_down_to_lanes_until_a_merged_step_tells() -> None:
     cost = CostModel()
+    unmerged, merged = (512, 512, 1, 0, 1), (512, 0, 0, 0, 0)
     for _ in range(50):
-        cost.observe_step(512, 512, 1, 0, seconds(512, 512, 1, 0))
-    assert cost.step_s(512, 512, 1, 0) > 2 * cost.step_s(512, 0, 0, 0), "so that merging is tried"
+        learn(cost, unmerged, seconds(*unmerged))
+    assert cost.costs.step_s(*unmerged) > 2 * cost.costs.step_s(*merged), "so that merging is tried"
     for _ in range(20):
-        cost.observe_step(512, 0, 0, 0, seconds(512, 0, 0, 0))
-    assert relative_error(cost, (512, 0, 0, 0)) < 0.05
-    assert relative_error(cost, (512, 512, 1, 0)) < 0.1
+        learn(cost, merged, seconds(*merged))
+    assert relative_error(cost, merged) < 0.05
+    assert relative_error(cost, unmerged) < 0.1
+
+
+def test_an_adapter_that_many_want_is_read_once() -> None:
+    """Sixteen requests decode with as many adapters, or with one, or merged: three prices, each learned."""
+    cost = CostModel()
+    steps = [(16, 16, 16, 0, 16), (16, 16, 16, 0, 1), (16, 0, 0, 0, 0), (300, 300, 2, 0, 2)]
+    for _ in range(100):
+        for step in steps:
+            learn(cost, step, seconds(*step))
+    assert max(relative_error(cost, step) for step in steps) < 0.02
+    apart, together = (cost.costs.step_s(*step) for step in steps[:2])
+    assert abs(apart - together - 15 * 0.004) < 0.005
 
 
 def test_a_linear_machine_is_learned_through_noise() -> None:
@@ -53,7 +73,7 @@ def test_a_linear_machine_is_learned_through_noise() -> None:
     cost = CostModel()
     for _ in range(200):
         step = some_step(draws)
-        cost.observe_step(*step, seconds(*step) * draws.gauss(1, 0.05))
+        learn(cost, step, seconds(*step) * draws.gauss(1, 0.05))
     assert max(relative_error(cost, some_step(draws)) for _ in range(100)) < 0.1
 
 
@@ -62,13 +82,13 @@ def test_a_machine_that_slows_down_is_followed_within_a_hundred_steps() -> None:
     cost = CostModel()
     for _ in range(300):
         step = some_step(draws)
-        cost.observe_step(*step, seconds(*step))
-    assert relative_error(cost, (8, 8, 8, 8000), slow=2) > 0.4
+        learn(cost, step, seconds(*step))
+    assert relative_error(cost, (8, 8, 8, 8000, 4), slow=2) > 0.4
     for _ in range(100):
         step = some_step(draws)
-        cost.observe_step(*step, seconds(*step, slow=2))
-    assert relative_error(cost, (8, 8, 8, 8000), slow=2) < 0.15
-    assert relative_error(cost, (512, 512, 4, 0), slow=2) < 0.15
+        learn(cost, step, seconds(*step, slow=2))
+    assert relative_error(cost, (8, 8, 8, 8000, 4), slow=2) < 0.15
+    assert relative_error(cost, (512, 512, 4, 0, 3), slow=2) < 0.15
 
 
 def test_long_decoding_does_not_make_it_forget_that_prompts_are_dear() -> None:
@@ -76,11 +96,12 @@ def test_long_decoding_does_not_make_it_forget_that_prompts_are_dear() -> None:
     cost = CostModel()
     for _ in range(100):
         step = some_step(draws)
-        cost.observe_step(*step, seconds(*step))
+        learn(cost, step, seconds(*step))
     for i in range(5000):
-        cost.observe_step(16, 16, 16, 16 * i, seconds(16, 16, 16, 16 * i))
-    assert relative_error(cost, (16, 16, 16, 80_000)) < 0.01
-    assert relative_error(cost, (512, 512, 4, 0)) < 0.5
+        step = (16, 16, 16, 16 * i, 8)
+        learn(cost, step, seconds(*step))
+    assert relative_error(cost, (16, 16, 16, 80_000, 8)) < 0.01
+    assert relative_error(cost, (512, 512, 4, 0, 3)) < 0.5
 
 
 @settings(max_examples=60)
@@ -91,22 +112,25 @@ def test_long_decoding_does_not_make_it_forget_that_prompts_are_dear() -> None:
             st.integers(0, 1200),
             st.integers(0, 64),
             st.integers(0, 10**6),
+            st.integers(0, 64),
             st.floats(1e-5, 100),
         ),
         max_size=40,
     ),
-    asked=st.tuples(st.integers(0, 600), st.integers(0, 1200), st.integers(0, 64), st.integers(0, 10**6)),
+    asked=st.tuples(
+        st.integers(0, 600), st.integers(0, 1200), st.integers(0, 64), st.integers(0, 10**6), st.integers(0, 64)
+    ),
 )
 def test_estimates_are_never_negative_and_never_fall_as_steps_grow(
-    samples: list[tuple[int, int, int, int, float]], asked: tuple[int, int, int, int]
+    samples: list[tuple[int, int, int, int, int, float]], asked: Step
 ) -> None:
     cost = CostModel()
     for sample in samples:
-        cost.observe_step(*sample)
-        estimate = cost.step_s(*asked)
+        learn(cost, sample[:5], sample[5])
+        estimate = cost.costs.step_s(*asked)
         assert 0 <= estimate < 1e5
-        for place in range(4):
-            assert estimate <= cost.step_s(*(count + (i == place) for i, count in enumerate(asked)))
+        for place in range(5):
+            assert estimate <= cost.costs.step_s(*(count + (i == place) for i, count in enumerate(asked)))
 
 
 def test_switches_are_averaged_with_the_newest_counting_most() -> None:

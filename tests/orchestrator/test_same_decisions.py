@@ -23,7 +23,7 @@ from vlora.types import RequestStatus
 class PlainCostModel(CostModel):
     @property
     def costs(self) -> Costs:
-        units = _features(1, 1, 1, 1)
+        units = _features(1, 1, 1, 1, 1)
         each = [weight * unit for weight, unit in zip(self._weights, units, strict=True)]
         return Costs(*each, self._switch_s or 0.0, self._back_s or 0.0)
 
@@ -52,14 +52,15 @@ class PlainScheduler(Scheduler):
         context = sum(heapq.nlargest(self._max_batch_size, (t.cached_len for t in ready)))
         each = 1 if merged is None else 2
         lanes = each * min(len(ready), self._max_batch_size)
-        return max(self._theta_s, 2 * (costs.step_s(tokens, each * tokens, lanes, context) + costs.merge_s))
+        adapters = min(len({t.adapter for t in ready}) + (merged is not None), lanes)
+        return max(self._theta_s, 2 * (costs.step_s(tokens, each * tokens, lanes, context, adapters) + costs.merge_s))
 
     def _credits(self, requests: Iterable[Tracked], now: float, merged: str | None) -> list[float]:
         costs = self._cost.costs
         credits = []
         for t in requests:
             lanes = 0 if t.adapter == merged else (t.adapter is not None) + (merged is not None)
-            fixed_s = costs.base_s + lanes * costs.lane_s
+            fixed_s = costs.base_s + lanes * (costs.lane_s + costs.adapter_s)
             if t.adapter != merged and merged is not None:
                 fixed_s += costs.merge_s
             token_s = costs.token_s + lanes * costs.lane_token_s

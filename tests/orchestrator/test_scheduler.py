@@ -448,7 +448,7 @@ def test_credit_is_the_wait_and_the_next_step_and_the_switch_it_would_take() -> 
     assert simulation.watched.credits["x"] == pytest.approx(4.0, rel=0.02)
 
 
-def test_the_cost_model_is_told_tokens_lane_tokens_lanes_and_context_of_each_step() -> None:
+def test_the_cost_model_is_told_what_was_in_each_step() -> None:
     simulation = box(Mixed())
     cost = simulation.scheduler._cost
     told: list[tuple[float, ...]] = []
@@ -458,8 +458,9 @@ def test_the_cost_model_is_told_tokens_lane_tokens_lanes_and_context_of_each_ste
     )
     simulation.step()
     simulation.step()
-    # A token of the merged adapter has no lane, one of the base model the deLoRA lane, one of another adapter both.
-    assert told == [(10, 0 * 3 + 2 * 5 + 1 * 2, 0 + 2 + 1, 0, 1.0), (3, 0 + 2 + 1, 0 + 2 + 1, 10, 1.0)]
+    # A token of the merged adapter has no lane, one of the base model the deLoRA lane, one of another adapter both: two
+    # adapters are read.
+    assert told == [((10, 0 * 3 + 2 * 5 + 1 * 2, 0 + 2 + 1, 0, 2), 1.0), ((3, 0 + 2 + 1, 0 + 2 + 1, 10, 2), 1.0)]
 
 
 def test_only_merges_count_as_the_price_of_a_switch() -> None:

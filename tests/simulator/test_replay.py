@@ -47,6 +47,16 @@ def test_steps_go_on_while_an_adapter_is_on_its_way() -> None:
     assert both["ttft_s"]["p99"] > 0.5
 
 
+def test_the_longest_wait_is_told_beside_the_bound_it_should_have_kept() -> None:
+    """Merged only: the second waits for the first to end, a step for its prompt and twenty-nine behind it."""
+    arrivals = [Arrival(0.0, "a", 10, 30), Arrival(0.0, "b", 10, 1)]
+    found = replay(arrivals, Box(costs=COSTS, policy="merged_only"))
+    assert found.longest_wait_s == pytest.approx(0.2 + 30 * 0.1 + (10 + 29) * 0.001)
+    assert found.wait_bound_s < 2
+    kept = replay(arrivals, Box(costs=COSTS, policy="unmerged_only"))
+    assert kept.longest_wait_s <= kept.wait_bound_s
+
+
 def test_loads_run_one_after_the_other() -> None:
     box = Box(costs=COSTS, load_s=10.0, policy="unmerged_only")
     found = replay([Arrival(0.0, name, 1, 1) for name in "abc"], box).as_dict()
@@ -174,7 +184,7 @@ def test_the_command_tells_what_it_found() -> None:
     )
     assert found["requests"] == 20 and found["policy"] == "vlora_cost"
     text = "\n".join(lines(found))
-    assert "average token latency" in text and "2 replicas" in text and "bound" not in text
+    assert "average token latency" in text and "2 replicas" in text and "bound on" not in text
     settings = {"max_ttft_s": 2.0, "weight": ("*=1",)}
     found = simulate(
         "hottest:rate=50", num_adapters=4, num_replicas=1, num_requests=80, seed=0, costs=None, settings=settings

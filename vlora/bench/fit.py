@@ -16,7 +16,7 @@ from vlora.config import EngineConfig
 from vlora.engine import LocalEngine
 from vlora.memory.transfer import Inline
 from vlora.models.loading import dummy_model
-from vlora.orchestrator import CostModel, Costs
+from vlora.orchestrator import CostModel, Costs, StepSize
 from vlora.types import Request, SamplingParams
 
 RANK = 64
@@ -29,10 +29,7 @@ _BATCHES = ((1, 64), (2, 256), (4, 32), (4, 128), (8, 64), (16, 8), (16, 32))
 class Sample(NamedTuple):
     """One step: what was in it, and how long it took, merging not included."""
 
-    num_tokens: int
-    num_lane_tokens: int
-    num_lanes: int
-    num_context: int
+    size: StepSize
     seconds: float
 
 
@@ -92,8 +89,10 @@ def fit(decode_steps: int) -> Fit:
                 seconds = time.process_time() - start
                 each = prompt if turn == 0 else 1
                 context = 0 if turn == 0 else prompt + turn - 1
-                lanes = sum(adapter is not None for adapter in adapters)
-                found.append(Sample(len(adapters) * each, lanes * each, lanes, len(adapters) * context, seconds))
+                adapted = [adapter for adapter in adapters if adapter is not None]
+                lanes, different = len(adapted), len(set(adapted))
+                size = StepSize(len(adapters) * each, lanes * each, lanes, len(adapters) * context, different)
+                found.append(Sample(size, seconds))
             return found
 
         # The first time each is loaded and, being alone, merged; the second time merged only.
@@ -111,7 +110,7 @@ def fit(decode_steps: int) -> Fit:
                 prompt_step, *decoding = steps(adapters, prompt, decode_steps)
                 samples += [prompt_step, *decoding]
     costs = _fitted(samples, merge_s)
-    errors = [abs(costs.step_s(*sample[:4]) / sample.seconds - 1) for sample in samples]
+    errors = [abs(costs.step_s(*sample.size) / sample.seconds - 1) for sample in samples]
     return Fit(costs, load_s, statistics.median(errors), tuple(samples))
 
 

@@ -11,9 +11,9 @@ import functools
 import itertools
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from vlora.bench.dummy import half_billion_config
 from vlora.bench.fit import RANK, fit
@@ -24,6 +24,7 @@ from vlora.bench.policy_plots import draw
 from vlora.config import EngineConfig
 from vlora.orchestrator import POLICIES, Costs
 from vlora.simulator import Arrival, Box, replay
+from vlora.simulator.popularity import hottest
 from vlora.simulator.replica import Replica
 from vlora.simulator.workloads import Hottest, Video
 
@@ -52,9 +53,10 @@ def run(quick: bool, partial: Path | None = None) -> Report:
         journal.once(name, make) for cells in (_retrieval, _video) for name, make in cells(costs, load_s, quick)
     ]
     goals = []
-    for app, against in itertools.product(("retrieval", "video"), ("best other", "best bounded")):
-        ratios = [row[f"ours / {against}"] for row in rows if row["app"] == app]
-        goals.append(Goal(f"{OURS} / {against}, {app}, worst of {len(ratios)} cells", max(ratios), 1.03, True))
+    for app in ("retrieval", "video"):
+        ratios = [row["ours / best in bound"] for row in rows if row["app"] == app]
+        name = f"{OURS} / best of those that kept the waiting bound, {app}, worst of {len(ratios)} cells"
+        goals.append(Goal(name, max(ratios), 1.03, True))
     skewed = [row[OURS] / row[BASELINE] for row in rows if row["skew"] >= 0.6 and row["load"] == 0.9]
     goals.append(Goal(f"{OURS} / {BASELINE}, skew 0.6 and above, load 0.9, worst", max(skewed), 0.8, True))
     algorithm1 = statistics.median(row[OURS] / row["vlora"] for row in rows)
@@ -101,7 +103,8 @@ def _retrieval(costs: Costs, load_s: float, quick: bool) -> Cells:
     skews = (0.2, 0.6, 0.95) if quick else (0.2, 0.4, 0.6, 0.8, 0.95)
     adapters = (20,) if quick else (2, 20, 200)
     for load, skew, num_adapters in itertools.product(loads, skews, adapters):
-        workload = Hottest(rate=load * _capacity(costs, _PROMPT, _ANSWER), skew=skew, **_RETRIEVAL)
+        capacity = _capacity(costs, _PROMPT, _ANSWER, hottest(num_adapters, skew))
+        workload = Hottest(rate=load * capacity, skew=skew, **_RETRIEVAL)
         arrivals = tuple(workload.arrivals(100 if quick else 250, num_adapters, seed=0))
         yield (
             f"retrieval, load {load}, skew {skew}, {num_adapters} adapters",
@@ -113,8 +116,8 @@ def _video(costs: Costs, load_s: float, quick: bool) -> Cells:
     """Cameras that each send a chunk a period; the period is stretched so that this machine can follow."""
     prompt = Video().frames * Video().frame_tokens
     for load, streams in itertools.product((0.9,) if quick else (0.3, 0.6, 0.9, 1.2), (4,) if quick else (4, 16)):
-        rate = load * _capacity(costs, prompt, 0)
         for adapters in (2, streams):
+            rate = load * _capacity(costs, prompt, 0, [1 / adapters] * adapters)
             arrivals = tuple(
                 arrival._replace(time_s=arrival.time_s * streams / rate)
                 for arrival in Video(streams=streams).arrivals(100 if quick else 250, adapters, seed=0)
@@ -135,11 +138,18 @@ def _cell(
     costs: Costs,
     load_s: float,
 ) -> dict[str, Any]:
-    """load: of what unmerged-only can serve with full batches. skew: the hottest adapter's share. Latencies in ms."""
+    """load: of what unmerged-only can serve with full batches. skew: the hottest adapter's share. Latencies in ms.
+
+    waits: the longest of a request that was let in for its next step, under our policy and under the one without a
+    bound. bound: what the bound came to at its loosest in the latter's replay; it is a rival where it kept that.
+    """
     policies = (OURS, *(name for name in POLICIES if name != OURS))
-    found = {policy: _latency_ms(arrivals, Box(costs=costs, load_s=load_s, policy=policy)) for policy in policies}
+    replays = {policy: _replayed(arrivals, Box(costs=costs, load_s=load_s, policy=policy)) for policy in policies}
+    found = {policy: each.latency_ms for policy, each in replays.items()}
     best = min((policy for policy in found if policy != OURS), key=lambda policy: found[policy])
-    bounded = min(latency for policy, latency in found.items() if policy not in (OURS, UNBOUNDED))
+    unbounded = replays[UNBOUNDED]
+    broken = unbounded.longest_wait_s > unbounded.wait_bound_s
+    in_bound = min(found[policy] for policy in found if policy != OURS and not (policy == UNBOUNDED and broken))
     return {
         "app": app,
         "load": load,
@@ -149,21 +159,37 @@ def _cell(
         **found,
         "best other": best,
         "ours / best other": found[OURS] / found[best],
-        "ours / best bounded": found[OURS] / bounded,
+        "ours / best in bound": found[OURS] / in_bound,
+        "ours waits s": replays[OURS].longest_wait_s,
+        f"{UNBOUNDED} waits s": unbounded.longest_wait_s,
+        "bound s": unbounded.wait_bound_s,
     }
 
 
+class _Replayed(NamedTuple):
+    latency_ms: float
+    longest_wait_s: float
+    wait_bound_s: float
+
+
 @functools.lru_cache(maxsize=4 * len(POLICIES))
-def _latency_ms(arrivals: tuple[Arrival, ...], box: Box) -> float:
-    """Some cells have the traffic of the one before: of two adapters none has less than half."""
-    return replay(arrivals, box).average_token_latency_s * 1e3
+def _replayed(arrivals: tuple[Arrival, ...], box: Box) -> _Replayed:
+    """Kept, since some cells have the traffic of one before: of two adapters the hottest has half at least."""
+    found = replay(arrivals, box)
+    return _Replayed(found.average_token_latency_s * 1e3, found.longest_wait_s, found.wait_bound_s)
 
 
-def _capacity(costs: Costs, prompt: int, answer: int) -> float:
-    """Requests per second of unmerged-only with every place of the batch taken; prompts fill steps of their own."""
+def _capacity(costs: Costs, prompt: int, answer: int, shares: Sequence[float]) -> float:
+    """Requests per second of unmerged-only with every place of the batch taken; prompts fill steps of their own.
+
+    shares: how often each adapter is asked for, which says how many different ones a full batch has.
+    """
+    size = EngineConfig.max_batch_size
+    different = sum(1 - (1 - share) ** size for share in shares)
     prompts_a_step = max(1.0, EngineConfig.max_step_tokens / prompt)
-    prompt_s = prompt * (costs.token_s + costs.lane_token_s) + costs.lane_s + costs.base_s / prompts_a_step
-    each = costs.token_s + costs.lane_token_s + costs.lane_s + costs.base_s / EngineConfig.max_batch_size
+    prompt_s = prompt * (costs.token_s + costs.lane_token_s) + costs.base_s / prompts_a_step
+    prompt_s += costs.lane_s + costs.adapter_s
+    each = costs.token_s + costs.lane_token_s + costs.lane_s + (costs.base_s + different * costs.adapter_s) / size
     return 1 / (prompt_s + answer * (each + costs.context_token_s * (prompt + answer / 2)))
 
 

@@ -5,10 +5,11 @@ lengths), `budgets.py` (cutting a decision to tokens and blocks), `cost.py`, `sc
 """
 
 from vlora.orchestrator.algorithm1 import Algorithm1
-from vlora.orchestrator.cost import CostModel, Costs
+from vlora.orchestrator.cost import CostModel, Costs, StepSize
 from vlora.orchestrator.policy import Candidate, Decision, Policy, PolicyState
 from vlora.orchestrator.registry import POLICIES, make_policy
 from vlora.orchestrator.scheduler import Scheduler
+from vlora.orchestrator.waits import Waits
 from vlora.orchestrator.wanted import bring_wanted, give_way_to_kv, pin_in_use
 
 __all__ = [
@@ -21,6 +22,8 @@ __all__ = [
     "Policy",
     "PolicyState",
     "Scheduler",
+    "StepSize",
+    "Waits",
     "bring_wanted",
     "give_way_to_kv",
     "make_policy",

@@ -124,8 +124,9 @@ class Load:
             num_steps * self._max_step_tokens,
             num_steps * self._num_decoding + max(due, self._prompts + new_tokens),
         )
-        lanes = num_steps * min(self._num_accepted + 1, self._max_batch_size)
-        step_s = self._costs.step_s(tokens, tokens, lanes, num_steps * self._context)
+        a_step = min(self._num_accepted + 1, self._max_batch_size)
+        adapters = num_steps * min(len(self._needed) + 1, a_step)
+        step_s = self._costs.step_s(tokens, tokens, num_steps * a_step, num_steps * self._context, adapters)
         return step_s + (num_steps - 1) * self._costs.base_s
 
 

@@ -5,21 +5,21 @@ from __future__ import annotations
 from operator import mul
 from typing import NamedTuple
 
+from vlora.types import Batch
+
 _FORGET = 0.98  # weight of the past per new sample: the fit follows a machine that slows down within some fifty steps
 _SMOOTH = 0.2  # weight of the newest switch in the moving average
 _SWEEPS = 4  # per sample; the fit starts from the last one, so a few suffice
 # Lanes before tokens: while every step seen was unmerged the two cannot be told apart, and what is put down to lanes is
-# an invitation to merge, which tells them apart. The other way round nobody would ever find out.
-_SWEEP_ORDER = (3, 2, 1, 0, 4)
+# an invitation to merge, which tells them apart. The other way round nobody would ever find out. Lanes come before
+# adapters for the same reason: while no two requests have the same adapter.
+_SWEEP_ORDER = (3, 5, 2, 1, 0, 4)
 _FORGOTTEN = 1e-12  # a feature last seen so long ago that its coefficient is left alone
 
 
 class Costs(NamedTuple):
-    """What a machine takes, in seconds: a step without tokens, then each token, lane token, lane and context token.
+    """What a machine takes, in seconds: a step without tokens, then each of what `StepSize` counts.
 
-    tokens: computed in the step. lane tokens: (token, lane) pairs, so a token with the deLoRA branch and its own
-    adapter counts twice. lanes: (request, lane) pairs, each of which reads an adapter, however few its tokens.
-    context tokens: KV that was in place before the step and is read in it.
     merge_s: putting another adapter into the weights. back_s: going back to W0; 0 where a shadow copy keeps both W0 and
     the weights merged last, so that going between the two is free.
     """
@@ -29,6 +29,7 @@ class Costs(NamedTuple):
     lane_token_s: float = 0.0
     lane_s: float = 0.0
     context_token_s: float = 0.0
+    adapter_s: float = 0.0
     merge_s: float = 0.0
     back_s: float = 0.0
 
@@ -37,7 +38,9 @@ class Costs(NamedTuple):
         """Leaving merged weights for W0 and coming back."""
         return self.back_s + self.merge_s if self.back_s else 0.0
 
-    def step_s(self, num_tokens: int, num_lane_tokens: int, num_lanes: int, num_context: int) -> float:
+    def step_s(
+        self, num_tokens: int, num_lane_tokens: int, num_lanes: int, num_context: int, num_adapters: float
+    ) -> float:
         """Seconds of a step, merging not included."""
         return (
             self.base_s
@@ -45,11 +48,54 @@ class Costs(NamedTuple):
             + self.lane_token_s * num_lane_tokens
             + self.lane_s * num_lanes
             + self.context_token_s * num_context
+            + self.adapter_s * num_adapters
         )
 
 
+class StepSize(NamedTuple):
+    """What is in a step.
+
+    tokens: computed in it. lane tokens: (token, lane) pairs, so a token with the deLoRA branch and its own adapter
+    counts twice. lanes: (request, lane) pairs, however few their tokens. context: tokens whose KV was in place before
+    and is read. adapters: different ones that have a lane, the merged one's deLoRA branch included: each is read once,
+    however many requests want it.
+    """
+
+    num_tokens: int
+    num_lane_tokens: int
+    num_lanes: int
+    num_context: int
+    num_adapters: int
+
+    @classmethod
+    def of(cls, batch: Batch) -> StepSize:
+        merged = batch.merged_adapter
+        tokens = lane_tokens = lanes = context = 0
+        read: set[str | None] = set()
+        for item in batch.items:
+            tokens += item.num_tokens
+            context += item.start
+            if item.adapter != merged:
+                each = num_lanes(item.adapter, merged)
+                lanes += each
+                lane_tokens += each * item.num_tokens
+                read.add(item.adapter)
+        if read:
+            read.add(merged)
+            read.discard(None)
+        return cls(tokens, lane_tokens, lanes, context, len(read))
+
+
+def num_lanes(adapter: str | None, merged: str | None) -> int:
+    """Lanes each token of a request takes: minus the merged adapter if that is another, plus its own if it has one."""
+    if adapter == merged:
+        return 0
+    return (adapter is not None) + (merged is not None)
+
+
 class CostModel:
-    """Learns `Costs`: a step linear in (1, tokens, lane tokens, lanes, context tokens) with no negative coefficient.
+    """Learns `Costs`: a step linear in (1, tokens, lane tokens, lanes, context tokens, adapters) with no negative
+    coefficient.
 
     Online non-negative least squares: forgetting normal equations, coordinate descent from the last solution. No
     coefficient can be negative, so neither can an estimate, and a larger step never looks cheaper than a smaller one.
@@ -57,9 +103,9 @@ class CostModel:
     """
 
     def __init__(self) -> None:
-        self._gram = [[0.0] * 5 for _ in range(5)]
-        self._moment = [0.0] * 5
-        self._weights = [0.0] * 5
+        self._gram = [[0.0] * _NUM for _ in range(_NUM)]
+        self._moment = [0.0] * _NUM
+        self._weights = [0.0] * _NUM
         self._switch_s: float | None = None
         self._back_s: float | None = None
         self._costs = Costs()
@@ -74,15 +120,9 @@ class CostModel:
         """What is expected now."""
         return self._costs
 
-    def step_s(self, num_tokens: int, num_lane_tokens: int, num_lanes: int, num_context: int) -> float:
-        """Expected seconds of a step."""
-        return self.costs.step_s(num_tokens, num_lane_tokens, num_lanes, num_context)
-
-    def observe_step(
-        self, num_tokens: int, num_lane_tokens: int, num_lanes: int, num_context: int, seconds: float
-    ) -> None:
+    def observe_step(self, size: StepSize, seconds: float) -> None:
         """Learn from a step that took `seconds`, switching not included."""
-        features = _features(num_tokens, num_lane_tokens, num_lanes, num_context)
+        features = _features(*size)
         weights, moment = self._weights, self._moment
         for i, (row, feature) in enumerate(zip(self._gram, features, strict=True)):
             row[:] = [_FORGET * old + feature * other for old, other in zip(row, features, strict=True)]
@@ -113,10 +153,11 @@ def _smoothed(average: float | None, newest: float) -> float:
 
 
 def _features(
-    num_tokens: int, num_lane_tokens: int, num_lanes: int, num_context: int
-) -> tuple[float, float, float, float, float]:
+    num_tokens: int, num_lane_tokens: int, num_lanes: int, num_context: int, num_adapters: int
+) -> tuple[float, float, float, float, float, float]:
     # Scaled so that usual values are near 1, which keeps the descent well conditioned.
-    return 1.0, num_tokens / 64, num_lane_tokens / 64, num_lanes / 8, num_context / 4096
+    return 1.0, num_tokens / 64, num_lane_tokens / 64, num_lanes / 8, num_context / 4096, num_adapters / 8
 
 
-_UNITS = _features(1, 1, 1, 1)
+_UNITS = _features(1, 1, 1, 1, 1)
+_NUM = len(_UNITS)

@@ -91,5 +91,7 @@ class DLora:
 def _step_s(batch: Sequence[Candidate], merged: str | None, state: PolicyState) -> float:
     """Predicted seconds of a step of `batch`, whose requests are all of the merged adapter or all over W0."""
     tokens = min(sum(c.new_tokens for c in batch), state.max_step_tokens)
-    adapted = [c.new_tokens for c in batch if c.adapter is not None and merged is None]
-    return state.costs.step_s(tokens, min(sum(adapted), tokens), len(adapted), sum(c.cached_len for c in batch))
+    adapted = [c for c in batch if c.adapter is not None and merged is None]
+    lane_tokens = min(sum(c.new_tokens for c in adapted), tokens)
+    context, adapters = sum(c.cached_len for c in batch), len({c.adapter for c in adapted})
+    return state.costs.step_s(tokens, lane_tokens, len(adapted), context, adapters)

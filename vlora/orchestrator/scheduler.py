@@ -15,13 +15,14 @@ from vlora.errors import Aborted, DeadlineMissed, DeadlineUnreachable, PromptToo
 from vlora.memory.books import BlockTables
 from vlora.orchestrator.admission import Admission, Load
 from vlora.orchestrator.budgets import grant_blocks, share_tokens
-from vlora.orchestrator.cost import CostModel, Costs
+from vlora.orchestrator.cost import CostModel, Costs, StepSize, num_lanes
 from vlora.orchestrator.counting import Counters
 from vlora.orchestrator.policy import Candidate, Decision, Policy, PolicyState
 from vlora.orchestrator.reuse import look_up
 from vlora.orchestrator.stays import Stays
 from vlora.orchestrator.tracked import Tracked
 from vlora.orchestrator.turns import FairShares, adapter_of, in_turn, tenant_of
+from vlora.orchestrator.waits import Waits
 from vlora.types import (
     Batch,
     BatchItem,
@@ -109,6 +110,7 @@ class Scheduler:
         self._stays = Stays()
         self._outputs: list[RequestOutput] = []
         self._counters = Counters()
+        self.waits = Waits(max_batch_size)
 
     # -- arrival and early ends ---------------------------------------------------------------------------------------
 
@@ -303,6 +305,7 @@ class Scheduler:
         shadow = self._shadow_adapter if self._shadow_adapter in resident else None
         costs = self._cost.costs
         theta_s = self._theta(ready, merged, costs)
+        self.waits.decided(theta_s, len(ready))
         candidates = self._candidates(in_turn(ready, self._shares), now, merged, theta_s)
         decision = self._policy.decide(
             candidates,
@@ -362,9 +365,10 @@ class Scheduler:
     def _credits(self, requests: Iterable[Tracked], now: float, merged: str | None) -> list[float]:
         costs, limit = self._cost.costs, self._max_step_tokens
         # The step's cost by number of lanes, fixed and for each token: this runs for every request in every step.
-        lanes = [(costs.base_s + n * costs.lane_s, costs.token_s + n * costs.lane_token_s) for n in range(3)]
+        lane_s = costs.lane_s + costs.adapter_s
+        lanes = [(costs.base_s + n * lane_s, costs.token_s + n * costs.lane_token_s) for n in range(3)]
         context_s, merge_s = costs.context_token_s, 0.0 if merged is None else costs.merge_s
-        own, base, other = lanes[0], lanes[_num_lanes(None, merged)], lanes[1 if merged is None else 2]
+        own, base, other = lanes[0], lanes[num_lanes(None, merged)], lanes[1 if merged is None else 2]
         base, other = ((fixed_s + merge_s, token_s) for fixed_s, token_s in (base, other))
         credits: list[float] = []
         for t in requests:
@@ -384,7 +388,9 @@ class Scheduler:
         context = sum(sorted([t.cached_len for t in ready], reverse=True)[: self._max_batch_size])
         each = 1 if merged is None else 2
         lanes = each * min(len(ready), self._max_batch_size)
-        return max(self._theta_s, 2 * (costs.step_s(tokens, each * tokens, lanes, context) + costs.merge_s))
+        adapters = min(len({t.adapter for t in ready}) + each - 1, lanes)
+        step_s = costs.step_s(tokens, each * tokens, lanes, context, adapters)
+        return max(self._theta_s, 2 * (step_s + costs.merge_s))
 
     def _fit(self, decision: Decision, starving: set[str], ready: Sequence[Tracked], now: float) -> Batch | None:
         """Cut the decision to its budgets; None, and nothing changed, when nobody fits."""
@@ -400,6 +406,7 @@ class Scheduler:
         for item in items:
             tracked = self._tracked[item.request_id]
             tracked.status = RequestStatus.RUNNING
+            self.waits.waited(now - tracked.last_ran_s)
             if tracked.first_run_s is None:
                 tracked.first_run_s = now
         return Batch(_mode_of(merged, items), merged, items, tuple(t.request_id for t in preempted))
@@ -424,6 +431,7 @@ class Scheduler:
         """Take a step's results in; returns what became known, with a finished output for every request that ended."""
         now = self._clock()
         self._counters.step(batch, result)
+        self.waits.stepped(result.step_s + result.switch_s)
         self._learn_costs(batch, result)
         outputs: list[RequestOutput] = []
         for item in batch.items:
@@ -478,15 +486,7 @@ class Scheduler:
                 self._cost.observe_switch(result.switch_s)
                 self._shadow_adapter = None if result.in_place else merged
         if result.step_s > 0 and not result.errors:
-            tokens = lane_tokens = lanes = context = 0
-            for item in batch.items:
-                tokens += item.num_tokens
-                context += item.start
-                if item.adapter != merged:
-                    each = _num_lanes(item.adapter, merged)
-                    lanes += each
-                    lane_tokens += each * item.num_tokens
-            self._cost.observe_step(tokens, lane_tokens, lanes, context, result.step_s)
+            self._cost.observe_step(StepSize.of(batch), result.step_s)
 
     def _end(
         self,
@@ -535,13 +535,6 @@ class Scheduler:
     def _end_early(self, request_id: str, reason: FinishReason, error: ErrorValue) -> RequestOutput | None:
         tracked = self._find(request_id)
         return None if tracked is None else self._end(tracked, reason, self._clock(), error=error)
-
-
-def _num_lanes(adapter: str | None, merged: str | None) -> int:
-    """Lanes each token of a request takes: minus the merged adapter if that is another, plus its own if it has one."""
-    if adapter == merged:
-        return 0
-    return (adapter is not None) + (merged is not None)
 
 
 def _mode_of(merged: str | None, items: Sequence[BatchItem]) -> Mode:

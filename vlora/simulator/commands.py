@@ -65,6 +65,10 @@ def lines(found: Mapping[str, Any]) -> Iterator[str]:
             + ", ".join(f"{name} {value:.3f} s" for name, value in found["refusal_s"].items())
             + f"; {found['late']} of {found['requests']} answered late"
         )
+    yield (
+        f"  longest wait           {found['longest_wait_s']:.3f} s for the next step; the waiting bound came to "
+        f"{found['wait_bound_s']:.3f} s"
+    )
     shares = ", ".join(f"{mode} {share:.1%}" for mode, share in found["steps_by_mode"].items())
     yield f"  steps                  {found['steps']}: {shares}"
     yield f"  switches               {found['switches']}, taking {found['switch_s']:.2f} s"

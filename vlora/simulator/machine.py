@@ -7,7 +7,7 @@ import math
 from pathlib import Path
 
 from vlora.errors import BadConfig
-from vlora.orchestrator import Costs
+from vlora.orchestrator import Costs, StepSize
 from vlora.types import Batch, HeadAnswer, StepResult
 
 MEASURED = Path(__file__).parent / "costs" / "xeon-qwen2-0.5b-rank64.json"
@@ -51,19 +51,12 @@ class Machine:
             self._shadow, switch_s = None if self._costs.back_s else merged, self._costs.merge_s
         tokens: dict[str, int] = {}
         heads: dict[str, HeadAnswer] = {}
-        num_tokens = lane_tokens = lanes = context = 0
         for item in batch.items:
-            num_tokens += item.num_tokens
-            context += item.start
-            if item.adapter != merged:
-                each = (item.adapter is not None) + (merged is not None)
-                lanes += each
-                lane_tokens += each * item.num_tokens
             if item.answers:
                 # Both, since only the scheduler knows which was asked for; it reads the one it wants.
                 tokens[item.request_id] = _TOKEN
                 heads[item.request_id] = _ANSWER
-        step_s = self._costs.step_s(num_tokens, lane_tokens, lanes, context)
+        step_s = self._costs.step_s(*StepSize.of(batch))
         self._clock.now += step_s + switch_s
         return StepResult(
             tokens=tokens,
@@ -78,8 +71,8 @@ class Machine:
 def read_costs(path: Path) -> tuple[Costs, float]:
     """A machine's costs and `load_s`, the seconds that bringing an adapter into memory takes, from a JSON file.
 
-    The file holds an object "costs" with these numbers, as `vlora bench policy --out DIR` writes it; `back_s` is 0 if
-    not given. Raises BadConfig with the field at fault.
+    The file holds an object "costs" with these numbers, as `vlora bench policy --out DIR` writes it; `back_s` and
+    `adapter_s` are 0 if not given. Raises BadConfig with the field at fault.
     """
     try:
         found = json.loads(path.read_text())
@@ -90,7 +83,7 @@ def read_costs(path: Path) -> tuple[Costs, float]:
     values = found.get("costs") if isinstance(found, dict) else None
     if not isinstance(values, dict):
         raise BadConfig(f'{path}: no object "costs" in it')
-    values = {"back_s": 0.0, **values}
+    values = {"back_s": 0.0, "adapter_s": 0.0, **values}
     for field in (*Costs._fields, "load_s"):
         value = values.get(field)
         if isinstance(value, bool) or not isinstance(value, int | float) or not (math.isfinite(value) and value >= 0):

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from vlora.errors import DeadlineUnreachable
+from vlora.orchestrator import Waits
 from vlora.types import EngineStats, RequestOutput
 
 PERCENTILES = (50, 90, 99)
@@ -18,7 +19,8 @@ class Measures:
     """Sums over the requests that were answered. Times in seconds from a request's arrival.
 
     num_refused: too long for the memory. num_unreachable: refused because their bound on the first answer could not be
-    kept. num_late: let in, but over that bound after all.
+    kept. num_late: let in, but over that bound after all. longest_wait_s: of a request that was let in for its next
+    step; wait_bound_s: what the waiting bound came to at most, on the same replica.
     """
 
     def __init__(self) -> None:
@@ -33,6 +35,8 @@ class Measures:
         self._refusal_s = array("d")
         self.num_loads = 0
         self.end_s = 0.0
+        self.longest_wait_s = 0.0
+        self.wait_bound_s = 0.0
 
     def add(self, output: RequestOutput, max_ttft_s: float | None) -> None:
         """Count a finished output of a request with that bound."""
@@ -50,8 +54,10 @@ class Measures:
         self.latency_s += timings.latency_s
         self._ttft_s.append(timings.ttft_s)
 
-    def close(self, stats: Sequence[EngineStats], end_s: float, num_loads: int) -> None:
+    def close(self, stats: Sequence[EngineStats], waits: Sequence[Waits], end_s: float, num_loads: int) -> None:
         """Take in what the replicas counted, once all is done."""
+        worst = max(waits, key=lambda each: each.longest_s)
+        self.longest_wait_s, self.wait_bound_s = worst.longest_s, worst.bound_s
         self._stats = list(stats)
         self.end_s = end_s
         self.num_loads = num_loads
@@ -77,6 +83,8 @@ class Measures:
             "average_token_latency_ms": 1e3 * self.average_token_latency_s if self.num_tokens else None,
             "mean_latency_s": self.latency_s / self.num_finished if self.num_finished else None,
             "ttft_s": _percentiles(self._ttft_s),
+            "longest_wait_s": self.longest_wait_s,
+            "wait_bound_s": self.wait_bound_s,
             "refusal_s": _percentiles(self._refusal_s),
             "steps": num_steps,
             "steps_by_mode": {mode: count / num_steps for mode, count in sorted(steps.items())},

@@ -38,6 +38,7 @@ def replay(arrivals: Iterable[Arrival], box: Box, num_replicas: int = 1) -> Meas
     assert not any(unfinished), "a request was never answered"
     measures.close(
         [replica.stats() for replica in replicas],
+        [replica.scheduler.waits for replica in replicas],
         max(replica.clock.now for replica in replicas),
         sum(replica.num_loads for replica in replicas),
     )
