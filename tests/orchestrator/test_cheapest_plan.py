@@ -86,20 +86,6 @@ def test_a_prompt_is_no_reason_to_put_its_half_off() -> None:
     assert "prompt" in chosen.order and len(chosen.order) == 17
 
 
-def test_who_is_switched_to_keeps_the_turn_so_that_its_rounds_share_the_merge() -> None:
-    """Two crowds that decode: a merge in every round would cost more than lanes, one in each turn of a theta does not.
-    b's turn comes when it starves, and lasts, for a is not at hand then."""
-    crowds = [*decoding("a", 40), *decoding("b", 40)]
-    first = decide(crowds, state("a"))
-    assert (first.mode, first.merged_adapter) == (Mode.MERGED, "a")
-    starved = [*decoding("a", 40), *decoding("b", 40, waited_s=THETA_S + 0.1)]
-    second = decide(starved, state("a"))
-    assert (second.mode, second.merged_adapter) == (Mode.MERGED, "b")
-    assert decide(crowds, state("b")).merged_adapter == "b"
-    soon = [*decoding("a", 40), *decoding("b", 40, waited_s=0.2)]
-    assert decide(soon, state("a")._replace(theta_s=0.1)).mode is not Mode.MERGED, "a turn of one round each"
-
-
 def test_an_adapter_is_read_once_however_many_want_it() -> None:
     """Ten want a, which is at hand: mixed mode saves them ten lanes for two more, but not the reading of a."""
     ready = [*decoding("a", 10), *decoding("b", 1), *decoding("c", 1)]

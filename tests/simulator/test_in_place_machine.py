@@ -69,7 +69,7 @@ def test_weights_are_left_only_for_what_the_way_back_is_worth() -> None:
 def test_halves_take_turns_only_where_going_to_and_fro_is_free() -> None:
     # Two long prompts of different adapters: no lanes in turn, or two lanes for half of the tokens together.
     dear = {"base_s": 0.01, "lane_token_s": 0.002}
-    ready = [Candidate("x", "a", 0.0, 150, head=True), Candidate("y", "b", 0.0, 100, head=True)]
+    ready = [Candidate("x", "a", 0.0, 150), Candidate("y", "b", 0.0, 100)]
     assert decide(SHADOW._replace(**dear), "a", ready) == (Mode.MERGED, "a")
     assert decide(IN_PLACE._replace(**dear, back_s=5.0, merge_s=5.0), "a", ready) == (Mode.MIXED, "a")
 

@@ -87,14 +87,12 @@ class CheapestPlan:
         total = _Work(*map(sum, zip(*works.values(), strict=True)))
         starving = _starving(ready, state)
         unmerged = _Plan(_mean_s(state, (total, _seconds(total, state) + _place_s(None, state))), None)
-        alone = {adapter: _alone(adapter, work, state) for adapter, work in works.items()}
-        steps_s, switches_s = map(sum, zip(*alone.values(), strict=True))
-        plans = []
-        for adapter in _worth_merging(works, (starving or ready)[0], state):
-            own_s, switch_s = alone[adapter]
-            others = total.minus(works[adapter])
-            others_s = _turns_s(others, steps_s - own_s, switches_s - switch_s, state)
-            plans.append(_best_with(adapter, works[adapter], others, others_s, state))
+        alone_s = {adapter: _alone_s(adapter, work, state) for adapter, work in works.items()}
+        round_s = sum(alone_s.values())
+        plans = [
+            _best_with(adapter, works[adapter], total, round_s - alone_s[adapter], state)
+            for adapter in _worth_merging(works, (starving or ready)[0], state)
+        ]
         at_hand = (state.merged_adapter, state.shadow_adapter)
         chosen = min([unmerged, *(plan for plan in plans if plan.merged in at_hand)], key=lambda plan: plan.mean_s)
         missed: dict[str | None, float] = {}
@@ -157,24 +155,12 @@ def _worth_merging(works: Mapping[str | None, _Work], first: Candidate, state: P
     return list(dict.fromkeys((*named, *largest)))
 
 
-def _alone(adapter: str | None, work: _Work, state: PolicyState) -> tuple[float, float]:
-    """Predicted time for one adapter's requests in steps of their own, and for the switch to it after another's: a
-    merge where it may be merged, for whoever was merged before has taken the place of its merged weights."""
+def _alone_s(adapter: str | None, work: _Work, state: PolicyState) -> float:
+    """Predicted time for one adapter's requests in steps of their own, after another's: merging included where it may
+    be merged, for whoever was merged before has taken the place of its merged weights."""
     if adapter is None or adapter not in state.mergeable:
-        return _seconds(work, state), state.costs.back_s
-    return _merged_s(work, state), state.costs.merge_s
-
-
-def _turns_s(work: _Work, steps_s: float, switches_s: float, state: PolicyState) -> float:
-    """Predicted time until adapters that are switched to one after the other have each had a step for all of theirs.
-
-    Whoever was switched to keeps its turn until somebody else starves: so many rounds as are over by then share the
-    price of the switches, as far as requests go on after their answer.
-    """
-    if not work.requests:
-        return 0.0
-    more = max(0.0, (state.theta_s - switches_s) / steps_s - 1) if steps_s else 0.0
-    return steps_s + switches_s / (1 + more * (1 - work.heads / work.requests))
+        return _seconds(work, state) + state.costs.back_s
+    return _merged_s(work, state) + state.costs.merge_s
 
 
 def _place_s(merged: str | None, state: PolicyState) -> float:
@@ -184,13 +170,14 @@ def _place_s(merged: str | None, state: PolicyState) -> float:
     return state.costs.back_s if merged is None else state.costs.merge_s
 
 
-def _best_with(adapter: str, own: _Work, others: _Work, others_alone_s: float, state: PolicyState) -> _Plan:
+def _best_with(adapter: str, own: _Work, total: _Work, others_alone_s: float, state: PolicyState) -> _Plan:
     """The cheapest plan that has `adapter` merged, merging it not included."""
+    others = total.minus(own)
     own_s = _merged_s(own, state)
     others_s = _seconds(others, state) + state.costs.round_trip_s
-    together = others.beside(own)
+    together_s = _seconds(others.beside(own), state)
     return min(
-        _Plan(_mean_s(state, (together, _seconds(together, state))), adapter),
+        _Plan(_mean_s(state, (total, together_s)), adapter),
         _Plan(_mean_s(state, (own, own_s), (others, others_s)), adapter, split=True),
         _Plan(_mean_s(state, (own, own_s), (others, others_alone_s)), adapter, split=True, one_by_one=True),
         key=lambda plan: plan.mean_s,
@@ -256,7 +243,7 @@ def _turn(
     else:
         work = works[plan.merged]
         rest, rest_s = (
-            (works[first], sum(_alone(first, works[first], state)))
+            (works[first], _alone_s(first, works[first], state))
             if one
             else (total.minus(work), _seconds(total.minus(work), state) + _place_s(None, state))
         )

@@ -11,9 +11,10 @@ _FORGET = 0.98  # weight of the past per new sample: the fit follows a machine t
 _SMOOTH = 0.2  # weight of the newest switch in the moving average
 _SWEEPS = 4  # per sample; the fit starts from the last one, so a few suffice
 # Lanes before tokens: while every step seen was unmerged the two cannot be told apart, and what is put down to lanes is
-# an invitation to merge, which tells them apart. The other way round nobody would ever find out. Lanes come before
-# adapters for the same reason: while no two requests have the same adapter.
-_SWEEP_ORDER = (3, 5, 2, 1, 0, 4)
+# an invitation to merge, which tells them apart. The other way round nobody would ever find out. Adapters before lanes,
+# for the same reason: while no two requests had the same adapter, what is put down to adapters is an invitation to run
+# several of one unmerged; merged steps would never tell.
+_SWEEP_ORDER = (5, 3, 2, 1, 0, 4)
 _FORGOTTEN = 1e-12  # a feature last seen so long ago that its coefficient is left alone
 
 
