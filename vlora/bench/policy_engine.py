@@ -88,27 +88,20 @@ def confirm(
     """
     torch.set_num_threads(1)
     engines = _Engines(config, rank)
-    rate = LOAD * once("capacity", engines.capacity)
-
-    def measured(policy: str, skew: float, seed: int) -> float:
-        arrivals = _arrivals(num_requests, rate, skew, seed)
-        return once(f"engine, skew {skew}, repeat {seed}, {policy}", lambda: engines.latency_ms(policy, arrivals))
-
     points = []
     for skew in skews:
-        found = {policy: list[float]() for policy in (BASELINE, OURS)}
-        for seed, policy in itertools.product(range(1, repeats + 1), found):
-            found[policy].append(measured(policy, skew, seed))
-        points.append(
-            Point(
-                skew,
-                rate,
-                tuple(found[BASELINE]),
-                tuple(found[OURS]),
-                tuple(ours / base for ours, base in zip(found[OURS], found[BASELINE], strict=True)),
-                tuple(_simulated(costs, _arrivals(num_requests, rate, skew, seed)) for seed in range(1, repeats + 1)),
-            )
-        )
+        # By skewness: requests of one adapter share its reading, so unmerged-only serves more of them.
+        rate = LOAD * once(f"capacity, skew {skew}", functools.partial(engines.capacity, skew))
+        found: dict[str, list[float]] = {BASELINE: [], OURS: []}
+        simulated = []
+        for seed in range(1, repeats + 1):
+            arrivals = _arrivals(num_requests, rate, skew, seed)
+            for policy, latencies in found.items():
+                make = functools.partial(engines.latency_ms, policy, arrivals)
+                latencies.append(once(f"engine, skew {skew}, repeat {seed}, {policy}", make))
+            simulated.append(_simulated(costs, arrivals))
+        ratios = tuple(ours / base for ours, base in zip(found[OURS], found[BASELINE], strict=True))
+        points.append(Point(skew, rate, tuple(found[BASELINE]), tuple(found[OURS]), ratios, tuple(simulated)))
     return points
 
 
@@ -134,9 +127,9 @@ class _Engines:
             drive(engine, self._clock, _arrivals(engine.config.max_batch_size, 1e6, 0.5, seed=0))
         return engines
 
-    def capacity(self) -> float:
+    def capacity(self, skew: float) -> float:
         """Requests per second of the baseline."""
-        return _capacity(self._by_policy[BASELINE], self._clock)
+        return _capacity(self._by_policy[BASELINE], self._clock, skew)
 
     def latency_ms(self, policy: str, arrivals: Sequence[Arrival]) -> float:
         return average_token_latency_ms(drive(self._by_policy[policy], self._clock, arrivals))
@@ -160,11 +153,11 @@ def _arrivals(number: int, rate: float, skew: float, seed: int) -> list[Arrival]
     return list(Hottest(rate=rate, skew=skew, **_LENGTHS).arrivals(number, _NUM_ADAPTERS, seed))
 
 
-def _capacity(engine: Engine, clock: WorkClock) -> float:
+def _capacity(engine: Engine, clock: WorkClock, skew: float) -> float:
     """Requests per second with more waiting than a batch takes: the first and the last batch of them not counted."""
     size = engine.config.max_batch_size
     started = clock()
-    outputs = drive(engine, clock, _arrivals(4 * size, 1e6, 0.2, seed=0))
+    outputs = drive(engine, clock, _arrivals(4 * size, 1e6, skew, seed=0))
     ended = sorted(_timings(output).latency_s for output in outputs)  # all came at once
     assert ended[-1] <= clock() - started
     return (len(ended) - 2 * size) / (ended[-size - 1] - ended[size - 1])
