@@ -69,7 +69,7 @@ def run(quick: bool, partial: Path | None = None) -> Report:
         RANK,
         skews=(0.6,) if quick else (0.6, 0.8, 0.95),
         repeats=2 if quick else 3,
-        num_requests=12 if quick else 100,
+        num_requests=12 if quick else 80,
         once=journal.once,
     )
     goals += itertools.chain.from_iterable(map(_confirmed, points))

@@ -35,7 +35,7 @@ class _Work(NamedTuple):
             self.context + own.context,
             self.lane_tokens + self.tokens,
             self.lanes + self.requests,
-            self.adapters + 1,
+            self.adapters,
             self.prompts + own.prompts,
             self.heads + own.heads,
         )
@@ -86,7 +86,10 @@ class CheapestPlan:
         works = _works(ready, state.max_step_tokens)
         total = _Work(*map(sum, zip(*works.values(), strict=True)))
         starving = _starving(ready, state)
-        unmerged = _Plan(_mean_s(state, (total, _seconds(total, state) + _place_s(None, state))), None)
+        num_steps = _num_steps(total, state)
+        reads = sum([_num_reads(work, num_steps) for work in works.values()])
+        unmerged_s = _seconds(total, state, reads) + _place_s(None, state)
+        unmerged = _Plan(_mean_s(state, (total, unmerged_s)), None)
         alone_s = {adapter: _alone_s(adapter, work, state) for adapter, work in works.items()}
         round_s = sum(alone_s.values())
         plans = [
@@ -175,7 +178,10 @@ def _best_with(adapter: str, own: _Work, total: _Work, others_alone_s: float, st
     others = total.minus(own)
     own_s = _merged_s(own, state)
     others_s = _seconds(others, state) + state.costs.round_trip_s
-    together_s = _seconds(others.beside(own), state)
+    together = others.beside(own)
+    num_steps = _num_steps(together, state)
+    branch = num_steps if others.requests else 0.0  # the merged adapter is read for the others' sake
+    together_s = _seconds(together, state, _num_reads(others, num_steps) + branch)
     return min(
         _Plan(_mean_s(state, (total, together_s)), adapter),
         _Plan(_mean_s(state, (own, own_s), (others, others_s)), adapter, split=True),
@@ -273,19 +279,22 @@ def _mean_s(state: PolicyState, *parts: tuple[_Work, float]) -> float:
     return round_s - saved_s / sum([work.requests for work, _ in parts])
 
 
-def _seconds(work: _Work, state: PolicyState) -> float:
-    """Predicted time for all of it."""
+def _seconds(work: _Work, state: PolicyState, num_reads: float | None = None) -> float:
+    """Predicted time for all of it. num_reads: of adapters, if known better than from the numbers of adapters and
+    lanes."""
     if not work.requests:
         return 0.0
     costs = state.costs
     num_steps = _num_steps(work, state)
-    step_s = costs.step_s(work.tokens, work.lane_tokens, work.lanes, work.context, _num_reads(work, num_steps))
+    if num_reads is None:
+        num_reads = _num_reads(work, num_steps)
+    step_s = costs.step_s(work.tokens, work.lane_tokens, work.lanes, work.context, num_reads)
     return step_s + (num_steps - 1) * costs.base_s
 
 
 def _num_reads(work: _Work, num_steps: float) -> float:
-    """How often an adapter is read in all: once in a step for all its lanes there, whose places among the steps are as
-    good as drawn."""
+    """How often adapters are read in all: each once in a step for all its lanes there, whose places among the steps are
+    as good as drawn. All adapters count as equally wanted."""
     if not work.lanes:
         return 0.0
     return work.adapters * num_steps * (1 - (1 - 1 / num_steps) ** (work.lanes / work.adapters))
