@@ -6,7 +6,7 @@ import dataclasses
 import json
 import shutil
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import cv2
@@ -19,9 +19,10 @@ from fusion.checkpoint import Checkpoint
 from fusion.data.load import DomainData
 from fusion.embedded import checkpoint_path
 from fusion.fusing import Verdict, packing_of, thresholds_of, verdict_of
+from fusion.hold import held
 from fusion.identity import hash_of_processing, identity_of
 from fusion.objectives import answer_in_words
-from fusion.pack import Packing, name_of
+from fusion.pack import Packing, names_of
 from fusion.plan import Plan, read_plan_file
 from fusion.progress import Progress
 from fusion.report import (
@@ -35,7 +36,7 @@ from fusion.report import (
 )
 from fusion.report_examples import confusion_of, examples_of
 from fusion.report_page import page
-from fusion.samples import Splits
+from fusion.samples import Sample, Splits
 from fusion.sources import STREAMS
 from fusion.train import Domain, FrozenBase, LoraTrainer
 from fusion.trainings import Trainings
@@ -49,6 +50,7 @@ from vlora.types import Request, SamplingParams
 _LONGEST_LABEL = 8  # tokens that the base model may take for a short answer
 _TEST_SHOWN = 100  # test samples per domain written out for a live check
 _ASKED_BEFORE = 100  # test samples per domain that the base model is asked: an answer in words takes many steps
+_ASKED_AT_ONCE = 32  # of these, whose pixels are in memory
 
 
 def fuse(
@@ -64,11 +66,12 @@ def fuse(
     OUT/report.html.
 
     resume: go on with the trainings that an earlier run left in OUT/checkpoint. oracle: also find out what could not be
-    beaten, which takes many more trainings. Raises BadPlan.
+    beaten, which takes many more trainings. Raises BadPlan, and BadConfig where another process is at work in OUT.
     """
     checked = check(read_plan_file(plan_path))
-    console = console or Console()
-    return run(checked.plan, checked.data, Path(out), device=device, resume=resume, oracle=oracle, console=console)
+    console, out = console or Console(), Path(out)
+    with held(out):
+        return run(checked.plan, checked.data, out, device=device, resume=resume, oracle=oracle, console=console)
 
 
 def explain(plan_path: Path | str, *, json_out: bool = False, console: Console | None = None) -> None:
@@ -117,6 +120,7 @@ def run(
     for adapter in packing.adapters:
         trainer.restore(trainings.state(adapter))
         tested.update({name: trainer.answers(name, domains[name].test) for name in adapter})
+    names = names_of(packing.adapters)
     targets = {name: [sample.target for sample in own.test] for name, own in domains.items()}
     report = FusionReport(
         base=plan.base,
@@ -135,13 +139,13 @@ def run(
                 bound=trained.scores[name].lower,
                 after=domains[name].task.metric(tested[name], targets[name]),
                 met=name not in packing.missed,
-                adapter=name_of(adapter),
+                adapter=names[adapter],
                 num_test=len(domains[name].test),
             )
             for adapter, trained in packing.adapters.items()
             for name in adapter
         ),
-        adapters=tuple(AdapterReport(name_of(adapter), adapter) for adapter in packing.adapters),
+        adapters=tuple(AdapterReport(name, adapter) for adapter, name in names.items()),
         rollbacks=tuple(
             RollbackReport(step.domain, step.into, {name: score.value for name, score in step.broken.items()})
             for step in packing.rollbacks
@@ -216,27 +220,37 @@ def zero_shot(
     for domain in plan.domains:
         whole = splits[domain.name]
         own = dataclasses.replace(whole, test=whole.test[:_ASKED_BEFORE])
-        requests = []
         wanted = [answer_in_words(own, sample) for sample in own.test]
-        longest = max(len(processor.tokenizer(words)["input_ids"]) for words in wanted)
-        for number, sample in enumerate(own.test):
-            prompt = processor.chat(sample.question or domain.question, own.num_frames)
-            encoded = processor.encode(prompt, [Image.fromarray(frame) for frame in sample.frames])
-            requests.append(
-                Request(
-                    request_id=str(number),
-                    prompt_ids=encoded.prompt_ids,
-                    vision=encoded.vision,
-                    sampling=SamplingParams(max_tokens=max(_LONGEST_LABEL, longest)),
-                )
-            )
-        outputs = engine.run(requests)
-        said = [
-            processor.decode([token for output in outputs[str(number)] for token in output.token_ids])
-            for number in range(len(own.test))
-        ]
+        longest = max(_LONGEST_LABEL, *(len(processor.tokenizer(words)["input_ids"]) for words in wanted))
+        said: list[str] = []
+        for first in range(0, len(own.test), _ASKED_AT_ONCE):
+            part = own.test[first : first + _ASKED_AT_ONCE]
+            said += _in_words(engine, processor, domain.question, part, longest)
         found[domain.name] = score_of_words(own, domain.metric, said)
     return found
+
+
+def _in_words(
+    engine: LocalEngine, processor: InputProcessor, question: str, samples: Sequence[Sample], longest: int
+) -> list[str]:
+    """What the engine says of each sample in `longest` tokens or less."""
+    requests = []
+    for number, sample in enumerate(samples):
+        prompt = processor.chat(sample.question or question, len(sample.frames))
+        encoded = processor.encode(prompt, [Image.fromarray(frame) for frame in sample.frames])
+        requests.append(
+            Request(
+                request_id=str(number),
+                prompt_ids=encoded.prompt_ids,
+                vision=encoded.vision,
+                sampling=SamplingParams(max_tokens=longest),
+            )
+        )
+    outputs = engine.run(requests)
+    return [
+        processor.decode([token for output in outputs[request.request_id] for token in output.token_ids])
+        for request in requests
+    ]
 
 
 def write_test_data(folder: Path, plan: Plan, splits: Mapping[str, Splits]) -> None:

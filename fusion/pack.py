@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
@@ -181,11 +182,21 @@ def by_value(train: Train) -> Train:
     return trained
 
 
-def name_of(adapter: Adapter) -> str:
-    """What its folder is called, and what it is served as: its domains. The first of them and a hash where all would be
-    longer than a file system takes."""
-    name = "-".join(adapter)
-    return name if len(name) <= _LONGEST_NAME else f"{name[:80]}-{hashlib.sha256(name.encode()).hexdigest()[:12]}"
+def names_of(adapters: Iterable[Adapter]) -> dict[Adapter, str]:
+    """What their folders are called, and what they are served as: their domains. The first of them and a hash where all
+    would be longer than a file system takes, or mean another adapter, too: (a, b-c) and (a-b, c)."""
+    plain = {adapter: "-".join(adapter) for adapter in adapters}
+    # As a file system that does not tell cases apart sees them.
+    count = Counter(name.casefold() for name in plain.values())
+    return {
+        adapter: name if len(name) <= _LONGEST_NAME and count[name.casefold()] == 1 else _hashed(name, adapter)
+        for adapter, name in plain.items()
+    }
+
+
+def _hashed(name: str, adapter: Adapter) -> str:
+    # No domain's name has a comma.
+    return f"{name[:80]}-{hashlib.sha256(','.join(adapter).encode()).hexdigest()[:12]}"
 
 
 def _packing(

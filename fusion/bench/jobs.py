@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 from fusion.bench.domains import FAMILIES
 from fusion.bench.measuring import CONFIDENCE, OPTIMUM, PACKED, curve, table
+from fusion.hold import held
 
 _SEEDS = (0, 1, 2)
 _THRESHOLDS = "(threshold)"
@@ -60,7 +61,11 @@ def run(quick: bool, folder: Path | None, say: Callable[[str], None]) -> Finding
     if folder is None:
         with tempfile.TemporaryDirectory() as temporary:
             return run(quick, Path(temporary), say)
-    folder.mkdir(parents=True, exist_ok=True)
+    with held(folder):
+        return _run(quick, folder, say)
+
+
+def _run(quick: bool, folder: Path, say: Callable[[str], None]) -> Finding:
     seeds = _SEEDS[:1] if quick else _SEEDS
     tables = [Job(seed, "", quick, folder) for seed in seeds]
     curves = [Job(seed, family, quick, folder) for family in FAMILIES for seed in seeds]

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 
 from fusion.oracle import MOST_DOMAINS, Oracle
-from fusion.pack import Adapter, Packing, Score, Trained, by_value, name_of, pack, pack_best, pack_in_sequence
+from fusion.pack import Adapter, Packing, Score, Trained, by_value, names_of, pack, pack_best, pack_in_sequence
 
 
 class Scripted:
@@ -106,13 +106,21 @@ def test_the_paper_closes_an_adapter_for_good() -> None:
 
 
 def test_an_adapter_of_many_domains_has_a_name_that_a_folder_can_have(tmp_path: Path) -> None:
-    assert name_of(("digits", "signs")) == "digits-signs"
+    assert names_of([("digits", "signs")]) == {("digits", "signs"): "digits-signs"}
     many = [f"domain-with-a-longer-name-{number}" for number in range(20)]
-    names = {name_of(tuple(many[:count])) for count in (18, 19, 20)}
+    names = {name for count in (18, 19, 20) for name in names_of([tuple(many[:count])]).values()}
     assert len(names) == 3
     for name in names:
         assert name.startswith("domain-with-a-longer-name-0-domain")
         (tmp_path / f"{name}.unfinished").mkdir()
+
+
+def test_adapters_whose_domains_read_alike_have_names_of_their_own() -> None:
+    alike: list[Adapter] = [("a", "b-c"), ("a-b", "c"), ("A-B-c2",), ("a-b-c2",)]
+    names = names_of([*alike, ("d-e",)])
+    assert names["d-e",] == "d-e"
+    assert len({name.casefold() for name in names.values()}) == 5
+    assert all(names[one].casefold().startswith("a-b-c") for one in alike)
 
 
 # -- simulated forgetting ----------------------------------------------------------------------------------------------
