@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-import yaml
 from pydantic import (
     AfterValidator,
     BaseModel,
@@ -25,6 +25,7 @@ from pydantic import (
 from fusion.mistakes import Location, Mistakes, PlanText
 from fusion.sources import BUILT_IN
 from fusion.tasks import Head, Metric, Task
+from fusion.yaml_text import read_yaml
 from vlora.errors import BadPlan
 
 _FUNCTION = r"^[\w.]+:\w+$"
@@ -42,7 +43,7 @@ PlanPath = Annotated[Path, AfterValidator(_from_plan)]
 
 class _Strict(BaseModel):
     # A misspelt field must not silently mean its default.
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
 
 class LoraPlan(_Strict):
@@ -55,7 +56,7 @@ class LoraPlan(_Strict):
     """
 
     rank: int = Field(8, ge=1, le=256)
-    alpha: int = Field(16, ge=1)
+    alpha: int = Field(16, ge=1, le=2**20)
     rslora: bool = False
     targets: tuple[str, ...] | None = Field(None, min_length=1)
     vision: bool = False
@@ -73,12 +74,23 @@ class TrainingPlan(_Strict):
 
     steps: int = Field(120, ge=1)
     seconds: float | None = Field(None, gt=0)
-    batch_size: int = Field(32, ge=1)
+    batch_size: int = Field(32, ge=1, le=2**16)
     learning_rate: float = Field(3e-3, gt=0)
     rehearsal: float = Field(0.5, ge=0, lt=1)
     patience: int | None = Field(None, ge=1)
     bfloat16: bool = True
     gradient_checkpointing: bool = False
+
+    @model_validator(mode="after")
+    def _a_batch_has_room_for_both(self) -> TrainingPlan:
+        rehearsed = round(self.batch_size * self.rehearsal)
+        if self.rehearsal and not 0 < rehearsed < self.batch_size:
+            whose = "the domain that is learned" if rehearsed else "the domains before it"
+            raise ValueError(
+                f"rehearsal {self.rehearsal:g} of a batch of {self.batch_size} leaves {whose} no sample; "
+                "change one of them, or set rehearsal to 0"
+            )
+        return self
 
 
 class SplitPlan(_Strict):
@@ -278,13 +290,13 @@ class DomainPlan(_Strict):
     and what is compared with where there are some.
     """
 
-    name: str = Field(min_length=1, pattern=r"^[A-Za-z0-9_-]+$")
+    name: str = Field(max_length=100, pattern=r"^[A-Za-z0-9_-]+$")  # of folders, too
     task: Task | None = None
     source: str | None = None
     data: DataPlan | None = None
     teacher: TeacherPlan | None = None
-    question: str = Field(min_length=1)
-    labels: tuple[str, ...] | None = None
+    question: str = Field(pattern=r"\S")
+    labels: tuple[Annotated[str, Field(min_length=1)], ...] | None = None
     metric: Metric | None = None
     threshold: Threshold
     head: Head | None = None
@@ -300,8 +312,8 @@ class DomainPlan(_Strict):
             raise ValueError("needs one of `source` (built in, or an image folder) and `data`")
         if isinstance(self.data, Unlabelled) and self.teacher is None:
             raise ValueError("unlabelled data needs a `teacher`")
-        if self.labels is not None and (len(self.labels) < 2 or len(set(self.labels)) < len(self.labels)):
-            raise ValueError(f"labels are {list(self.labels)}; two or more different ones are needed")
+        if self.labels is not None and len(set(self.labels)) < len(self.labels):
+            raise ValueError(f"labels are {list(self.labels)}; each may stand there once")
         return self
 
 
@@ -360,17 +372,7 @@ def read_plan(path: Path | str) -> Plan:
 def read_plan_file(path: Path | str) -> PlanFile:
     """`read_plan`, with where each field stands. Raises BadPlan naming file, line and field of every mistake."""
     path = Path(path)
-    try:
-        source = path.read_text()
-    except (OSError, UnicodeDecodeError) as error:
-        raise BadPlan(f"{path}: cannot be read: {error}") from error
-    try:
-        tree = yaml.compose(source, Loader=yaml.SafeLoader)
-        content = yaml.safe_load(source)
-    except yaml.YAMLError as error:
-        mark = getattr(error, "problem_mark", None)
-        line = mark.line + 1 if mark is not None else 1
-        raise BadPlan(f"{path}, line {line}: not YAML: {getattr(error, 'problem', None) or error}") from error
+    tree, content = read_yaml(path)
     if not isinstance(content, dict):
         raise BadPlan(f"{path}, line 1: a plan is a mapping with the field `domains`, found {type(content).__name__}")
     text = PlanText(path, tree)
@@ -418,6 +420,6 @@ def _without_tags(location: Location) -> Location:
 def _beside(name: str, info: ValidationInfo) -> str:
     """A folder beside the plan file by its full path; any other name as it is."""
     folder = (info.context or {}).get("folder")
-    if folder is None or name == "embedded" or name in BUILT_IN or not (folder / name).is_dir():
+    if folder is None or name == "embedded" or name in BUILT_IN or not os.path.isdir(folder / name):
         return name
     return str(folder / name)

@@ -35,6 +35,16 @@ METRICS: dict[str, tuple[str, ...]] = {
     "captioning": ("exact_match", "token_f1", "accuracy"),
     "referring": ("exact_match", "token_f1", "accuracy"),
 }
+# How many labels a task's head chooses from at least; tasks that are answered in words have none.
+LEAST_LABELS = {
+    "classification": 2,
+    "binary": 2,
+    "counting": 2,
+    "action": 2,
+    "multi_label": 1,
+    "regression": 1,
+    "detection": 1,
+}
 # Means over samples of what each is worth on its own, 0 to 1. The others weigh all samples' mistakes together.
 MEANS = frozenset({"accuracy", "within_one", "within", "exact_match", "token_f1"})
 SAID = {

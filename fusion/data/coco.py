@@ -26,7 +26,7 @@ class _Image(BaseModel):
 
 class _Category(BaseModel):
     id: int
-    name: str
+    name: str = Field(min_length=1)
 
 
 class _Annotation(BaseModel):

@@ -65,6 +65,19 @@ def test_the_plan_that_ships() -> None:
         ("base: embedded", "base: embedded\ncolour: red", 2, "colour", "spelling"),
         ("name: photos", "name: digits", 1, "plan", "two domains are named 'digits'"),
         ("name: photos", "name: my photos", 9, "domains[1].name", "pattern"),
+        ("name: photos", f"name: {'p' * 300}", 9, "domains[1].name", "100 characters"),
+        ("what digit is shown ?", "' '", 7, "domains[0].question", "pattern"),
+        (
+            "source: library-photos",
+            "source: library-photos\n    labels: [a, '']",
+            11,
+            "domains[1].labels[1]",
+            "at least 1",
+        ),
+        ("source: library-photos", "source: library-photos\n    labels: [a, a]", 9, "domains[1]", "stand there once"),
+        ("steps: 10", "learning_rate: .inf", 3, "training.learning_rate", "finite"),
+        ("steps: 10", "batch_size: 8\n  rehearsal: 0.95", 2, "training", "leaves the domain that is learned no sample"),
+        ("steps: 10", "batch_size: 1", 2, "training", "leaves the domains before it no sample"),
     ],
 )
 def test_mistakes_are_located(tmp_path: Path, old: str, new: str, line: int, field: str, text: str) -> None:
@@ -105,11 +118,32 @@ def test_paths_count_from_the_plan(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("text", "want"),
-    [("domains: [", "line 1: not YAML"), ("- 1\n- 2\n", "a plan is a mapping"), ("", "a plan is a mapping")],
+    [
+        ("domains: [", "line 1: not YAML"),
+        ("- 1\n- 2\n", "a plan is a mapping"),
+        ("", "a plan is a mapping"),
+        ("seed: 0\nbase: 2026-02-30\n", "line 2: not YAML: 2026-02-30 cannot be read .*quotes around what is text"),
+        (f"seed: {'9' * 5000}\n", "line 1: not YAML: 9{40}... cannot be read"),
+        ("seed: 0b_\n", "line 1: not YAML: 0b_ cannot be read"),
+        ("seed: 1\nbase: a\nseed: 2\n", "line 3: not YAML: the field `seed` stands here for the second time"),
+        (f"seed: {'[' * 600}\n", "too deep to be read"),
+        ("domains: &all [*all]\n", r"field `domains\[0\]"),
+        ("lora: &lora {rank: 4, targets: *lora}\n", "field `lora.targets`"),
+        ("a: &a [x, x]\nb: &b [*a, *a]\nc: &c [*b, *b]\ndomains: [*c, *c]\n", r"field `domains\[0\]"),
+        ("? [1, 2]\n: 3\n", "line 1: not YAML: found unhashable key"),
+        ("seed: !!python/object/apply:os.getpid []\n", "line 1: not YAML: could not determine a constructor"),
+        ('base: "\\0"\ndomains: []\n', "`domains` is empty"),
+    ],
 )
 def test_what_is_no_plan_at_all(tmp_path: Path, text: str, want: str) -> None:
     with pytest.raises(BadPlan, match=want):
         read_plan(write(tmp_path, text))
+
+
+def test_what_is_merged_in_may_be_overridden(tmp_path: Path) -> None:
+    text = GOOD.replace("  - name: digits\n", "  - &first\n    name: digits\n")
+    text += "  - {<<: *first, name: again, threshold: 0.6}\n"
+    assert [domain.threshold for domain in read_plan(write(tmp_path, text)).domains] == [0.8, 0.7, 0.6]
 
 
 def test_a_missing_file(tmp_path: Path) -> None:
