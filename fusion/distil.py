@@ -153,11 +153,12 @@ class _Pair:
         linear = nn.Linear(head.weight.shape[1], head.weight.shape[0], device=self._base.seam.device)
         linear.weight.copy_(head.weight)
         linear.bias.copy_(head.bias)
+        served = HeadObjective(head.task, domain.task.metric_name)  # as sure as the adapter's file says
         answers: list[object] = []
         for part in _parts(domain.test):
-            found = domain.task.answers(self._read(which, part), linear, [sample.target for sample in part])
+            found = served.answers(self._read(which, part), linear, [sample.target for sample in part])
             answers += [sample.of_whole_pictures(answer) for sample, answer in zip(part, found, strict=True)]
-        return domain.task.metric(answers, [sample.target for sample in domain.test])
+        return served.metric(answers, [sample.target for sample in domain.test])
 
     @torch.no_grad()
     def apart(self, samples: Sequence[Prepared]) -> float:

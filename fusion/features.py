@@ -42,7 +42,7 @@ class OnDisk(NamedTuple):
 
 
 class FeatureCache:
-    """Features of groups of samples. tower: the hash of the weights that make them."""
+    """Features of groups of samples. tower: names what makes them, weights and device."""
 
     def __init__(self, folder: Path, tower: str) -> None:
         self._folder = folder

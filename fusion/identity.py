@@ -47,7 +47,7 @@ def _hash_of_data(splits: Splits) -> str:
     for part in (splits.train, splits.validation, splits.test):
         digest.update(f"part of {len(part)}".encode())
         for sample in part:
-            digest.update(f"{sample.target} {sample.question}".encode())
+            digest.update(f"{sample.target} {sample.question} {sample.group}".encode())
             for frame in sample.frames:
                 digest.update(f"{frame.shape}".encode())
                 digest.update(frame.tobytes())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, Self
 
 import torch
 from torch import nn
@@ -42,13 +42,17 @@ class Read(NamedTuple):
 
 class Objective(Protocol):
     """num_outputs: rows of the head, 0 for none. metric_name: what the domain's promise is about (`fusion.tasks`).
-    needs_text: whether that can only be told from the words that decoding gives."""
+    needs_text: whether that can only be told from the words that decoding gives. calibration_decides: whether how sure
+    it is changes what it answers (`heads.Task`)."""
 
     num_outputs: int
     metric_name: str
 
     @property
     def needs_text(self) -> bool: ...
+
+    @property
+    def calibration_decides(self) -> bool: ...
 
     def loss(self, read: Read, head: nn.Linear | None, targets: Sequence[Target]) -> torch.Tensor:
         """A scalar to be made small."""
@@ -59,8 +63,8 @@ class Objective(Protocol):
     def metric(self, answers: Sequence[object], targets: Sequence[Target]) -> float:
         """How good they are by `metric_name`, 0 to 1. Not for no samples at all."""
 
-    def calibrated(self, reads: Sequence[Read], head: nn.Linear | None, targets: Sequence[Target]) -> Task | None:
-        """The task as sure as it is right on samples that took no part in training; None without a head."""
+    def calibrated(self, reads: Sequence[Read], head: nn.Linear | None, targets: Sequence[Target]) -> Self:
+        """The same, its head as sure as it is right on samples that took no part in training."""
 
 
 class HeadObjective:
@@ -73,6 +77,10 @@ class HeadObjective:
         self.num_outputs = task.num_outputs
         self.metric_name = metric_name
 
+    @property
+    def calibration_decides(self) -> bool:
+        return self.task.calibration_decides
+
     def loss(self, read: Read, head: nn.Linear | None, targets: Sequence[Target]) -> torch.Tensor:
         return self.task.loss(self.logits(read, head), targets, read.grids) + _WORDS_WEIGHT * read.words.mean()
 
@@ -83,9 +91,10 @@ class HeadObjective:
     def metric(self, answers: Sequence[object], targets: Sequence[Target]) -> float:
         return self.task.metrics(answers, targets)[self.metric_name]  # type: ignore[arg-type]
 
-    def calibrated(self, reads: Sequence[Read], head: nn.Linear | None, targets: Sequence[Target]) -> Task | None:
+    def calibrated(self, reads: Sequence[Read], head: nn.Linear | None, targets: Sequence[Target]) -> Self:
         logits = [row for read in reads for row in self.logits(read, head)]
-        return self.task.calibrated(logits, targets, [grids for read in reads for grids in read.grids])
+        task = self.task.calibrated(logits, targets, [grids for read in reads for grids in read.grids])
+        return type(self)(task, self.metric_name)
 
     def logits(self, read: Read, head: nn.Linear | None) -> list[torch.Tensor]:
         """One sample's each, as its task takes them. Raises ValueError for image tokens that form no grid."""
@@ -102,6 +111,7 @@ class WordsObjective:
     how many of its words are right takes decoding."""
 
     num_outputs = 0
+    calibration_decides = False
 
     def __init__(self, metric_name: str) -> None:
         self.metric_name = metric_name
@@ -124,8 +134,8 @@ class WordsObjective:
             return sum(token_f1(str(answer), str(target)) for answer, target in pairs) / len(pairs)
         return sum(answer == target for answer, target in pairs) / len(pairs)
 
-    def calibrated(self, reads: Sequence[Read], head: nn.Linear | None, targets: Sequence[Target]) -> Task | None:
-        return None
+    def calibrated(self, reads: Sequence[Read], head: nn.Linear | None, targets: Sequence[Target]) -> Self:
+        return self
 
 
 def task_of(splits: Splits, metric: str | None = None) -> Objective:
@@ -136,6 +146,15 @@ def task_of(splits: Splits, metric: str | None = None) -> Objective:
         return WordsObjective(chosen)
     task = TASKS[splits.task].for_training(splits.labels, [sample.target for sample in splits.train])
     return HeadObjective(task, chosen)
+
+
+def metric_of_some(objective: Objective, answers: Sequence[object], targets: Sequence[Target]) -> float:
+    """The metric where some samples have no answer of the task (None): these are worth nothing."""
+    pairs = [(answer, target) for answer, target in zip(answers, targets, strict=True) if answer is not None]
+    if not pairs:
+        return 0.0
+    given, wanted = zip(*pairs, strict=True)
+    return objective.metric(given, wanted) * len(pairs) / len(targets)
 
 
 def answer_in_words(splits: Splits, sample: Sample) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections import Counter
 from collections.abc import Sequence
 
 import numpy as np
@@ -10,6 +11,7 @@ import numpy as np
 from heads import Value
 
 Target = Value
+_MOST_HELD_BACK = 64
 
 
 @dataclasses.dataclass(frozen=True)
@@ -20,11 +22,14 @@ class Sample:
     target: a label's index (classification, action, binary), a count, the indices of all labels that hold
     (multi_label), a number or several (regression), what is to be found (detection), or the answer's words (vqa,
     captioning, referring). question: what is asked of this very sample; empty where the domain asks one question only.
+    group: what is not independent of it has the same (frames of one video, questions about one picture); empty for a
+    sample that stands alone.
     """
 
     frames: Sequence[np.ndarray]
     target: Target
     question: str = ""
+    group: str = ""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,6 +62,25 @@ class Splits:
             for name, part in self.parts.items()
         }
         return Splits("vqa", (), said["train"], said["validation"], said["test"], self.real)
+
+
+def held_back(samples: Sequence[Sample]) -> tuple[int, ...]:
+    """Places of the first training samples, a tenth of them and at most 64, or a few less, that share no group with the
+    others."""
+    sizes = Counter(sample.group for sample in samples if sample.group)
+    groups: set[str] = set()
+    kept: list[int] = []
+    left = min(_MOST_HELD_BACK, len(samples) // 10)
+    for place, sample in enumerate(samples):
+        size = sizes.get(sample.group, 1)
+        if sample.group in groups:
+            kept.append(place)
+        elif size <= left:
+            left -= size
+            kept.append(place)
+            if sample.group:
+                groups.add(sample.group)
+    return tuple(kept)
 
 
 def _index(target: Target) -> int:

@@ -24,12 +24,12 @@ from fusion.bounds import bounded
 from fusion.decoding import Prompt, greedy
 from fusion.features import FeatureCache, Features, InMemory
 from fusion.identity import hash_of_weights
-from fusion.objectives import Read, answer_in_words, task_of
+from fusion.objectives import HeadObjective, Objective, Read, answer_in_words, task_of
 from fusion.pack import Score
 from fusion.plan import DomainPlan, Plan
-from fusion.samples import Sample, Splits, Target
+from fusion.samples import Sample, Splits, Target, held_back
 from fusion.tasks import MEANS
-from heads import Box, Grid, HeadSpec, Task, TaskHead, save_heads
+from heads import Box, Grid, HeadSpec, TaskHead, save_heads
 from heads.boxes import Window, into_windows, out_of_windows
 from vlora.errors import BadPlan
 from vlora.models import EncodedPrompt, InputProcessor, Region
@@ -44,7 +44,6 @@ _SCORE_AT_ONCE = 50
 _IGNORE = -100
 _WARM_UP_STEPS = 10
 _LOOKS = 12  # at samples kept from training, within `steps`
-_KEPT_FROM_TRAINING = 64  # samples of a domain, at most a tenth of them
 _CURVE_POINTS = 24
 
 _LONGER = 2  # times the longest answer to be learned: what is decoded is cut off there
@@ -86,7 +85,8 @@ class Prepared(NamedTuple):
 class Domain:
     """A domain's plan, what it asks of training, and its samples, prepared once.
 
-    held_back: training samples that tell when to stop; validation data stays untouched by training, so that a bound
+    held_back: training samples that tell when to stop, and calibrate heads whose answers go by how sure they are;
+    others: the rest, which shares no group with them. Validation data stays untouched by all that, so that a bound
     computed on it means what it says.
     """
 
@@ -98,7 +98,9 @@ class Domain:
         self.train, self.validation, self.test = (
             base.prepare(plan.question, splits, part) for part in (splits.train, splits.validation, splits.test)
         )
-        self.held_back = self.train[: min(_KEPT_FROM_TRAINING, len(self.train) // 10)]
+        kept = set(held_back(splits.train))
+        self.held_back = [sample for place, sample in enumerate(self.train) if place in kept]
+        self.others = [sample for place, sample in enumerate(self.train) if place not in kept]
 
     def features(self) -> np.ndarray:
         """Mean of what the vision tower makes of its training pictures, [hidden]. Raises BadPlan where the vision side
@@ -127,7 +129,8 @@ class FrozenBase:
         self.model = model
         self.train_vision = train_vision
         self.weights = hash_of_weights(model.named_parameters())
-        self._features = None if features is None else FeatureCache(features, self.weights)
+        maker = f"{self.weights} on {self.seam.device.type}"  # another device rounds in another way
+        self._features = None if features is None else FeatureCache(features, maker)
         self._vision = VisionEncoder(self.seam, cache_bytes=0)
 
     @torch.no_grad()
@@ -385,12 +388,25 @@ class LoraTrainer:
         """What is said of each sample, as the domain's metrics compare it."""
         if self.domains[domain].task.needs_text:
             return list(self.said(domain, samples))
+        task = self.domains[domain].task
+        if task.calibration_decides:
+            task = self.calibrated(domain)
         answers: list[object] = []
         for part, read in self._reads(domain, samples):
             with self._autocast():
-                found = self.domains[domain].task.answers(read, self._heads.get(domain), [s.target for s in part])
+                found = task.answers(read, self._heads.get(domain), [s.target for s in part])
                 answers += [s.of_whole_pictures(answer) for s, answer in zip(part, found, strict=True)]
         return answers
+
+    @torch.no_grad()
+    def calibrated(self, domain: str) -> Objective:
+        """The domain's objective as it will be served: as sure as it is right. Where that changes answers it is
+        found on samples kept from training, so that validation data judges what it had no part in; else on validation
+        data, which are more."""
+        own = self.domains[domain]
+        samples = own.held_back if own.task.calibration_decides else own.validation
+        reads = [read for _, read in self._reads(domain, samples)]
+        return own.task.calibrated(reads, self._heads.get(domain), [sample.learned for sample in samples])
 
     def _reads(self, domain: str, samples: Sequence[Prepared]) -> Iterator[tuple[Sequence[Prepared], Read]]:
         return self._in_parts(samples, lambda part: self._read([(domain, sample) for sample in part]))
@@ -428,8 +444,9 @@ class LoraTrainer:
         self._peft.save_pretrained(str(folder))
         heads = {}
         for name, head in self._heads.items():
-            domain = self.domains[name]
-            task = self._calibrated(name, head)
+            domain, served = self.domains[name], self.calibrated(name)
+            assert isinstance(served, HeadObjective), "words have no head"
+            task = served.task
             spec = HeadSpec(
                 name=name,
                 task=task.kind,
@@ -443,15 +460,6 @@ class LoraTrainer:
         if heads:
             save_heads(folder, heads)
 
-    @torch.no_grad()
-    def _calibrated(self, domain: str, head: nn.Linear) -> Task:
-        """The domain's task, as sure as it is right on the validation part."""
-        own = self.domains[domain]
-        reads = [read for _, read in self._reads(domain, own.validation)]
-        task = own.task.calibrated(reads, head, [sample.learned for sample in own.validation])
-        assert task is not None, "a domain with a head has a task"
-        return task
-
     def _new_head(self, domain: str) -> nn.Linear:
         outputs = self.domains[domain].task.num_outputs
         head = nn.Linear(self._base.seam.hidden_size, outputs, device=self._base.seam.device)
@@ -463,7 +471,8 @@ class LoraTrainer:
 
     def _draw(self, rng: np.random.Generator, domain: str, count: int) -> list[tuple[str, Prepared]]:
         own = self.domains[domain]
-        samples = own.train if self._plan.training.patience is None else own.train[len(own.held_back) :]
+        keeps = self._plan.training.patience is not None or own.task.calibration_decides
+        samples = own.others if keeps else own.train
         return [(domain, samples[i]) for i in rng.integers(len(samples), size=count)]
 
     def _backward(self, batch: Sequence[tuple[str, Prepared]], at_once: int) -> float:

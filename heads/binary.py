@@ -38,6 +38,10 @@ class Binary:
         return 1
 
     @property
+    def calibration_decides(self) -> bool:
+        return self.threshold != 0.5  # which is logit 0 at any temperature
+
+    @property
     def parameters(self) -> Mapping[str, Any]:
         return {"threshold": self.threshold, "temperature": self.temperature}
 

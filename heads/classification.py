@@ -19,6 +19,7 @@ class Classification:
 
     kind: ClassVar[str] = "classification"
     reads_images: ClassVar[bool] = False
+    calibration_decides: ClassVar[bool] = False
     metric_names: ClassVar[tuple[str, ...]] = ("accuracy", "f1")
 
     labels: tuple[str, ...]

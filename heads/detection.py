@@ -30,6 +30,7 @@ class Detection:
 
     kind: ClassVar[str] = "detection"
     reads_images: ClassVar[bool] = True
+    calibration_decides: ClassVar[bool] = True  # a box is one from a score on, and which of two stays goes by scores
     metric_names: ClassVar[tuple[str, ...]] = ("f1", "map")
 
     labels: tuple[str, ...]

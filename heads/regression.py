@@ -26,6 +26,7 @@ class Regression:
 
     kind: ClassVar[str] = "regression"
     reads_images: ClassVar[bool] = False
+    calibration_decides: ClassVar[bool] = False
     metric_names: ClassVar[tuple[str, ...]] = ("within", "mae")
 
     labels: tuple[str, ...]

@@ -48,7 +48,8 @@ class Task(Protocol):
     picture's tokens lie.
 
     kind: its name in plans and files. metric_names: what `metrics` measures; the first one is the task's own, and like
-    every one but those in LESS_IS_BETTER a share of 1.
+    every one but those in LESS_IS_BETTER a share of 1. calibration_decides: whether how sure it is changes what it
+    answers, not only the confidence of that.
     """
 
     kind: ClassVar[str]
@@ -62,6 +63,9 @@ class Task(Protocol):
     @property
     def num_outputs(self) -> int:
         """Rows of the head."""
+
+    @property
+    def calibration_decides(self) -> bool: ...
 
     @property
     def parameters(self) -> Mapping[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,15 +14,15 @@ from fusion.data.coco import read_coco
 from fusion.data.folders import read_images, read_unlabelled, read_videos
 from fusion.data.frames import Seen
 from fusion.data.items import PARTS, Item, Part
-from fusion.data.split import split
+from fusion.data.split import clusters_of, split
 from fusion.data.tables import read_labelled_videos, read_questions
 from fusion.data.targets import labels_shown, targets_of
 from fusion.data.verify import check_parts, verified
 from fusion.mistakes import Mistakes
 from fusion.plan import Coco, DataPlan, DomainPlan, ImageFolder, Plan, Questions, Unlabelled, VideoFolder
-from fusion.samples import Sample, Splits
+from fusion.samples import Sample, Splits, held_back
 from fusion.sources import BUILT_IN, load_source
-from fusion.tasks import HEADS, METRICS, WORDS
+from fusion.tasks import HEADS, LEAST_LABELS, METRICS, WORDS
 from fusion.teaching import Teaching, compare_with_teacher, label_by_teacher, threshold_before_training
 
 # What each kind of data can be used for; the first is meant where the plan names no task. A teacher can say anything,
@@ -74,6 +75,11 @@ def _load(domain: DomainPlan, plan: Plan, mistakes: Mistakes) -> DomainData | No
     if data.teaching is None and not mistakes:
         data = dataclasses.replace(data, teaching=compare_with_teacher(domain, data.splits, mistakes))
     _can_be_kept(domain, plan, data, mistakes)
+    if plan.training.patience is not None and not held_back(data.splits.train):
+        mistakes.add(
+            f"`training.patience` looks at a tenth of the training samples, but of these {len(data.splits.train)} none "
+            "can be kept back without parting what belongs together; give more data, or leave patience out"
+        )
     in_words = domain.head == WORDS and data.splits.labels
     return dataclasses.replace(data, splits=data.splits.in_words()) if in_words else data
 
@@ -99,7 +105,7 @@ def _own(domain: DomainPlan, seed: int, mistakes: Mistakes) -> DomainData | None
     data, here = domain.data, mistakes.inside("data")
     if data is None:
         assert domain.source is not None
-        if not Path(domain.source).is_dir():
+        if not os.path.isdir(domain.source):
             known = ", ".join(sorted(BUILT_IN))
             mistakes.add(f"{domain.source!r} is neither a folder nor built in ({known})", "source")
             return None
@@ -109,7 +115,11 @@ def _own(domain: DomainPlan, seed: int, mistakes: Mistakes) -> DomainData | None
     if task is None:
         return None
     _fit(domain, task, mistakes)
-    items = _read(data, task, here)
+    try:
+        items = _read(data, task, here)
+    except OSError as error:
+        here.add(f"{error.filename} cannot be read: {error.strerror}", "path")
+        return None
     seen = verified(items, here)
     if here:
         return None
@@ -151,6 +161,8 @@ def _fit(domain: DomainPlan, task: str, mistakes: Mistakes) -> None:
         mistakes.add(f"{task} has none to choose from; leave them out", "labels")
     elif domain.labels is not None and task == "binary" and len(domain.labels) != 2:
         mistakes.add(f"are {list(domain.labels)}; binary has two: if not, and if so", "labels")
+    elif domain.labels is not None and len(domain.labels) < LEAST_LABELS[task]:
+        mistakes.add(f"are {list(domain.labels)}; {task} needs {LEAST_LABELS[task]} or more", "labels")
 
 
 def _can_be_kept(domain: DomainPlan, plan: Plan, data: DomainData, mistakes: Mistakes) -> None:
@@ -204,16 +216,16 @@ def _cut(
     if items and not told[None] and "split" in data.model_fields_set:
         mistakes.add("the data says its parts itself; leave this out", "split")
     parts: Sequence[Part | None] = [item.part for item, _, _ in whole]
+    # What has the same bytes belongs together wherever it lies.
+    clusters = clusters_of([[one.digest, item.group] if item.group else [one.digest] for item, one, _ in whole])
     if told[None]:
-        # What has the same bytes belongs together wherever it lies.
-        groups = [[one.digest, item.group] if item.group else [one.digest] for item, one, _ in whole]
-        parts = split([labels_shown(task, target) for _, _, target in whole], groups, data.split, seed)
+        parts = split([labels_shown(task, target) for _, _, target in whole], clusters, data.split, seed)
     samples: dict[Part, list[Sample]] = {part: [] for part in PARTS}
     # Files come label by label; see `Splits`.
     for place in np.random.default_rng(seed).permutation(len(whole)):
         (item, _, target), part = whole[place], parts[place]
         if part is not None:
-            samples[part].append(Sample(item.frames, target, item.question))
+            samples[part].append(Sample(item.frames, target, item.question, str(clusters[place])))
     splits = Splits(task, labels, samples["train"], samples["validation"], samples["test"], real=True)
     if not mistakes:
         check_parts(splits, mistakes)

@@ -11,19 +11,18 @@ from fusion.data.items import PARTS, Part
 from fusion.plan import SplitPlan
 
 
-def split(labels: Sequence[Sequence[int]], groups: Sequence[Sequence[str]], shares: SplitPlan, seed: int) -> list[Part]:
-    """Which part each item goes to. labels: those an item shows, if any. groups: items with a group in common, also by
-    way of others, stay together.
+def split(labels: Sequence[Sequence[int]], clusters: Sequence[int], shares: SplitPlan, seed: int) -> list[Part]:
+    """Which part each item goes to. labels: those an item shows, if any. Items of one cluster stay together.
 
     Deterministic for a seed. Each label's items are shared out by themselves (an item with several labels as one of the
     rarest of them), first one group to each part, then to whichever part lacks most.
     """
     rarity = Counter(label for shown in labels for label in shown)
-    clusters: dict[int, list[int]] = {}
-    for item, root in enumerate(_roots(groups)):
-        clusters.setdefault(root, []).append(item)
+    together: dict[int, list[int]] = {}
+    for item, number in enumerate(clusters):
+        together.setdefault(number, []).append(item)
     strata: dict[int, list[list[int]]] = {}
-    for cluster in clusters.values():
+    for cluster in together.values():
         shown = {label for item in cluster for label in labels[item]}
         rarest = min(shown, key=lambda label: (rarity[label], label), default=-1)
         strata.setdefault(rarest, []).append(cluster)
@@ -42,8 +41,8 @@ def split(labels: Sequence[Sequence[int]], groups: Sequence[Sequence[str]], shar
     return parts
 
 
-def _roots(groups: Sequence[Sequence[str]]) -> list[int]:
-    """For every item, the first item that it is connected with by groups."""
+def clusters_of(groups: Sequence[Sequence[str]]) -> list[int]:
+    """For every item, the first item that it has a group in common with, also by way of others."""
     parents = list(range(len(groups)))
 
     def root(item: int) -> int:

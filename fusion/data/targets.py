@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from fusion.data.items import Answer, Item, NamedBox
 from fusion.mistakes import Mistakes
 from fusion.samples import Target
+from fusion.tasks import LEAST_LABELS
 from heads import Box
 
 _LIKE_YES = {"no": "no", "false": "no", "0": "no", "yes": "yes", "true": "yes", "1": "yes"}
@@ -20,9 +21,9 @@ def targets_of(
 ) -> tuple[tuple[str, ...], list[Target | None]]:
     """The labels, and every item's target; None for one that was told as a mistake. given: the plan's labels."""
     labels = given or _labels(task, items)
-    least = {"detection": 1, "multi_label": 1, "regression": 1, "classification": 2, "binary": 2, "action": 2}
-    if len(labels) < least.get(task, 0):
-        mistakes.add(f"{least[task]} labels are needed; the data has {', '.join(labels) or 'none'}")
+    least = LEAST_LABELS.get(task, 0)
+    if len(labels) < least:
+        mistakes.add(f"{least} labels are needed; the data has {', '.join(labels) or 'none'}")
     read = reader(task, labels)
     found: list[Target | None] = []
     for item in items:
@@ -51,6 +52,11 @@ def reader(task: str, labels: tuple[str, ...]) -> Callable[[Answer], Target]:
     return (lambda answer: _index(_words(answer), index)) if labels else _words
 
 
+def default_labels(task: str) -> tuple[str, ...]:
+    """Those that a task has whatever its data shows."""
+    return {"binary": ("no", "yes"), "regression": ("value",)}.get(task, ())
+
+
 def labels_shown(task: str, target: Target) -> tuple[int, ...]:
     """The labels that a sample shows, by index; none where there are none to be shown."""
     if task in ("classification", "binary", "action", "counting"):
@@ -65,10 +71,8 @@ def _labels(task: str, items: Sequence[Item]) -> tuple[str, ...]:
     """Those that the data has: all that training items show (of data without parts: that any item shows)."""
     if task in ("vqa", "captioning", "referring"):
         return ()
-    if task == "regression":
-        return ("value",)
-    if task == "binary":
-        return ("no", "yes")
+    if always := default_labels(task):
+        return always
     if task == "counting":
         counts = [_digits(item.answer) or 0 for item in items if isinstance(item.answer, str)]
         return tuple(map(str, range(min(_MOST_COUNTED, max(1, *counts, 1)) + 1)))

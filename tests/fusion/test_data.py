@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from fusion.data.frames import Clip, Picture
 from fusion.data.items import PARTS
 from fusion.data.load import DomainData
-from fusion.data.split import split
+from fusion.data.split import clusters_of, split
 from fusion.plan import SplitPlan
 from fusion.samples import Sample
 from heads import Box
@@ -256,8 +256,8 @@ def test_a_short_clip_repeats_frames(tmp_path: Path) -> None:
 )
 def test_groups_are_never_cut(items: list[tuple[int, int]], seed: int) -> None:
     labels, groups = [[label] for label, _ in items], [[str(group)] for _, group in items]
-    parts = split(labels, groups, SplitPlan(), seed)
-    assert parts == split(labels, groups, SplitPlan(), seed)
+    parts = split(labels, clusters_of(groups), SplitPlan(), seed)
+    assert parts == split(labels, clusters_of(groups), SplitPlan(), seed)
     homes: dict[str, set[str]] = {}
     for (group,), part in zip(groups, parts, strict=True):
         homes.setdefault(group, set()).add(part)
@@ -268,11 +268,32 @@ def test_groups_are_never_cut(items: list[tuple[int, int]], seed: int) -> None:
 @given(counts=st.lists(st.integers(3, 60), min_size=1, max_size=5), seed=st.integers(0, 9))
 def test_every_label_is_in_every_part_in_its_share(counts: list[int], seed: int) -> None:
     labels = [[label] for label, count in enumerate(counts) for _ in range(count)]
-    parts = split(labels, [[str(item)] for item in range(len(labels))], SplitPlan(validation=0.2, test=0.2), seed)
+    parts = split(labels, range(len(labels)), SplitPlan(validation=0.2, test=0.2), seed)
     for label, count in enumerate(counts):
         found = Counter(part for (own,), part in zip(labels, parts, strict=True) if own == label)
         for part, share in zip(PARTS, (0.6, 0.2, 0.2), strict=True):
             assert found[part] >= 1 and abs(found[part] - share * count) <= 1.5
+
+
+def test_samples_know_what_they_belong_with(tmp_path: Path) -> None:
+    """Groups of the file, and pictures of the same bytes: what is kept from training goes by them, too."""
+    rows = []
+    for number in range(24):
+        picture(tmp_path / f"{number}.png", 3 if number == 20 else number)
+        rows.append({"image": f"{number}.png", "answer": "x", "group": f"film {number // 2}"})
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    splits = load(write_plan(tmp_path, "data: {format: questions, path: rows.jsonl}")).splits
+    groups: dict[str, set[int]] = {}
+    for sample in (sample for part in splits.parts.values() for sample in part):
+        groups.setdefault(sample.group, set()).add(int(sample.frames.file.stem))  # type: ignore[attr-defined]
+    pairs = [[n, n + 1] for n in range(0, 24, 2) if n not in (2, 20)]
+    assert sorted(map(sorted, groups.values())) == sorted([*pairs, [2, 3, 20, 21]])
+
+
+def test_patience_needs_samples_to_look_at(tmp_path: Path) -> None:
+    image_folder(tmp_path / "pictures", {"train": 4, "validation": 1, "test": 1})
+    (told,) = mistakes_of(write_plan(tmp_path, IMAGES, more="training: {patience: 3}\n"))
+    assert "field `domains[0]`: `training.patience`" in told and "of these 8 none can be kept back" in told
 
 
 # -- mistakes ---------------------------------------------------------------------------------------------------------

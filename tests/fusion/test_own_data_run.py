@@ -17,12 +17,15 @@ from rich.console import Console
 from fusion.commands import fuse
 from fusion.embedded.model import build_model
 from fusion.embedded.processor import build_processor
+from fusion.hold import held
+from fusion.objectives import HeadObjective
 from fusion.samples import Target
 from fusion.train import LoraTrainer, Prepared
 from heads import Answer, Box, load_heads
 from tests.fusion.made import load_plan, picture, video, write_plan
 from vlora.config import EngineConfig
 from vlora.engine import LocalEngine
+from vlora.errors import BadConfig
 from vlora.models import InputProcessor
 from vlora.types import HeadAnswer, Request
 
@@ -44,6 +47,8 @@ def test_from_files_to_adapters(tmp_path: Path) -> None:
         "teacher: {kind: callable, function: 'tests.fusion.test_own_data_run:half', allow_code: true}",
         more="base: base\ntraining: {steps: 2, batch_size: 4}\n",
     )
+    with held(tmp_path / "out"), pytest.raises(BadConfig, match="in use by process"):
+        fuse(plan, tmp_path / "out", console=Console(quiet=True))
     report = fuse(plan, tmp_path / "out", console=Console(quiet=True))
     assert [(domain.task, domain.num_test) for domain in report.domains] == [("action", 2), ("captioning", 1)]
     labels = json.loads((tmp_path / "out" / "test" / "domain0" / "labels.json").read_text())
@@ -79,13 +84,13 @@ def test_every_head_answers_in_the_engine_as_in_training(tmp_path: Path, monkeyp
     answer = LoraTrainer.answers
 
     def listen(self: LoraTrainer, name: str, samples: Sequence[Prepared]) -> list[object]:
-        head = self._heads[name]
         with torch.no_grad():
-            calibrated = self._calibrated(name, head)
+            served = self.calibrated(name)
+            assert isinstance(served, HeadObjective)
             reads = [read for _, read in self._reads(name, samples)]
-            rows = [logits for read in reads for logits in self.domains[name].task.logits(read, head)]  # type: ignore[attr-defined]
+            rows = [logits for read in reads for logits in served.logits(read, self._heads[name])]
         grids = [own for read in reads for own in read.grids]
-        answers[name] = [calibrated.decode(*one) for one in zip(rows, grids, strict=True)]
+        answers[name] = [served.task.decode(*one) for one in zip(rows, grids, strict=True)]
         return answer(self, name, samples)
 
     monkeypatch.setattr(LoraTrainer, "answers", listen)

@@ -13,11 +13,11 @@ from transformers import AutoModelForImageTextToText
 
 from fusion.accumulate import backward_in_parts, halving
 from fusion.embedded.drawing import SIZE
-from fusion.objectives import Read
+from fusion.objectives import HeadObjective, Read
 from fusion.plan import LoraPlan
 from fusion.samples import Sample, Splits
 from fusion.train import LoraTrainer
-from heads import Box
+from heads import Box, load_heads
 from tests.fusion.small import COLORS, color_splits, plan_of, trainer_of, write_base
 from vlora.errors import BadPlan
 
@@ -84,6 +84,33 @@ def test_activations_computed_twice_give_the_same_gradient(mixed: LoraTrainer) -
         mixed._peft.eval()
     for name, wanted in kept.items():
         assert torch.allclose(again[name], wanted, rtol=1e-4, atol=1e-7), name
+
+
+def test_boxes_are_judged_as_they_are_served(mixed: LoraTrainer, tmp_path: Path) -> None:
+    """By the calibrated head, whose temperature is found on what neither trains nor validates."""
+    before = mixed.snapshot()
+    mixed.save(tmp_path, {**before, "head.squares.weight": before["head.squares.weight"] * 5})  # far too sure
+    served, plain = load_heads(tmp_path)["squares"].task, mixed.domains["squares"].task
+    own = mixed.domains["squares"]
+    ((part, read),) = mixed._reads("squares", own.validation)
+    assert isinstance(plain, HeadObjective)
+    logits = list(zip(part, plain.logits(read, mixed._heads["squares"]), read.grids, strict=True))
+    answers = mixed.answers("squares", own.validation)
+    assert answers == [one.of_whole_pictures(served.decode(rows, grids).value) for one, rows, grids in logits]
+    assert answers != [one.of_whole_pictures(plain.task.decode(rows, grids).value) for one, rows, grids in logits]
+    assert any(answers)
+    validation, own.validation = own.validation, own.validation[:1]
+    assert mixed.calibrated("squares").task == served  # type: ignore[attr-defined]
+    own.validation = validation
+    mixed.restore(before)
+
+
+def test_only_what_calibration_decides_keeps_samples_from_training(mixed: LoraTrainer) -> None:
+    for name, kept in (("squares", True), ("colors", False)):
+        own = mixed.domains[name]
+        drawn = {id(sample.ids) for _, sample in mixed._draw(np.random.default_rng(0), name, 500)}
+        assert len(own.held_back) == len(own.train) // 10
+        assert bool(drawn & {id(sample.ids) for sample in own.held_back}) == (not kept)
 
 
 class Short:

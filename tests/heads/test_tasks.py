@@ -218,3 +218,39 @@ def test_values_that_are_none_of_the_task(kind: str, value: Value, text: str) ->
     rows = (sum(r * c for r, c in GRIDS),) if task.reads_images else ()
     with pytest.raises(ValueError, match=text):
         task.loss([torch.zeros(*rows, task.num_outputs)], [value], [GRIDS])
+
+
+@given(
+    st.sampled_from(sorted(TASKS)),
+    st.floats(0.1, 10),
+    st.floats(0.2, 0.8),
+    st.integers(0, 10_000),
+)
+def test_calibration_changes_answers_only_where_a_task_says_so(
+    kind: str, temperature: float, threshold: float, seed: int
+) -> None:
+    labels, values = SAMPLES[kind]
+    plain = TASKS[kind].for_training(labels, values)
+    told = dict(plain.parameters)
+    if seed % 2 and "threshold" in told:
+        told["threshold"] = threshold
+    changed = {"temperature": temperature} if "temperature" in told else {"deviations": (temperature,) * len(labels)}
+    first, second = (make_task(kind, labels, {**told, **own}) for own in ({}, changed))
+    if not first.calibration_decides:
+        rows = (sum(r * c for r, c in GRIDS),) if plain.reads_images else ()
+        logits = torch.randn(*rows, plain.num_outputs, generator=torch.Generator().manual_seed(seed))
+        assert first.decode(logits, GRIDS).value == second.decode(logits, GRIDS).value
+
+
+def test_where_a_task_says_so_calibration_does_change_answers() -> None:
+    unsure = torch.tensor([[0.5, 0.0, 0.0, *[0.1] * 4]] * 10)  # surer of nothing than of each thing, not of both
+    for kind, parameters, logits in (
+        ("binary", {"threshold": 0.7}, torch.tensor([0.8])),
+        ("multi_label", {"threshold": 0.7}, torch.tensor([0.8, -1.0, -1.0])),
+        ("detection", {}, unsure),
+    ):
+        labels, _ = SAMPLES[kind]
+        tasks = [make_task(kind, labels, {**parameters, "temperature": each}) for each in (0.5, 5.0)]
+        assert all(task.calibration_decides for task in tasks)
+        one, other = (task.decode(logits, GRIDS) for task in tasks)
+        assert one.value != other.value and (one.label != other.label)
