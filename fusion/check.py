@@ -191,7 +191,8 @@ def _taught(teacher: Mapping[str, object] | None) -> str:
     if teacher is None:
         return ""
     left = f"left out as unsure: {teacher['dropped']} samples, {teacher['dropped_boxes']} boxes"
-    return f"{teacher['name']}: {teacher['score']:.3f} on validation data; {left}"
+    beyond = f"; {teacher['beyond']} answers beyond the labels" if teacher["beyond"] else ""
+    return f"{teacher['name']}: {teacher['score']:.3f} on validation data; {left}{beyond}"
 
 
 def _longest(plan: Plan) -> float | None:

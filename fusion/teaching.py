@@ -6,13 +6,14 @@ import dataclasses
 from collections.abc import Sequence
 
 from fusion.data.items import Item
-from fusion.data.targets import reader
+from fusion.data.targets import default_labels, reader
 from fusion.mistakes import Mistakes
-from fusion.objectives import task_of
+from fusion.objectives import metric_of_some, task_of
 from fusion.plan import BuiltInTeacher, DomainPlan, RelativeThreshold
 from fusion.samples import Splits
 from fusion.tasks import WORDS
 from fusion.teachers import TEACHERS
+from fusion.teachers.narrowing import Narrowed, narrowed
 from fusion.teachers.opening import open_teacher
 from fusion.teachers.protocol import Clip, Labelled, Teacher
 
@@ -22,12 +23,14 @@ _AT_ONCE = 32  # samples that a teacher is asked about in one go, and that are i
 @dataclasses.dataclass(frozen=True)
 class Teaching:
     """What a teacher was good for. score: the domain's metric of its answers on validation data; 1 where the labels are
-    its own. dropped, dropped_boxes: samples, and boxes of a detector, that it was not sure enough of."""
+    its own. dropped, dropped_boxes: samples, and boxes of a detector, that it was not sure enough of. beyond: samples,
+    boxes and labels of several that it called by what is no label of the domain."""
 
     name: str
     score: float
     dropped: int = 0
     dropped_boxes: int = 0
+    beyond: int = 0
 
 
 def threshold_before_training(domain: DomainPlan, taught: float | None) -> float | None:
@@ -43,8 +46,8 @@ def threshold_before_training(domain: DomainPlan, taught: float | None) -> float
 def label_by_teacher(
     domain: DomainPlan, task: str, items: Sequence[Item], mistakes: Mistakes
 ) -> tuple[list[Item | None], Teaching] | None:
-    """Items with the teacher's answers; None in the place of one it is not sure enough of. None for a teacher that
-    fails, which is told."""
+    """Items with the teacher's answers; None in the place of one it is not sure enough of, or whose label is none of
+    the plan's. None for a teacher that fails, which is told."""
     assert domain.teacher is not None, "the plan file asks for one"
     here = mistakes.inside("teacher")
     teacher = open_teacher(domain.teacher, task, here)
@@ -52,14 +55,24 @@ def label_by_teacher(
     if teacher is None or said is None:
         return None
     floor = domain.teacher.min_confidence
-    kept = [
-        dataclasses.replace(item, answer=one.answer) if one.confidence >= floor else None
-        for item, one in zip(items, said, strict=True)
-    ]
-    if not any(kept):
+    sure = [one for one in said if one.confidence >= floor]
+    if not sure:
         here.add(f"{floor:g} is more than the teacher is ever sure of: nothing is left", "min_confidence")
         return None
-    return kept, Teaching(teacher.name, 1.0, kept.count(None), sum(one.num_dropped for one in said))
+    within = _within(task, domain.labels or default_labels(task), sure, teacher, here)
+    if within is None:
+        return None
+    answers = iter(within.answers)
+    told = [next(answers) if one.confidence >= floor else None for one in said]
+    kept = [
+        None if answer is None else dataclasses.replace(item, answer=answer)
+        for item, answer in zip(items, told, strict=True)
+    ]
+    if not any(kept):
+        here.add("what it says is never a label of the domain: nothing is left")
+        return None
+    boxes = sum(one.num_dropped for one in said)
+    return kept, Teaching(teacher.name, 1.0, len(said) - len(sure), boxes, within.beyond)
 
 
 def compare_with_teacher(domain: DomainPlan, splits: Splits, mistakes: Mistakes) -> Teaching | None:
@@ -76,15 +89,28 @@ def compare_with_teacher(domain: DomainPlan, splits: Splits, mistakes: Mistakes)
     said = None if teacher is None else _ask(teacher, [sample.frames for sample in samples], here)
     if teacher is None or said is None:
         return None
+    within = _within(splits.task, splits.labels, said, teacher, here)
+    if within is None:
+        return None
     read = reader(splits.task, splits.labels)
     answers: list[object] = []
-    for one in said:
+    for answer in within.answers:
         try:
-            answers.append(read(one.answer))
+            answers.append(None if answer is None else read(answer))
         except ValueError as error:
             here.add(str(error))
             return None
-    return Teaching(teacher.name, _score(domain, splits, answers))
+    return Teaching(teacher.name, _score(domain, splits, answers), beyond=within.beyond)
+
+
+def _within(
+    task: str, labels: tuple[str, ...], said: Sequence[Labelled], teacher: Teacher, mistakes: Mistakes
+) -> Narrowed | None:
+    try:
+        return narrowed(task, labels, [one.answer for one in said], teacher.labels)
+    except ValueError as error:
+        mistakes.add(f"{teacher.name}: {error}")
+        return None
 
 
 def _score_of_built_in(domain: DomainPlan, splits: Splits, mistakes: Mistakes) -> Teaching | None:
@@ -99,11 +125,12 @@ def _score_of_built_in(domain: DomainPlan, splits: Splits, mistakes: Mistakes) -
 
 
 def _score(domain: DomainPlan, splits: Splits, answers: Sequence[object]) -> float:
-    """By the metric that the adapter is held to; where that one answers in words, by the words for the answers."""
+    """By the metric that the adapter is held to; where that one answers in words, by the words for the answers. None
+    for an answer counts as wrong."""
     if domain.head == WORDS and splits.labels:
         answers = [splits.labels[answer] if isinstance(answer, int) else answer for answer in answers]
         splits = splits.in_words()
-    return task_of(splits, domain.metric).metric(answers, [sample.target for sample in splits.validation])
+    return metric_of_some(task_of(splits, domain.metric), answers, [sample.target for sample in splits.validation])
 
 
 def _ask(teacher: Teacher, clips: Sequence[Clip], mistakes: Mistakes) -> list[Labelled] | None:

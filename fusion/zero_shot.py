@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from fusion.data.targets import reader
-from fusion.objectives import task_of
+from fusion.objectives import metric_of_some, task_of
 from fusion.samples import Splits, Target
 
 
@@ -14,17 +14,13 @@ def score_of_words(splits: Splits, metric: str | None, said: Sequence[str]) -> f
     Words that are no answer of the task (boxes never are) count as samples that are worth nothing."""
     read = _reader(splits)
     answers: list[object] = []
-    targets: list[Target] = []
-    for words, sample in zip(said, splits.test, strict=True):
+    for words in said:
         try:
             answers.append(read(words.strip().lower()))
         except ValueError:
-            continue
-        target = sample.target
-        targets.append(target.lower() if isinstance(target, str) else target)
-    if not targets:
-        return 0.0
-    return task_of(splits, metric).metric(answers, targets) * len(targets) / len(splits.test)
+            answers.append(None)
+    targets = [sample.target.lower() if isinstance(sample.target, str) else sample.target for sample in splits.test]
+    return metric_of_some(task_of(splits, metric), answers, targets)
 
 
 def _reader(splits: Splits) -> Callable[[str], Target]:

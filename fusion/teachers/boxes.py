@@ -15,6 +15,7 @@ TASKS = ("detection", "counting", "binary", "multi_label", "classification")
 
 class Detector(Protocol):
     name: str
+    labels: tuple[str, ...]
 
     def find(self, frame: np.ndarray) -> list[NamedBox]:
         """Everything it sees in an RGB picture, however unsure."""
@@ -30,6 +31,8 @@ class FromBoxes:
     def __init__(self, detector: Detector, task: str, floor: float, absent: str) -> None:
         assert task in TASKS, task
         self.name = detector.name
+        of_task = {"classification": (*detector.labels, absent), "binary": ("no", "yes"), "counting": ()}
+        self.labels: tuple[str, ...] = of_task.get(task, detector.labels)
         self._detector, self._task, self._floor, self._absent = detector, task, floor, absent
 
     def label(self, clips: Sequence[Clip]) -> list[Labelled]:

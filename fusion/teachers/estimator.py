@@ -46,14 +46,14 @@ class Estimator:
         if wanted != size * size:
             raise ValueError(f"it takes {wanted} features, but size {size} makes {size * size} grey pixels")
         self._classes = list(model.classes_)
-        self._labels = labels or tuple(map(str, self._classes))
-        if len(self._labels) != len(self._classes):
+        self.labels = labels or tuple(map(str, self._classes))
+        if len(self.labels) != len(self._classes):
             raise ValueError(
-                f"it knows {len(self._classes)} classes ({self._classes}), but labels are {len(self._labels)}"
+                f"it knows {len(self._classes)} classes ({self._classes}), but labels are {len(self.labels)}"
             )
 
     def label(self, clips: Sequence[Clip]) -> list[Labelled]:
-        return [classified(self._probabilities(clip), self._labels) for clip in clips]
+        return [classified(self._probabilities(clip), self.labels) for clip in clips]
 
     def _probabilities(self, clip: Clip) -> np.ndarray:
         features = np.stack([self._features(frame) for frame in clip])

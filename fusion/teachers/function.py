@@ -30,6 +30,8 @@ class Function:
     """Frames, a list of RGB pictures, to (answer, confidence). An answer is a label, a number, words, a list of labels,
     or a list of boxes (label, left, top, right, bottom[, confidence]) with edges in shares of the picture."""
 
+    labels: tuple[str, ...] = ()
+
     def __init__(self, path: str) -> None:
         self.name = path
         self._function = import_function(path)

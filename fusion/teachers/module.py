@@ -36,7 +36,7 @@ class ModuleClassifier:
 
     def __init__(self, module: Any, name: str, labels: tuple[str, ...], preprocessing: Preprocessing) -> None:
         self.name = f"torch {name}"
-        self._module, self._labels, self._preprocessing = module, labels, preprocessing
+        self._module, self.labels, self._preprocessing = module, labels, preprocessing
         try:
             outputs = self._run([np.zeros((8, 8, 3), np.uint8)])
         except Exception as error:  # a module raises whatever it likes
@@ -45,7 +45,7 @@ class ModuleClassifier:
             raise ValueError(f"it gives outputs of the shape {outputs.shape} for {len(labels)} labels")
 
     def label(self, clips: Sequence[Clip]) -> list[Labelled]:
-        return [classified(self._run(clip), self._labels) for clip in clips]
+        return [classified(self._run(clip), self.labels) for clip in clips]
 
     @torch.no_grad()
     def _run(self, clip: Clip) -> np.ndarray:

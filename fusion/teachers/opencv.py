@@ -25,7 +25,7 @@ class Cascade:
     def __init__(self, file: Path | None, label: str) -> None:
         file = file or FACES
         self.name = f"cascade {file.stem}"
-        self._label = label
+        self.labels: tuple[str, ...] = (label,)
         # OpenCV raises its own error for some broken files, and is just empty for others.
         try:
             self._cascade = cv2.CascadeClassifier(str(file))
@@ -37,7 +37,7 @@ class Cascade:
     def find(self, frame: np.ndarray) -> list[NamedBox]:
         grey = cv2.cvtColor(frame, cv2.COLOR_RGB2GRAY)
         places, _, weights = self._cascade.detectMultiScale3(grey, _SCALE_STEP, _FEWEST_HITS, outputRejectLevels=True)
-        return _boxes(self._label, places, weights, frame)
+        return _boxes(self.labels[0], places, weights, frame)
 
 
 class People:
@@ -47,7 +47,7 @@ class People:
     name = "HOG people detector"
 
     def __init__(self, label: str) -> None:
-        self._label = label
+        self.labels: tuple[str, ...] = (label,)
         self._hog = cv2.HOGDescriptor()
         self._hog.setSVMDetector(np.array(cv2.HOGDescriptor.getDefaultPeopleDetector()))
 
@@ -56,7 +56,7 @@ class People:
         if frame.shape[0] < height or frame.shape[1] < width:
             return []  # OpenCV reads beyond such a picture
         places, weights = self._hog.detectMultiScale(cv2.cvtColor(frame, cv2.COLOR_RGB2BGR), scale=_SCALE_STEP)
-        return _boxes(self._label, places, weights, frame)
+        return _boxes(self.labels[0], places, weights, frame)
 
 
 class OnnxClassifier:
@@ -65,7 +65,7 @@ class OnnxClassifier:
 
     def __init__(self, file: Path, labels: tuple[str, ...], preprocessing: Preprocessing) -> None:
         self.name = f"ONNX {file.stem}"
-        self._labels, self._preprocessing = labels, preprocessing
+        self.labels, self._preprocessing = labels, preprocessing
         try:
             self._net = cv2.dnn.readNetFromONNX(str(file))
             outputs = self._run(np.zeros((8, 8, 3), np.uint8))
@@ -75,7 +75,7 @@ class OnnxClassifier:
             raise ValueError(f"{file} gives outputs of the shape {outputs.shape} for {len(labels)} labels")
 
     def label(self, clips: Sequence[Clip]) -> list[Labelled]:
-        return [classified(np.stack([self._run(frame) for frame in clip]), self._labels) for clip in clips]
+        return [classified(np.stack([self._run(frame) for frame in clip]), self.labels) for clip in clips]
 
     def _run(self, frame: np.ndarray) -> np.ndarray:
         # One at a time: many exported models know no other batch.

@@ -47,7 +47,8 @@ def load_pretrained(
     unknown = sorted(set(rename) - set(config.id2label.values()))
     if unknown:
         raise ValueError(f"renames {', '.join(unknown)}, which {folder} does not know")
-    labels = [rename.get(config.id2label[number], config.id2label[number]) for number in range(config.num_labels)]
+    own = [config.id2label[number] for number in range(config.num_labels)]
+    labels = tuple(rename.get(label, label) for label in own)
     title = f"{name} {folder.name}"
     if kind == "ForObjectDetection":
         return PretrainedDetector(title, model, processor, labels)
@@ -55,9 +56,9 @@ def load_pretrained(
 
 
 class _Pretrained:
-    def __init__(self, name: str, model: Any, processor: Any, labels: Sequence[str]) -> None:
+    def __init__(self, name: str, model: Any, processor: Any, labels: tuple[str, ...]) -> None:
         self.name = name
-        self._model, self._processor, self._labels = model, processor, labels
+        self._model, self._processor, self.labels = model, processor, labels
 
 
 class PictureClassifier(_Pretrained):
@@ -66,7 +67,7 @@ class PictureClassifier(_Pretrained):
     @torch.no_grad()
     def label(self, clips: Sequence[Clip]) -> list[Labelled]:
         return [
-            classified(self._model(**self._processor(list(clip), return_tensors="pt")).logits.numpy(), self._labels)
+            classified(self._model(**self._processor(list(clip), return_tensors="pt")).logits.numpy(), self.labels)
             for clip in clips
         ]
 
@@ -83,7 +84,7 @@ class VideoClassifier(_Pretrained):
             if wanted is not None and len(frames) != wanted:
                 frames = [frames[round(place)] for place in np.linspace(0, len(frames) - 1, wanted)]
             inputs = self._processor(frames, return_tensors="pt")
-            answers.append(classified(self._model(**inputs).logits.numpy(), self._labels))
+            answers.append(classified(self._model(**inputs).logits.numpy(), self.labels))
         return answers
 
 
@@ -103,5 +104,5 @@ class PretrainedDetector(_Pretrained):
             x = [min(1.0, max(0.0, edge / width)) for edge in (left, right)]
             y = [min(1.0, max(0.0, edge / height)) for edge in (top, bottom)]
             if x[0] < x[1] and y[0] < y[1]:
-                boxes.append(NamedBox(self._labels[label], x[0], y[0], x[1], y[1], score))
+                boxes.append(NamedBox(self.labels[label], x[0], y[0], x[1], y[1], score))
         return boxes

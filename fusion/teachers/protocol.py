@@ -22,9 +22,10 @@ class Labelled(NamedTuple):
 
 
 class Teacher(Protocol):
-    """name: for reports."""
+    """name: for reports. labels: all that it can say; empty where that is not known, or no label."""
 
     name: str
+    labels: tuple[str, ...]
 
     def label(self, clips: Sequence[Clip]) -> list[Labelled]:
         """One answer per sample. May raise anything where a picture is too much for it."""

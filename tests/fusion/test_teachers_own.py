@@ -24,6 +24,7 @@ from fusion.plan import DomainPlan
 from fusion.teachers.boxes import FromBoxes
 from fusion.teachers.classifier import classified
 from fusion.teachers.function import Function
+from fusion.teachers.narrowing import narrowed
 from fusion.teachers.opening import open_teacher
 from fusion.teachers.protocol import Teacher
 from tests.fusion.made import load_plan, video, write_plan
@@ -326,6 +327,64 @@ def test_a_function(tmp_path: Path) -> None:
     assert "nothing is left" in refused(tmp_path, teacher + ", min_confidence: 0.9}")
 
 
+# -- teachers that know more than is asked ----------------------------------------------------------------------------
+
+
+def by_three(frames: Sequence[np.ndarray]) -> tuple[str, float]:
+    """Dark and bright, and a third kind in between."""
+    mean = float(frames[0].mean())
+    return "grey" if 36 <= mean <= 39 else by_mean(frames)[0], 1.0
+
+
+def things(frames: Sequence[np.ndarray]) -> tuple[list[tuple[Any, ...]], float]:
+    tree = ("tree", 0.5, 0.5, 1.0, 1.0)
+    return [("car", 0.0, 0.0, 0.5, 0.5), tree] if frames[0].mean() > 127 else [tree], 1.0
+
+
+def test_labels_that_are_not_asked_for_are_left_out(tmp_path: Path) -> None:
+    teacher = "{kind: callable, function: 'tests.fusion.test_teachers_own:NAME', allow_code: true}"
+    three = teacher.replace("NAME", "by_three")
+    assert teach(tmp_path, three).splits.labels == ("bright", "dark", "grey")
+    asked = teach(tmp_path, three, more="\nlabels: [dark, bright]")
+    assert asked.splits.labels == ("dark", "bright") and all_right(asked, 16)
+    assert asked.teaching is not None and (asked.teaching.dropped, asked.teaching.beyond) == (0, 4)
+    found = teach(tmp_path, teacher.replace("NAME", "things"), "detection", "\nlabels: [car]")
+    counts = [len(sample.target) for part in found.splits.parts.values() for sample in part]  # type: ignore[arg-type]
+    assert found.splits.labels == ("car",) and sorted(counts) == [0] * 10 + [1] * 10
+    assert found.teaching is not None and found.teaching.beyond == 20
+    told = refused(tmp_path, f"{three}\nlabels: [black, bright]")
+    assert (
+        "domains[0].teacher`: tests.fusion.test_teachers_own:by_three: it says dark, grey, and has no word for black"
+        in told
+    )
+
+
+def test_an_answer_beyond_the_labels_is_wrong_where_the_teacher_is_a_measure(tmp_path: Path) -> None:
+    for number in range(10):
+        for shade, label in ((DARK + number, "dark"), (BRIGHT - number, "bright")):
+            (tmp_path / "told" / label).mkdir(parents=True, exist_ok=True)
+            cv2.imwrite(str(tmp_path / "told" / label / f"{shade}.png"), np.full((40, 40, 3), shade, np.uint8))
+    teacher = "{kind: callable, function: 'tests.fusion.test_teachers_own:by_three', allow_code: true}"
+    lines = f"data: {{format: image_folder, path: told, split: {{validation: 0.6, test: 0.2}}}}\nteacher: {teacher}"
+    (data,) = load_plan(write_plan(tmp_path, lines)).values()
+    wrong = sum(36 <= float(sample.frames[0].mean()) <= 39 for sample in data.splits.validation)
+    assert wrong and data.teaching is not None and data.teaching.beyond == wrong
+    assert data.teaching.score == pytest.approx(1 - wrong / len(data.splits.validation))
+
+
+def test_what_a_teacher_could_have_said_tells_other_names_from_bad_luck() -> None:
+    """One of a thousand classes that never comes up is no misnomer; one that it has no word for is."""
+    said = ["tench", "cat", "tench"]
+    assert narrowed("classification", ("cat", "dog"), said, ("tench", "cat", "dog")) == ([None, "cat", None], 2)
+    for knows in ((), ("tench", "cat")):
+        with pytest.raises(ValueError, match="it says tench, and has no word for dog"):
+            narrowed("classification", ("cat", "dog"), said, knows)
+    assert narrowed("classification", ("cat", "dog"), ["cat"], ()).beyond == 0  # nothing unknown was said
+    assert narrowed("multi_label", ("a", "b"), [("a", "c"), ("b",)], ()) == ([("a",), ("b",)], 1)
+    assert narrowed("binary", ("no", "yes"), ["true", "0", "maybe"], ()) == (["true", "0", None], 1)
+    assert narrowed("counting", ("0", "1"), ["7"], ()) == (["7"], 0)
+
+
 def test_functions_that_do_not_fit(tmp_path: Path) -> None:
     def teacher(name: str) -> str:
         return f"{{kind: callable, function: '{name}', allow_code: true}}"
@@ -428,6 +487,7 @@ def test_pictures_too_small_for_a_person_show_none(size: tuple[int, int]) -> Non
 def test_unsure_boxes_are_dropped_and_counted() -> None:
     class Two:
         name = "two"
+        labels = ("a", "b")
 
         def find(self, frame: np.ndarray) -> list[NamedBox]:
             return [NamedBox("a", 0, 0, 1, 1, 0.4), NamedBox("b", 0, 0, 1, 1, 0.8)]
@@ -454,7 +514,7 @@ def test_a_teacher_is_measured_where_there_are_labels(tmp_path: Path) -> None:
     (data,) = load_plan(plan).values()
     assert data.teaching is not None and 0.4 < data.teaching.score <= 1
     plan = write_plan(tmp_path, ["source: lfw-faces\nteacher: {kind: cascade, absent: no face}", "uestion: x"][0])
-    with pytest.raises(BadPlan, match="the label 'face' is unknown; known: a face, no face"):
+    with pytest.raises(BadPlan, match="it says face, and has no word for a face; give both the same names"):
         load_plan(plan)
 
 
