@@ -104,9 +104,9 @@ def run(
     # Before anything takes long: what cannot be resumed is told at once.
     identity = identity_of(plan, splits, base.weights, hash_of_processing(processor), device)
     checkpoint = Checkpoint(out / "checkpoint", identity, resume=resume)
+    domains = {domain.name: Domain(domain, splits[domain.name], base) for domain in plan.domains}
     console.print(f"asking the base model {base_path} without adapters")
     before = zero_shot(config, processor, plan, splits)
-    domains = {domain.name: Domain(domain, splits[domain.name], base) for domain in plan.domains}
     with Progress(console, trainings=len(plan.order) * len(domains)) as progress:
         trainer = LoraTrainer(base, domains, plan, progress=progress.step, say=progress.say)
         trainings = Trainings(

@@ -11,7 +11,6 @@ from fusion.blocks import num_parameters, undivided
 from fusion.embedded import checkpoint_path
 from fusion.mistakes import Mistakes
 from fusion.plan import Plan
-from vlora.errors import BadConfig
 from vlora.models.loading import dummy_model
 from vlora.models.seam import Seam
 
@@ -34,8 +33,9 @@ def lora_size(plan: Plan, mistakes: Mistakes) -> LoraSize | None:
     """Read the base model's config, no weights. None where base or targets cannot be, which is told."""
     base = checkpoint_path() if plan.base == "embedded" else plan.base
     try:
-        model = dummy_model(AutoConfig.from_pretrained(base), "float32", torch.device("meta"), seed=0)
-    except (OSError, ValueError, BadConfig) as error:
+        config = AutoConfig.from_pretrained(base, trust_remote_code=False)  # None would ask on the terminal
+        model = dummy_model(config, "float32", torch.device("meta"), seed=0)
+    except Exception as error:  # libraries raise whatever a broken config makes them raise
         mistakes.add(f'{plan.base!r} is neither "embedded" nor a model that can be loaded: {error}', "base")
         return None
     seam = Seam(model)

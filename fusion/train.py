@@ -31,7 +31,7 @@ from fusion.samples import Sample, Splits, Target, held_back
 from fusion.tasks import MEANS
 from heads import Box, Grid, HeadSpec, TaskHead, save_heads
 from heads.boxes import Window, into_windows, out_of_windows
-from vlora.errors import BadPlan
+from vlora.errors import BadPlan, BadRequest
 from vlora.models import EncodedPrompt, InputProcessor, Region
 from vlora.models.grids import image_grids
 from vlora.models.processing import to_tensor
@@ -139,7 +139,7 @@ class FrozenBase:
         prepared: list[Prepared] = []
         for first in range(0, len(samples), _ENCODE_AT_ONCE):
             part = samples[first : first + _ENCODE_AT_ONCE]
-            encoded = [self._encode(sample.question or question, sample) for sample in part]
+            encoded = [self._encode(question, sample) for sample in part]
             features = [None] * len(part) if self.train_vision else self._kept_features(encoded)
             for sample, one, seen in zip(part, encoded, features, strict=True):
                 ids = torch.tensor(one.prompt_ids)
@@ -187,8 +187,12 @@ class FrozenBase:
         return (*tokenizer(words, add_special_tokens=False)["input_ids"], tokenizer.eos_token_id) if words else ()
 
     def _encode(self, question: str, sample: Sample) -> EncodedPrompt:
-        prompt = self.processor.chat(question, len(sample.frames))
-        return self.processor.encode(prompt, [Image.fromarray(frame) for frame in sample.frames])
+        """Its question, or else the domain's. Raises BadPlan for pictures that the base model cannot be shown."""
+        prompt = self.processor.chat(sample.question or question, len(sample.frames))
+        try:
+            return self.processor.encode(prompt, [Image.fromarray(frame) for frame in sample.frames])
+        except BadRequest as error:
+            raise BadPlan(f"{getattr(sample.frames, 'file', 'a drawn picture')}: {error}") from error
 
 
 class LoraTrainer:

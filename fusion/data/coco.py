@@ -20,8 +20,8 @@ _SLACK = 1.0  # pixels by which a box may stand out: annotators round
 class _Image(BaseModel):
     id: int
     file_name: str
-    width: int = Field(gt=0)
-    height: int = Field(gt=0)
+    width: int = Field(gt=0, lt=2**31)
+    height: int = Field(gt=0, lt=2**31)
 
 
 class _Category(BaseModel):

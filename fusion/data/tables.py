@@ -87,18 +87,30 @@ def _rows(
                 mistakes.add(
                     f"{place}: lacks {' and '.join(f'`{name}`' for name in missing)}; has {', '.join(row)}", field
                 )
-    except (OSError, UnicodeDecodeError, csv.Error) as error:
+    except (OSError, UnicodeDecodeError) as error:
         mistakes.add(f"{file} cannot be read: {error}", field)
 
 
 def _csv(file: Path) -> Iterator[tuple[int, dict[str, Any] | str]]:
     with file.open(newline="", encoding="utf-8-sig") as source:
-        reader = csv.DictReader(source)
-        for row in reader:
-            if None in row:
-                yield reader.line_num, f"has more cells than the first line; put quotes around commas: {row[None]!r}"
-            else:
-                yield reader.line_num, row
+        # Strict: a quote that nobody closes would else swallow all rows behind it into one cell.
+        reader = csv.DictReader(source, strict=True)
+        last = 0  # line of what could be read
+        try:
+            columns = list(reader.fieldnames or ())
+            if len(set(columns)) < len(columns):
+                yield 1, f"names a column twice: {', '.join(columns)}"
+                return
+            last = reader.line_num
+            for row in reader:
+                last = reader.line_num
+                if None in row:
+                    told = f"has more cells than the first line; put quotes around commas: {row[None]!r}"
+                    yield reader.line_num, told
+                else:
+                    yield reader.line_num, row
+        except csv.Error as error:
+            yield last + 1, f"what begins here is not CSV ({error}); look for a quote that is not closed"
 
 
 def _jsonl(file: Path) -> Iterator[tuple[int, dict[str, Any] | str]]:
@@ -108,6 +120,7 @@ def _jsonl(file: Path) -> Iterator[tuple[int, dict[str, Any] | str]]:
                 continue
             try:
                 row = json.loads(text)
+                json.dumps(row, ensure_ascii=False).encode()  # JSON may hold half a character, which nothing can write
             except (ValueError, RecursionError) as error:
                 yield line, f"is not JSON: {error}"
                 continue

@@ -80,6 +80,24 @@ def test_what_cannot_be_run_is_refused_before_training(tmp_path: Path, more: str
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.parametrize(
+    "config",
+    [
+        "{",
+        "null",
+        '{"model_type": "llava", "text_config": 5}',
+        '{"model_type": "llava", "text_config": {"model_type": "llama", "hidden_size": -4}}',
+        '{"model_type": "own", "auto_map": {"AutoConfig": "own.Config"}}',  # asks on a terminal whether to run it
+    ],
+)
+def test_a_base_that_is_broken_or_code_is_refused(tmp_path: Path, config: str) -> None:
+    (tmp_path / "base").mkdir()
+    (tmp_path / "base" / "config.json").write_text(config)
+    (tmp_path / "base" / "own.py").write_text("raise SystemExit('code was run that nobody allowed')")
+    with pytest.raises(BadPlan, match=r"line 1, field `base`: .* is neither"):
+        check(read_plan_file(write_plan(tmp_path, "source: drawn-signs", more="base: base\n")))
+
+
 def test_all_that_is_wrong_is_told_together(tmp_path: Path) -> None:
     more = "base: nowhere/at/all\n"
     plan = write_plan(tmp_path, "source: nowhere", "source: drawn-signs\nmetric: map", more=more)

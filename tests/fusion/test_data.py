@@ -394,6 +394,8 @@ def test_a_threshold_that_so_few_samples_cannot_prove(tmp_path: Path) -> None:
         ({"annotations": [{"bbox": [20, 6, float("nan"), 12]}]}, "`annotations[0].bbox[2]`: Input should be a finite"),
         ({"annotations": [{"bbox": [1, 2]}]}, "`annotations[0].bbox[2]`: Field required"),
         ({"images": [{"file_name": "gone.jpg"}]}, "image 1: there is no picture"),
+        ({"images": [{"width": 10**400}]}, "`images[0].width`: Input should be less than 2147483648"),
+        ({"categories": [{"name": ""}]}, "`categories[0].name`: String should have at least 1 character"),
         ({"images": [{"width": 64}]}, "image 1 is of size (64, 24), but"),
     ],
 )
@@ -431,6 +433,10 @@ def test_coco_files_put_together_without_new_ids(tmp_path: Path, key: str, says:
         ("image,answer,split\n0.png,cat,train\n1.png,dog,\n", "1 of 2 samples say no split"),
         ("image,answer\n0.png,cat\n1.png,cow\n", "line 3: the label 'cow' is unknown; known: cat, dog"),
         ("", "train is empty"),
+        ('image,answer\n0.png,"cat\n1.png,dog\n', "line 2: what begins here is not CSV (unexpected end of data)"),
+        ('image,answer\n0.png,cat\n1.png,"cat"s\n', "line 3: what begins here is not CSV (',' expected after"),
+        (f"image,answer\n0.png,{'c' * 200_000}\n", "line 2: what begins here is not CSV (field larger than field"),
+        ("image,answer,answer\n0.png,cat,dog\n", "line 1: names a column twice: image, answer, answer"),
     ],
 )
 def test_mistakes_in_a_table(tmp_path: Path, text: str, says: str) -> None:
@@ -469,6 +475,9 @@ def test_lines_that_are_no_json(tmp_path: Path) -> None:
     told = mistakes_of(write_plan(tmp_path, "data: {format: questions, path: rows.jsonl}"))
     assert "line 1: is not JSON" in told[0] and "line 2: is list; a row is an object" in told[1]
     assert "line 3: is not JSON" in told[2]
+    (tmp_path / "rows.jsonl").write_text('{"image": "0.png", "answer": "\\ud83d"}')
+    told = mistakes_of(write_plan(tmp_path, "data: {format: questions, path: rows.jsonl}"))
+    assert "line 1: is not JSON" in told[0] and "surrogates not allowed" in told[0]
 
 
 def test_videos_that_do_not_open(tmp_path: Path) -> None:

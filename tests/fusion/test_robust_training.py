@@ -12,6 +12,7 @@ from peft import PeftModel
 from transformers import AutoModelForImageTextToText
 
 from fusion.accumulate import backward_in_parts, halving
+from fusion.data.frames import Picture
 from fusion.embedded.drawing import SIZE
 from fusion.objectives import HeadObjective, Read
 from fusion.plan import LoraPlan
@@ -19,7 +20,8 @@ from fusion.samples import Sample, Splits
 from fusion.train import LoraTrainer
 from heads import Box, load_heads
 from tests.fusion.small import COLORS, color_splits, plan_of, trainer_of, write_base
-from vlora.errors import BadPlan
+from vlora.errors import BadImage, BadPlan
+from vlora.models import InputProcessor
 
 
 @pytest.fixture(scope="module")
@@ -220,6 +222,18 @@ def logits_agree(trainer: LoraTrainer, base: str, folder: Path) -> None:
                 without = with_adapter(input_ids=ids, pixel_values=pixels).logits[0, -1]
         assert torch.allclose(got, wanted, atol=1e-4), (got - wanted).abs().max()
         assert (without - wanted).abs().max() > 1e-3  # so that agreeing means something
+
+
+def test_a_picture_that_the_base_cannot_be_shown_is_named(base: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise BadImage("the image processor refuses the images (5000 x 1)")
+
+    plan = plan_of(base, ("colors",))
+    monkeypatch.setattr(InputProcessor, "encode", refuse)
+    wide = [Sample(Picture(Path("wide.png")), 0)] * 2
+    monkeypatch.setattr(Picture, "__iter__", lambda self: iter([np.zeros((1, 1, 3), np.uint8)]))
+    with pytest.raises(BadPlan, match=r"^wide.png: the image processor refuses"):
+        trainer_of(plan, {"colors": Splits("classification", COLORS, wide, wide, wide, real=True)})
 
 
 def test_a_layer_that_is_not_there_is_refused_by_name(base: str) -> None:
