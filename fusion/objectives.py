@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol, Self
 
 import torch
@@ -10,9 +10,10 @@ from torch import nn
 
 from fusion.samples import Sample, Splits, Target
 from fusion.tasks import METRICS
-from fusion.words import token_f1
+from fusion.words import overlap, token_f1
 from heads import TASKS, Grid, Task
 
+_OF_WORDS: dict[str, Callable[[str, str], float]] = {"token_f1": token_f1, "overlap": overlap}  # said, wanted
 _WORDS_WEIGHT = 1.0  # of the language model's loss beside a head's: less, and other heads push words out
 
 
@@ -118,7 +119,7 @@ class WordsObjective:
 
     @property
     def needs_text(self) -> bool:
-        return self.metric_name == "token_f1"
+        return self.metric_name in _OF_WORDS
 
     def loss(self, read: Read, head: nn.Linear | None, targets: Sequence[Target]) -> torch.Tensor:
         return read.words.mean()
@@ -130,8 +131,9 @@ class WordsObjective:
     def metric(self, answers: Sequence[object], targets: Sequence[Target]) -> float:
         """Accuracy is another name of exact match here."""
         pairs = list(zip(answers, targets, strict=True))
-        if self.metric_name == "token_f1":
-            return sum(token_f1(str(answer), str(target)) for answer, target in pairs) / len(pairs)
+        if self.needs_text:
+            worth = _OF_WORDS[self.metric_name]
+            return sum(worth(str(answer), str(target)) for answer, target in pairs) / len(pairs)
         return sum(answer == target for answer, target in pairs) / len(pairs)
 
     def calibrated(self, reads: Sequence[Read], head: nn.Linear | None, targets: Sequence[Target]) -> Self:

@@ -144,6 +144,16 @@ class Questions(_Data):
     images: PlanPath | None = None
 
 
+class References(_Data):
+    """path: a JSON list of referring expressions as RefCOCO has them (ref_id, ann_id, image_id, sentences and, where
+    it is wanted, split). instances: the COCO file that their annotations are in. images: the folder its `file_name`s
+    count from; the file's own by default."""
+
+    format: Literal["references"]
+    instances: PlanPath
+    images: PlanPath | None = None
+
+
 class Unlabelled(_Data):
     """path: a folder of pictures or videos, at any depth; a teacher says what is in them. frames: taken evenly from
     each video."""
@@ -152,7 +162,9 @@ class Unlabelled(_Data):
     frames: int = Field(4, ge=1, le=64)
 
 
-DataPlan = Annotated[ImageFolder | Coco | VideoFolder | Questions | Unlabelled, Field(discriminator="format")]
+DataPlan = Annotated[
+    ImageFolder | Coco | VideoFolder | Questions | References | Unlabelled, Field(discriminator="format")
+]
 
 
 class _Teacher(_Strict):

@@ -16,7 +16,7 @@ Task = Literal[
     "captioning",
     "referring",
 ]
-Metric = Literal["accuracy", "f1", "map", "within_one", "within", "mae", "exact_match", "token_f1"]
+Metric = Literal["accuracy", "f1", "map", "within_one", "within", "mae", "exact_match", "token_f1", "overlap"]
 WORDS = "words"
 Head = Literal["classification", "binary", "counting", "action", "multi_label", "regression", "detection", "words"]
 
@@ -33,7 +33,7 @@ METRICS: dict[str, tuple[str, ...]] = {
     "detection": ("f1", "map"),
     "vqa": ("exact_match", "token_f1", "accuracy"),
     "captioning": ("exact_match", "token_f1", "accuracy"),
-    "referring": ("exact_match", "token_f1", "accuracy"),
+    "referring": ("exact_match", "token_f1", "accuracy", "overlap"),
 }
 # How many labels a task's head chooses from at least; tasks that are answered in words have none.
 LEAST_LABELS = {
@@ -46,7 +46,7 @@ LEAST_LABELS = {
     "detection": 1,
 }
 # Means over samples of what each is worth on its own, 0 to 1. The others weigh all samples' mistakes together.
-MEANS = frozenset({"accuracy", "within_one", "within", "exact_match", "token_f1"})
+MEANS = frozenset({"accuracy", "within_one", "within", "exact_match", "token_f1", "overlap"})
 SAID = {
     "accuracy": "share of samples answered right",
     "f1": "F1",
@@ -55,6 +55,7 @@ SAID = {
     "within": "share of numbers within a quarter of their spread in training",
     "exact_match": "share of answers right word for word",
     "token_f1": "F1 of the answers' words",
+    "overlap": "share of boxes said that overlap the right one by a half",
 }
 # The first is the default; a task without a head of its own is answered in words, by the language model.
 HEADS: dict[str, tuple[str, ...]] = {

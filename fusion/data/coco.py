@@ -6,14 +6,16 @@ import os
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TypeVar
 
-from pydantic import BaseModel, Field, FiniteFloat, ValidationError
+from pydantic import BaseModel, Field, FiniteFloat, TypeAdapter, ValidationError
 
 from fusion.data.frames import Picture
 from fusion.data.items import PARTS, Answer, Item, NamedBox, Part
 from fusion.mistakes import Mistakes
 from fusion.plan import Coco
 
+Parsed = TypeVar("Parsed")
 _SLACK = 1.0  # pixels by which a box may stand out: annotators round
 
 
@@ -40,10 +42,13 @@ class _Annotation(BaseModel):
     iscrowd: int = 0
 
 
-class _File(BaseModel):
+class CocoFile(BaseModel):
     images: list[_Image]
     annotations: list[_Annotation]
     categories: list[_Category] = []
+
+
+COCO = TypeAdapter(CocoFile)
 
 
 def read_coco(data: Coco, task: str, mistakes: Mistakes) -> list[Item]:
@@ -51,7 +56,7 @@ def read_coco(data: Coco, task: str, mistakes: Mistakes) -> list[Item]:
     one per caption (captioning)."""
     items: list[Item] = []
     for part, file in _files(data.path, mistakes):
-        found = _parse(file, mistakes)
+        found = parse(file, COCO, "path", mistakes)
         if found is not None:
             items += _items(found, file, data.images or file.parent, task, part, mistakes)
     return items
@@ -70,19 +75,23 @@ def _files(path: Path, mistakes: Mistakes) -> Iterator[tuple[Part | None, Path]]
         mistakes.add(f"there is no file or folder {path}", "path")
 
 
-def _parse(file: Path, mistakes: Mistakes) -> _File | None:
+def parse(file: Path, shape: TypeAdapter[Parsed], field: str, mistakes: Mistakes) -> Parsed | None:
+    """A JSON file of a known shape. None where it cannot be read, which is told. field: of the plan, where it is
+    named."""
     try:
-        return _File.model_validate_json(file.read_bytes())
+        return shape.validate_json(file.read_bytes())
     except OSError as error:
-        mistakes.add(f"{file} cannot be read: {error.strerror}", "path")
+        mistakes.add(f"{file} cannot be read: {error.strerror}", field)
     except ValidationError as error:
         for mistake in error.errors():
             place = "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in mistake["loc"])
-            mistakes.add(f"{file}, `{place.lstrip('.') or 'file'}`: {mistake['msg']}", "path")
+            mistakes.add(f"{file}, `{place.lstrip('.') or 'file'}`: {mistake['msg']}", field)
     return None
 
 
-def _items(found: _File, file: Path, folder: Path, task: str, part: Part | None, mistakes: Mistakes) -> Iterator[Item]:
+def _items(
+    found: CocoFile, file: Path, folder: Path, task: str, part: Part | None, mistakes: Mistakes
+) -> Iterator[Item]:
     # In files put together without new numbers, annotations would go to the wrong ones.
     for what, entries in (("images", found.images), ("categories", found.categories)):
         for number, count in Counter(entry.id for entry in entries).items():
@@ -107,7 +116,7 @@ def _items(found: _File, file: Path, folder: Path, task: str, part: Part | None,
         elif annotation.bbox is None:
             mistakes.add(f"{place}: has no bbox", "path")
         elif not annotation.iscrowd:
-            box = _box(annotation.bbox, names[annotation.category_id], image)
+            box = box_of(annotation.bbox, names[annotation.category_id], image)
             if isinstance(box, str):
                 mistakes.add(f"{place}: {box}", "path")
             else:
@@ -138,7 +147,8 @@ def _answers(task: str, boxes: list[NamedBox], captions: list[str]) -> list[Answ
     return [tuple(boxes)]
 
 
-def _box(bbox: tuple[float, float, float, float], label: str, image: _Image) -> NamedBox | str:
+def box_of(bbox: tuple[float, float, float, float], label: str, image: _Image) -> NamedBox | str:
+    """A bbox in shares of its picture; or why it is none."""
     left, top, width, height = bbox
     right, bottom = left + width, top + height
     if width <= 0 or height <= 0:

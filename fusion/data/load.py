@@ -14,16 +14,18 @@ from fusion.data.coco import read_coco
 from fusion.data.folders import read_images, read_unlabelled, read_videos
 from fusion.data.frames import Seen
 from fusion.data.items import PARTS, Item, Part
+from fusion.data.refs import EXPRESSION, read_references
 from fusion.data.split import clusters_of, split
 from fusion.data.tables import read_labelled_videos, read_questions
 from fusion.data.targets import labels_shown, targets_of
 from fusion.data.verify import check_parts, verified
 from fusion.mistakes import Mistakes
-from fusion.plan import Coco, DataPlan, DomainPlan, ImageFolder, Plan, Questions, Unlabelled, VideoFolder
+from fusion.plan import Coco, DataPlan, DomainPlan, ImageFolder, Plan, Questions, References, Unlabelled, VideoFolder
 from fusion.samples import Sample, Splits, held_back
 from fusion.sources import BUILT_IN, load_source
 from fusion.tasks import HEADS, LEAST_LABELS, METRICS, WORDS
 from fusion.teaching import Teaching, compare_with_teacher, label_by_teacher, threshold_before_training
+from fusion.words import box_of_words
 
 # What each kind of data can be used for; the first is meant where the plan names no task. A teacher can say anything,
 # so there the plan has to.
@@ -34,6 +36,7 @@ _TASKS: dict[str, tuple[str, ...]] = {
     "questions": (
         *("vqa", "captioning", "referring", "classification", "binary", "counting", "multi_label", "regression"),
     ),
+    "references": ("referring",),
     "unlabelled": (
         *("classification", "binary", "counting", "action", "multi_label", "detection", "captioning", "regression"),
     ),
@@ -75,6 +78,8 @@ def _load(domain: DomainPlan, plan: Plan, mistakes: Mistakes) -> DomainData | No
     if data.teaching is None and not mistakes:
         data = dataclasses.replace(data, teaching=compare_with_teacher(domain, data.splits, mistakes))
     _can_be_kept(domain, plan, data, mistakes)
+    if domain.metric == "overlap":
+        _are_boxes(data.splits, mistakes)
     if plan.training.patience is not None and not held_back(data.splits.train):
         mistakes.add(
             f"`training.patience` looks at a tenth of the training samples, but of these {len(data.splits.train)} none "
@@ -115,8 +120,10 @@ def _own(domain: DomainPlan, seed: int, mistakes: Mistakes) -> DomainData | None
     if task is None:
         return None
     _fit(domain, task, mistakes)
+    if isinstance(data, References):
+        _fit_references(domain, mistakes)
     try:
-        items = _read(data, task, here)
+        items = _read(data, task, domain, here)
     except OSError as error:
         here.add(f"{error.filename} cannot be read: {error.strerror}", "path")
         return None
@@ -165,6 +172,20 @@ def _fit(domain: DomainPlan, task: str, mistakes: Mistakes) -> None:
         mistakes.add(f"are {list(domain.labels)}; {task} needs {LEAST_LABELS[task]} or more", "labels")
 
 
+def _fit_references(domain: DomainPlan, mistakes: Mistakes) -> None:
+    """The question says where an expression goes, and the metric is one of boxes."""
+    if EXPRESSION not in domain.question:
+        mistakes.add(f"does not say where the expression goes: where is {EXPRESSION} ?", "question")
+    if domain.metric is None:
+        mistakes.add("has no `metric`; expressions are answered with boxes, for which `overlap` is meant")
+
+
+def _are_boxes(splits: Splits, mistakes: Mistakes) -> None:
+    targets = [str(sample.target) for part in splits.parts.values() for sample in part]
+    if other := next((target for target in targets if box_of_words(target) is None), None):
+        mistakes.add(f"is 'overlap', but the answer {other!r} is no box in thousandths ([0, 250, 500, 1000])", "metric")
+
+
 def _can_be_kept(domain: DomainPlan, plan: Plan, data: DomainData, mistakes: Mistakes) -> None:
     """Refuse a threshold that is none, and one that so few validation samples could not prove even if all were right
     (Clopper and Pearson's bound)."""
@@ -185,7 +206,7 @@ def _can_be_kept(domain: DomainPlan, plan: Plan, data: DomainData, mistakes: Mis
         )
 
 
-def _read(data: DataPlan, task: str, mistakes: Mistakes) -> list[Item]:
+def _read(data: DataPlan, task: str, domain: DomainPlan, mistakes: Mistakes) -> list[Item]:
     match data:
         case ImageFolder():
             return read_images(data, mistakes)
@@ -195,6 +216,8 @@ def _read(data: DataPlan, task: str, mistakes: Mistakes) -> list[Item]:
             return read_videos(data, mistakes) if data.labels is None else read_labelled_videos(data, mistakes)
         case Questions():
             return read_questions(data, task == "multi_label", mistakes)
+        case References():
+            return read_references(data, domain.question, mistakes)
         case Unlabelled():
             return read_unlabelled(data, mistakes)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 from fusion.mistakes import Mistakes
 from fusion.plan import (
     BuiltInTeacher,
@@ -36,7 +38,7 @@ def open_teacher(plan: TeacherPlan, task: str, mistakes: Mistakes) -> Teacher | 
         mistakes.add(f"{why}; {_ALLOW}", field)
         return None
     file = getattr(plan, "file", None) or getattr(plan, "path", None)
-    if file is not None and not file.exists():
+    if file is not None and not os.path.exists(file):  # also where the name is too long to be one
         mistakes.add(f"there is no {file}", "file" if hasattr(plan, "file") else "path")
         return None
     try:

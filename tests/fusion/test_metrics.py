@@ -35,7 +35,11 @@ WORKED: dict[str, tuple[list[object], list[object], dict[str, float]]] = {
     "detection": ([(BOX,)], [(BOX, MISSED)], {"f1": 2 / 3, "map": 0.5}),
     "vqa": (["a red car", "No"], ["a red bus", "no"], {"exact_match": 0.0, "accuracy": 0.0, "token_f1": 5 / 6}),
     "captioning": (["a b", "c"], ["a b", "d"], {"exact_match": 0.5, "accuracy": 0.5, "token_f1": 0.5}),
-    "referring": (["the left one"], ["left"], {"exact_match": 0.0, "accuracy": 0.0, "token_f1": 0.5}),
+    "referring": (
+        ["[0, 0, 500, 1000]"],
+        ["[0, 0, 800, 1000]"],
+        {"exact_match": 0.0, "accuracy": 0.0, "token_f1": 0.75, "overlap": 1.0},
+    ),
 }
 
 

@@ -298,6 +298,7 @@ def test_a_folder_without_a_model(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     assert "teacher.path`" in refused(tmp_path, "{kind: transformers, path: empty}")
     assert "there is no " in refused(tmp_path, "{kind: transformers, path: gone}")
+    assert "there is no " in refused(tmp_path, f"{{kind: transformers, path: {'x' * 5000}}}")
     (tmp_path / "empty" / "config.json").write_text(
         json.dumps({"model_type": "bert", "architectures": ["BertForMaskedLM"]})
     )

@@ -1,0 +1,100 @@
+"""Referring expressions as RefCOCO, RefCOCO+ and RefCOCOg tell them (Yu et al. 2016, https://github.com/lichengunc/refer):
+each names a thing of a COCO file in several people's words.
+
+The public `refs(...).p` files are pickles, which can run code when they are loaded; read here is the same list as JSON.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+
+from pydantic import BaseModel, TypeAdapter
+
+from fusion.data.coco import COCO, box_of, parse
+from fusion.data.frames import Picture
+from fusion.data.items import Item, Part
+from fusion.mistakes import Mistakes
+from fusion.plan import References
+from fusion.words import box_in_words
+
+# testA: of people, testB: of other things.
+_PARTS: dict[str, Part] = {
+    "train": "train",
+    "val": "validation",
+    "validation": "validation",
+    "test": "test",
+    "testA": "test",
+    "testB": "test",
+}
+EXPRESSION = "{expression}"
+
+
+class _Sentence(BaseModel):
+    """sent: as people are shown it; raw: as it was typed."""
+
+    sent: str = ""
+    raw: str = ""
+
+
+class _Ref(BaseModel):
+    ref_id: int
+    ann_id: int
+    image_id: int
+    sentences: list[_Sentence]
+    split: str | None = None
+
+    @property
+    def expressions(self) -> list[str]:
+        return [(sentence.sent or sentence.raw).strip() for sentence in self.sentences]
+
+
+_REFS = TypeAdapter(list[_Ref])
+
+
+def read_references(data: References, question: str, mistakes: Mistakes) -> list[Item]:
+    """One item per expression: the question with it in its place, and the box of what it names, in words. Expressions
+    about one picture belong together."""
+    if data.path.suffix in (".p", ".pkl", ".pickle"):
+        mistakes.add(
+            f"{data.path} is a pickle, which can run any code when it is loaded, and is not read; write the list that "
+            "is in it as JSON, where you trust it",
+            "path",
+        )
+        return []
+    refs = parse(data.path, _REFS, "path", mistakes)
+    boxes = parse(data.instances, COCO, "instances", mistakes)
+    if refs is None or boxes is None:
+        return []
+    images = {image.id: image for image in boxes.images}
+    things = {annotation.id: annotation for annotation in boxes.annotations}
+    folder = data.images or data.instances.parent
+    items: list[Item] = []
+    for ref in refs:
+        place = f"{data.path}, ref {ref.ref_id}"
+        thing, image = things.get(ref.ann_id), images.get(ref.image_id)
+        if thing is None or thing.bbox is None:
+            what = "has no annotation" if thing is None else "has no bbox for annotation"
+            mistakes.add(f"{place}: {data.instances} {what} {ref.ann_id}", "path")
+        elif image is None or thing.image_id != ref.image_id:
+            mistakes.add(f"{place}: annotation {ref.ann_id} is of image {thing.image_id}, not {ref.image_id}", "path")
+        elif ref.split is not None and ref.split not in _PARTS:
+            mistakes.add(f"{place}: `split` is {ref.split!r}; choose {', '.join(_PARTS)}, or leave it out", "path")
+        elif not os.path.isfile(file := folder / image.file_name):
+            mistakes.add(f"{place}: there is no picture {file}", "images" if data.images else "instances")
+        elif isinstance(box := box_of(thing.bbox, "", image), str):
+            mistakes.add(f"{place}: {box}", "instances")
+        elif not ref.expressions or not all(ref.expressions):
+            mistakes.add(f"{place}: has no sentence, or an empty one", "path")
+        else:
+            item = Item(
+                Picture(file),
+                box_in_words((box.left, box.top, box.right, box.bottom)),
+                place,
+                group=str(file),
+                part=None if ref.split is None else _PARTS[ref.split],
+                size=(image.width, image.height),
+            )
+            asked = (question.replace(EXPRESSION, words) for words in ref.expressions)
+            items += [dataclasses.replace(item, question=one) for one in asked]
+    return items
