@@ -1,4 +1,4 @@
-"""The embedded architecture with random weights, and domains it learns within seconds."""
+"""The embedded architecture in small with random weights, and domains it learns within a second."""
 
 from __future__ import annotations
 
@@ -7,8 +7,10 @@ from pathlib import Path
 
 import cv2
 import numpy as np
+import torch
+from transformers import LlavaForConditionalGeneration
 
-from fusion.embedded.model import build_model
+from fusion.embedded.model import model_config
 from fusion.embedded.processor import build_processor
 from fusion.plan import DomainPlan, LoraPlan, Plan, TrainingPlan
 from fusion.samples import Sample, Splits
@@ -20,8 +22,19 @@ from vlora.models.loading import load_model
 COLORS = ("red", "green", "blue")
 
 
+def build_small() -> LlavaForConditionalGeneration:
+    """A quarter as wide and half as deep: training is what is tested, and not how much can be learned."""
+    config = model_config()
+    heads = {"num_hidden_layers": 2, "hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4}
+    config.vision_config.update({**heads, "projection_dim": 64})
+    config.text_config.update({**heads, "num_key_value_heads": 4, "head_dim": 16})
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return LlavaForConditionalGeneration(config)
+
+
 def write_base(folder: Path) -> str:
-    build_model(seed=0).save_pretrained(str(folder))
+    build_small().save_pretrained(str(folder))
     build_processor().save_pretrained(str(folder))
     return str(folder)
 

@@ -95,12 +95,12 @@ def test_a_base_that_is_broken_or_code_is_refused(tmp_path: Path, config: str) -
     (tmp_path / "base" / "config.json").write_text(config)
     (tmp_path / "base" / "own.py").write_text("raise SystemExit('code was run that nobody allowed')")
     with pytest.raises(BadPlan, match=r"line 1, field `base`: .* is neither"):
-        check(read_plan_file(write_plan(tmp_path, "source: drawn-signs", more="base: base\n")))
+        check(read_plan_file(write_plan(tmp_path, "source: lfw-faces", more="base: base\n")))
 
 
 def test_all_that_is_wrong_is_told_together(tmp_path: Path) -> None:
     more = "base: nowhere/at/all\n"
-    plan = write_plan(tmp_path, "source: nowhere", "source: drawn-signs\nmetric: map", more=more)
+    plan = write_plan(tmp_path, "source: nowhere", "source: lfw-faces\nmetric: map", more=more)
     with pytest.raises(BadPlan) as caught:
         check(read_plan_file(plan))
     fields = [line.split("`")[1] for line in str(caught.value).splitlines()]
@@ -143,7 +143,7 @@ def test_the_command_tells_each_mistake_on_a_line_of_its_own(
 
 
 def test_without_check_a_folder_for_the_result_is_needed(tmp_path: Path) -> None:
-    code, output = run(str(write_plan(tmp_path, "source: drawn-signs")))
+    code, output = run(str(write_plan(tmp_path, "source: lfw-faces")))
     assert code == 2 and "--out is missing" in output
 
 

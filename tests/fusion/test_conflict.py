@@ -31,7 +31,7 @@ def in_words(told: dict[int, int] | None = None) -> Splits:
 @pytest.fixture(scope="module")
 def trainings(base: str, tmp_path_factory: pytest.TempPathFactory) -> Trainings:
     """The same pictures and prompt three times; in one domain every colour is called by another's name."""
-    plan = plan_of(base, ("colors", "copy", "contrary"), steps=36, batch_size=10, learning_rate=4e-3)
+    plan = plan_of(base, ("colors", "copy", "contrary"), steps=50, batch_size=10, learning_rate=4e-3)
     contrary = in_words({0: 1, 1: 2, 2: 0})
     trainer = trainer_of(plan, {"colors": in_words(), "copy": in_words(), "contrary": contrary})
     return Trainings(trainer, Checkpoint(tmp_path_factory.mktemp("made"), {}, resume=False), rehearsal=0.5)

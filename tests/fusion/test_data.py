@@ -344,9 +344,9 @@ def cut(file: str) -> Callable[[Path], None]:
         ),
         (IMAGES, copy("pictures/train/cat/0.png", "pictures/test/loose.png"), "data.path", "lies in no label's folder"),
         (IMAGES.replace("}", ", split: {test: 0.3}}"), None, "data.split", "says its parts itself"),
-        ("source: drawn-signs\ntask: action", None, "task", "is for 'classification'"),
-        ("source: drawn-signs\nlabels: [a, b]", None, "labels", "brings its own"),
-        ("source: drawn-signs\nmetric: token_f1", None, "metric", "knows accuracy"),
+        ("source: lfw-faces\ntask: action", None, "task", "is for 'classification'"),
+        ("source: lfw-faces\nlabels: [a, b]", None, "labels", "brings its own"),
+        ("source: lfw-faces\nmetric: token_f1", None, "metric", "knows accuracy"),
     ],
 )
 def test_mistakes_in_a_folder(

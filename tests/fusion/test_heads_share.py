@@ -12,12 +12,11 @@ import pytest
 import torch
 from PIL import Image
 
-from fusion.embedded.model import build_model
-from fusion.embedded.processor import build_processor
 from fusion.plan import DomainPlan, LoraPlan, Plan, TrainingPlan
 from fusion.samples import Sample, Splits, Target
 from fusion.train import Domain, FrozenBase, LoraTrainer
 from heads import Box, load_heads
+from tests.fusion.small import write_base
 from vlora.config import EngineConfig
 from vlora.engine import LocalEngine
 from vlora.models import InputProcessor
@@ -64,9 +63,7 @@ class Trained(NamedTuple):
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Trained:
-    folder = str(tmp_path_factory.mktemp("base"))
-    build_model(seed=0).save_pretrained(folder)
-    build_processor().save_pretrained(folder)
+    folder = write_base(tmp_path_factory.mktemp("base"))
     torch.set_num_threads(1)
     plans = tuple(DomainPlan(name=task, source="made", question=f"{task} ?", threshold=0.5) for task in TARGETS)
     plan = Plan(

@@ -126,7 +126,7 @@ def embeddings_of(model: torch.nn.Module, kwargs: dict[str, torch.Tensor]) -> Pr
 def test_a_domain_in_words_is_scored_by_what_is_decoded(tmp_path: Path) -> None:
     """Trained to say colours: words that are right one by one count, and are the same that one forward calls exact."""
     torch.set_num_threads(1)
-    plan = plan_of(write_base(tmp_path), ("colors",), steps=30)
+    plan = plan_of(write_base(tmp_path), ("colors",), steps=50, learning_rate=4e-3)
     named = plan.domains[0].model_copy(update={"metric": "token_f1"})
     plan = plan.model_copy(update={"domains": (named,), "confidence": 0.9})
     trainer = trainer_of(plan, {"colors": color_splits().in_words()})

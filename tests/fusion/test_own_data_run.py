@@ -15,14 +15,13 @@ from PIL import Image
 from rich.console import Console
 
 from fusion.commands import fuse
-from fusion.embedded.model import build_model
-from fusion.embedded.processor import build_processor
 from fusion.hold import held
 from fusion.objectives import HeadObjective
 from fusion.samples import Target
 from fusion.train import LoraTrainer, Prepared
 from heads import Answer, Box, load_heads
 from tests.fusion.made import load_plan, picture, video, write_plan
+from tests.fusion.small import write_base
 from vlora.config import EngineConfig
 from vlora.engine import LocalEngine
 from vlora.errors import BadConfig
@@ -34,8 +33,7 @@ TASKS = ("binary", "counting", "multi_label", "regression", "detection")
 
 def test_from_files_to_adapters(tmp_path: Path) -> None:
     torch.set_num_threads(1)
-    build_model(seed=0).save_pretrained(str(tmp_path / "base"))
-    build_processor().save_pretrained(str(tmp_path / "base"))
+    write_base(tmp_path / "base")
     for number in range(8):
         for place, label in enumerate(("left", "right")):
             video(tmp_path / "videos" / label / f"{number}.avi", 2 * number + place)
@@ -95,8 +93,7 @@ def test_every_head_answers_in_the_engine_as_in_training(tmp_path: Path, monkeyp
 
     monkeypatch.setattr(LoraTrainer, "answers", listen)
     torch.set_num_threads(1)
-    build_model(seed=0).save_pretrained(str(tmp_path / "base"))
-    build_processor().save_pretrained(str(tmp_path / "base"))
+    write_base(tmp_path / "base")
     told = [squares(tmp_path / "pictures", number) for number in range(32)]
     domains = []
     for task in TASKS[:-1]:

@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import multiprocessing
 import random
 import signal
-import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from multiprocessing import forkserver
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from fusion.commands import fuse as run
 from tests.fusion.small import COLORS, write_base, write_folders
+from vlora.cli import main
 from vlora.errors import BadPlan
-
-# Warnings of third parties about the process they run in are none of ours.
-_RUN = "import sys, torch; torch.set_num_threads(1); from vlora.cli import main; sys.argv[0] = 'vlora'; main()"
 
 
 def write_plan(folder: Path, steps: int) -> Path:
@@ -36,18 +40,42 @@ domains:
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def made(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     folder = tmp_path_factory.mktemp("resume")
     write_base(folder / "base")
     write_folders(folder / "colors")
     write_folders(folder / "others", tuple(reversed(COLORS)))
     write_folders(folder / "chance", by_chance=True)  # cannot be learned: rolled back, and missed alone
-    return folder
+    yield folder
+    forkserver._forkserver._stop()  # type: ignore[attr-defined]  # it would outlive these tests
 
 
-def fuse(plan: Path, out: Path, *flags: str) -> subprocess.Popen[str]:
-    command = [sys.executable, "-c", _RUN, "fuse", str(plan), "--out", str(out), "--oracle", *flags]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+def command(told: Path, *arguments: str) -> None:
+    """The command line, in a process of its own; what it says goes to a file."""
+    torch.set_num_threads(1)
+    sys.argv = ["vlora", *arguments]
+    with told.open("w") as file, contextlib.redirect_stdout(file), contextlib.redirect_stderr(file):
+        main()
+
+
+@contextlib.contextmanager
+def fuse(plan: Path, out: Path, *flags: str) -> Iterator[tuple[BaseProcess, Path]]:
+    """A process that runs, and where it says what it does. Forked from a server that has imported everything."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([__name__])
+    told = out.with_suffix(".txt")
+    process = context.Process(target=command, args=(told, "fuse", str(plan), "--out", str(out), "--oracle", *flags))
+    process.start()
+    yield process, told
+    process.join()
+
+
+def finished(plan: Path, out: Path, *flags: str) -> str:
+    """What a run says that nobody kills."""
+    with fuse(plan, out, *flags) as (process, told):
+        process.join()
+    assert process.exitcode == 0, told.read_text()
+    return told.read_text()
 
 
 def files(folder: Path) -> dict[str, bytes]:
@@ -74,26 +102,21 @@ def num_trained(out: Path) -> int:
 @pytest.mark.timeout(600)
 def test_a_run_killed_at_any_moment_gives_the_same_adapters(made: Path) -> None:
     plan = write_plan(made, steps=12)
-    whole = fuse(plan, made / "whole")
-    told, _ = whole.communicate()
-    assert whole.returncode == 0, told
+    finished(plan, made / "whole")
     trainings = num_trained(made / "whole")
     assert trainings == 6  # four to pack; one more alone and one together for the oracle
     rng = random.Random(0)
     out = made / "killed"
     for stop_at in (1, trainings - 1):
-        process = fuse(plan, out, "--resume")
-        while num_trained(out) < stop_at and process.poll() is None:
-            time.sleep(0.002)
-        time.sleep(rng.random() * 0.5)  # somewhere within what comes next
-        process.kill()
-        process.communicate()
-        assert process.returncode in (-signal.SIGKILL, 0)
+        with fuse(plan, out, "--resume") as (process, _):
+            while num_trained(out) < stop_at and process.is_alive():
+                time.sleep(0.002)
+            time.sleep(rng.random() * 0.2)  # somewhere within what comes next
+            process.kill()
+        assert process.exitcode in (-signal.SIGKILL, 0)
         assert num_trained(out) >= stop_at
     before = num_trained(out)
-    rest = fuse(plan, out, "--resume")
-    told, _ = rest.communicate()
-    assert rest.returncode == 0, told
+    told = finished(plan, out, "--resume")
     assert num_trained(out) == trainings
     assert told.count("training ") <= trainings - before + 1
     assert files(out / "adapters") == files(made / "whole" / "adapters")
@@ -109,8 +132,6 @@ def test_a_run_killed_at_any_moment_gives_the_same_adapters(made: Path) -> None:
 
 
 def _refuses_other_plans(made: Path, out: Path) -> None:
-    from fusion.commands import fuse as run
-
     with pytest.raises(BadPlan, match=r"plan's training.steps: was 12, is 13"):
         run(write_plan(made, steps=13), out, resume=True)
     next((made / "colors" / "train" / "red").glob("*.png")).unlink()

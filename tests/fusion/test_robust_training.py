@@ -70,7 +70,7 @@ def gradients(trainer: LoraTrainer, at_once: int) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("at_once", [1, 4, 6])
 def test_parts_of_a_batch_give_the_gradient_of_the_whole(mixed: LoraTrainer, at_once: int) -> None:
     whole, parts = gradients(mixed, 11), gradients(mixed, at_once)
-    assert whole.keys() == parts.keys() and len(whole) > 50
+    assert whole.keys() == parts.keys() and len(whole) > 25
     for name, wanted in whole.items():
         assert torch.allclose(parts[name], wanted, rtol=1e-3, atol=1e-6 * max(1.0, float(wanted.abs().max()))), name
 

@@ -12,11 +12,10 @@ import torch
 from peft import PeftModel
 from PIL import Image
 
-from fusion.embedded.model import build_model
-from fusion.embedded.processor import build_processor
 from fusion.plan import DomainPlan, LoraPlan, Plan, TrainingPlan
 from fusion.samples import Sample, Splits
 from fusion.train import Domain, FrozenBase, LoraTrainer
+from tests.fusion.small import write_base
 from vlora.config import EngineConfig
 from vlora.engine import LocalEngine
 from vlora.models import InputProcessor
@@ -40,10 +39,7 @@ def colors(count: int, seed: int) -> list[Sample]:
 
 @pytest.fixture(scope="module")
 def base_folder(tmp_path_factory: pytest.TempPathFactory) -> str:
-    folder = tmp_path_factory.mktemp("base")
-    build_model(seed=0).save_pretrained(str(folder))
-    build_processor().save_pretrained(str(folder))
-    return str(folder)
+    return write_base(tmp_path_factory.mktemp("base"))
 
 
 @pytest.fixture(scope="module")
