@@ -7,6 +7,8 @@ import json
 import shutil
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 
 import cv2
@@ -18,7 +20,7 @@ from fusion.check import as_json, check, tell
 from fusion.checkpoint import Checkpoint
 from fusion.data.load import DomainData
 from fusion.embedded import checkpoint_path
-from fusion.fusing import Verdict, packing_of, thresholds_of, verdict_of
+from fusion.fusing import Verdict, packing_of, surely_alone, thresholds_of, verdict_of
 from fusion.hold import held
 from fusion.identity import hash_of_processing, identity_of
 from fusion.objectives import answer_in_words
@@ -37,12 +39,14 @@ from fusion.report import (
 from fusion.report_examples import confusion_of, examples_of
 from fusion.report_page import page
 from fusion.samples import Sample, Splits
+from fusion.side_by_side import Ahead, one_thread, side_by_side
 from fusion.sources import STREAMS
 from fusion.train import Domain, FrozenBase, LoraTrainer
 from fusion.trainings import Trainings
 from fusion.zero_shot import score_of_words
 from vlora.config import EngineConfig
 from vlora.engine import LocalEngine
+from vlora.errors import BadConfig
 from vlora.models import InputProcessor
 from vlora.models.loading import load_model
 from vlora.types import Request, SamplingParams
@@ -60,6 +64,7 @@ def fuse(
     device: str = "cpu",
     resume: bool = False,
     oracle: bool = False,
+    workers: int = 1,
     console: Console | None = None,
 ) -> FusionReport:
     """Run a plan file and write OUT/adapters/NAME/ (PEFT format with heads), OUT/test/, OUT/report.json and
@@ -68,10 +73,21 @@ def fuse(
     resume: go on with the trainings that an earlier run left in OUT/checkpoint. oracle: also find out what could not be
     beaten, which takes many more trainings. Raises BadPlan, and BadConfig where another process is at work in OUT.
     """
+    if workers > 1 and not device.startswith("cpu"):
+        raise BadConfig(f"workers is {workers}, but on {device} one process trains at a time; leave workers out")
     checked = check(read_plan_file(plan_path))
     console, out = console or Console(), Path(out)
     with held(out):
-        return run(checked.plan, checked.data, out, device=device, resume=resume, oracle=oracle, console=console)
+        return run(
+            checked.plan,
+            checked.data,
+            out,
+            device=device,
+            resume=resume,
+            oracle=oracle,
+            workers=workers,
+            console=console,
+        )
 
 
 def explain(plan_path: Path | str, *, json_out: bool = False, console: Console | None = None) -> None:
@@ -92,6 +108,7 @@ def run(
     device: str,
     resume: bool,
     oracle: bool,
+    workers: int,
     console: Console,
 ) -> FusionReport:
     """See `fuse`. Deterministic for a seed, device and number of threads."""
@@ -107,14 +124,17 @@ def run(
     domains = {domain.name: Domain(domain, splits[domain.name], base) for domain in plan.domains}
     console.print(f"asking the base model {base_path} without adapters")
     before = zero_shot(config, processor, plan, splits)
-    with Progress(console, trainings=len(plan.order) * len(domains)) as progress:
+    several = workers > 1
+    with one_thread() if several else nullcontext(), Progress(console, len(plan.order) * len(domains)) as progress:
         trainer = LoraTrainer(base, domains, plan, progress=progress.step, say=progress.say)
         trainings = Trainings(
             trainer, checkpoint, rehearsal=plan.training.rehearsal, starting=progress.begin, made=progress.end
         )
         teachers = {name: own.taught for name, own in data.items() if own.taught is not None}
+        ahead: Ahead = partial(side_by_side, at_once=workers, enter=progress.silence) if several else lambda jobs: None
+        ahead([partial(trainings, (name,)) for name in surely_alone(plan, teachers)])
         thresholds = thresholds_of(plan, trainings, teachers)
-        packing = packing_of(plan, domains, thresholds, trainings, progress.say)
+        packing = packing_of(plan, domains, thresholds, trainings, progress.say, ahead)
         verdict = verdict_of(thresholds, trainings) if oracle else None
     tested: dict[str, list[object]] = {}
     for adapter in packing.adapters:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping
+from functools import partial
 
 from fusion.oracle import MOST_DOMAINS, Bound, Optimum, Oracle
 from fusion.orders import at_random, by_similarity, hardest_first
-from fusion.pack import Packing, Train, pack_best, pack_in_sequence
+from fusion.pack import Packing, Train, pack, pack_best, pack_in_sequence
 from fusion.plan import Order, Plan, RelativeThreshold
+from fusion.side_by_side import Ahead
 from fusion.teaching import threshold_before_training
 from fusion.train import Domain
 from fusion.trainings import Trainings
@@ -59,12 +61,27 @@ def packing_of(
     thresholds: Mapping[str, float],
     train: Train,
     say: Callable[[str], None],
+    ahead: Ahead = lambda jobs: None,
 ) -> Packing:
-    orders = orders_of(plan, domains, train)
+    """ahead: may pack several candidate orders side by side. One that turns out to lose is then not given up early."""
+    orders = list(dict.fromkeys(orders_of(plan, domains, train)))
+    if len(orders) > 1:
+        one = pack if plan.packing == "first_fit" else pack_in_sequence
+        ahead([partial(one, order, thresholds, train) for order in orders])
     if plan.packing == "first_fit":
         return pack_best(orders, thresholds, train, say=say)
-    found = [pack_in_sequence(order, thresholds, train, say=say) for order in dict.fromkeys(orders)]
+    found = [pack_in_sequence(order, thresholds, train, say=say) for order in orders]
     return min(found, key=lambda packing: packing.rank)
+
+
+def surely_alone(plan: Plan, teachers: Mapping[str, float]) -> tuple[str, ...]:
+    """Domains whose training alone will be asked for whatever comes of it: for their thresholds, or for the order."""
+    every = "hardest_first" in plan.order
+    return tuple(
+        domain.name
+        for domain in plan.domains
+        if every or threshold_before_training(domain, teachers.get(domain.name)) is None
+    )
 
 
 def verdict_of(thresholds: Mapping[str, float], trainings: Trainings) -> Verdict:

@@ -29,6 +29,11 @@ class Progress:
     def __exit__(self, kind: type[BaseException] | None, value: object, trace: TracebackType | None) -> None:
         self._bars.stop()
 
+    def silence(self) -> None:
+        """Tell nothing any more: in a fork, where the terminal is another's, and a lock may be held by nobody."""
+        self._bars = Bars(console=Console(quiet=True), disable=True)
+        self._all = self._bars.add_task("", total=1)
+
     def say(self, line: str) -> None:
         self._bars.console.print(line)
 

@@ -20,7 +20,10 @@ from vlora.errors import BadConfig
 @click.option("--json", "as_json", is_flag=True, help="With --check: print JSON.")
 @click.option("--resume", is_flag=True, help="Go on with what a run that was stopped left in --out.")
 @click.option("--oracle", is_flag=True, help="Also find the fewest adapters possible; takes many more trainings.")
-def fuse(plan: Path, out: Path | None, device: str, check: bool, as_json: bool, resume: bool, oracle: bool) -> None:
+@click.option("--workers", default=1, type=click.IntRange(min=1), help="Trainings at a time, of one CPU thread each.")
+def fuse(
+    plan: Path, out: Path | None, device: str, check: bool, as_json: bool, resume: bool, oracle: bool, workers: int
+) -> None:
     """Train adapters and task heads from a fusion plan: a file, or the name of one in the package.
 
     \b
@@ -42,7 +45,7 @@ def fuse(plan: Path, out: Path | None, device: str, check: bool, as_json: bool, 
     elif out is None:
         raise click.UsageError("--out is missing: a folder for adapters and report (or --check, to train nothing)")
     else:
-        commands.fuse(file, out, device=device, resume=resume, oracle=oracle)
+        commands.fuse(file, out, device=device, resume=resume, oracle=oracle, workers=workers)
 
 
 def _plan_file(plan: Path) -> Path:

@@ -1,0 +1,118 @@
+"""Several trainings at a time: in forks that leave what they made, and nothing else."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from functools import partial
+from multiprocessing import get_context
+from pathlib import Path
+
+import pytest
+import torch
+from click.testing import CliRunner
+
+from fusion.checkpoint import Checkpoint
+from fusion.fusing import packing_of, surely_alone
+from fusion.plan import Plan, RelativeThreshold
+from fusion.side_by_side import one_thread, side_by_side
+from fusion.train import LoraTrainer
+from fusion.trainings import Trainings
+from tests.fusion.small import color_splits, plan_of, trainer_of, write_base
+from vlora.cli import cli
+from vlora.errors import BadConfig
+
+
+def nothing() -> None: ...
+
+
+def until(condition: Callable[[], bool], seconds: float = 60) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+def test_so_many_at_a_time_and_failures_are_left_to_the_parent(tmp_path: Path) -> None:
+    def job(number: int) -> None:
+        (tmp_path / f"{number}.begun").touch()
+        assert len(list(tmp_path.glob("*.begun"))) - len(list(tmp_path.glob("*.ended"))) <= 2
+        assert torch.get_num_threads() == 1
+        if number == 0:  # waits for one that is beside it
+            until(lambda: (tmp_path / "1.begun").exists())
+        (tmp_path / f"{number}.ended").touch()
+        if number == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        raise ValueError("meant for nobody")
+
+    entered = partial((tmp_path / "entered").touch)
+    with one_thread():
+        side_by_side([partial(job, number) for number in range(5)], 2, entered)
+    assert len(list(tmp_path.glob("*.ended"))) == 5 and (tmp_path / "entered").exists()
+
+
+def test_forks_end_with_a_parent_that_is_killed(tmp_path: Path) -> None:
+    def job() -> None:
+        (tmp_path / "fork").write_text(str(os.getpid()))
+        time.sleep(600)
+
+    parent = get_context("fork").Process(target=side_by_side, args=([job], 1, nothing))
+    parent.start()
+    until(lambda: (tmp_path / "fork").exists() and bool((tmp_path / "fork").read_text()))
+    fork = Path("/proc", (tmp_path / "fork").read_text())
+    assert fork.exists()
+    parent.kill()
+    parent.join()
+    until(lambda: not fork.exists() or "State:\tZ" in (fork / "status").read_text())
+
+
+def trainings(plan: Plan, folder: Path) -> Trainings:
+    contrary = color_splits({0: 1, 1: 2, 2: 0})
+    splits = {"a": color_splits(), "b": contrary, "c": color_splits()}
+    trainer = trainer_of(plan, splits, folder / "features")
+    return Trainings(trainer, Checkpoint(folder / "checkpoint", {}, resume=True), rehearsal=0.5)
+
+
+def test_orders_side_by_side_give_the_packing_and_the_adapters_of_one_after_the_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = plan_of(write_base(tmp_path / "base"), ("a", "b", "c"), steps=3, batch_size=4)
+    plan = settings.model_copy(update={"order": ("given", "random", "random"), "seed": 1})
+    thresholds = {"a": 0.1, "b": 0.9, "c": 0.1}
+    alone, together = trainings(plan, tmp_path / "alone"), trainings(plan, tmp_path / "together")
+    with one_thread():
+        wanted = packing_of(plan, alone.trainer.domains, thresholds, alone, lambda line: None)
+        ahead = partial(side_by_side, at_once=2, enter=nothing)
+
+        def never(*_: object, **__: object) -> None:
+            raise AssertionError("trained once more")
+
+        def packed(jobs: object) -> None:
+            ahead(jobs)  # type: ignore[arg-type]
+            monkeypatch.setattr(LoraTrainer, "train", never)
+
+        found = packing_of(plan, together.trainer.domains, thresholds, together, lambda line: None, packed)
+    assert found.adapters.keys() == wanted.adapters.keys()
+    assert {name: one.scores for name, one in found.adapters.items()} == {
+        name: one.scores for name, one in wanted.adapters.items()
+    }
+    for adapter in wanted.adapters:
+        one, other = alone.state(adapter), together.state(adapter)
+        assert one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+def test_what_is_trained_alone_in_any_case() -> None:
+    plan = plan_of("x", ("a", "b"))
+    assert surely_alone(plan, {}) == ()
+    assert surely_alone(plan.model_copy(update={"order": ("given", "hardest_first")}), {}) == ("a", "b")
+    relative = [RelativeThreshold(relative_to="alone"), RelativeThreshold(relative_to="teacher")]
+    domains = [d.model_copy(update={"threshold": t}) for d, t in zip(plan.domains, relative, strict=True)]
+    assert surely_alone(plan.model_copy(update={"domains": tuple(domains)}), {"b": 0.5}) == ("a",)
+
+
+def test_a_gpu_trains_one_at_a_time(tmp_path: Path) -> None:
+    arguments = ["fuse", "demo", "--out", str(tmp_path / "out"), "--device", "cuda", "--workers", "2"]
+    error = CliRunner().invoke(cli, arguments).exception
+    assert isinstance(error, BadConfig) and "workers is 2, but on cuda one process trains at a time" in str(error)
