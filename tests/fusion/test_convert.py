@@ -129,9 +129,9 @@ def adapter(base: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
         parameters=TASKS["classification"].for_training(COLORS, [0, 1, 2]).parameters,
         prompt="what color ?",
         num_frames=1,
-        hidden_size=256,
+        hidden_size=64,
     )
-    save_heads(folder, {"colors": TaskHead(spec, torch.randn(3, 256), torch.randn(3))})
+    save_heads(folder, {"colors": TaskHead(spec, torch.randn(3, 64), torch.randn(3))})
     return folder
 
 
@@ -177,7 +177,7 @@ def test_at_as_many_times_the_rank_nothing_is_lost(base: str, adapter: Path, tmp
     assert max(layer.error for layer in found.layers) < 1e-6
     torch.testing.assert_close(logits(base, tmp_path / "bd"), logits(base, adapter), atol=1e-4, rtol=0)
     zeros = load_file(tmp_path / "bd" / "adapter_model.safetensors")
-    assert zeros[f"base_model.model.{QUERY}.lora_B.weight"].shape == (256, 8)
+    assert zeros[f"base_model.model.{QUERY}.lora_B.weight"].shape == (64, 8)
 
 
 # -- what cannot be ---------------------------------------------------------------------------------------------------

@@ -9,10 +9,9 @@ from pathlib import Path
 import pytest
 
 from fusion.embedded import exam
-from fusion.embedded.model import build_model
-from fusion.embedded.processor import build_processor
 from fusion.samples import Sample, Splits
 from fusion.sources import BUILT_IN, load_source
+from tests.fusion.small import write_base
 
 
 class Guess:
@@ -26,8 +25,7 @@ class Guess:
 
 
 def test_every_domain_and_promise_is_in_the_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    build_model(seed=0).save_pretrained(str(tmp_path))
-    build_processor().save_pretrained(str(tmp_path))
+    write_base(tmp_path)
 
     def few(source: str, seed: int) -> Splits:
         splits = load_source(source, seed)

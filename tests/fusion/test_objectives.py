@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 from torch import nn
 
+from fusion.embedded.world import NUMBERS
 from fusion.objectives import Read, answer_in_words, task_of
 from fusion.samples import Sample, Splits
-from fusion.sources import load_source
+from fusion.streets import KINDS, ask_traffic, count_vehicles, find_things
 from heads import Box, detection
 
 
@@ -56,10 +58,13 @@ def test_detection_reads_every_image_token() -> None:
     assert task.loss(read, head, [boxes]) < task.loss(read_of(read.last, [logits.flip(0)]), head, [boxes])
 
 
-def test_every_source_has_a_task_and_answers() -> None:
-    for name in ("drawn-signs", "drawn-traffic-questions", "drawn-traffic-detection"):
-        own = load_source(name, 0)
-        sample = own.train[0]
+def test_what_is_to_be_said_of_a_sample() -> None:
+    rng = np.random.default_rng(0)
+    for own, sample in (
+        (splits("counting", NUMBERS[:6]), count_vehicles(rng)),
+        (splits("vqa", ()), ask_traffic(rng)),
+        (splits("detection", KINDS), find_things(rng)),
+    ):
         words = answer_in_words(own, sample)
         assert bool(words) == (own.task != "detection")
         assert words == (own.labels[sample.target] if isinstance(sample.target, int) else words)
