@@ -39,7 +39,7 @@ from fusion.report import (
 from fusion.report_examples import confusion_of, examples_of
 from fusion.report_page import page
 from fusion.samples import Sample, Splits
-from fusion.side_by_side import Ahead, one_thread, side_by_side
+from fusion.side_by_side import Job, one_thread, side_by_side
 from fusion.sources import STREAMS
 from fusion.train import Domain, FrozenBase, LoraTrainer
 from fusion.trainings import Trainings
@@ -131,7 +131,12 @@ def run(
             trainer, checkpoint, rehearsal=plan.training.rehearsal, starting=progress.begin, made=progress.end
         )
         teachers = {name: own.taught for name, own in data.items() if own.taught is not None}
-        ahead: Ahead = partial(side_by_side, at_once=workers, enter=progress.silence) if several else lambda jobs: None
+
+        def ahead(jobs: Sequence[Job]) -> None:
+            if several and jobs:
+                progress.say(f"training side by side: {len(jobs)}, {workers} at a time")
+                side_by_side(jobs, workers, progress.silence)
+
         ahead([partial(trainings, (name,)) for name in surely_alone(plan, teachers)])
         thresholds = thresholds_of(plan, trainings, teachers)
         packing = packing_of(plan, domains, thresholds, trainings, progress.say, ahead)

@@ -30,7 +30,7 @@ def side_by_side(jobs: Sequence[Job], at_once: int, enter: Callable[[], None]) -
     context = multiprocessing.get_context("fork")
     running: list[BaseProcess] = []
     for job in jobs:
-        if len(running) == at_once:
+        while len(running) >= at_once:
             wait([process.sentinel for process in running])
             running = [process for process in running if process.is_alive()]
         process: BaseProcess = context.Process(target=_run, args=(job, enter, os.getpid()), daemon=True)

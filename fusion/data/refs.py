@@ -76,8 +76,10 @@ def read_references(data: References, question: str, mistakes: Mistakes) -> list
         if thing is None or thing.bbox is None:
             what = "has no annotation" if thing is None else "has no bbox for annotation"
             mistakes.add(f"{place}: {data.instances} {what} {ref.ann_id}", "path")
-        elif image is None or thing.image_id != ref.image_id:
+        elif thing.image_id != ref.image_id:
             mistakes.add(f"{place}: annotation {ref.ann_id} is of image {thing.image_id}, not {ref.image_id}", "path")
+        elif image is None:
+            mistakes.add(f"{place}: {data.instances} has no image {ref.image_id}", "path")
         elif ref.split is not None and ref.split not in _PARTS:
             mistakes.add(f"{place}: `split` is {ref.split!r}; choose {', '.join(_PARTS)}, or leave it out", "path")
         elif not os.path.isfile(file := folder / image.file_name):

@@ -100,7 +100,12 @@ def test_what_references_need(tmp_path: Path) -> None:
         load_plan(write(tmp_path, question="where ?"))
     with pytest.raises(BadPlan, match=r"has no `metric`; .* `overlap` is meant"):
         load_plan(write(tmp_path, lines=LINES.replace("metric: overlap", "task: referring")))
-    with pytest.raises(BadPlan, match=r"things.json has no bbox for annotation|`annotations\[0\].bbox"):
+    with pytest.raises(BadPlan, match=r"ref 0: .*things.json has no image 100"):
+        plan = write(tmp_path)
+        things = json.loads((tmp_path / "things.json").read_text())
+        (tmp_path / "things.json").write_text(json.dumps({**things, "images": things["images"][1:]}))
+        load_plan(plan)
+    with pytest.raises(BadPlan, match=r"things.json has no bbox for annotation 200"):
         plan = write(tmp_path)
         things = json.loads((tmp_path / "things.json").read_text())
         things["annotations"][0]["bbox"] = None
