@@ -1,99 +1,131 @@
-"""The socket to an engine process: nothing is lost before, while or after the other end connects; mistakes are told."""
+"""The socket to an engine process: whole messages in order, whatever their size; ends, and mistakes, are told."""
 
 from __future__ import annotations
 
 import asyncio
-import random
+import socket
+import struct
 import threading
-import time
-from pathlib import Path
+from collections.abc import Awaitable, Callable
 
 import pytest
-import zmq
+from hypothesis import given
+from hypothesis import strategies as st
 
-from vlora.engine.line import Line
+from vlora.engine.line import EngineLine, Line
 
-
-def test_messages_cross_in_order_both_ways_at_once(tmp_path: Path) -> None:
-    """Both ends send at the same time: sending must not swallow the signal that something came."""
-    count, address = 500, f"ipc://{tmp_path}/line"
-
-    def other() -> None:
-        """Answers each message, and says something of its own after each: twice as much comes back."""
-        with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
-            socket.connect(address)
-            for number in range(count):
-                assert socket.recv() == b"%d" % number
-                socket.send(b"%d" % (2 * number))
-                socket.send(b"%d" % (2 * number + 1))
-
-    async def main() -> None:
-        heard: list[int] = []
-        done = asyncio.Event()
-
-        def hear(data: bytes) -> None:
-            heard.append(int(data))
-            if len(heard) == 2 * count:
-                done.set()
-
-        line = Line(address, hear)
-        line.send(b"0")  # nobody is there yet
-        thread = threading.Thread(target=other, daemon=True)
-        thread.start()
-        for number in range(1, count):
-            line.send(b"%d" % number)
-            if number % 7 == 0:
-                await asyncio.sleep(0)
-        await asyncio.wait_for(done.wait(), 30)
-        assert heard == list(range(2 * count))
-        thread.join()
-        line.close()
-        line.close()
-
-    asyncio.run(main())
+_LARGE = 3_000_001  # more than the system keeps for one end
 
 
-def test_a_mistake_of_who_hears_ends_the_reading_and_is_told(tmp_path: Path) -> None:
-    async def main() -> None:
-        line = Line(f"ipc://{tmp_path}/line", lambda data: int(data))
-        with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
-            socket.connect(f"ipc://{tmp_path}/line")
-            for word in (b"1", b"two", b"three"):
-                socket.send(word)
-            with pytest.raises(ValueError, match="two"):
-                await asyncio.wait_for(line.broken, 30)
+def run(main: Callable[[Line, EngineLine, asyncio.Queue[bytes]], Awaitable[None]]) -> None:
+    """With both ends of a line, and what the front end's hears."""
+
+    async def with_ends() -> None:
+        here, there = socket.socketpair()
+        heard: asyncio.Queue[bytes] = asyncio.Queue()
+        line = await Line.open(here, heard.put_nowait)
+        with there:
+            await asyncio.wait_for(main(line, EngineLine(there), heard), 30)
+            line.close()
             line.close()
 
+    asyncio.run(with_ends())
+
+
+def test_messages_cross_in_order_both_ways_at_once() -> None:
+    """Large ones both ways, too: an end that waits until its own is taken must still take the other's."""
+    count = 200
+
+    def message(number: int) -> bytes:
+        return b"%d " % number + b"." * (_LARGE if number % 50 == 7 else 0)
+
+    async def main(line: Line, engine: EngineLine, heard: asyncio.Queue[bytes]) -> None:
+        received: list[bytes] = []
+
+        def other() -> None:
+            """Answers each message, and says something of its own after each: twice as much comes back."""
+            for number in range(count):
+                received.append(bytes(engine.receive(block=True) or b""))
+                engine.send(message(2 * number))
+                engine.send(message(2 * number + 1))
+
+        thread = threading.Thread(target=other, daemon=True)
+        thread.start()
+        for number in range(count):
+            line.send(message(number))
+        assert [await heard.get() for _ in range(2 * count)] == [message(number) for number in range(2 * count)]
+        thread.join()
+        assert received == [message(number) for number in range(count)]
+        assert engine.receive(block=False) is None
+        threading.Timer(0.05, engine.wake).start()
+        assert engine.receive(block=True) is None
+
+    run(main)
+
+
+@given(st.lists(st.binary(min_size=1, max_size=40), max_size=8), st.lists(st.integers(1, 30), min_size=1))
+def test_how_a_stream_is_cut_makes_no_difference(messages: list[bytes], cuts: list[int]) -> None:
+    async def main() -> None:
+        heard: list[bytes] = []
+        line = Line(heard.append)
+        stream = b"".join(struct.pack("<Q", len(message)) + message for message in messages)
+        for number in range(len(stream)):
+            size = cuts[number % len(cuts)]
+            line.data_received(stream[:size])
+            stream = stream[size:]
+        assert heard == messages
+
     asyncio.run(main())
 
 
-def test_whenever_the_other_end_connects_what_waited_is_sent(tmp_path: Path) -> None:
-    """The signal that somebody is there now can be taken by a look for messages."""
-    moments = random.Random(0)
+def test_a_mistake_of_who_hears_ends_the_reading_and_is_told() -> None:
+    async def main(line: Line, engine: EngineLine, heard: asyncio.Queue[bytes]) -> None:
+        line.hear = int
+        for word in (b"1", b"two", b"three"):
+            engine.send(word)
+        with pytest.raises(ValueError, match="two"):
+            await line.closed
+        with pytest.raises(EOFError):
+            await asyncio.to_thread(engine.receive, block=True)
 
-    async def once(address: str) -> None:
-        heard: asyncio.Queue[bytes] = asyncio.Queue()
-        line = Line(address, heard.put_nowait)
-        line.send(b"waits")
+    run(main)
 
-        def other(delay_s: float) -> None:
-            time.sleep(delay_s)
-            with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
-                socket.linger = 0
-                socket.connect(address)
-                socket.send(b"here")
-                if socket.poll(10_000):
-                    socket.send(socket.recv())
-                    answered.wait(10)
 
-        answered = threading.Event()
-        thread = threading.Thread(target=other, args=(moments.random() * 0.003,), daemon=True)
-        thread.start()
-        assert await asyncio.wait_for(heard.get(), 20) == b"here"
-        assert await asyncio.wait_for(heard.get(), 20) == b"waits"
-        answered.set()
-        thread.join()
+def test_what_was_said_before_an_end_is_heard_before_it() -> None:
+    async def engine_ends(line: Line, engine: EngineLine, heard: asyncio.Queue[bytes]) -> None:
+        engine.send(b"last words")
+        engine._socket.shutdown(socket.SHUT_RDWR)  # as when its process ends
+        await line.closed
+        assert heard.get_nowait() == b"last words"
+        line.send(b"nobody hears this")
+
+    async def front_end_ends(line: Line, engine: EngineLine, heard: asyncio.Queue[bytes]) -> None:
+        line.send(b"last words")
         line.close()
+        assert await asyncio.to_thread(engine.receive, block=True) == b"last words"
+        with pytest.raises(EOFError):
+            await asyncio.to_thread(engine.receive, block=True)
+        engine.send(b"nobody hears this")
 
-    for number in range(60):
-        asyncio.run(once(f"ipc://{tmp_path}/{number}"))
+    run(engine_ends)
+    run(front_end_ends)
+
+
+def test_an_engine_far_ahead_waits_for_its_reader() -> None:
+    """Nothing is dropped, and nobody's memory grows."""
+
+    async def main(line: Line, engine: EngineLine, heard: asyncio.Queue[bytes]) -> None:
+        count, sent = 20_000, [0]
+
+        def other() -> None:
+            for number in range(count):
+                engine.send(b"%d" % number)
+                sent[0] += 1
+
+        thread = threading.Thread(target=other, daemon=True)
+        thread.start()
+        thread.join(0.5)  # the loop stands still
+        assert 0 < sent[0] < count
+        assert [int(await heard.get()) for _ in range(count)] == list(range(count))
+
+    run(main)

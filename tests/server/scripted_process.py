@@ -1,4 +1,4 @@
-"""An engine process with a scripted engine: `python -m tests.server.scripted_process ADDRESS`."""
+"""An engine process with a scripted engine: `python -m tests.server.scripted_process DESCRIPTOR`."""
 
 from __future__ import annotations
 
@@ -9,4 +9,4 @@ from tests.server.scripted import ScriptedEngine
 from vlora.engine.process import run
 
 if __name__ == "__main__":
-    sys.exit(run(sys.argv[1], ScriptedEngine))  # type: ignore[arg-type]
+    sys.exit(run(int(sys.argv[1]), ScriptedEngine))  # type: ignore[arg-type]

@@ -8,13 +8,16 @@ import struct
 import time
 import zlib
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import rpyc
 from rpyc.core import brine, consts
 
 from tests.server.running import Running, png, running_server
+from tests.server.scripted import write_adapter
 from vlora.client import Client
 from vlora.errors import VLoraError
 
@@ -146,11 +149,9 @@ def test_inspection_shows_exposed_methods_only(peer: Any) -> None:
         (1, "say:x", (), None, (), None, None, 0.5),
     ],
 )
-@pytest.mark.parametrize("method", ["generate", "open_stream"])
+@pytest.mark.parametrize("method", ["generate", "stream"])
 def test_values_of_the_wrong_kind_are_named(peer: Any, method: str, args: tuple[Any, ...]) -> None:
     reply = call(peer, method, *args)
-    if method == "open_stream" and reply[0]:
-        reply = call(peer, "next_part", args[0], 5.0)
     assert reply[0] is False and reply[1] == "bad_request", reply
 
 
@@ -159,12 +160,6 @@ def test_values_of_the_wrong_kind_are_named(peer: Any, method: str, args: tuple[
     [
         ("ask_head", ()),
         ("ask_head", (1, (png(),), None, "h", None, 0)),
-        ("next_part", (5, 1.0)),
-        ("next_part", ("x", 1.0)),
-        ("next_part", (5, None)),
-        ("next_part", (5, -1.0)),
-        ("next_part", (5, float("nan"))),
-        ("next_part", (5, float("inf"))),
         ("cancel", (None,)),
         ("load_adapter", (1, 2)),
         ("unload_adapter", (b"x",)),
@@ -232,9 +227,9 @@ def test_a_peer_that_asks_and_never_reads_holds_up_nobody(server: Running) -> No
 
 
 def test_a_duplicate_call_id_is_refused(peer: Any) -> None:
-    args = (3, "forever", (), None, (("max_tokens", 100_000),), None, None, 0)
-    assert call(peer, "open_stream", *args)[0]
-    assert call(peer, "open_stream", *args)[:2] == (False, "bad_request")
+    args = (3, "forever", (), None, (("max_tokens", 90_000),), None, None, 0)
+    assert call(peer, "stream", *args)[0]
+    assert call(peer, "stream", *args)[:2] == (False, "bad_request")
     assert call(peer, "generate", *args)[:2] == (False, "bad_request")
     assert call(peer, "cancel", 3)[0]
 
@@ -243,7 +238,7 @@ def test_a_broken_connection_cancels_its_requests(server: Running) -> None:
     connection = rpyc.connect("127.0.0.1", server.port)
     for call_id in range(3):
         pairs = (("max_tokens", 90_000),)
-        assert call(connection, "open_stream", call_id, "forever", (), None, pairs, None, None, 0)[0]
+        assert call(connection, "stream", call_id, "forever", (), None, pairs, None, None, 0)[0]
     deadline = time.monotonic() + 5
     while len(server.engine.engine.running) < 3 and time.monotonic() < deadline:
         time.sleep(0.01)
@@ -260,8 +255,9 @@ def test_errors_are_values_not_exceptions(peer: Any) -> None:
     assert not isinstance(reply, VLoraError)
 
 
-@pytest.mark.parametrize("wait_s", [float("nan"), float("inf"), -1.0])
-def test_a_wait_without_an_end_is_refused(peer: Any, wait_s: float) -> None:
-    assert call(peer, "open_stream", 9, "never", (), None, (), None, None, 0)[0]
-    assert "wait_s is" in call(peer, "next_part", 9, wait_s)[2]
-    assert call(peer, "cancel", 9)[0]
+@pytest.mark.parametrize("wait_s", [float("nan"), float("inf"), -1.0, None])
+def test_a_wait_without_an_end_is_refused(peer: Any, tmp_path: Path, wait_s: Any) -> None:
+    assert call(peer, "load_adapter", "waiting", write_adapter(tmp_path, {"kind": 1}))[0]
+    stream_id = msgspec.msgpack.decode(call(peer, "open_frames", "waiting", "kind", None, None, "newest", 0)[1])
+    assert "wait_s" in call(peer, "pull_results", stream_id, -1, wait_s)[2]
+    assert call(peer, "close_frames", stream_id)[0]

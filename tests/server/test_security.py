@@ -222,8 +222,8 @@ def test_a_stranger_reaches_nothing_over_rpyc_and_may_not_send_much() -> None:
     with running_server(tokens=TOKENS) as server:
         peer: Any = rpyc.connect("127.0.0.1", server.port)
         root = peer.root
-        for name in ("generate", "open_stream", "next_part", "ask_head", "cancel", "adapters", "load_adapter", "stats"):
-            args = {"next_part": (1, 1.0), "cancel": (1,), "load_adapter": ("a", "b")}.get(name, ())
+        for name in ("generate", "stream", "ask_head", "cancel", "adapters", "load_adapter", "stats"):
+            args = {"cancel": (1,), "load_adapter": ("a", "b")}.get(name, ())
             reply = peer.sync_request(consts.HANDLE_CALLATTR, root, f"exposed_{name}", args, ())
             assert reply[:2] == (False, "unauthorized"), (name, reply)
         with pytest.raises(EOFError):

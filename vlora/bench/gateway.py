@@ -2,15 +2,20 @@
 
 What a client sees of a request, less what the engine alone takes for the same one right before: client and engine alone
 in this process, front end and served engine in one each. Request by request in turn, so that both see the same machine,
-and without prefix caches, which would make the second that asks the cheaper one. The way in includes JSON, the chat
-template, the tokenizer, a second process and text out again.
+in an order that is drawn anew for each question, and without prefix caches, which would make the second that asks the
+cheaper one. The way in includes JSON, the chat template, the tokenizer, a second process and text out again. What an
+HTTP client makes of the bytes it gets is its own affair: here they are read at once and understood afterwards.
 """
 
 from __future__ import annotations
 
-import http.client
+import contextlib
+import gc
 import json
 import os
+import random
+import re
+import socket
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -34,15 +39,18 @@ _BROKEN = "\N{REPLACEMENT CHARACTER}"  # what decoding half a character gives
 _COUNTING = (
     "added = what the client sees less what the engine alone took for the same request right before, pair by pair; "
     "medians and 95th percentiles of these differences. First: until the first text; "
-    "of the engine alone, until the step after which that text is certain"
+    "of the engine alone, until the step after which that text is certain. "
+    "Engine adds: what the served engine itself says it took, less the engine alone (RPyC's answers carry it)"
 )
 
 
 class Spent(NamedTuple):
-    """Seconds of one request until its first text (None where it comes whole), and until its end."""
+    """Seconds of one request until its first text (None where it comes whole), and until its end; by the served
+    engine's own clock, where that is told."""
 
     first_s: float | None
     whole_s: float
+    engine_s: float | None = None
 
 
 def run(quick: bool) -> Report:
@@ -55,8 +63,13 @@ def run(quick: bool) -> Report:
     rounds, limit_s = (20, 60.0) if quick else (150, 600.0)
     pairs: dict[tuple[int, str], list[tuple[Spent, Spent, float]]] = {}
     local = _Local()
-    with served("--no-prefix-cache", "--load-format", "dummy") as server, Client(port=server.rpyc_port) as rpyc:
-        web = _Web(server.http_port)
+    draws = random.Random(0)
+    gc.freeze()  # as both processes of a server do
+    with (
+        served("--no-prefix-cache", "--load-format", "dummy") as server,
+        Client(port=server.rpyc_port) as rpyc,
+        contextlib.closing(_Web(server.http_port)) as web,
+    ):
         ways: dict[str, Callable[[str, int], Spent]] = {
             "HTTP": web.ask,
             "HTTP, streamed": web.stream,
@@ -67,16 +80,20 @@ def run(quick: bool) -> Report:
         for turn in range(-3, rounds):  # those before 0 warm up
             for tokens in _TOKENS:
                 question = _question(turn)
-                request = local.read(question, tokens)
-                for way, ask in ways.items():
-                    # The engine alone before each way, so that both find the caches as the other one left them.
+                request, short = local.read(question, tokens), local.read(question, 1)
+                for way, ask in draws.sample(tuple(ways.items()), len(ways)):
+                    # The engine alone right before each way, and each right after a short answer of its own: else one
+                    # would find its code and weights, or a core, asleep since the other one began.
+                    local.ask(short)
                     alone = local.ask(request)
+                    ask(question, 1)
                     seen, cpu_s = _with_cpu(server, ask, question, tokens)
                     if turn >= 0:
                         pairs.setdefault((tokens, way), []).append((alone, seen, cpu_s))
             if turn >= 0 and time.perf_counter() > ends_s:
                 break
-    rows = [_row(way, tokens, found) for (tokens, way), found in pairs.items()]
+    gc.unfreeze()
+    rows = [_row(way, tokens, pairs[tokens, way]) for tokens in _TOKENS for way in ways]
     goals = [
         Goal(f"{row['way']}, {row['answer tokens']} tokens: {what}", row[f"{what} ms"], _PROMISE_MS, True)
         for row in rows
@@ -95,6 +112,7 @@ def _row(way: str, tokens: int, pairs: Sequence[tuple[Spent, Spent, float]]) -> 
         if seen.first_s is not None and alone.first_s is not None
     ]
     wholes = [(seen.whole_s - alone.whole_s) * 1e3 for alone, seen, _ in pairs]
+    engines = [(seen.engine_s - alone.whole_s) * 1e3 for alone, seen, _ in pairs if seen.engine_s is not None]
     return {
         "way": way,
         "answer tokens": tokens,
@@ -104,6 +122,7 @@ def _row(way: str, tokens: int, pairs: Sequence[tuple[Spent, Spent, float]]) -> 
         "first adds p95 ms": _p95(firsts) if firsts else None,
         "adds ms": statistics.median(wholes),
         "adds p95 ms": _p95(wholes),
+        "engine adds ms": statistics.median(engines) if engines else None,
         "front end's CPU ms": statistics.fmean(cpu_s for _, _, cpu_s in pairs) * 1e3,
     }
 
@@ -128,14 +147,17 @@ def _question(turn: int) -> str:
 
 def _ask(client: Client, question: str, tokens: int) -> Spent:
     started = time.perf_counter()
-    client.generate(question, max_tokens=tokens)
-    return Spent(None, time.perf_counter() - started)
+    answer = client.generate(question, max_tokens=tokens)
+    return Spent(None, time.perf_counter() - started, answer.timings.latency_s)
 
 
 def _stream(client: Client, question: str, tokens: int) -> Spent:
     started = time.perf_counter()
-    arrived = [time.perf_counter() - started for _ in client.stream(question, max_tokens=tokens)]
-    return Spent(arrived[0] if arrived else None, time.perf_counter() - started)
+    stream = client.stream(question, max_tokens=tokens)
+    arrived = [time.perf_counter() - started for _ in stream]
+    whole_s = time.perf_counter() - started
+    assert stream.answer is not None
+    return Spent(arrived[0] if arrived else None, whole_s, stream.answer.timings.latency_s)
 
 
 class _Local:
@@ -175,31 +197,52 @@ class _Web:
     """One kept connection to the HTTP API."""
 
     def __init__(self, port: int) -> None:
-        self._connection = http.client.HTTPConnection("127.0.0.1", port)
+        self._socket = socket.create_connection(("127.0.0.1", port))
+        self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
     def ask(self, question: str, tokens: int) -> Spent:
-        started = time.perf_counter()
-        response = self._asked(question, tokens, stream=False)
-        json.loads(response.read())
-        return Spent(None, time.perf_counter() - started)
+        started, arrived, data = self._exchange(question, tokens, stream=False)
+        json.loads(data.partition(b"\r\n\r\n")[2])
+        return Spent(None, arrived[-1][0] - started)
 
     def stream(self, question: str, tokens: int) -> Spent:
-        started = time.perf_counter()
-        response = self._asked(question, tokens, stream=True)
-        lines: list[tuple[float, bytes]] = []
-        while line := response.readline():
-            if line.startswith(b"data: "):
-                lines.append((time.perf_counter() - started, line.removeprefix(b"data: ")))
-        whole_s = time.perf_counter() - started
-        assert lines.pop()[1] == b"[DONE]\n", lines
-        first_s = next((at for at, line in lines if json.loads(line)["choices"][0]["delta"].get("content")), None)
-        return Spent(first_s, whole_s)
+        started, arrived, data = self._exchange(question, tokens, stream=True)
+        assert b"data: [DONE]" in data, data
+        events = re.finditer(rb"data: (\{.*\})\n\n", data)
+        texts = (each for each in events if json.loads(each[1])["choices"][0]["delta"].get("content"))
+        first = next(texts, None)
+        first_at = None if first is None else next(at for at, size in arrived if size >= first.end())
+        return Spent(None if first_at is None else first_at - started, arrived[-1][0] - started)
 
-    def _asked(self, question: str, tokens: int, *, stream: bool) -> http.client.HTTPResponse:
+    def close(self) -> None:
+        self._socket.close()
+
+    def _exchange(
+        self, question: str, tokens: int, *, stream: bool
+    ) -> tuple[float, Sequence[tuple[float, int]], bytes]:
+        """When the request was sent, how many bytes had come by when, and the bytes."""
         messages = [{"role": "user", "content": question}]
-        body = {"model": "embedded", "messages": messages, "max_tokens": tokens, "stream": stream}
-        self._connection.request("POST", "/v1/chat/completions", json.dumps(body), {"Content-Type": "application/json"})
-        response = self._connection.getresponse()
-        if response.status != 200:
-            raise AssertionError(response.read())
-        return response
+        body = json.dumps({"model": "embedded", "messages": messages, "max_tokens": tokens, "stream": stream}).encode()
+        head = ["POST /v1/chat/completions HTTP/1.1", "Host: 127.0.0.1", "Content-Type: application/json"]
+        head += [f"Content-Length: {len(body)}", "", ""]
+        request = "\r\n".join(head).encode() + body
+        started = time.perf_counter()
+        self._socket.sendall(request)
+        data, arrived = b"", []
+        while not _is_whole(data):
+            part = self._socket.recv(65536)
+            if not part:
+                raise AssertionError(f"the server ended in the middle of {data!r}")
+            data += part
+            arrived.append((time.perf_counter(), len(data)))
+        if not data.startswith(b"HTTP/1.1 200"):
+            raise AssertionError(data)
+        return started, arrived, data
+
+
+def _is_whole(data: bytes) -> bool:
+    """Whether an answer over HTTP has come to its end."""
+    if data.endswith(b"\r\n0\r\n\r\n"):
+        return True
+    size = re.search(rb"(?i)\r\ncontent-length: (\d+)\r\n", data)
+    return size is not None and len(data) == data.find(b"\r\n\r\n") + 4 + int(size[1])

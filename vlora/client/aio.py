@@ -14,8 +14,8 @@ from vlora.client import calls
 from vlora.client.aio_frame_stream import AsyncFrameStream
 from vlora.client.calls import Call, Image
 from vlora.client.connection import ServerConnection
-from vlora.client.sync import PULL_S, TIMEOUT_S, Client, abandon
-from vlora.client.values import DEFAULT_HOST, DEFAULT_PORT, Answer, HeadResult, StreamOptions
+from vlora.client.sync import TIMEOUT_S, Client, abandon
+from vlora.client.values import DEFAULT_HOST, DEFAULT_PORT, Answer, HeadResult, StreamOptions, StreamPart
 from vlora.errors import DeadlineMissed, VLoraError
 from vlora.types import AdapterStatus, EngineStats
 
@@ -68,19 +68,35 @@ class AsyncClient:
         """Pieces of text as they come, then the whole Answer. Closing the iterator early cancels the request."""
         connection = await self._connection()
         call_id = connection.new_id()
+        call = calls.stream(call_id, question, images, adapter, max_latency_s, max_ttft_s, priority, sampling)
+        arrived: asyncio.Queue[StreamPart | Future[StreamPart]] = asyncio.Queue()
+        loop = asyncio.get_running_loop()
+
+        def put(part: StreamPart | Future[StreamPart]) -> None:
+            with contextlib.suppress(RuntimeError):  # a loop that is closed hears nothing
+                loop.call_soon_threadsafe(arrived.put_nowait, part)
+
+        def hear(part: StreamPart) -> bool:
+            if part.answer is None:
+                put(part)
+            return part.answer is None
+
         finished = False
         try:
-            await self._wait(
-                connection,
-                calls.open_stream(call_id, question, images, adapter, max_latency_s, max_ttft_s, priority, sampling),
-            )
-            while not finished:
-                part = await self._wait(connection, calls.next_part(call_id, PULL_S))
-                finished = part.answer is not None
-                if part.text:
-                    yield part.text
-                if part.answer is not None:
-                    yield part.answer
+            future = await asyncio.to_thread(connection.start, call, hear)
+            future.add_done_callback(put)
+            while True:
+                async with asyncio.timeout(self._timeout_s):
+                    part = await arrived.get()
+                if isinstance(part, Future):
+                    break
+                yield part.text
+            finished = True
+            answer = part.result().answer
+            assert answer is not None
+            yield answer
+        except TimeoutError as error:
+            raise DeadlineMissed(f"no word from the server within {self._timeout_s:g} s") from error
         finally:
             if not finished:
                 abandon(connection, call_id)

@@ -53,7 +53,7 @@ def generate(
     return Call("generate", args, Answer, num_bytes)
 
 
-def open_stream(
+def stream(
     call_id: int,
     question: str,
     images: Sequence[Image],
@@ -62,13 +62,9 @@ def open_stream(
     max_ttft_s: float | None,
     priority: int,
     sampling: Mapping[str, Any],
-) -> Call[None]:
+) -> Call[StreamPart]:
     args, num_bytes = _text_args(call_id, question, images, adapter, max_latency_s, max_ttft_s, priority, sampling)
-    return Call("open_stream", args, type(None), num_bytes)
-
-
-def next_part(call_id: int, wait_s: float) -> Call[StreamPart]:
-    return Call("next_part", (call_id, wait_s), StreamPart)
+    return Call("stream", args, StreamPart, num_bytes)
 
 
 def cancel(call_id: int) -> Call[None]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import ssl
 import threading
+from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
@@ -75,8 +76,12 @@ class ServerConnection:
         """A number for a request that can be cancelled; unique on this connection."""
         return next(self._call_ids)
 
-    def start(self, call: Call[T]) -> Future[T]:
-        """Send a call; the future gets its value or its typed error. Does not wait for the answer."""
+    def start(self, call: Call[T], hear: Callable[[T], bool] | None = None) -> Future[T]:
+        """Send a call; the future gets its value or its typed error. Does not wait for the answer.
+
+        hear: for a call with several values: is given each, by the reader's thread, and says whether more follow. The
+        future gets the last one.
+        """
         if call.num_bytes > (limit := self.hello.max_message_bytes if call.num_bytes else 0):
             raise TooLarge(f"the request has {call.num_bytes} bytes of images; this server takes at most {limit}")
         future: Future[T] = Future()
@@ -85,7 +90,7 @@ class ServerConnection:
                 raise self._lost()
             self._pending.add(future)
         try:
-            self._rpyc.start_call(self._root, call, future)
+            self._rpyc.start_call(self._root, call, future, hear)
         except UnicodeEncodeError as error:
             self._settle(future)
             raise BadRequest(f"the text cannot be sent: {error}") from error
@@ -133,20 +138,30 @@ class ServerConnection:
 class _CallingConnection(rpyc.Connection):
     """Calls the server's exposed methods with values; serves nothing in return."""
 
-    def start_call(self, root: Any, call: Call[T], future: Future[T]) -> None:
-        def settle(is_exception: bool, reply: Any) -> None:
-            if not future.set_running_or_notify_cancel():
-                return
-            if is_exception:
-                why = reply.args[0] if reply.args else type(reply).__name__
-                future.set_exception(BadRequest(f"the server refused the call {call.name!r}: {why}"))
-                return
+    def start_call(self, root: Any, call: Call[T], future: Future[T], hear: Callable[[T], bool] | None) -> None:
+        def settle(is_exception: bool, reply: Any) -> bool:
+            """Whether more replies are to come."""
             try:
-                future.set_result(open_reply(reply, call.returns))
+                if is_exception:
+                    why = reply.args[0] if reply.args else type(reply).__name__
+                    raise BadRequest(f"the server refused the call {call.name!r}: {why}")
+                value = open_reply(reply, call.returns)
+                if hear is not None and hear(value):
+                    return True
+                if future.set_running_or_notify_cancel():
+                    future.set_result(value)
             except Exception as error:
-                future.set_exception(error)
+                if future.set_running_or_notify_cancel():
+                    future.set_exception(error)
+            return False
 
         self._async_request(consts.HANDLE_CALLATTR, (root, f"exposed_{call.name}", call.args, ()), settle)
+
+    def _seq_request_callback(self, msg: int, seq: int, is_exc: bool, obj: Any) -> None:
+        """As RPyC's, but a call that is not at its end keeps its number."""
+        callback = self._request_callbacks.pop(seq, None)
+        if callback is not None and callback(is_exc, obj) is True:
+            self._request_callbacks[seq] = callback
 
     def _dispatch_request(self, seq: int, raw_args: Any) -> None:
         self._send(

@@ -4,23 +4,24 @@ from __future__ import annotations
 
 import contextlib
 import os
+import queue
 import ssl
 import threading
 from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
 from typing import Any, Literal, Self, TypeVar
 
 from vlora.client import calls
 from vlora.client.calls import Call, Image
 from vlora.client.connection import ServerConnection
 from vlora.client.frame_stream import FrameStream
-from vlora.client.values import DEFAULT_HOST, DEFAULT_PORT, Answer, HeadResult, StreamOptions
+from vlora.client.values import DEFAULT_HOST, DEFAULT_PORT, Answer, HeadResult, StreamOptions, StreamPart
 from vlora.errors import DeadlineMissed, VLoraError
 from vlora.types import AdapterStatus, EngineStats
 
 T = TypeVar("T")
 
 TIMEOUT_S = 150.0  # above the server's own limit, whose error says more
-PULL_S = 10.0  # how long the server holds a pull for more text when there is none yet
 
 
 class Client:
@@ -96,9 +97,8 @@ class Client:
         """As `generate`, but pieces of text as they come. Leaving the stream early cancels the request."""
         connection = self.connection()
         call_id = connection.new_id()
-        call = calls.open_stream(call_id, question, images, adapter, max_latency_s, max_ttft_s, priority, sampling)
-        self._wait(connection, call)
-        return TextStream(_pull(connection, call_id, self._timeout_s))
+        call = calls.stream(call_id, question, images, adapter, max_latency_s, max_ttft_s, priority, sampling)
+        return TextStream(_parts(connection, call, call_id, self._timeout_s))
 
     def ask_head(
         self,
@@ -196,6 +196,7 @@ class TextStream(Iterator[str]):
 
     def __init__(self, parts: Iterator[str | Answer]) -> None:
         self._parts = parts
+        next(parts)  # nothing yet: the request is sent
         self.answer: Answer | None = None
 
     def __next__(self) -> str:
@@ -216,24 +217,33 @@ class TextStream(Iterator[str]):
         self.close()
 
 
-def _pull(connection: ServerConnection, call_id: int, timeout_s: float) -> Iterator[str | Answer]:
-    finished = False
+def _parts(
+    connection: ServerConnection, call: Call[StreamPart], call_id: int, timeout_s: float
+) -> Iterator[str | Answer]:
+    """Nothing once the request is sent; then its text, and its answer. Leaving earlier cancels it on the server."""
+    arrived: queue.SimpleQueue[StreamPart | Future[StreamPart]] = queue.SimpleQueue()
+
+    def hear(part: StreamPart) -> bool:
+        if part.answer is None:
+            arrived.put(part)
+        return part.answer is None
+
+    future = connection.start(call, hear)
+    future.add_done_callback(arrived.put)
     try:
+        yield ""
         while True:
-            part = connection.wait(connection.start(calls.next_part(call_id, PULL_S)), timeout_s)
-            finished = part.answer is not None
-            if part.text:
-                yield part.text
-            if part.answer is not None:
-                yield part.answer
-                return
-    except DeadlineMissed:
-        raise
-    except VLoraError:
-        finished = True  # the server ended it
-        raise
+            part = arrived.get(timeout=timeout_s)
+            if isinstance(part, Future):
+                break
+            yield part.text
+        answer = part.result().answer
+        assert answer is not None
+        yield answer
+    except queue.Empty as error:
+        raise DeadlineMissed(f"no word from the server within {timeout_s:g} s") from error
     finally:
-        if not finished:
+        if not future.done():
             abandon(connection, call_id)
 
 

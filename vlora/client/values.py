@@ -10,7 +10,7 @@ import msgspec
 from vlora.errors import BadRequest, VLoraError, error_from_code
 from vlora.types import AdapterStatus, EngineStats, ErrorValue, HeadAnswer, SamplingParams, Timings, check_priority
 
-PROTOCOL_VERSION = 5
+PROTOCOL_VERSION = 6
 DEFAULT_HOST = "127.0.0.1"
 DEFAULT_PORT = 18861
 
@@ -64,7 +64,7 @@ class Hello(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class StreamPart(msgspec.Struct, frozen=True, kw_only=True):
-    """One pull from a text stream: the text since the last one, and the whole answer when it is finished."""
+    """One reply of a text stream: the text since the last one, or the whole answer, which ends it."""
 
     text: str = ""
     answer: Answer | None = None

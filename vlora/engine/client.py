@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import shutil
+import socket
 import sys
 from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Any
@@ -20,7 +20,7 @@ from vlora.types import AdapterStatus, EngineStats, ErrorValue, Request, Request
 
 ENGINE_COMMAND = (sys.executable, "-m", "vlora.engine.process")
 
-_LAST_WORDS_S = 0.2  # a message sent just before the process ended may still be on its way
+_LAST_WORDS_S = 0.2  # between what a process said last, the end of its line, and its exit code
 _STOP_S = 5.0  # how long a stopping engine may take before it is killed
 
 
@@ -44,20 +44,23 @@ class EngineClient:
     async def start(cls, config: EngineConfig, *, command: Sequence[str] = ENGINE_COMMAND) -> EngineClient:
         """Start an engine process and wait until its model is loaded.
 
-        command gets the socket's address as its last argument. Raises the typed error (BadConfig and its kind) when the
-        engine cannot be built, EngineDead when its process ends without a word.
+        command gets the number of its end of the line as its last argument. Raises the typed error (BadConfig and its
+        kind) when the engine cannot be built, EngineDead when its process ends without a word.
         """
-        folder = private_folder("vlora-", "engine")
         first: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
-        line: Line | None = None
+        here, there = socket.socketpair()
+        line = await Line.open(here, first.set_result)
         process: asyncio.subprocess.Process | None = None
         try:
-            address = f"ipc://{folder}/engine"
-            line = Line(address, first.set_result)
-            # The child's own printing goes to stderr: stdout belongs to the command's results.
-            process = await asyncio.create_subprocess_exec(
-                *command, address, stdin=asyncio.subprocess.PIPE, stdout=sys.stderr
-            )
+            with there:
+                # The child's own printing goes to stderr: stdout belongs to the command's results.
+                process = await asyncio.create_subprocess_exec(
+                    *command,
+                    str(there.fileno()),
+                    stdin=asyncio.subprocess.DEVNULL,
+                    stdout=sys.stderr,
+                    pass_fds=(there.fileno(),),
+                )
             line.send(wire.encode(wire.Start(config)))
             message = wire.decode_from_engine(await _first_message(process, first))
             if isinstance(message, wire.Failed):
@@ -65,14 +68,10 @@ class EngineClient:
             assert isinstance(message, wire.Ready)
             return cls(process, line, message)
         except BaseException:
+            line.close()
             if process is not None:
                 await _end(process)
-            if line is not None:
-                line.close()
             raise
-        finally:
-            # Both ends are connected, or never will be.
-            shutil.rmtree(folder, ignore_errors=True)
 
     @property
     def cause(self) -> str | None:
@@ -186,14 +185,14 @@ class EngineClient:
     async def _watch(self) -> None:
         """Wait for the process's end; then tell everyone why."""
         ended = asyncio.ensure_future(self._process.wait())
+        signs: set[asyncio.Future[Any]] = {self._line.closed, ended}
         try:
-            either: set[asyncio.Future[Any]] = {self._line.broken, ended}
-            await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
-            await asyncio.wait({self._line.broken}, timeout=_LAST_WORDS_S)
+            await asyncio.wait(signs, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait(signs, timeout=_LAST_WORDS_S)
         finally:
             self._bury(ended.result() if ended.done() else None)
-        if self._line.broken.done():
-            self._line.broken.result()  # a mistake of ours
+        if self._line.closed.done():
+            self._line.closed.result()  # a mistake of ours
 
     def _hear(self, data: bytes) -> None:
         """Hand a message to who waits for it."""
@@ -227,7 +226,6 @@ class EngineClient:
         for future in self._calls.values():
             if not future.done():
                 future.set_exception(error.to_exception())
-        _let_go(self._process)
         self._line.close()
 
 
@@ -249,13 +247,6 @@ async def _end(process: asyncio.subprocess.Process) -> None:
     if process.returncode is None:
         process.kill()
     await process.wait()
-    _let_go(process)
-
-
-def _let_go(process: asyncio.subprocess.Process) -> None:
-    """Close our end of the leash."""
-    assert process.stdin is not None
-    process.stdin.close()
 
 
 def _end_of_process(code: int | None) -> str:

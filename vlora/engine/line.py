@@ -1,80 +1,123 @@
-"""The client's end of the socket to an engine process, in its event loop."""
+"""The local socket between a front end and its engine process, and both its ends: whole messages, in order.
+
+A plain pair of sockets: a token's way is little more than the threads it wakes, and here it wakes one, the reader's.
+Whichever end is closed, however its process ended, the other one knows at once.
+"""
 
 from __future__ import annotations
 
 import asyncio
-from collections import deque
-from collections.abc import Callable
+import contextlib
+import queue
+import socket
+import struct
+import threading
+from collections.abc import Callable, Iterator
 
-import zmq
+_HEAD = struct.Struct("<Q")  # the bytes that follow
+_END = bytearray()  # no message is empty
 
 
-class Line:
-    """Messages go out at once, and come in through `hear`, in the turn of the loop that finds them there.
+class Line(asyncio.Protocol):
+    """The front end's, in its event loop. Made by `open`."""
 
-    A plain socket whose descriptor the loop watches: `zmq.asyncio` makes a future of every message, which takes the
-    loop another turn, and a token's way through the front end is little more than such turns.
-    """
-
-    def __init__(self, address: str, hear: Callable[[bytes], object]) -> None:
-        """Bind to the address; hear is called with each message, and may be set anew. Belongs to the running loop."""
+    def __init__(self, hear: Callable[[bytes], object]) -> None:
         self.hear = hear
-        self._loop = asyncio.get_running_loop()
-        self.broken: asyncio.Future[None] = self._loop.create_future()
-        """Fails with what `hear` raised; nothing is read any more."""
-        self._unsent: deque[bytes] = deque()  # until the other end has connected
-        self._context = zmq.Context()
-        self._socket: zmq.Socket[bytes] = self._context.socket(zmq.DEALER)
-        self._socket.set_hwm(0)  # never drop and never block
-        self._socket.linger = 0  # however this ends: a context that is collected waits for what lingers
-        self._descriptor = self._socket.fileno()
-        try:
-            self._socket.bind(address)
-        except BaseException:
-            self._context.destroy(linger=0)
-            raise
-        self._loop.add_reader(self._descriptor, self._turn)
+        self.closed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        """Done once nothing more will be heard; fails with what `hear` raised."""
+        self._part = bytearray()  # of a message
+        self._transport: asyncio.Transport | None = None
+
+    @classmethod
+    async def open(cls, sock: socket.socket, hear: Callable[[bytes], object]) -> Line:
+        """hear is called with each message, in the turn of the loop that finds it there, and may be set anew.
+
+        The line owns the socket from now on.
+        """
+        sock.setblocking(False)
+        _, line = await asyncio.get_running_loop().create_connection(lambda: cls(hear), sock=sock)
+        return line
 
     def send(self, data: bytes) -> None:
-        """Never waits."""
-        self._unsent.append(data)
-        self._flush()
-        if self._waits():
-            self._loop.call_soon(self._turn)
+        """Never waits: what the socket does not take is kept."""
+        assert self._transport is not None
+        self._transport.write(_HEAD.pack(len(data)) + data)
 
     def close(self) -> None:
-        """What was not taken by the other end is lost."""
-        if not self._socket.closed:
-            self._loop.remove_reader(self._descriptor)
-            self._context.destroy(linger=0)
+        """What the other end has not taken is lost."""
+        assert self._transport is not None
+        self._transport.abort()
 
-    def _turn(self) -> None:
-        """Send what waits and read what is there: ZeroMQ signals either through one descriptor."""
+    # -- asyncio.Protocol ---------------------------------------------------------------------------------------------
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        self._transport = transport
+
+    def data_received(self, data: bytes) -> None:
+        self._part += data
         try:
-            while not self._socket.closed and not self.broken.done():
-                self._flush()
-                try:
-                    data = self._socket.recv(zmq.NOBLOCK)
-                except zmq.Again:
-                    if self._waits():
-                        continue
-                    return
-                self.hear(data)
+            for message in self._whole():
+                self.hear(message)
         except Exception as error:
-            self.broken.set_exception(error)
+            self.closed.set_exception(error)
+            self.close()
 
-    def _waits(self) -> bool:
-        """Whether something can be read or sent now. The descriptor signals a change once, and sending, receiving
-        and this very look may each take the signal that was meant for another."""
-        if self._socket.closed:
-            return False
-        events = int(self._socket.get(zmq.EVENTS))
-        return bool(events & zmq.POLLIN or (self._unsent and events & zmq.POLLOUT))
+    def connection_lost(self, exc: Exception | None) -> None:
+        if not self.closed.done():
+            self.closed.set_result(None)
 
-    def _flush(self) -> None:
+    def _whole(self) -> Iterator[bytes]:
+        """The messages that are there, and no longer are."""
+        start = 0
+        while len(self._part) >= start + _HEAD.size:
+            begin = start + _HEAD.size
+            end = begin + _HEAD.unpack_from(self._part, start)[0]
+            if len(self._part) < end:
+                break
+            start = end
+            yield bytes(self._part[begin:end])
+        del self._part[:start]
+
+
+class EngineLine:
+    """The engine's. A thread reads, so that pictures on their way hold up no step."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self._socket = sock
+        self._arrived: queue.SimpleQueue[bytearray | None] = queue.SimpleQueue()
+        threading.Thread(target=self._read, name="vlora-engine-line", daemon=True).start()
+
+    def send(self, data: bytes) -> None:
+        """Waits where the front end is so far behind that the system keeps no more for it; one that is gone hears
+        nothing."""
+        with contextlib.suppress(BrokenPipeError):
+            self._socket.sendall(_HEAD.pack(len(data)) + data)
+
+    def receive(self, *, block: bool) -> bytearray | None:
+        """The next message; None without one, and after `wake`. Raises EOFError once the front end is gone."""
         try:
-            while self._unsent and not self._socket.closed:
-                self._socket.send(self._unsent[0], zmq.NOBLOCK)
-                self._unsent.popleft()
-        except zmq.Again:
-            pass  # nobody is connected; the descriptor will tell
+            data = self._arrived.get(block)
+        except queue.Empty:
+            return None
+        if data == _END:
+            raise EOFError
+        return data
+
+    def wake(self) -> None:
+        """Let who waits in `receive` go on. For any thread."""
+        self._arrived.put(None)
+
+    def _read(self) -> None:
+        try:
+            while True:
+                (size,) = _HEAD.unpack(self._exactly(_HEAD.size))
+                self._arrived.put(self._exactly(size))
+        except (OSError, EOFError):
+            self._arrived.put(_END)
+
+    def _exactly(self, size: int) -> bytearray:
+        data = bytearray(size)
+        if self._socket.recv_into(data, size, socket.MSG_WAITALL) < size:
+            raise EOFError
+        return data

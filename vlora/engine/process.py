@@ -1,7 +1,7 @@
 """The main of an engine process: one `Engine`, one step loop, one socket to the client that started it.
 
-Run as `python -m vlora.engine.process ADDRESS`. Standard input is a leash: it never carries anything, and when it
-closes, the parent is gone and the engine ends too. Interrupt and terminate signals are for the parent, which drains.
+Run as `python -m vlora.engine.process DESCRIPTOR`, the number of an open socket. When its other end closes, the parent
+is gone and the engine ends too. Interrupt and terminate signals are for the parent, which drains.
 """
 
 from __future__ import annotations
@@ -9,24 +9,23 @@ from __future__ import annotations
 import gc
 import os
 import signal
+import socket
 import sys
+import threading
 import traceback
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
-import zmq
-
 from vlora.config import EngineConfig
 from vlora.engine import wire
 from vlora.engine.gathering import Gathering
+from vlora.engine.line import EngineLine
 from vlora.errors import EngineDead, StepFailed, VLoraError
 from vlora.logs import configure
 from vlora.types import ErrorValue, RequestOutput
 
 if TYPE_CHECKING:
     from vlora.engine.engine import Engine
-
-_LAST_WORDS_MS = 1000  # how long a closing socket may take to hand over what was sent
 
 
 def main() -> None:
@@ -37,55 +36,54 @@ def main() -> None:
     if not sys.stderr.isatty():
         logging.disable_progress_bar()
     configure(os.environ)
-    code = run(sys.argv[1], Engine)
+    code = run(int(sys.argv[1]), Engine)
     # Taking torch apart again takes seconds that whoever stops the server would wait; nothing is left to save.
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
 
 
-def run(address: str, make_engine: Callable[[EngineConfig], Engine]) -> int:
-    """Serve the client at `address` until it says stop or is gone; the process's exit code."""
+def run(descriptor: int, make_engine: Callable[[EngineConfig], Engine]) -> int:
+    """Serve the client at the other end of the socket until it says stop or is gone; the process's exit code.
+
+    The socket is closed with the process, so that its other end knows of both at once.
+    """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    context = zmq.Context()
-    socket = context.socket(zmq.DEALER)
-    socket.set_hwm(0)  # never drop and never block: the client bounds what is under way
-    socket.connect(address)
+    os.set_inheritable(descriptor, False)  # nobody who outlives this process holds it open
+    line = EngineLine(socket.socket(fileno=descriptor))
     try:
-        start = wire.decode_to_engine(socket.recv())
+        first = line.receive(block=True)
+        assert first is not None
+        start = wire.decode_to_engine(first)
         assert isinstance(start, wire.Start)
         engine = make_engine(start.config)
         gc.freeze()  # what is there by now stays: a full collection would look at all of it again, between two steps
-        socket.send(wire.encode(wire.Ready(start.config.model, os.getpid(), engine.limits.max_context)))
-        EngineWorker(engine, socket).loop()
+        line.send(wire.encode(wire.Ready(start.config.model, os.getpid(), engine.limits.max_context)))
+        EngineWorker(engine, line).loop()
+    except EOFError:
+        return 0  # the client left before it said what to start
     except VLoraError as error:
-        socket.send(wire.encode(wire.Failed(ErrorValue.of(error))))
+        line.send(wire.encode(wire.Failed(ErrorValue.of(error))))
         return 1
     except Exception as error:
         traceback.print_exc()
         cause = EngineDead(f"the engine stopped: {type(error).__name__}: {error}")
-        socket.send(wire.encode(wire.Failed(ErrorValue.of(cause))))
+        line.send(wire.encode(wire.Failed(ErrorValue.of(cause))))
         return 1
     finally:
         gc.unfreeze()  # or libraries would report as leaked, at exit, what nothing collected
-        socket.close(linger=_LAST_WORDS_MS)
-        context.term()
     return 0
 
 
 class EngineWorker:
     """Takes messages between steps: without waiting while there is work, blocking when there is none."""
 
-    def __init__(self, engine: Engine, socket: zmq.Socket[bytes]) -> None:
+    def __init__(self, engine: Engine, line: EngineLine) -> None:
         self._engine = engine
-        self._socket = socket
-        self._leash = sys.stdin.fileno()
-        self._poller = zmq.Poller()
-        self._poller.register(socket, zmq.POLLIN)
-        self._poller.register(self._leash, zmq.POLLIN)
+        self._line = line
         if engine.alarm is not None:
-            self._poller.register(engine.alarm, zmq.POLLIN)
+            threading.Thread(target=self._heed, args=(engine.alarm,), name="vlora-engine-alarm", daemon=True).start()
         self._gathering = Gathering()
         self._stopping = False
 
@@ -101,13 +99,17 @@ class EngineWorker:
         self._send_outputs(self._engine.close())
 
     def _messages(self, *, block: bool) -> Iterator[wire.ToEngine]:
-        ready = dict(self._poller.poll(None if block else 0))
-        if self._leash in ready:
+        try:
+            while not self._stopping and (data := self._line.receive(block=block)) is not None:
+                yield wire.decode_to_engine(data)
+                block = False
+        except EOFError:
             self._stopping = True
-            return
-        while self._socket in ready and not self._stopping:
-            yield wire.decode_to_engine(self._socket.recv())
-            ready = dict(self._poller.poll(0))
+
+    def _heed(self, alarm: int) -> None:
+        """An engine without work is woken to look after its ranks."""
+        os.read(alarm, 1)
+        self._line.wake()
 
     def _handle(self, message: wire.ToEngine) -> None:
         match message:
@@ -176,7 +178,7 @@ class EngineWorker:
             self._send(wire.Outputs(outputs))
 
     def _send(self, message: wire.FromEngine) -> None:
-        self._socket.send(wire.encode(message))
+        self._line.send(wire.encode(message))
 
 
 if __name__ == "__main__":

@@ -229,19 +229,20 @@ async def _events(
         async for part in parts:
             yield part
 
-    for choice in range(num_choices):
-        yield form.piece(choice, {"role": "assistant", "content": ""})
+    # Who begins and who has ended is told with what follows at once: each write wakes the reader.
+    pending = b"".join(form.piece(choice, {"role": "assistant", "content": ""}) for choice in range(num_choices))
     answers: list[Answer] = []
     async with contextlib.aclosing(parts):
         try:
             async for choice, part in all_parts():
                 if isinstance(part, Piece):
-                    yield form.piece(choice, {"content": part.text}, tokens=part.logprobs)
+                    yield pending + form.piece(choice, {"content": part.text}, tokens=part.logprobs)
+                    pending = b""
                 else:
                     answers.append(part)
-                    yield form.piece(choice, {}, finish_reason=part.finish_reason)
+                    pending += form.piece(choice, {}, finish_reason=part.finish_reason)
             if include_usage:
-                yield form.usage(answers)
+                pending += form.usage(answers)
         except VLoraError as error:
-            yield event(error_body(error))
-    yield b"data: [DONE]\n\n"
+            pending += event(error_body(error))
+    yield pending + b"data: [DONE]\n\n"

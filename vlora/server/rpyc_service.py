@@ -1,5 +1,7 @@
 """The RPyC service: what a client may call. Values in, `(True, msgpack)` or `(False, code, message)` out, nothing else.
 
+Text that is streamed comes as several replies to one call.
+
 Requests carry a number chosen by the client, unique on its connection, by which it can cancel them. A broken connection
 cancels everything that was under way on it, but for streams of frames: those wait for their client to come back.
 """
@@ -29,15 +31,14 @@ from vlora.client.values import (
     success,
 )
 from vlora.config import Token
-from vlora.errors import Aborted, BadRequest, DeadlineMissed, Disconnected, OverCapacity, UnknownStream, VLoraError
+from vlora.errors import Aborted, BadRequest, DeadlineMissed, Disconnected, UnknownStream, VLoraError
 from vlora.server.access import Access
 from vlora.server.frame_stream import FrameStream
 from vlora.server.frontend import FrontEnd
 from vlora.server.images import RawImage
 from vlora.server.mistakes import typed
-from vlora.server.rpyc_wire import Peer
+from vlora.server.rpyc_wire import Parts, Peer
 
-_MAX_STREAMS = 256  # of one connection, finished ones that were not read to the end included
 _MAX_PULL_S = 30.0
 _STRANGER_S = 10.0  # how long a connection may last without showing a token
 
@@ -62,7 +63,6 @@ class VLoraService(rpyc.Service):
             peer.distrust()
             loop.call_soon_threadsafe(loop.call_later, _STRANGER_S, self._send_away)
         self._tasks: dict[int, asyncio.Task[Any]] = {}
-        self._streams: dict[int, _Stream] = {}
         self._gone = False
 
     def on_disconnect(self, conn: rpyc.Connection) -> None:
@@ -97,40 +97,20 @@ class VLoraService(rpyc.Service):
 
         return self._run(work, call_id=args[:1])
 
-    def exposed_open_stream(self, *args: Any) -> Future[Reply]:
-        """As generate; the text is pulled with next_part."""
-        give_back = self._peer.take_charge()  # the message is held for longer than this call takes
-
-        async def work() -> None:
-            call_id = _checked("call_id", args[0] if args else None, int)
-            if call_id in self._tasks or call_id in self._streams:
-                raise BadRequest(f"call id {call_id} is already in use")
-            if len(self._streams) >= _MAX_STREAMS:
-                raise OverCapacity(
-                    f"{len(self._streams)} streams are open on this connection; read or cancel some first"
-                )
-            stream = self._streams[call_id] = _Stream()
-            self._tasks[call_id] = task = asyncio.create_task(self._fill(stream, call_id, args))
-            task.add_done_callback(lambda _: give_back())
-
-        opening = self._run(work)
-        opening.add_done_callback(lambda done: None if not done.cancelled() and done.result()[0] else give_back())
-        return opening
-
-    def exposed_next_part(self, call_id: Any, wait_s: Any) -> Future[Reply]:
-        """The stream's text since the last pull; waits up to wait_s for some."""
+    def exposed_stream(self, *args: Any) -> Parts:
+        """As generate, in parts as they come -> StreamPart, again and again, until one has the Answer"""
+        parts = Parts(lambda text: success(StreamPart(text=text)))
 
         async def work() -> StreamPart:
-            wait = _wait_s(wait_s)
-            stream = self._streams.get(_checked("call_id", call_id, int))
-            if stream is None:
-                raise BadRequest(f"no stream {call_id} is open on this connection")
-            part = await stream.take(wait)
-            if part.answer is not None:
-                del self._streams[call_id]
-            return part
+            async with contextlib.aclosing(self._generate(args)) as found:
+                async for part in found:
+                    if isinstance(part, Answer):
+                        return StreamPart(answer=part)
+                    parts.put(part)
+            raise AssertionError("an answer without an end")
 
-        return self._run(work)
+        parts.end = self._run(work, call_id=args[:1])
+        return parts
 
     def exposed_ask_head(self, *args: Any) -> Future[Reply]:
         """(call_id, images, adapter, head, max_latency_s, priority) -> HeadResult"""
@@ -152,10 +132,8 @@ class VLoraService(rpyc.Service):
         """End a request that nobody waits for any more. Unknown numbers are ignored."""
 
         async def work() -> None:
-            number = _checked("call_id", call_id, int)
-            if (task := self._tasks.get(number)) is not None:
+            if (task := self._tasks.get(_checked("call_id", call_id, int))) is not None:
                 task.cancel()
-            self._streams.pop(number, None)
 
         return self._run(work)
 
@@ -306,7 +284,7 @@ class VLoraService(rpyc.Service):
 
     def _register(self, call_id: tuple[Any, ...]) -> int:
         number = _checked("call_id", call_id[0] if call_id else None, int)
-        if number in self._tasks or number in self._streams:
+        if number in self._tasks:
             raise BadRequest(f"call id {number} is already in use")
         task = asyncio.current_task()
         assert task is not None
@@ -337,57 +315,11 @@ class VLoraService(rpyc.Service):
     def _stream(self, stream_id: Any) -> FrameStream:
         return self._front_end.streams.use(_checked("stream id", stream_id, str), self._frames_owner(), self)
 
-    async def _fill(self, stream: _Stream, call_id: int, args: tuple[Any, ...]) -> None:
-        try:
-            async with contextlib.aclosing(self._generate(args)) as parts:
-                async for part in parts:
-                    stream.put(part)
-        except asyncio.CancelledError:
-            stream.fail(Aborted("the request was cancelled"))
-        except Exception as error:
-            stream.fail(typed(error))
-        finally:
-            del self._tasks[call_id]
-
     def _cancel_all(self) -> None:
         for task in self._tasks.values():
             task.cancel()
-        self._streams.clear()
         self._gone = True
         self._front_end.streams.leave(self)
-
-
-class _Stream:
-    """Text that came and was not pulled yet."""
-
-    def __init__(self) -> None:
-        self._text: list[str] = []
-        self._answer: Answer | None = None
-        self._error: VLoraError | None = None
-        self._news = asyncio.Event()
-
-    def put(self, part: str | Answer) -> None:
-        if isinstance(part, Answer):
-            self._answer = part
-        else:
-            self._text.append(part)
-        self._news.set()
-
-    def fail(self, error: VLoraError) -> None:
-        self._error = error
-        self._news.set()
-
-    async def take(self, wait_s: float) -> StreamPart:
-        """Raises the stream's error once its text was taken."""
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(wait_s):
-                await self._news.wait()
-        text, self._text = "".join(self._text), []
-        if self._error is not None and not text:
-            raise self._error
-        if self._error is None and self._answer is None:
-            self._news.clear()
-        return StreamPart(text=text, answer=self._answer)
 
 
 def _positional(call: str, args: tuple[Any, ...], count: int) -> tuple[Any, ...]:

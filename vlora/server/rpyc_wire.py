@@ -118,8 +118,48 @@ class BoundedChannel(Channel):
         raise EOFError(f"{what} over this server's limit of {self.max_bytes} bytes")
 
 
+class Parts:
+    """What a call is answered with little by little: replies with the text that came since the last one, then `end`.
+
+    One thread puts, another takes: what comes while the peer does not read goes together, into the next reply.
+    """
+
+    end: Future[Any]
+    """The last reply."""
+
+    def __init__(self, reply: Callable[[str], Any]) -> None:
+        """reply: the value that carries a text."""
+        self._reply = reply
+        self._texts: list[str] = []  # only ever appended to
+        self._num_taken = 0
+        self._told = False
+        self._tell: Callable[[], None] | None = None
+
+    def put(self, text: str) -> None:
+        self._texts.append(text)
+        self._announce()
+
+    def tell(self, tell: Callable[[], None]) -> None:
+        """tell: called when there is something to take, and not again before that was tried."""
+        self._tell = tell
+        if self._texts:
+            self._announce()
+
+    def take(self) -> Any | None:
+        """A reply with all text that was not taken yet; None where there is none."""
+        self._told = False  # before the texts are looked at: of what is put from here on is told again
+        begin, self._num_taken = self._num_taken, len(self._texts)
+        text = "".join(self._texts[begin : self._num_taken])
+        return self._reply(text) if text else None
+
+    def _announce(self) -> None:
+        if self._tell is not None and not self._told:
+            self._told = True
+            self._tell()
+
+
 class ValueConnection(rpyc.Connection):
-    """One peer. Calls may answer with a Future: its reply is sent when it is there, in whatever order.
+    """One peer. Calls may answer with a Future: its reply is sent when it is there, in whatever order; or with Parts.
 
     Replies are written by a thread of their own, so that a peer that does not read holds up nobody but itself.
     """
@@ -191,26 +231,37 @@ class ValueConnection(rpyc.Connection):
         except Exception as error:
             self._replies.put((consts.MSG_EXCEPTION, seq, self._box_exc(type(error), error, None)))
             return
-        if isinstance(result, Future):
-            give_back = self._channel.take_charge()
-            result.add_done_callback(lambda _: give_back())
-            result.add_done_callback(
-                lambda future: self._replies.put((consts.MSG_REPLY, seq, self._box(future.result())))
-            )
+        if isinstance(result, Parts):
+            result.tell(lambda: self._replies.put((consts.MSG_REPLY, seq, result)))
+            self._reply_with(result.end, seq)
+        elif isinstance(result, Future):
+            self._reply_with(result, seq)
         else:
             self._replies.put((consts.MSG_REPLY, seq, self._box(result)))
 
     # -- out ----------------------------------------------------------------------------------------------------------
 
+    def _reply_with(self, outcome: Future[Any], seq: int) -> None:
+        give_back = self._channel.take_charge()
+        outcome.add_done_callback(lambda _: give_back())
+        outcome.add_done_callback(lambda done: self._replies.put((consts.MSG_REPLY, seq, self._box(done.result()))))
+
     def _write(self) -> None:
         while (reply := self._replies.get()) is not None:
+            kind, seq, value = reply
+            parts = value if isinstance(value, Parts) else None
+            if parts is not None:
+                if (part := parts.take()) is None:
+                    continue
+                value = self._box(part)
             try:
-                self._send(*reply)
+                self._send(kind, seq, value)
             except (OSError, EOFError, RuntimeError):  # the last from RPyC, whose cleanup may release its lock under us
                 self._channel.close()
-            with self._answered:
-                self._unanswered -= 1
-                self._answered.notify_all()
+            if parts is None:
+                with self._answered:
+                    self._unanswered -= 1
+                    self._answered.notify_all()
 
 
 class RpycServer(ThreadedServer):
