@@ -8,8 +8,10 @@ import subprocess
 import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
+from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from transformers import AutoConfig
 
@@ -40,8 +42,25 @@ def shapes_of(model: str) -> list[Shape]:
     return sorted({Shape(group.sites[0].d_in, tuple(site.d_out for site in group.sites)) for group in groups})
 
 
-def tune(model: str | None, *, device: str, dtypes: Sequence[str], minutes: float, out: Path | None) -> Path:
-    """Search, or go on with a search that was stopped, and write the table. Returns its path.
+class Tuned(NamedTuple):
+    """What a search came to. num_measured: buckets, so far; num_rows: those where the rule errs, which the table has;
+    num_done of num_cases: how far this search came."""
+
+    table: str
+    num_measured: int
+    num_rows: int
+    num_done: int
+    num_cases: int
+
+    def __str__(self) -> str:
+        told = f"{self.num_measured} buckets measured; the rule errs in {self.num_rows} of them: {self.table}"
+        if self.num_done == self.num_cases:
+            return told
+        return f"{told}; {self.num_done} of {self.num_cases} cases are done, the same command goes on"
+
+
+def tune(model: str | None, *, device: str, dtypes: Sequence[str], minutes: float, out: Path | None) -> Tuned:
+    """Search, or go on with a search that was stopped, and write the table.
 
     Rows of a table that is there already stay, where this search did not measure their bucket. Raises BadConfig where
     the table cannot be written.
@@ -52,7 +71,7 @@ def tune(model: str | None, *, device: str, dtypes: Sequence[str], minutes: floa
     done = 0
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
-        with Progress(*_COLUMNS) as progress:
+        with Progress(*_COLUMNS, console=Console(stderr=True)) as progress:
             task = progress.add_task("searching", total=len(todo))
             for _ in search(todo, device, journal, 60 * minutes):
                 done += 1
@@ -67,9 +86,7 @@ def tune(model: str | None, *, device: str, dtypes: Sequence[str], minutes: floa
             journal.unlink()
     except OSError as problem:
         raise BadConfig(f"cannot write the table {out}: {problem}; give --out") from problem
-    told = f"{len(findings)} buckets measured; the rule errs in {len(rows)} of them: {out}"
-    print(told if done == len(todo) else f"{told}; {done} of {len(todo)} cases are done, the same command goes on")
-    return out
+    return Tuned(str(out), len(findings), len(rows), done, len(todo))
 
 
 def _known(table: Path, device: str) -> list[tuple[Bucket, str]]:
@@ -112,7 +129,7 @@ def lint(say: Callable[[str], None]) -> bool:
         raise BadConfig(f"compiling the kernels needs Triton, which is for Linux: {problem}") from problem
     kernels = whole_space()
     faults = 0
-    with Progress(*_COLUMNS) as progress:
+    with Progress(*_COLUMNS, console=Console(stderr=True)) as progress:
         task = progress.add_task("compiling", total=2 * len(kernels))
         for kernel in kernels:
             for capability in (80, 90):

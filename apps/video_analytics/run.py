@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import threading
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -14,8 +15,9 @@ from apps.video_analytics.annotate import AnnotatedVideo
 from apps.video_analytics.answers import ChunkResult, analyse
 from apps.video_analytics.sources import Source
 from vlora.client import Client
-from vlora.errors import BadConfig, VLoraError
+from vlora.errors import BadConfig, Disconnected, EngineDead, VLoraError
 
+_PAUSE_S = 1.0
 COLUMNS = ("source", "index", "start_s", "time", "label", "confidence", "latency_s", "problem")
 
 
@@ -27,12 +29,14 @@ def run(
     *,
     out: Path | None = None,
     max_latency_s: float | None = None,
+    wait_s: float = 0.0,
     stop: threading.Event | None = None,
     tell: Callable[[ChunkResult], None] = lambda result: None,
     say: Callable[[str], None] = lambda text: None,
 ) -> dict[str, int]:
     """Analyse all sources side by side until they end or `stop` is set; the number of answers by source.
 
+    wait_s: how long a server that is not there at the start is waited for; one that goes away later is, in any case.
     out: a folder for NAME.jsonl, NAME.csv and NAME.webm of each source, complete up to the last answer whenever this
     ends. tell is called with each result, from one thread at a time; say with what goes wrong and mends itself.
 
@@ -46,6 +50,8 @@ def run(
             out.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise BadConfig(f"cannot make the folder {str(out)!r}: {error.strerror}") from error
+
+    _await_server(client, wait_s, stop, say)
 
     def one(source: Source) -> int:
         num_answers = 0
@@ -73,6 +79,23 @@ def run(
     with ThreadPoolExecutor(len(sources), thread_name_prefix="source") as threads:
         futures = {source.name: threads.submit(one, source) for source in sources}
     return {name: future.result() for name, future in futures.items()}
+
+
+def _await_server(client: Client, wait_s: float, stop: threading.Event, say: Callable[[str], None]) -> None:
+    """Raises Disconnected or EngineDead when there is none by then."""
+    deadline = time.monotonic() + wait_s
+    told = False
+    while True:
+        try:
+            client.adapters()
+            return
+        except (Disconnected, EngineDead) as error:
+            if stop.is_set() or time.monotonic() >= deadline:
+                raise
+            if not told:
+                say(f"{error}; it is waited for")
+                told = True
+            stop.wait(min(_PAUSE_S, max(0.0, deadline - time.monotonic())))
 
 
 class ResultRows:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import socket
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -21,6 +22,7 @@ from tests.server.scripted import write_adapter
 from vlora.client import Client
 from vlora.client.connection import ServerConnection
 from vlora.errors import BadImage, Disconnected, UnknownHead
+from vlora.types import AdapterStatus
 
 BRIGHT = "bright"
 
@@ -168,6 +170,34 @@ def test_a_server_that_stays_away_is_given_up(server: Running, tmp_path: Path, m
         connection.close()
         with pytest.raises(Disconnected):
             list(answers)
+
+
+def test_a_server_that_is_not_there_yet_is_waited_for(
+    client: Client, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys.modules["apps.video_analytics.run"], "_PAUSE_S", 0.01)
+    sources = [file_source(write_video(tmp_path / "street.mp4", shades(2)))]
+    asked = client.adapters
+    tries: list[int] = []
+
+    def adapters() -> tuple[AdapterStatus, ...]:
+        tries.append(len(tries))
+        if len(tries) < 4:
+            raise Disconnected("nobody is there")
+        return asked()
+
+    monkeypatch.setattr(client, "adapters", adapters)
+    said: list[str] = []
+    with pytest.raises(Disconnected):
+        run(client, sources, "cam", "night", say=said.append)
+    assert len(tries) == 1 and not said
+    stopped = threading.Event()
+    stopped.set()
+    with pytest.raises(Disconnected):
+        run(client, sources, "cam", "night", wait_s=60, stop=stopped)
+    assert len(tries) == 2
+    assert run(client, sources, "cam", "night", wait_s=60, say=said.append) == {"street": 2}
+    assert said == ["nobody is there; it is waited for"]
 
 
 def test_a_camera_waits_for_its_server_until_told_to_stop(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,6 +12,7 @@ from pathlib import Path
 import cv2
 import numpy as np
 import pytest
+from rich.console import Console
 
 import vlora.cli
 import vlora.cli.serving
@@ -245,6 +246,21 @@ def test_several_mistakes_of_a_plan_have_a_line_each(vlora_command: Vlora, monke
     assert code == 2 and err == (
         "error: plan.yaml, line 3, field `a`: is missing\nerror: plan.yaml, line 9, field `b`: no such field\n"
     )
+
+
+@pytest.mark.parametrize(
+    ("command", "runs"), [(("fuse", "plan.yaml", "--out", "x"), "fusion.commands.fuse"), (("demo",), "apps.demo.run")]
+)
+def test_with_json_what_is_told_meanwhile_goes_elsewhere(
+    vlora_command: Vlora, monkeypatch: pytest.MonkeyPatch, command: tuple[str, ...], runs: str
+) -> None:
+    def run(*args: object, console: Console, **options: object) -> dict[str, int]:
+        console.print("training")
+        return {"adapters": 2}
+
+    monkeypatch.setattr(runs, run)
+    assert vlora_command(*command) == (0, "training\n", "")
+    assert vlora_command(*command, "--json") == (0, '{"adapters":2}\n', "training\n")
 
 
 def test_adapter_folders_are_found_by_name(tmp_path: Path) -> None:

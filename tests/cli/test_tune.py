@@ -49,6 +49,8 @@ def test_a_search_writes_a_table_that_holds(tmp_path: Path) -> None:
     assert document["threads"] == 1 and document["torch"] == torch.__version__
     code, told = tune("--check", "--out", str(out))
     assert code == 0 and "agree with float64" in told
+    code, told = tune("--check", "--out", str(out), "--json")
+    assert code == 0 and json.loads(told) == {"sound": True, "told": [json.loads(told)["told"][0]]}
 
 
 def test_a_search_out_of_time_says_how_far_it_came_and_goes_on(tmp_path: Path) -> None:
@@ -56,6 +58,9 @@ def test_a_search_out_of_time_says_how_far_it_came_and_goes_on(tmp_path: Path) -
     asked = ("--model", "embedded", "--dtype", "float32", "--out", str(out))
     code, told = tune(*asked, "--minutes", "0")
     assert code == 0 and "0 of 8 cases" in told and "goes on" in told
+    code, told = tune(*asked, "--minutes", "0", "--json")
+    facts = {"table": str(out), "num_measured": 0, "num_rows": 0, "num_done": 0, "num_cases": 8}
+    assert code == 0 and json.loads(told.splitlines()[-1]) == facts
     assert out.with_suffix(".partial").exists()
     assert "8 buckets measured" in tune(*asked)[1]
 

@@ -64,6 +64,8 @@ def test_requests_calls_refusals_and_a_clean_stop(tmp_path: Path) -> None:
         assert failed.error is not None and failed.error.code == "step_failed"
         with pytest.raises(BadRequest, match="a number in the request is too large"):
             await answer(engine, request("number", "say:x", sampling=SamplingParams(seed=10**30)))
+        with pytest.raises(BadRequest, match="half a character"):
+            await engine.load_adapter("\ud800", str(tmp_path))
         # Leaving a stream cancels its request; cancelling one ends its stream.
         leaving = engine.generate(request("left", "forever", sampling=SamplingParams(max_tokens=400)))
         await anext(leaving)

@@ -96,8 +96,11 @@ def on_loop(test: Callable[[], Coroutine[Any, Any, None]]) -> Callable[[], None]
     return run
 
 
-def make(head: Head, metrics: Metrics | None = None, **options: Any) -> FrameStream:
-    return FrameStream(head, StreamOptions(adapter="cam", head="night", **options), 1, metrics or Metrics())
+def make(
+    head: Head, metrics: Metrics | None = None, held: Callable[[], bool] = lambda: False, **options: Any
+) -> FrameStream:
+    stream_options = StreamOptions(adapter="cam", head="night", **options)
+    return FrameStream(head, stream_options, 1, metrics or Metrics(), held=held)
 
 
 async def settle() -> None:
@@ -356,3 +359,49 @@ async def _check_that_frames_give_back(drop: str) -> None:
     stream.cancel()
     await settle()
     assert sorted(given) == sorted([-1, -2, *([-3] if drop == "none" else []), *range(8)])
+
+
+# -- while there is no engine ------------------------------------------------------------------------------------------
+
+
+@on_loop
+async def test_the_newest_frame_waits_for_an_engine() -> None:
+    head, held = Head(), [True]
+    stream = make(head, held=lambda: held[0])
+    await send(stream, b"a", b"b", b"c")
+    await settle()
+    assert head.asked == [] and stream.num_waiting == 1
+    held[0] = False
+    stream.go_on()
+    await settle()
+    results = (await stream.pull(-1, 5)).results
+    assert head.asked == [b"c"] and said(results) == [(0, "dropped"), (1, "dropped"), (2, "c")]
+
+
+@on_loop
+async def test_frames_that_must_not_be_dropped_wait_and_then_their_sender_does() -> None:
+    head, held = Head(), [True]
+    stream = make(head, held=lambda: held[0], drop="none")
+    await send(stream, b"a", b"b", b"c", b"d")
+    assert not await stream.send(4, (b"e",), 0.01, nothing)
+    held[0] = False
+    stream.go_on()
+    await settle()
+    assert head.asked == [b"a", b"b", b"c", b"d"]
+
+
+@on_loop
+async def test_a_frame_that_is_held_fails_when_its_bound_passes_and_not_later() -> None:
+    head, done, metrics = Head(), list[int](), Metrics()
+    stream = make(head, metrics, held=lambda: True, drop="none", max_latency_s=0.05)
+    for number in range(2):
+        assert await stream.send(number, (b"%d" % number,), 0, functools.partial(done.append, number))
+        await asyncio.sleep(0.02)
+    for number in range(2):
+        (result,) = (await stream.pull(number - 1, 5)).results
+        assert result.error is not None and result.error.code == "deadline_missed"
+        assert "started again" in result.error.message and 0.05 <= result.latency_s < 1
+    assert done == [0, 1] and head.asked == []
+    await send(stream, b"more", first=2)
+    stream.cancel()
+    assert stream._lapse is not None and stream._lapse.cancelled()

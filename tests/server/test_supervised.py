@@ -34,7 +34,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def run(coroutine: Coroutine[Any, Any, None]) -> None:
-    asyncio.run(asyncio.wait_for(coroutine, 30))
+    asyncio.run(asyncio.wait_for(coroutine, 120))
 
 
 async def start(told: list[str], model: str = "scripted") -> SupervisedEngine:
@@ -59,7 +59,7 @@ def test_the_next_process_has_the_adapters_and_pins(tmp_path: Path) -> None:
         told: list[str] = []
         renewed: list[str] = []
         engine = await start(told)
-        engine.restarted = lambda: renewed.append("restarted")
+        engine.changed = lambda: renewed.append("restarted")
         await engine.register_adapters({name: write_adapter(tmp_path / name) for name in ("one", "two", "lost")})
         await engine.load_adapter("three", write_adapter(tmp_path / "three"))
         await engine.load_adapter("gone", write_adapter(tmp_path / "gone"))
@@ -68,12 +68,15 @@ def test_the_next_process_has_the_adapters_and_pins(tmp_path: Path) -> None:
         await engine.pin_adapter("one", False)
         await engine.unload_adapter("gone")
         shutil.rmtree(tmp_path / "lost")
+        assert not engine.starting
         await kill(engine)
+        assert engine.starting
         asked = Request(request_id="r", prompt_ids=tuple(b"say:x"))
         for call in (engine.stats, engine.adapters, lambda: anext(engine.generate(asked))):  # type: ignore[call-overload]
             with pytest.raises(EngineDead, match="killed by SIGKILL; it is being started again"):
                 await call()
         await alive(engine)
+        assert not engine.starting
         assert [(each.name, each.pinned) for each in await engine.adapters()] == [
             ("one", False),
             ("three", True),
@@ -91,7 +94,7 @@ def test_the_next_process_has_the_adapters_and_pins(tmp_path: Path) -> None:
         with pytest.raises(UnknownAdapter):
             await engine.unload_adapter("lost")
         await engine.close()
-        assert engine.cause == "the engine was closed"
+        assert engine.cause == "the engine was closed" and not engine.starting
 
     run(main())
 
@@ -104,8 +107,11 @@ def test_an_engine_that_never_lasts_stays_dead(tmp_path: Path, monkeypatch: pyte
         told: list[str] = []
         engine = await start(told)
         engine._config = EngineConfig(model="gone")
+        changes: list[bool] = []
+        engine.changed = lambda: changes.append(engine.starting)
         await kill(engine)
         await asyncio.wait({engine._watching})
+        assert changes == [False]  # nobody waits for it any more
         assert engine.cause is not None and "exit code 3" in engine.cause and "stays dead" in engine.cause
         assert len(told) == 1 + supervised._MOST_STARTS + 1 and told[-1] == engine.cause
         with pytest.raises(EngineDead, match="stays dead"):
@@ -222,6 +228,7 @@ def test_everything_comes_back_after_kill_9(tmp_path: Path) -> None:
             assert max(caller.at for caller in callers) - killed < 2
             assert call(port, "GET", "/ready")[0] == 503
             assert "vlora_engine_up 0.0" in call(port, "GET", "/metrics")[1]
+            assert frames.send(picture(0)) == 4  # while there is no engine: it waits for the next one
             until_alive(client)
             assert [(each.name, each.pinned) for each in client.adapters()] == [
                 ("large", False),
@@ -231,9 +238,9 @@ def test_everything_comes_back_after_kill_9(tmp_path: Path) -> None:
             after = chat(port, model="more", max_tokens=5)
             assert [json.loads(text)["choices"] for text in (before, after[1])] == [json.loads(before)["choices"]] * 2
             assert [code_of(next(frames)), code_of(next(frames))] == ["engine_dead"] * 2
-            assert frames.send(picture(0)) == 4
             resumed = next(frames)
-            assert resumed.number == 4 and resumed.answer is not None and resumed.answer.scores == answered.scores
+            assert resumed.number == 4 and resumed.answer is not None
+            assert resumed.answer.scores == pytest.approx(answered.scores, rel=1e-3)
             frames.close()
         process.send_signal(signal.SIGTERM)
         assert process.stderr is not None

@@ -71,6 +71,13 @@ def query(
     "--out", type=click.Path(file_okay=False, path_type=Path), help="Folder for NAME.jsonl, NAME.csv and NAME.webm."
 )
 @click.option("--max-latency-s", type=float, help="Longest time to an answer; no bound if not given.")
+@click.option(
+    "--wait-s",
+    type=click.FloatRange(min=0),
+    default=0.0,
+    show_default=True,
+    help="How long to wait at the start for a server that is not there yet.",
+)
 @server_option
 @json_option
 def stream(
@@ -79,6 +86,7 @@ def stream(
     head: str,
     out: Path | None,
     max_latency_s: float | None,
+    wait_s: float,
     client: Client,
     as_json: bool,
 ) -> None:
@@ -111,6 +119,7 @@ def stream(
             head,
             out=out,
             max_latency_s=max_latency_s,
+            wait_s=wait_s,
             stop=stop,
             tell=tell,
             say=lambda text: click.echo(text, err=True),

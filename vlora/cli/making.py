@@ -8,6 +8,7 @@ from pathlib import Path
 import click
 
 from vlora.cli.group import cli
+from vlora.cli.server_flags import json_option, print_json
 from vlora.config import EngineConfig
 from vlora.errors import BadConfig
 
@@ -17,12 +18,12 @@ from vlora.errors import BadConfig
 @click.option("--out", type=click.Path(path_type=Path), help="Folder for adapters and report.")
 @click.option("--device", default=EngineConfig.device, show_default=True, help="Device to train on: cpu or cuda.")
 @click.option("--check", is_flag=True, help="Explain the plan, with everything that is wrong in it; train nothing.")
-@click.option("--json", "as_json", is_flag=True, help="With --check: print JSON.")
 @click.option("--resume", is_flag=True, help="Go on with what a run that was stopped left in --out.")
 @click.option("--oracle", is_flag=True, help="Also find the fewest adapters possible; takes many more trainings.")
 @click.option("--workers", default=1, type=click.IntRange(min=1), help="Trainings at a time, of one CPU thread each.")
+@json_option
 def fuse(
-    plan: Path, out: Path | None, device: str, check: bool, as_json: bool, resume: bool, oracle: bool, workers: int
+    plan: Path, out: Path | None, device: str, check: bool, resume: bool, oracle: bool, workers: int, as_json: bool
 ) -> None:
     """Train adapters and task heads from a fusion plan: a file, or the name of one in the package.
 
@@ -45,7 +46,14 @@ def fuse(
     elif out is None:
         raise click.UsageError("--out is missing: a folder for adapters and report (or --check, to train nothing)")
     else:
-        commands.fuse(file, out, device=device, resume=resume, oracle=oracle, workers=workers)
+        from rich.console import Console
+
+        console = Console(stderr=as_json)
+        report = commands.fuse(
+            file, out, device=device, resume=resume, oracle=oracle, workers=workers, console=console
+        )
+        if as_json:
+            print_json(report)
 
 
 def _plan_file(plan: Path) -> Path:
@@ -67,8 +75,9 @@ def _plan_file(plan: Path) -> Path:
     help="Plan on whose domains to distil, and to measure: a file, or the name of one in the package.",
 )
 @click.option("--out", type=click.Path(path_type=Path), help="Folder to write; ADAPTER-bdN if not given.")
+@json_option
 def convert_bd(
-    adapter: Path, blocks: int, rank: int | None, base: str | None, data: Path | None, out: Path | None
+    adapter: Path, blocks: int, rank: int | None, base: str | None, data: Path | None, out: Path | None, as_json: bool
 ) -> None:
     """Make an existing LoRA block-diagonal (BD-LoRA), which ranks serve without communication of its own.
 
@@ -97,6 +106,10 @@ def convert_bd(
         data=plan,
         say=lambda text: click.echo(text, err=True),
     )
+    if as_json:
+        layers, domains = [each._asdict() for each in found.layers], [each._asdict() for each in found.domains]
+        print_json({"out": str(out), "layers": layers, "domains": domains})
+        return
     for layer in found.layers:
         kind = "dense, as it was" if layer.blocks is None else f"rank {layer.rank}, error {layer.error:.4f}"
         click.echo(f"{layer.layer}  {kind}")
@@ -114,19 +127,25 @@ def convert_bd(
     "--out", default="demo", show_default=True, type=click.Path(path_type=Path), help="Folder for what it makes."
 )
 @click.option("--plan", default="demo", show_default=True, help="Fusion plan: a file, or one in the package by name.")
-def demo(out: Path, plan: str) -> None:
+@json_option
+def demo(out: Path, plan: str, as_json: bool) -> None:
     """Do the whole job once, live: fuse, serve, ask, stream. Takes some minutes.
 
     \b
         vlora demo
+        vlora demo --json | jq .latencies
     """
     import signal
+
+    from rich.console import Console
 
     from apps.demo import run
 
     # Leaving through the usual way out ends the server and the training it started, too.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
-    run(out, plan=plan)
+    result = run(out, plan=plan, console=Console(stderr=as_json))
+    if as_json:
+        print_json(result)
 
 
 @cli.group()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -192,6 +193,7 @@ def _bench_bd(quick: bool, out: Path | None, seeds: int | None) -> bool:
     type=click.IntRange(min=80),
     help="Compute capability to build for, 80 for 8.0; may be repeated. The GPU's own, or 80 and 90, if not given.",
 )
+@json_option
 def tune(
     model: str | None,
     device: str,
@@ -203,6 +205,7 @@ def tune(
     lint: bool,
     build_cutlass: bool,
     capabilities: tuple[int, ...],
+    as_json: bool,
 ) -> None:
     """Find the fastest way to add adapters' deltas on this machine, shape by shape, and keep it in a table.
 
@@ -221,27 +224,34 @@ def tune(
             raise BadConfig("device 'cuda' was asked for, but torch sees no CUDA device here")
     from vlora import tune as tuning
 
+    told: list[str] = []
+    say: Callable[[str], None] = told.append if as_json else click.echo
     if build_cutlass:
-        tuning.build_cutlass(capabilities or tuning.capabilities_here(), click.echo)
+        tuning.build_cutlass(capabilities or tuning.capabilities_here(), say)
         sound = True
     elif lint:
-        sound = tuning.lint(click.echo)
+        sound = tuning.lint(say)
     else:
         import torch
 
         from atmm import tables
 
         torch.set_num_threads(threads)
-        if check:
-            sound = tuning.check(out or tables.path_for(device), device, click.echo)
-        else:
-            tuning.tune(
+        if not check:
+            found = tuning.tune(
                 None if model is None else model_path(model),
                 device=device,
                 dtypes=dtypes,
                 minutes=minutes if minutes is not None else 30.0 if device == "cuda" else 5.0,
                 out=out,
             )
-            sound = True
+            if as_json:
+                print_json(found._asdict())
+            else:
+                click.echo(found)
+            return
+        sound = tuning.check(out or tables.path_for(device), device, say)
+    if as_json:
+        print_json({"sound": sound, "told": told})
     if not sound:
         sys.exit(1)

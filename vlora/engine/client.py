@@ -13,7 +13,6 @@ from vlora.config import EngineConfig
 from vlora.engine import wire
 from vlora.engine.endings import how_it_ended
 from vlora.engine.line import Line
-from vlora.engine.private_folder import private_folder
 from vlora.engine.snapshot import EngineSnapshot
 from vlora.errors import BadRequest, EngineDead
 from vlora.types import AdapterStatus, EngineStats, ErrorValue, Request, RequestOutput
@@ -168,6 +167,8 @@ class EngineClient:
             data = wire.encode(message)
         except OverflowError as error:
             raise BadRequest(f"a number in the request is too large: {error}") from error
+        except UnicodeEncodeError as error:
+            raise BadRequest(f"a text in the request holds half a character (a lone surrogate): {error}") from error
         self._line.send(data)
 
     async def _call(self, call: wire.Call) -> wire.Reply:

@@ -30,8 +30,8 @@ class SupervisedEngine:
     def __init__(
         self, engine: EngineClient, config: EngineConfig, command: Sequence[str], tell: Callable[[str], None]
     ) -> None:
-        self.restarted: Callable[[], None] = lambda: None
-        """Called whenever another process has begun to serve."""
+        self.changed: Callable[[], None] = lambda: None
+        """Called whenever another process has begun to serve, and once none will any more."""
         self._engine: EngineClient | None = engine
         self._config = config
         self._command = command
@@ -40,6 +40,7 @@ class SupervisedEngine:
         self._paths: dict[str, str] = {}
         self._pinned: set[str] = set()
         self._num_restarts = 0
+        self._given_up = False
         self._watching = asyncio.create_task(self._watch(engine), name="vlora-engine-supervisor")
 
     @classmethod
@@ -53,6 +54,11 @@ class SupervisedEngine:
     def cause(self) -> str | None:
         """Why no engine serves; None while one does."""
         return self._cause if self._engine is None else self._engine.cause
+
+    @property
+    def starting(self) -> bool:
+        """No engine serves, and another one is on its way."""
+        return self.cause is not None and not self._given_up
 
     # -- EngineInterface ----------------------------------------------------------------------------------------------
 
@@ -104,6 +110,7 @@ class SupervisedEngine:
 
     async def close(self) -> None:
         """See EngineInterface. No process is started any more."""
+        self._given_up = True
         self._watching.cancel()
         await asyncio.wait({self._watching})
         if self._engine is not None:
@@ -128,7 +135,9 @@ class SupervisedEngine:
             while True:
                 if num_starts > _MOST_STARTS:
                     self._cause = f"{died}; after {_MOST_STARTS} starts that did not last it stays dead"
+                    self._given_up = True
                     self._tell(self._cause)
+                    self.changed()
                     return
                 if num_starts > 1:
                     await asyncio.sleep(_FIRST_PAUSE_S * 2 ** (num_starts - 2))
@@ -142,7 +151,7 @@ class SupervisedEngine:
             self._num_restarts += 1
             self._engine = engine
             self._tell("the engine serves again")
-            self.restarted()
+            self.changed()
 
     async def _start_again(self) -> EngineClient:
         engine = await EngineClient.start(self._config, command=self._command)

@@ -66,8 +66,12 @@ class FrameStream:
         metrics: Metrics,
         seen: Seen | None = None,
         tenant: str | None = None,
+        *,
+        held: Callable[[], bool] = lambda: False,
     ) -> None:
+        """held: whether frames wait because no engine is there to ask, and one will be; `go_on` tells of its end."""
         self._ask = ask
+        self._held = held
         self._metrics = metrics
         self.options = options
         self._seen = seen
@@ -79,6 +83,7 @@ class FrameStream:
         self._interval_s = 0.0 if options.fps is None else 1 / options.fps
         self._due = self._loop.time()  # when the next frame may start
         self._pace: asyncio.TimerHandle | None = None
+        self._lapse: asyncio.TimerHandle | None = None  # when the oldest frame that is held has waited too long
         self._num_taken = 0
         self._waiting: deque[_Frame] = deque()
         self._running: set[asyncio.Task[None]] = set()
@@ -138,8 +143,9 @@ class FrameStream:
         self._ended = self._cancelled = True
         for task in self._running:
             task.cancel()
-        if self._pace is not None:
-            self._pace.cancel()
+        for timer in (self._pace, self._lapse):
+            if timer is not None:
+                timer.cancel()
         for frame in self._waiting:
             frame.done()
         for _ in range(self._num_taken - self.num_answered - self.num_dropped - self.num_failed):
@@ -147,6 +153,10 @@ class FrameStream:
         self._waiting.clear()
         self._results.clear()
         self._notify()
+
+    def go_on(self) -> None:
+        """Start what was held."""
+        self._start_due()
 
     @property
     def num_waiting(self) -> int:
@@ -211,7 +221,9 @@ class FrameStream:
 
     def _start_due(self) -> None:
         """Start waiting frames, as many as may run and as fast as the stream's frame rate."""
-        while self._waiting and len(self._running) < _MAX_RUNNING:
+        if self._held():
+            self._end_late()
+        while self._waiting and len(self._running) < _MAX_RUNNING and not self._held():
             now = self._loop.time()
             if now < self._due:
                 if self._pace is None:
@@ -227,6 +239,23 @@ class FrameStream:
 
     def _on_pace(self) -> None:
         self._pace = None
+        self._start_due()
+
+    def _end_late(self) -> None:
+        """Frames that are held fail when their bound passes, not when they would be started."""
+        bound, now = self.options.max_latency_s, self._loop.time()
+        if bound is None:
+            return
+        while self._waiting and now >= self._waiting[0].arrived + bound:
+            frame = self._waiting.popleft()
+            why = f"the frame was not answered within the stream's {bound:g} s: the engine is being started again"
+            self._finish(frame, error=DeadlineMissed(why))
+            frame.done()
+        if self._waiting and self._lapse is None:
+            self._lapse = self._loop.call_at(self._waiting[0].arrived + bound, self._on_lapse)
+
+    def _on_lapse(self) -> None:
+        self._lapse = None
         self._start_due()
 
     def _on_answered(self, frame: _Frame, task: asyncio.Task[None]) -> None:

@@ -261,9 +261,10 @@ class FrontEnd:
         self._adapters = {status.name: status for status in statuses}
         return statuses
 
-    def forget_adapters(self) -> None:
-        """Ask for their names and heads again: another engine serves."""
+    def engine_changed(self) -> None:
+        """Another engine serves, whose adapters are asked for again, or none will: what was held for it goes on."""
         self._adapters = None
+        self.streams.go_on()
 
     async def known_adapters(self) -> tuple[AdapterStatus, ...]:
         """As `adapters`, from memory where nothing was registered or removed since: what changes by itself is old."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
+from collections.abc import Callable
 from typing import NamedTuple
 
 from vlora.client.values import StreamOptions
@@ -32,6 +33,8 @@ class Streams:
     """One per front end; belongs to its event loop. A stream lives while a connection uses it, and a while longer."""
 
     def __init__(self, ask: Ask, config: ServerConfig, metrics: Metrics) -> None:
+        self.held: Callable[[], bool] = lambda: False
+        """Whether frames are not to be started now; `go_on` is called when that ends."""
         self._ask = ask
         self._metrics = metrics
         self._config = config
@@ -56,7 +59,8 @@ class Streams:
         stream_id = secrets.token_urlsafe(_ID_BYTES)
         name = _name(owner)
         last = LastFrame(self._config)
-        self._open[stream_id] = FrameStream(self._ask, options, num_images, self._metrics, last.show, name), name
+        stream = FrameStream(self._ask, options, num_images, self._metrics, last.show, name, held=lambda: self.held())
+        self._open[stream_id] = stream, name
         self._num_opened += 1
         self._watched[stream_id] = WatchedStream(self._num_opened, *self._open[stream_id], last)
         self._metrics.streams(1)
@@ -79,6 +83,11 @@ class Streams:
     def watched(self) -> tuple[WatchedStream, ...]:
         """Every open stream, for who watches, the oldest first."""
         return tuple(self._watched.values())
+
+    def go_on(self) -> None:
+        """Start what was held."""
+        for stream, _ in self._open.values():
+            stream.go_on()
 
     def leave(self, user: object) -> None:
         """The connection is gone: streams that no other one uses are kept for a while."""

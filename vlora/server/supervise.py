@@ -125,7 +125,8 @@ async def _start(
         raise
     try:
         front_end = FrontEnd(engine, await loading, server_config, model)
-        engine.restarted = front_end.forget_adapters
+        front_end.streams.held = lambda: engine.starting
+        engine.changed = front_end.engine_changed
         await front_end.register_adapters(adapters)
     except BaseException:
         await engine.close()
