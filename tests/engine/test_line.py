@@ -111,6 +111,19 @@ def test_what_was_said_before_an_end_is_heard_before_it() -> None:
     run(front_end_ends)
 
 
+def test_a_front_end_that_is_gone_with_words_unread_hears_no_more() -> None:
+    """The system calls that a reset connection, and says so to whichever thread asks first."""
+    for _ in range(20):
+        here, there = socket.socketpair()
+        with there:
+            engine = EngineLine(there)
+            engine.send(b"unread")
+            here.close()
+            engine.send(b"nobody hears this")
+            with pytest.raises(EOFError):
+                engine.receive(block=True)
+
+
 def test_an_engine_far_ahead_waits_for_its_reader() -> None:
     """Nothing is dropped, and nobody's memory grows."""
 

@@ -91,7 +91,7 @@ class EngineLine:
     def send(self, data: bytes) -> None:
         """Waits where the front end is so far behind that the system keeps no more for it; one that is gone hears
         nothing."""
-        with contextlib.suppress(BrokenPipeError):
+        with contextlib.suppress(ConnectionError):
             self._socket.sendall(_HEAD.pack(len(data)) + data)
 
     def receive(self, *, block: bool) -> bytearray | None:
