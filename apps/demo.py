@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from rich.console import Console
+from rich.progress import track
 from rich.table import Table
 
 from apps.demo_page import write_page
@@ -56,7 +57,7 @@ def run(
     console.rule("2. serve: engine and front end")
     with _serving(command, report["base"], fused / "adapters", console) as client:
         console.rule("3. every domain's test pictures, all domains at once")
-        head_latencies, beside_heads = _ask_all(client, fused / "test", report["domains"])
+        head_latencies, beside_heads = _ask_all(client, fused / "test", report["domains"], console)
         for domain in report["domains"]:
             if domain["served"] is not None:
                 console.print(f"{domain['name']}: {domain['served']:.3f} of {domain['num_served']} right")
@@ -136,7 +137,9 @@ def _samples(folder: Path) -> list[_Sample]:
     ]
 
 
-def _ask_all(client: Client, tests: Path, domains: list[dict[str, Any]]) -> tuple[list[float], list[float]]:
+def _ask_all(
+    client: Client, tests: Path, domains: list[dict[str, Any]], console: Console
+) -> tuple[list[float], list[float]]:
     """Ask every test sample of its domain's head, or in words where there is none, domains interleaved; latencies of
     both. Adds to each domain `answered_by`, `num_served`, and `served`: the share that was right, None where labels do
     not tell."""
@@ -156,7 +159,8 @@ def _ask_all(client: Client, tests: Path, domains: list[dict[str, Any]]) -> tupl
     asked = [[(domain, sample) for sample in _samples(tests / domain["name"])] for domain in domains]
     turns = [each for turn in itertools.zip_longest(*asked) for each in turn if each is not None]
     with ThreadPoolExecutor(_THREADS) as threads:
-        right = list(threads.map(lambda each: ask(*each), turns))
+        answers = threads.map(lambda each: ask(*each), turns)
+        right = list(track(answers, "asking", total=len(turns), console=console, transient=True))
     for domain in domains:
         own = [(hit, sample) for hit, (of, sample) in zip(right, turns, strict=True) if of is domain]
         domain["answered_by"] = f"{heads[domain['name']]} head" if domain["name"] in heads else "words"
@@ -171,7 +175,7 @@ def _ask_in_words(
     """Ask each domain's question in words, of the base model and of its adapter, and show what they say."""
     table = Table("question", "shown", "base model says", "adapter says")
     latencies = []
-    for domain in domains:
+    for domain in track(domains, "asking", console=console, transient=True):
         for frames, question, label in _samples(tests / domain["name"])[:num_each]:
             if not label:
                 continue

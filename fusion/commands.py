@@ -123,7 +123,8 @@ def run(
     checkpoint = Checkpoint(out / "checkpoint", identity, resume=resume)
     domains = {domain.name: Domain(domain, splits[domain.name], base) for domain in plan.domains}
     console.print(f"asking the base model {base_path} without adapters")
-    before = zero_shot(config, processor, plan, splits)
+    with console.status("asking"):
+        before = zero_shot(config, processor, plan, splits)
     several = workers > 1
     with one_thread() if several else nullcontext(), Progress(console, len(plan.order) * len(domains)) as progress:
         trainer = LoraTrainer(base, domains, plan, progress=progress.step, say=progress.say)

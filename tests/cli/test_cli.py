@@ -16,10 +16,13 @@ from rich.console import Console
 
 import vlora.cli
 import vlora.cli.serving
+from fusion.convert import Conversion, ConvertedLayer
+from fusion.distil import Distilled
 from tests.server.running import Running, png, running_server
 from tests.server.scripted import write_adapter
 from vlora.config import EngineConfig, ServerConfig
 from vlora.errors import BadPlan
+from vlora.parallel.cut import Blocks
 
 ROOT = Path(__file__).parents[2]
 COMMANDS = sorted(vlora.cli.cli.commands)
@@ -261,6 +264,24 @@ def test_with_json_what_is_told_meanwhile_goes_elsewhere(
     monkeypatch.setattr(runs, run)
     assert vlora_command(*command) == (0, "training\n", "")
     assert vlora_command(*command, "--json") == (0, '{"adapters":2}\n', "training\n")
+
+
+def test_a_conversion_is_told_in_words_or_json(vlora_command: Vlora, monkeypatch: pytest.MonkeyPatch) -> None:
+    layers = [ConvertedLayer("q_proj", Blocks("a", 2), 4, 0.25), ConvertedLayer("fc", None, 8, 0.0)]
+    conversion = Conversion(layers, [Distilled("signs", 0.9, 0.5, 0.8, 0.3, 0.1)])
+    monkeypatch.setattr("fusion.convert.convert", lambda *_, **__: conversion)
+    command = ("convert-bd", "signs", "--blocks", "2")
+    code, out, err = vlora_command(*command)
+    assert (code, err) == (0, "") and "rank 4, error 0.2500" in out and out.endswith("written to signs-bd2\n")
+    code, out, err = vlora_command(*command, "--json")
+    assert (code, err) == (0, "") and json.loads(out) == {
+        "out": "signs-bd2",
+        "layers": [
+            {"layer": "q_proj", "blocks": ["a", 2], "rank": 4, "error": 0.25},
+            {"layer": "fc", "blocks": None, "rank": 8, "error": 0.0},
+        ],
+        "domains": [conversion.domains[0]._asdict()],
+    }
 
 
 def test_adapter_folders_are_found_by_name(tmp_path: Path) -> None:

@@ -112,7 +112,7 @@ def test_what_was_said_before_an_end_is_heard_before_it() -> None:
 
 
 def test_a_front_end_that_is_gone_with_words_unread_hears_no_more() -> None:
-    """The system calls that a reset connection, and says so to whichever thread asks first."""
+    """The system calls that a reset connection, not an end."""
     for _ in range(20):
         here, there = socket.socketpair()
         with there:

@@ -8,6 +8,7 @@ from pathlib import Path
 import click
 
 from vlora.cli.group import cli
+from vlora.cli.progress import waiting
 from vlora.cli.server_flags import json_option, print_json
 from vlora.config import EngineConfig
 from vlora.errors import BadConfig
@@ -97,15 +98,16 @@ def convert_bd(
     warnings.simplefilter("ignore", FutureWarning)
     out = out or adapter.with_name(f"{adapter.name}-bd{blocks}")
     plan = None if data is None else read_plan_file(_plan_file(data))
-    found = convert(
-        adapter,
-        out,
-        blocks=blocks,
-        rank=rank,
-        base=base,
-        data=plan,
-        say=lambda text: click.echo(text, err=True),
-    )
+    with waiting("converting"):
+        found = convert(
+            adapter,
+            out,
+            blocks=blocks,
+            rank=rank,
+            base=base,
+            data=plan,
+            say=lambda text: click.echo(text, err=True),
+        )
     if as_json:
         layers, domains = [each._asdict() for each in found.layers], [each._asdict() for each in found.domains]
         print_json({"out": str(out), "layers": layers, "domains": domains})
@@ -187,12 +189,13 @@ def model_eval(checkpoint: str | None, quick: bool) -> None:
                 f"--checkpoint {checkpoint} holds no model and processor as fusion.embedded.train writes them: {error}"
             ) from error
     seeds = (1_000_001, 1_000_002, 1_000_003)[: 1 if quick else 3]
-    rows, gates = examine(
-        checkpoint or checkpoint_path(),
-        seeds=seeds,
-        num_scenes=60 if quick else 200,
-        say=lambda text: click.echo(text, err=True),
-    )
+    with waiting("examining"):
+        rows, gates = examine(
+            checkpoint or checkpoint_path(),
+            seeds=seeds,
+            num_scenes=60 if quick else 200,
+            say=lambda text: click.echo(text, err=True),
+        )
     goals = [Goal(*gate) for gate in gates]
     Report("model eval", [row._asdict() for row in rows], goals, title="vlora model eval").print()
     if not all(goal.holds for goal in goals):

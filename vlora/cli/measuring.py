@@ -135,7 +135,9 @@ def _bench_fusion(quick: bool, out: Path | None) -> bool:
 
     if out is not None:
         pictures_possible()
-    found = run(quick, None if out is None else out / "fusion" / "work", lambda text: click.echo(text, err=True))
+    work = None if out is None else out / "fusion" / "work"
+    with waiting("bench fusion"):
+        found = run(quick, work, lambda text: click.echo(text, err=True))
     goals = [Goal(*goal) for goal in found.goals]
     report = Report("fusion", found.rows, goals, found={"tables": found.tables, "curves": found.curves})
     report.print()
@@ -151,7 +153,8 @@ def _bench_bd(quick: bool, out: Path | None, seeds: int | None) -> bool:
     from vlora.bench.form import Goal, Report
 
     work = None if out is None else out / "bd" / "work"
-    found = compare(quick, work, lambda text: click.echo(text, err=True), seeds or NUM_SEEDS)
+    with waiting("bench bd"):
+        found = compare(quick, work, lambda text: click.echo(text, err=True), seeds or NUM_SEEDS)
     goals = [Goal(*goal) for goal in found.goals]
     report = Report("bd", found.rows, goals, found={"runs": found.runs})
     report.print()
