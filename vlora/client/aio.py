@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import os
 import ssl
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import Future
 from typing import Any, Literal, Self, TypeVar
 
@@ -83,7 +83,7 @@ class AsyncClient:
 
         finished = False
         try:
-            future = await asyncio.to_thread(connection.start, call, hear)
+            future = await self._send(connection, call, hear)
             future.add_done_callback(put)
             while True:
                 async with asyncio.timeout(self._timeout_s):
@@ -171,11 +171,22 @@ class AsyncClient:
     async def _connection(self) -> ServerConnection:
         return await asyncio.to_thread(self._client.connection)
 
-    async def _wait(self, connection: ServerConnection, call: Call[T], call_id: int | None = None) -> T:
-        # Sending megabytes of images may block, so it happens in a thread.
-        sent = asyncio.create_task(asyncio.to_thread(connection.start, call))
+    async def _send(
+        self, connection: ServerConnection, call: Call[T], hear: Callable[[T], bool] | None = None
+    ) -> Future[T]:
+        """Sending megabytes of images may block, so it happens in a thread. Who is cancelled meanwhile is held up until
+        it is sent, and can then be cancelled on the server."""
+        sent = asyncio.create_task(asyncio.to_thread(connection.start, call, hear))
         try:
-            future: Future[T] = await asyncio.shield(sent)
+            return await asyncio.shield(sent)
+        except asyncio.CancelledError:
+            with contextlib.suppress(VLoraError):
+                await sent
+            raise
+
+    async def _wait(self, connection: ServerConnection, call: Call[T], call_id: int | None = None) -> T:
+        try:
+            future = await self._send(connection, call)
             async with asyncio.timeout(self._timeout_s):
                 return await asyncio.wrap_future(future)
         except TimeoutError as error:
@@ -184,7 +195,5 @@ class AsyncClient:
             raise DeadlineMissed(f"no answer from the server within {self._timeout_s:g} s") from error
         except asyncio.CancelledError:
             if call_id is not None:
-                with contextlib.suppress(VLoraError):
-                    await sent
                 abandon(connection, call_id)
             raise
