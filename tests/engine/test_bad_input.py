@@ -287,6 +287,11 @@ def test_the_asyncio_side(local: LocalEngine, prompt: Prompt) -> None:
         stream = local.generate(request(prompt, "d", sampling=SamplingParams(max_tokens=200, ignore_eos=True)))
         await anext(stream)
         await stream.aclose()  # type: ignore[attr-defined]
+        # So does one that takes too long.
+        with pytest.raises(TimeoutError):
+            long = request(prompt, "e", sampling=SamplingParams(max_tokens=200, ignore_eos=True))
+            async for _ in local.generate(long, asyncio.get_running_loop().time() + 0.01):
+                pass
         stats = await local.stats()
         assert stats.num_running == 0 and stats.num_waiting == 0
         with pytest.raises(BadAdapter):

@@ -370,7 +370,7 @@ class ScriptedInterface:
         self._streams: dict[str, asyncio.Queue[RequestOutput]] = {}
         self._stepping: asyncio.Task[None] | None = None
 
-    async def generate(self, request: Request) -> AsyncIterator[RequestOutput]:
+    async def generate(self, request: Request, until: float | None = None) -> AsyncIterator[RequestOutput]:
         if self.dead is not None:
             raise EngineDead(self.dead)
         try:
@@ -384,7 +384,8 @@ class ScriptedInterface:
         finished = False
         try:
             while not finished:
-                output = await stream.get()
+                async with asyncio.timeout_at(until):
+                    output = await stream.get()
                 finished = output.finished
                 yield output
         finally:

@@ -74,8 +74,15 @@ def test_requests_calls_refusals_and_a_clean_stop(tmp_path: Path) -> None:
         await anext(cancelling)
         await engine.cancel("cancelled")
         assert [output async for output in cancelling][-1].finish_reason == "cancelled"
+        # So does waiting until it is too late, whether the engine says nothing or a lot.
+        loop = asyncio.get_running_loop()
+        for prompt in ("never", "forever"):
+            late = request(prompt, prompt, sampling=SamplingParams(max_tokens=400))
+            with pytest.raises(TimeoutError):
+                async for _ in engine.generate(late, loop.time() + 0.05):
+                    pass
         stats = await engine.stats()
-        assert stats.num_running == 0 and stats.num_cancelled == 2
+        assert stats.num_running == 0 and stats.num_cancelled == 4
         # Adapters.
         status = await engine.load_adapter("signs", write_adapter(tmp_path / "signs", {"kind": 1}))
         assert status.name == "signs" and await engine.adapters() == (status,)

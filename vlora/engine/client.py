@@ -30,7 +30,7 @@ class EngineClient:
         self.ready = ready
         self._process = process
         self._line = line
-        self._streams: dict[str, asyncio.Queue[RequestOutput]] = {}
+        self._streams: dict[str, asyncio.Queue[RequestOutput | None]] = {}
         self._calls: dict[int, asyncio.Future[wire.Reply]] = {}
         self._call_ids = itertools.count()
         self._cause: str | None = None
@@ -85,21 +85,27 @@ class EngineClient:
 
     # -- EngineInterface ----------------------------------------------------------------------------------------------
 
-    async def generate(self, request: Request) -> AsyncIterator[RequestOutput]:
+    async def generate(self, request: Request, until: float | None = None) -> AsyncIterator[RequestOutput]:
         """See EngineInterface."""
         self._check_alive()
         request_id = request.request_id
         if request_id in self._streams:
             raise BadRequest(f"request id {request_id!r} is already in use; ids must be unique")
         stream = self._streams[request_id] = asyncio.Queue()
+        # One timer for all outputs: one for each would cost as much as handing it on.
+        late = None if until is None else asyncio.get_running_loop().call_at(until, stream.put_nowait, None)
         finished = False
         try:
             self._post(wire.Add(request))
             while not finished:
                 output = await stream.get()
+                if output is None:
+                    raise TimeoutError
                 finished = output.finished
                 yield output
         finally:
+            if late is not None:
+                late.cancel()
             del self._streams[request_id]
             if not finished and self._cause is None:
                 self._post(wire.Cancel(request_id))

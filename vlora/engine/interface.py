@@ -13,10 +13,11 @@ class EngineInterface(Protocol):
     """What a front end may ask of an engine. All calls are asyncio; a dead engine raises EngineDead at once, with its
     cause."""
 
-    def generate(self, request: Request) -> AsyncIterator[RequestOutput]:
+    def generate(self, request: Request, until: float | None = None) -> AsyncIterator[RequestOutput]:
         """Answer one request; the last output is finished and carries the error, if any.
 
-        Closing the iterator before its end cancels the request and frees what it held.
+        Closing the iterator before its end cancels the request and frees what it held. until: when waiting for the next
+        output ends with TimeoutError, by the loop's clock.
         """
         ...
 

@@ -51,10 +51,10 @@ class LocalEngine:
 
     # -- asyncio ------------------------------------------------------------------------------------------------------
 
-    async def generate(self, request: Request) -> AsyncIterator[RequestOutput]:
+    async def generate(self, request: Request, until: float | None = None) -> AsyncIterator[RequestOutput]:
         """See EngineInterface."""
         loop = asyncio.get_running_loop()
-        stream: asyncio.Queue[RequestOutput] = asyncio.Queue()
+        stream: asyncio.Queue[RequestOutput | None] = asyncio.Queue()
 
         def deliver(output: RequestOutput) -> None:
             loop.call_soon_threadsafe(stream.put_nowait, output)
@@ -70,13 +70,18 @@ class LocalEngine:
                 raise
             yield _refused(request.request_id, error)
             return
+        late = None if until is None else loop.call_at(until, stream.put_nowait, None)
         finished = False
         try:
             while not finished:
                 output = await stream.get()
+                if output is None:
+                    raise TimeoutError
                 finished = output.finished
                 yield output
         finally:
+            if late is not None:
+                late.cancel()
             if not finished:
                 self._post(lambda: self._cancel(request.request_id))
 

@@ -62,9 +62,9 @@ class SupervisedEngine:
 
     # -- EngineInterface ----------------------------------------------------------------------------------------------
 
-    def generate(self, request: Request) -> AsyncIterator[RequestOutput]:
+    def generate(self, request: Request, until: float | None = None) -> AsyncIterator[RequestOutput]:
         """See EngineInterface."""
-        return self._alive().generate(request)
+        return self._alive().generate(request, until)
 
     async def cancel(self, request_id: str) -> None:
         """See EngineInterface."""

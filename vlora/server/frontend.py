@@ -411,19 +411,16 @@ class FrontEnd:
     @contextlib.asynccontextmanager
     async def _outputs(self, request: Request, clock: _Clock) -> AsyncIterator[AsyncIterator[RequestOutput]]:
         """The engine's outputs, each awaited within the deadline; leaving early cancels the request."""
-        stream = cast(AsyncGenerator[RequestOutput, None], self._engine.generate(request))
+        stream = cast(AsyncGenerator[RequestOutput, None], self._engine.generate(request, clock.deadline))
+        loop = asyncio.get_running_loop()
 
         async def timed() -> AsyncIterator[RequestOutput]:
-            finished = False
-            while not finished:
-                with clock.bound():
-                    if asyncio.get_running_loop().time() > clock.deadline:
+            with clock.bound():
+                async for output in stream:
+                    yield output
+                    if not output.finished and loop.time() > clock.deadline:
                         # Outputs that are there already are not waited for: a caller that reads slowly ends here.
                         raise TimeoutError
-                    async with asyncio.timeout_at(clock.deadline):
-                        output = await anext(stream)
-                finished = output.finished
-                yield output
 
         async with contextlib.aclosing(stream):
             yield timed()
