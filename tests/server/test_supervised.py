@@ -34,7 +34,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def run(coroutine: Coroutine[Any, Any, None]) -> None:
-    asyncio.run(asyncio.wait_for(coroutine, 120))
+    asyncio.run(asyncio.wait_for(coroutine, 240))
 
 
 async def start(told: list[str], model: str = "scripted") -> SupervisedEngine:
