@@ -78,6 +78,23 @@ def test_how_a_stream_is_cut_makes_no_difference(messages: list[bytes], cuts: li
     asyncio.run(main())
 
 
+def test_a_read_that_a_signal_cuts_short_goes_on() -> None:
+    """As when the process is stopped for a while in the middle of a picture."""
+    stream = bytearray(b"".join(struct.pack("<Q", len(word)) + word for word in (b"first word", b"second")))
+
+    class Interrupted:
+        def recv_into(self, buffer: memoryview, size: int, flags: int) -> int:
+            count = min(3, len(buffer), len(stream))
+            buffer[:count] = stream[:count]
+            del stream[:count]
+            return count
+
+    engine = EngineLine(Interrupted())  # type: ignore[arg-type]
+    assert engine.receive(block=True) == b"first word" and engine.receive(block=True) == b"second"
+    with pytest.raises(EOFError):
+        engine.receive(block=True)
+
+
 def test_a_mistake_of_who_hears_ends_the_reading_and_is_told() -> None:
     async def main(line: Line, engine: EngineLine, heard: asyncio.Queue[bytes]) -> None:
         line.hear = int

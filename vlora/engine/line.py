@@ -118,6 +118,10 @@ class EngineLine:
 
     def _exactly(self, size: int) -> bytearray:
         data = bytearray(size)
-        if self._socket.recv_into(data, size, socket.MSG_WAITALL) < size:
-            raise EOFError
+        left = memoryview(data)
+        while left:  # one call but for signals, such as one that stops the process for a while
+            count = self._socket.recv_into(left, 0, socket.MSG_WAITALL)
+            if count == 0:
+                raise EOFError
+            left = left[count:]
         return data
