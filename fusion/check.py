@@ -103,13 +103,14 @@ def tell(checked: Checked, console: Console) -> None:
         _block(console, f"{domain.name}: {kind}", rows)
     plan, size, training = checked.plan, checked.size, checked.plan.training
     where = "language model and vision side" if plan.lora.vision else "language model"
+    in_order = "" if plan.packing == "jointly" else f"order {' and '.join(plan.order)}, "
     seconds = _longest(plan)
     rows = {
         "adapter": f"{_kind(plan.lora)}, on "
         f"{size.layers} layers of the {where}: {size.parameters:,} parameters, {size.num_bytes / 1e6:.1f} MB",
         "training": f"{training.steps} steps of {training.batch_size} samples a domain; beside domains that an adapter "
         f"holds, {training.rehearsal:.0%} of them are theirs",
-        "packing": f"{plan.packing}, order {' and '.join(plan.order)}, seed {plan.seed}, decided on "
+        "packing": f"{plan.packing}, {in_order}seed {plan.seed}, decided on "
         + (f"lower bounds at a confidence of {plan.confidence:g}" if plan.confidence else "the score itself"),
         "time": "not known; `training.seconds` would bound it"
         if seconds is None
@@ -196,10 +197,16 @@ def _taught(teacher: Mapping[str, object] | None) -> str:
 
 
 def _longest(plan: Plan) -> float | None:
-    """Seconds of the longest possible run. Every domain alone, and into the last adapter (naive) or into each of those
-    that the domains before it opened (first fit)."""
-    number = len(plan.domains)
-    into_others = number - 1 if plan.packing == "naive" else number * (number - 1) // 2
+    """Seconds of the longest possible run. Every domain alone, and into the last adapter (naive), or into each of those
+    that the domains before it opened (first fit), or all at once and then one less each time, and any two of what is
+    left united (jointly)."""
     if plan.training.seconds is None:
         return None
-    return plan.training.seconds * (number + into_others * len(plan.order))
+    number = len(plan.domains)
+    pairs = number * (number - 1) // 2
+    beside_others = {
+        "naive": (number - 1) * len(plan.order),
+        "first_fit": pairs * len(plan.order),
+        "jointly": pairs + number + pairs * number,
+    }
+    return plan.training.seconds * (number + beside_others[plan.packing])

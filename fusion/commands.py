@@ -17,10 +17,10 @@ from PIL import Image
 from rich.console import Console
 
 from fusion.check import as_json, check, tell
-from fusion.checkpoint import Checkpoint
+from fusion.checkpoint import Checkpoint, State
 from fusion.data.load import DomainData
 from fusion.embedded import checkpoint_path
-from fusion.fusing import Verdict, packing_of, surely_alone, thresholds_of, verdict_of
+from fusion.fusing import Verdict, packing_of, state_of, surely_alone, thresholds_of, verdict_of
 from fusion.hold import held
 from fusion.identity import hash_of_processing, identity_of
 from fusion.objectives import answer_in_words
@@ -144,7 +144,7 @@ def run(
         verdict = verdict_of(thresholds, trainings) if oracle else None
     tested: dict[str, list[object]] = {}
     for adapter in packing.adapters:
-        trainer.restore(trainings.state(adapter))
+        trainer.restore(state_of(plan, adapter, trainings))
         tested.update({name: trainer.answers(name, domains[name].test) for name in adapter})
     names = names_of(packing.adapters)
     targets = {name: [sample.target for sample in own.test] for name, own in domains.items()}
@@ -173,7 +173,7 @@ def run(
         ),
         adapters=tuple(AdapterReport(name, adapter) for adapter, name in names.items()),
         rollbacks=tuple(
-            RollbackReport(step.domain, step.into, {name: score.value for name, score in step.broken.items()})
+            RollbackReport(step.domains, step.into, {name: score.value for name, score in step.broken.items()})
             for step in packing.rollbacks
         ),
         timeline=timeline(packing),
@@ -185,7 +185,8 @@ def run(
         oracle=None if verdict is None else _told(verdict),
         plan=plan.model_dump(mode="json"),
     )
-    _write_adapters(out / "adapters", report, trainings)
+    states = {name: state_of(plan, adapter, trainings) for adapter, name in names.items()}
+    _write_adapters(out / "adapters", report, trainer, states)
     write_test_data(out / "test", plan, splits)
     report.write(out / "report.json")
     examples = {
@@ -205,7 +206,7 @@ def timeline(packing: Packing) -> tuple[StepReport, ...]:
         scores = step.trained.scores
         steps.append(
             StepReport(
-                domain=step.domain,
+                domains=step.domains,
                 into=step.into,
                 kept=step.kept,
                 begin=begin,
@@ -219,12 +220,12 @@ def timeline(packing: Packing) -> tuple[StepReport, ...]:
     return tuple(steps)
 
 
-def _write_adapters(folder: Path, report: FusionReport, trainings: Trainings) -> None:
+def _write_adapters(folder: Path, report: FusionReport, trainer: LoraTrainer, states: Mapping[str, State]) -> None:
     """All adapters, or those that were there before if the process dies on the way."""
     temporary = folder.with_name(f"{folder.name}.unfinished")
     shutil.rmtree(temporary, ignore_errors=True)
     for adapter in report.adapters:
-        trainings.trainer.save(temporary / adapter.name, trainings.state(adapter.domains))
+        trainer.save(temporary / adapter.name, states[adapter.name])
         (temporary / adapter.name / "README.md").write_text(model_card(report, adapter))
     shutil.rmtree(folder, ignore_errors=True)
     temporary.rename(folder)

@@ -6,9 +6,11 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from functools import partial
 
+from fusion.checkpoint import State
 from fusion.oracle import MOST_DOMAINS, Bound, Optimum, Oracle
 from fusion.orders import at_random, by_similarity, hardest_first
-from fusion.pack import Packing, Train, pack, pack_best, pack_in_sequence
+from fusion.pack import Adapter, Packing, Train, pack, pack_best, pack_in_sequence
+from fusion.pack_jointly import pack_jointly
 from fusion.plan import Order, Plan, RelativeThreshold
 from fusion.side_by_side import Ahead
 from fusion.teaching import threshold_before_training
@@ -59,29 +61,36 @@ def packing_of(
     plan: Plan,
     domains: Mapping[str, Domain],
     thresholds: Mapping[str, float],
-    train: Train,
+    trainings: Trainings,
     say: Callable[[str], None],
     ahead: Ahead = lambda jobs: None,
 ) -> Packing:
     """ahead: may pack several candidate orders side by side. One that turns out to lose is then not given up early."""
-    orders = list(dict.fromkeys(orders_of(plan, domains, train)))
+    if plan.packing == "jointly":
+        return pack_jointly(tuple(domains), thresholds, trainings.together, say=say)
+    orders = list(dict.fromkeys(orders_of(plan, domains, trainings)))
     if len(orders) > 1:
         one = pack if plan.packing == "first_fit" else pack_in_sequence
-        ahead([partial(one, order, thresholds, train) for order in orders])
+        ahead([partial(one, order, thresholds, trainings) for order in orders])
     if plan.packing == "first_fit":
-        return pack_best(orders, thresholds, train, say=say)
-    found = [pack_in_sequence(order, thresholds, train, say=say) for order in orders]
+        return pack_best(orders, thresholds, trainings, say=say)
+    found = [pack_in_sequence(order, thresholds, trainings, say=say) for order in orders]
     return min(found, key=lambda packing: packing.rank)
 
 
 def surely_alone(plan: Plan, teachers: Mapping[str, float]) -> tuple[str, ...]:
     """Domains whose training alone will be asked for whatever comes of it: for their thresholds, or for the order."""
-    every = "hardest_first" in plan.order
+    every = "hardest_first" in plan.order and plan.packing != "jointly"
     return tuple(
         domain.name
         for domain in plan.domains
         if every or threshold_before_training(domain, teachers.get(domain.name)) is None
     )
+
+
+def state_of(plan: Plan, adapter: Adapter, trainings: Trainings) -> State:
+    """Weights of an adapter of the plan's packing."""
+    return trainings.state_together(adapter) if plan.packing == "jointly" else trainings.state(adapter)
 
 
 def verdict_of(thresholds: Mapping[str, float], trainings: Trainings) -> Verdict:

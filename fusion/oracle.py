@@ -7,13 +7,11 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
-from fusion.pack import Trained
+from fusion.pack import TrainTogether
 
 MOST_DOMAINS = 6  # 203 partitions of 63 sets; seven would be 877 of 127
-TrainTogether = Callable[[frozenset[str]], Trained]
-"""Train domains into one adapter at once, or look up what came of it."""
 
 
 @dataclasses.dataclass(frozen=True)

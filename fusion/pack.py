@@ -35,16 +35,18 @@ class Trained:
 
 Train = Callable[[Adapter], Trained]
 """Train the last domain of an adapter into the adapter of those before it, or look up what came of it."""
+TrainTogether = Callable[[frozenset[str]], Trained]
+"""Train domains into one adapter at once, or look up what came of it."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Step:
-    """One training of a packing: `domain` into the adapter `into` (empty: a new one), and whether it stayed.
+    """One training of a packing: `domains` at once into the adapter `into` (empty: a new one), and whether it stayed.
 
     broken: the domains that would have missed their thresholds, with their scores.
     """
 
-    domain: str
+    domains: tuple[str, ...]
     into: Adapter
     trained: Trained
     broken: Mapping[str, Score]
@@ -60,6 +62,22 @@ class Packing:
     steps: tuple[Step, ...]
     missed: Mapping[str, Score]
     margin: float
+
+    @classmethod
+    def of(
+        cls,
+        adapters: Mapping[Adapter, Trained],
+        steps: Sequence[Step],
+        missed: Mapping[str, Score],
+        thresholds: Mapping[str, float],
+    ) -> Packing:
+        margins = [
+            score.lower - thresholds[name]
+            for trained in adapters.values()
+            for name, score in trained.scores.items()
+            if name not in missed
+        ]
+        return cls(dict(adapters), tuple(steps), dict(missed), min(margins, default=0.0))
 
     @property
     def rollbacks(self) -> tuple[Step, ...]:
@@ -91,30 +109,30 @@ def pack(
     for domain in domains:
         for held in [adapter for adapter in adapters if not missed.keys() & set(adapter)]:
             trained = train((*held, domain))
-            broken = _broken(trained.scores, thresholds)
-            steps.append(Step(domain, held, trained, broken, kept=not broken))
+            broken = broken_in(trained.scores, thresholds)
+            steps.append(Step((domain,), held, trained, broken, kept=not broken))
             if not broken:
                 # In the place of the one it grew from: adapters stay in the order in which they were opened.
                 adapters = {
                     (*held, domain) if a == held else a: trained if a == held else t for a, t in adapters.items()
                 }
-                say(f"{domain} joins {_list(held)}: {_told(trained.scores)}")
+                say(f"{domain} joins {_list(held)}: {told(trained.scores)}")
                 break
-            say(f"rolled back: with {domain} in {_list(held)}, below threshold: {_told(broken)}")
+            say(f"rolled back: with {domain} in {_list(held)}, below threshold: {told(broken)}")
         else:
             trained = train((domain,))
-            broken = _broken(trained.scores, thresholds)
-            steps.append(Step(domain, (), trained, broken, kept=True))
+            broken = broken_in(trained.scores, thresholds)
+            steps.append(Step((domain,), (), trained, broken, kept=True))
             adapters[(domain,)] = trained
             missed.update(broken)
             say(
-                f"{domain} misses its threshold {thresholds[domain]:.3f} even alone: {_told(broken)}"
+                f"{domain} misses its threshold {thresholds[domain]:.3f} even alone: {told(broken)}"
                 if broken
-                else f"{domain} opens adapter {len(adapters)}: {_told(trained.scores)}"
+                else f"{domain} opens adapter {len(adapters)}: {told(trained.scores)}"
             )
         if best is not None and (len(missed), len(adapters)) > best.rank[:2]:
             return None
-    return _packing(adapters, steps, missed, thresholds)
+    return Packing.of(adapters, steps, missed, thresholds)
 
 
 def pack_best(
@@ -155,20 +173,22 @@ def pack_in_sequence(
     current: Trained | None = None
     for domain in domains:
         trained = train((*held, domain))
-        broken = _broken(trained.scores, thresholds)
-        steps.append(Step(domain, held, trained, broken, kept=not (held and broken)))
+        broken = broken_in(trained.scores, thresholds)
+        steps.append(Step((domain,), held, trained, broken, kept=not (held and broken)))
         if current is not None and broken:
-            say(f"rolled back: with {domain} in {_list(held)}, below threshold: {_told(broken)}")
+            say(f"rolled back: with {domain} in {_list(held)}, below threshold: {told(broken)}")
             closed[held] = current
             held = ()
             trained = train((domain,))
-            steps.append(Step(domain, (), trained, _broken(trained.scores, thresholds), kept=True))
+            steps.append(Step((domain,), (), trained, broken_in(trained.scores, thresholds), kept=True))
         held, current = (*held, domain), trained
-        say(f"{_list(held)}: {_told(trained.scores)}")
+        say(f"{_list(held)}: {told(trained.scores)}")
     if current is not None:
         closed[held] = current
-    missed = {name: score for trained in closed.values() for name, score in _broken(trained.scores, thresholds).items()}
-    return _packing(closed, steps, missed, thresholds)
+    missed = {
+        name: score for trained in closed.values() for name, score in broken_in(trained.scores, thresholds).items()
+    }
+    return Packing.of(closed, steps, missed, thresholds)
 
 
 def by_value(train: Train) -> Train:
@@ -199,22 +219,8 @@ def _hashed(name: str, adapter: Adapter) -> str:
     return f"{name[:80]}-{hashlib.sha256(','.join(adapter).encode()).hexdigest()[:12]}"
 
 
-def _packing(
-    adapters: Mapping[Adapter, Trained],
-    steps: Sequence[Step],
-    missed: Mapping[str, Score],
-    thresholds: Mapping[str, float],
-) -> Packing:
-    margins = [
-        score.lower - thresholds[name]
-        for trained in adapters.values()
-        for name, score in trained.scores.items()
-        if name not in missed
-    ]
-    return Packing(dict(adapters), tuple(steps), dict(missed), min(margins, default=0.0))
-
-
-def _broken(scores: Mapping[str, Score], thresholds: Mapping[str, float]) -> dict[str, Score]:
+def broken_in(scores: Mapping[str, Score], thresholds: Mapping[str, float]) -> dict[str, Score]:
+    """Those whose lower bound is below their threshold."""
     return {name: score for name, score in scores.items() if score.lower < thresholds[name]}
 
 
@@ -222,5 +228,6 @@ def _list(names: Sequence[str]) -> str:
     return ", ".join(names)
 
 
-def _told(scores: Mapping[str, Score]) -> str:
+def told(scores: Mapping[str, Score]) -> str:
+    """For people."""
     return ", ".join(f"{name} {score.value:.3f} (at least {score.lower:.3f})" for name, score in scores.items())

@@ -337,7 +337,8 @@ class Plan(_Strict):
     """A whole run.
 
     base: "embedded", a folder, or a hub name. order: in which the domains are packed; several are tried and the best
-    packing kept. packing: "naive" is the paper's, with the last adapter open alone; "first_fit" tries every adapter.
+    packing kept. packing: "naive" is the paper's, with the last adapter open alone; "first_fit" tries every adapter;
+    "jointly" trains all domains at once and divides them, in no order.
     confidence: a domain keeps its threshold if the lower bound of its validation score at this confidence does; None
     looks at the score itself.
     """
@@ -347,7 +348,7 @@ class Plan(_Strict):
     lora: LoraPlan = LoraPlan()
     training: TrainingPlan = TrainingPlan()
     order: Annotated[tuple[Order, ...], BeforeValidator(_as_tuple)] = Field(("given",), min_length=1)
-    packing: Literal["naive", "first_fit"] = "first_fit"
+    packing: Literal["naive", "first_fit", "jointly"] = "first_fit"
     confidence: float | None = Field(None, gt=0.5, lt=1)
     domains: tuple[DomainPlan, ...]
 

@@ -54,22 +54,22 @@ class AdapterReport:
 
 @dataclasses.dataclass(frozen=True)
 class RollbackReport:
-    """domain did not fit beside `into`: accuracies below threshold, had it stayed."""
+    """domains did not fit beside `into`, or beside one another: accuracies below threshold, had they stayed."""
 
-    domain: str
+    domains: tuple[str, ...]
     into: tuple[str, ...]
     broken: dict[str, float]
 
 
 @dataclasses.dataclass(frozen=True)
 class StepReport:
-    """One training in the order of packing: `domain` into the adapter that held `into`, and whether it stayed.
+    """One training in the order of packing: `domains` into the adapter that held `into`, and whether they stayed.
 
     begin, seconds: of the run's training time. values, bounds: of every domain in the adapter afterwards, by name; over
     all steps they are the accuracy matrix. losses: from the training's beginning to its end.
     """
 
-    domain: str
+    domains: tuple[str, ...]
     into: tuple[str, ...]
     kept: bool
     begin: float

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 from xml.etree import ElementTree
@@ -32,14 +31,18 @@ _LETTER = 6.6  # pixels a letter takes, about
 
 
 def lanes_of(steps: Sequence[StepReport]) -> tuple[int, ...]:
-    """The adapter each training went into, or was rolled back from, by the order in which adapters were opened."""
+    """The adapter each training went into, or was rolled back from, by the order in which adapters were opened.
+
+    Domains that did not fit together have the lane of the adapter that is opened next.
+    """
     opened: dict[tuple[str, ...], int] = {}
     lanes = []
-    number = itertools.count()
+    number = 0
     for step in steps:
-        lane = opened[step.into] if step.into else next(number)
+        lane = opened[step.into] if step.into else number
         if step.kept:
-            opened[(*step.into, step.domain)] = lane
+            opened[(*step.into, *step.domains)] = lane
+            number += not step.into
         lanes.append(lane)
     return tuple(lanes)
 
@@ -62,11 +65,13 @@ def timeline_chart(steps: Sequence[StepReport], thresholds: Mapping[str, float])
         left, right, y = x_of(step.begin), x_of(step.begin + step.seconds), _TOP + lane * _LANE
         group = _add(svg, "g", "kept" if step.kept else "rolled-back")
         told = ", ".join(f"{name} {value:.3f}" for name, value in step.values.items())
-        ElementTree.SubElement(group, "title").text = f"{number}. {step.domain}: {told}; {step.seconds:.1f} s"
+        ElementTree.SubElement(
+            group, "title"
+        ).text = f"{number}. {', '.join(step.domains)}: {told}; {step.seconds:.1f} s"
         _add(group, "rect", "block", x=left + 1, y=y, width=max(2.0, right - left - 2), height=_LANE - 16, rx=4)
         low = [name for name, bound in step.bounds.items() if bound < thresholds[name]]
         lines = (
-            f"{number}. {step.domain}",
+            f"{number}. {', '.join(step.domains)}",
             "kept" if step.kept and not low else f"{'kept' if step.kept else 'rolled back'}: {', '.join(low)} too low",
         )
         for place, line in enumerate(lines):
@@ -91,7 +96,7 @@ def capacity_points(steps: Sequence[StepReport]) -> dict[str, list[Point]]:
     points: dict[str, list[Point]] = {}
     for step in steps:
         for name, value in step.values.items():
-            points.setdefault(name, []).append(Point(len(step.into) + 1, value, step.kept))
+            points.setdefault(name, []).append(Point(len(step.into) + len(step.domains), value, step.kept))
     return points
 
 

@@ -316,7 +316,7 @@ class LoraTrainer:
         for step in range(steps):
             done = step / steps
             if settings.seconds is not None:
-                done = max(done, (time.process_time() - started) / settings.seconds)
+                done = max(done, (time.process_time() - started) / (settings.seconds * len(new)))
                 if done >= 1:
                     break
             rate = min(1.0, (step + 1) / _WARM_UP_STEPS) * 0.5 * (1 + math.cos(math.pi * done))

@@ -8,7 +8,7 @@ from statistics import mean, pstdev
 from typing import Any
 
 from fusion.bench.domains import FAMILIES
-from fusion.bench.measuring import PACKED
+from fusion.bench.measuring import JOINTLY
 
 
 def draw(tables: Sequence[dict[str, Any]], curves: Sequence[dict[str, Any]], folder: Path) -> None:
@@ -51,7 +51,7 @@ def _teachers(tables: Sequence[dict[str, Any]], path: Path) -> None:
     bars = {
         "small model": [[found["teachers"][name] for found in tables] for name in names],
         "adapter of its own": [_tested(tables, "one adapter per domain", name) for name in names],
-        "packed adapter": [_tested(tables, PACKED, name) for name in names],
+        "packed adapter": [_tested(tables, JOINTLY, name) for name in names],
     }
     figure, panel = pyplot.subplots(figsize=(7, 4))
     for place, (label, points) in enumerate(bars.items()):

@@ -7,6 +7,7 @@ import torch
 
 from fusion.checkpoint import Checkpoint
 from fusion.pack import by_value, pack, pack_in_sequence
+from fusion.pack_jointly import pack_jointly
 from fusion.samples import Sample, Splits
 from fusion.trainings import Trainings
 from tests.fusion.small import COLORS, color_splits, plan_of, trainer_of, write_base
@@ -47,9 +48,15 @@ def test_contradictory_domains_force_a_rollback(trainings: Trainings) -> None:
     assert list(packing.adapters) == [("colors",), ("contrary",)]
     assert not packing.missed
     (rollback,) = packing.rollbacks
-    assert (rollback.domain, rollback.into) == ("contrary", ("colors",)) and rollback.broken
+    assert (rollback.domains, rollback.into) == (("contrary",), ("colors",)) and rollback.broken
     naive = pack_in_sequence(("colors", "contrary"), THRESHOLDS, by_value(trainings))
     assert len(naive.adapters) == 2 and len(naive.rollbacks) == 1
+
+
+def test_trained_at_once_contradictory_domains_are_told_apart_too(trainings: Trainings) -> None:
+    packing = pack_jointly(("colors", "copy", "contrary"), THRESHOLDS, trainings.together)
+    assert list(packing.adapters) == [("colors", "copy"), ("contrary",)]
+    assert not packing.missed and packing.rollbacks[0].domains == ("colors", "contrary", "copy")
 
 
 def test_two_copies_of_a_domain_never_do(trainings: Trainings) -> None:

@@ -52,7 +52,7 @@ def test_a_domain_that_harms_another_is_rolled_back_into_an_adapter_of_its_own()
     packing = packed("abc", trainer)
     assert list(packing.adapters) == [("a", "c"), ("b",)]
     (rollback,) = packing.rollbacks
-    assert (rollback.domain, rollback.into, rollback.broken) == ("b", ("a",), {"a": Score(0.5, 0.5)})
+    assert (rollback.domains, rollback.into, rollback.broken) == (("b",), ("a",), {"a": Score(0.5, 0.5)})
     # Rolled back and trained again from nothing, not on top of what failed.
     assert trainer.trainings == [("a",), ("a", "b"), ("b",), ("a", "c")]
 
@@ -61,7 +61,7 @@ def test_a_domain_is_offered_to_every_open_adapter_in_turn() -> None:
     harmful = {("a", "ab"): 0.5, ("a", "ac"): 0.5}
     packing = packed("abc", Scripted(harmful))
     assert list(packing.adapters) == [("a",), ("b", "c")]
-    assert [(step.domain, step.into, step.kept) for step in packing.steps] == [
+    assert [(*step.domains, step.into, step.kept) for step in packing.steps] == [
         ("a", (), True),
         ("b", ("a",), False),
         ("b", (), True),

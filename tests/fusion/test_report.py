@@ -39,7 +39,7 @@ def report(lora: LoraPlan | None = None) -> FusionReport:
 def test_the_timeline_tells_every_training_in_order(tmp_path: Path) -> None:
     report().write(tmp_path / "report.json")
     told = json.loads((tmp_path / "report.json").read_text())
-    assert [(step["domain"], step["into"], step["kept"], step["begin"]) for step in told["timeline"]] == [
+    assert [(*step["domains"], step["into"], step["kept"], step["begin"]) for step in told["timeline"]] == [
         ("signs", [], True, 0.0),
         ("digits", ["signs"], False, 2.0),
         ("digits", [], True, 4.0),

@@ -51,7 +51,7 @@ class Page(HTMLParser):
 
 
 def step(domain: str, into: tuple[str, ...], kept: bool, **values: float) -> StepReport:
-    return StepReport(domain, into, kept, 0.0, 1.0, values, values, (1.0,))
+    return StepReport((domain,), into, kept, 0.0, 1.0, values, values, (1.0,))
 
 
 def test_what_it_says() -> None:
@@ -60,7 +60,7 @@ def test_what_it_says() -> None:
     made = dataclasses.replace(
         made,
         domains=(first, dataclasses.replace(second, after=0.7)),
-        rollbacks=(RollbackReport("digits", ("signs",), {"digits": 0.75}),),
+        rollbacks=(RollbackReport(("digits",), ("signs",), {"digits": 0.75}),),
         confusions=(ConfusionReport("signs", ("stop", "go"), ((9, 1), (0, 10))),),
     )
     shown = Page(page(made, {}))

@@ -1,0 +1,77 @@
+"""Packing by joint training, against scripted conflicts and the exhaustive optimum."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Collection
+
+import hypothesis.strategies as st
+from hypothesis import given, settings
+
+from fusion.oracle import Oracle
+from fusion.pack import Score, Trained
+from fusion.pack_jointly import pack_jointly
+
+NAMES = "abcdef"
+THRESHOLDS = dict.fromkeys(NAMES, 0.8)
+
+
+class Conflicts:
+    """A domain of a set scores 0.5 where a conflicting group lies in the set whole, and 0.9 elsewhere."""
+
+    def __init__(self, *groups: Collection[str]) -> None:
+        self.groups = [frozenset(group) for group in groups]
+        self.trained: list[frozenset[str]] = []
+
+    def __call__(self, together: frozenset[str]) -> Trained:
+        self.trained.append(together)
+        hurt = frozenset[str]().union(*(group for group in self.groups if group <= together))
+        return Trained(
+            {name: Score(value, value) for name in together for value in [0.5 if name in hurt else 0.9]}, 1.0
+        )
+
+
+def sets(domains: str, train: Conflicts) -> list[str]:
+    packing = pack_jointly(tuple(domains), THRESHOLDS, train)
+    assert len(train.trained) == len(set(train.trained)) == len(packing.steps)
+    assert sorted(name for adapter in packing.adapters for name in adapter) == sorted(domains)
+    for adapter, trained in packing.adapters.items():
+        assert set(trained.scores) == set(adapter)
+    return ["".join(adapter) for adapter in packing.adapters]
+
+
+def test_what_fits_together_is_one_training() -> None:
+    train = Conflicts()
+    assert sets("abcdef", train) == ["abcdef"]
+    assert len(train.trained) == 1
+
+
+def test_who_breaks_a_promise_goes_and_finds_company() -> None:
+    train = Conflicts("ab")
+    assert sets("abcd", train) == ["acd", "b"]
+    # All; those unhurt; the two that hurt each other, one by one; and then a beside those unhurt.
+    assert ["".join(sorted(names)) for names in train.trained] == ["abcd", "ab", "a", "b", "cd", "acd"]
+
+
+def test_a_domain_that_fails_alone_is_reported_and_poisons_nothing() -> None:
+    packing = pack_jointly("abc", THRESHOLDS, Conflicts("b"))
+    assert packing.missed == {"b": Score(0.5, 0.5)}
+    assert list(packing.adapters) == [("a", "c"), ("b",)]
+    assert packing.margin > 0
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.sets(st.sampled_from(NAMES), min_size=1, max_size=3), max_size=5))
+def test_every_promise_that_can_be_is_kept_with_few_adapters(groups: list[set[str]]) -> None:
+    train = Conflicts(*groups)
+    packing = pack_jointly(tuple(NAMES), THRESHOLDS, train)
+    hopeless = {name for group in groups if len(group) == 1 for name in group}
+    assert set(packing.missed) == hopeless
+    for adapter, trained in packing.adapters.items():
+        assert len(adapter) == 1 or all(score.lower >= 0.8 for score in trained.scores.values())
+    # No two of them could have been one.
+    for one, other in itertools.combinations(packing.adapters, 2):
+        union = frozenset(one + other)
+        assert hopeless & union or any(group <= union for group in train.groups)
+    best = Oracle(tuple(NAMES), THRESHOLDS, Conflicts(*groups)).optimum()
+    assert len(packing.adapters) <= len(best.adapters) + 1
