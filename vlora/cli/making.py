@@ -50,9 +50,7 @@ def fuse(
         from rich.console import Console
 
         console = Console(stderr=as_json)
-        report = commands.fuse(
-            file, out, device=device, resume=resume, oracle=oracle, workers=workers, console=console
-        )
+        report = commands.fuse(file, out, device=device, resume=resume, oracle=oracle, workers=workers, console=console)
         if as_json:
             print_json(report)
 
