@@ -65,7 +65,7 @@ def test_trained_and_converted_ones_answer_alike_on_one_two_and_four_ranks(tmp_p
     cases = [(name, prompt) for name in ("trained", "converted", None) for prompt in prompts[:2]]
     alone, _ = served(base, adapters, cases, 1)
     for case in range(4):
-        assert (alone[case][1] - alone[4 + case % 2][1]).abs().max() > 0.1, "the adapter does nothing"
+        assert (alone[case][1] - alone[4 + case % 2][1]).abs().max() > 0.02, "the adapter does nothing"
     for size in (2, 4):
         answers, lying = served(base, adapters, cases, size)
         assert lying == {"trained": "bd", "converted": "bd"}

@@ -54,6 +54,10 @@ def other_rank(engine_pid: int) -> int:
     return rank
 
 
+def children() -> list[int]:
+    return [child.pid for child in psutil.Process().children(recursive=True)]
+
+
 def is_left(pid: int) -> bool:
     try:
         return "vlora" in " ".join(psutil.Process(pid).cmdline())
@@ -77,6 +81,7 @@ def config(folder: Path, **settings: object) -> EngineConfig:
 
 def test_a_killed_rank_under_load_and_an_idle_one(folder: Path) -> None:
     told: list[str] = []
+    others = set(children())  # other tests' fork server stays for those that come after
 
     async def main() -> None:
         engine = await SupervisedEngine.start(config(folder), tell=told.append)
@@ -108,7 +113,7 @@ def test_a_killed_rank_under_load_and_an_idle_one(folder: Path) -> None:
         while engine.cause is None:
             await asyncio.sleep(0.01)
         assert time.monotonic() - killed < SOON_S
-        pids = [child.pid for child in psutil.Process().children(recursive=True)]
+        pids = set(children()) - others
         await engine.close()
         deadline = time.monotonic() + SOON_S
         while any(is_left(pid) for pid in pids):

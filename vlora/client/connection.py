@@ -89,6 +89,7 @@ class ServerConnection:
             if self.closed:
                 raise self._lost()
             self._pending.add(future)
+        future.add_done_callback(self._settle)  # before anything can come of it: what is pending has no answer yet
         try:
             self._rpyc.start_call(self._root, call, future, hear)
         except UnicodeEncodeError as error:
@@ -97,7 +98,6 @@ class ServerConnection:
         except (OSError, EOFError, RuntimeError) as error:  # the last from RPyC, whose cleanup releases its lock
             self._settle(future)
             raise self._lost() from error
-        future.add_done_callback(self._settle)
         return future
 
     def wait(self, future: Future[T], timeout_s: float) -> T:
