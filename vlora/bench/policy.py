@@ -108,7 +108,9 @@ def _retrieval(costs: Costs, load_s: float, quick: bool) -> Cells:
         arrivals = tuple(workload.arrivals(100 if quick else 250, num_adapters, seed=0))
         yield (
             f"retrieval, load {load}, skew {skew}, {num_adapters} adapters",
-            functools.partial(_cell, "retrieval", load, workload.rate, skew, num_adapters, arrivals, costs, load_s),
+            functools.partial(
+                _cell, "retrieval", load, workload.rate, skew, num_adapters, None, arrivals, costs, load_s
+            ),
         )
 
 
@@ -124,7 +126,7 @@ def _video(costs: Costs, load_s: float, quick: bool) -> Cells:
             )
             yield (
                 f"video, load {load}, {streams} streams, {adapters} adapters",
-                functools.partial(_cell, "video", load, rate, 1 / adapters, adapters, arrivals, costs, load_s),
+                functools.partial(_cell, "video", load, rate, 1 / adapters, adapters, streams, arrivals, costs, load_s),
             )
 
 
@@ -134,11 +136,13 @@ def _cell(
     rate: float,
     skew: float,
     num_adapters: int,
+    num_streams: int | None,
     arrivals: tuple[Arrival, ...],
     costs: Costs,
     load_s: float,
 ) -> dict[str, Any]:
-    """load: of what unmerged-only can serve with full batches. skew: the hottest adapter's share. Latencies in ms.
+    """load: of what unmerged-only can serve with full batches. skew: the hottest adapter's share. num_streams: of
+    cameras. Latencies in ms.
 
     waits: the longest of a request that was let in for its next step, under our policy and under the one without a
     bound. bound: what the bound came to at its loosest in the latter's replay; it is a rival where it kept that.
@@ -156,6 +160,7 @@ def _cell(
         "requests/s": rate,
         "skew": skew,
         "adapters": num_adapters,
+        "streams": num_streams,
         **found,
         "best other": best,
         "ours / best other": found[OURS] / found[best],

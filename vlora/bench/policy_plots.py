@@ -19,10 +19,11 @@ Row = Mapping[str, Any]
 def draw(rows: Sequence[Row], folder: Path) -> None:
     """Write load.png, skew.png and adapters.png for retrieval, video.png for video."""
     retrieval = [row for row in rows if row["app"] == "retrieval"]
-    _panels(retrieval, "load", "skew", folder / "load.png", adapters=_middle(retrieval, "adapters"))
-    _panels(retrieval, "skew", "load", folder / "skew.png", adapters=_middle(retrieval, "adapters"))
-    _panels(retrieval, "adapters", "load", folder / "adapters.png", skew=_middle(retrieval, "skew"))
-    _panels([row for row in rows if row["app"] == "video"], "load", "adapters", folder / "video.png")
+    _panels(retrieval, "load", ["skew"], folder / "load.png", adapters=_middle(retrieval, "adapters"))
+    _panels(retrieval, "skew", ["load"], folder / "skew.png", adapters=_middle(retrieval, "adapters"))
+    _panels(retrieval, "adapters", ["load"], folder / "adapters.png", skew=_middle(retrieval, "skew"))
+    video = [row for row in rows if row["app"] == "video"]
+    _panels(video, "load", ["streams", "adapters"], folder / "video.png")
 
 
 def _middle(rows: Sequence[Row], name: str) -> Any:
@@ -30,18 +31,22 @@ def _middle(rows: Sequence[Row], name: str) -> Any:
     return found[len(found) // 2]
 
 
-def _panels(rows: Sequence[Row], across: str, panel_by: str, path: Path, **fixed: Any) -> None:
-    """A panel for each value of `panel_by`, a line for each policy, `across` along the bottom."""
+def _panels(rows: Sequence[Row], across: str, panel_by: Sequence[str], path: Path, **fixed: Any) -> None:
+    """A panel for all values of `panel_by` that occur together, a line for each policy, `across` along the bottom."""
     rows = [row for row in rows if all(row[name] == value for name, value in fixed.items())]
-    values = sorted({row[panel_by] for row in rows})
+    by_panel: dict[tuple[float, ...], list[Row]] = {}
+    for row in sorted(rows, key=lambda row: row[across]):
+        by_panel.setdefault(tuple(row[name] for name in panel_by), []).append(row)
+    values = sorted(by_panel)
     figure, panels = pyplot.subplots(1, len(values), figsize=(3.4 * len(values) + 1, 3.6), squeeze=False, sharey=True)
     for panel, value in zip(panels[0], values, strict=True):
-        shown = sorted((row for row in rows if row[panel_by] == value), key=lambda row: row[across])
+        shown = by_panel[value]
         for place, policy in enumerate(POLICIES):
             panel.plot(
                 [row[across] for row in shown], [row[policy] for row in shown], "o-", color=f"C{place}", label=policy
             )
-        panel.set(title=f"{panel_by} {value:g}", xlabel=across, yscale="log")
+        title = ", ".join(f"{name} {each:g}" for name, each in zip(panel_by, value, strict=True))
+        panel.set(title=title, xlabel=across, yscale="log")
         if across == "adapters":
             panel.set_xscale("log")
         panel.grid(alpha=0.3)
