@@ -94,6 +94,12 @@ def test_an_adapter_is_read_once_however_many_want_it() -> None:
     assert decide(ready, state("a", reads)).mode is Mode.UNMERGED
 
 
+def test_a_long_prompt_reads_its_adapter_in_every_step_it_takes() -> None:
+    """Three readings are dearer than a merge: it is merged for at once, not after a step without."""
+    reads = COSTS._replace(lane_token_s=0.0, lane_s=0.0, adapter_s=0.1)
+    assert decide([chunk("a")], state("b", reads)).merged_adapter == "a"
+
+
 def test_decoding_is_not_split_for_the_sake_of_those_who_would_be_first() -> None:
     """Whoever decodes needs the next round, too: two rounds for one are no gain, even for half of them."""
     assert decide([*decoding("a", 3), *decoding("b", 3)], state("a")).mode is not Mode.MERGED

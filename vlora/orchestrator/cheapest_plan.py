@@ -293,11 +293,16 @@ def _seconds(work: _Work, state: PolicyState, num_reads: float | None = None) ->
 
 
 def _num_reads(work: _Work, num_steps: float) -> float:
-    """How often adapters are read in all: each once in a step for all its lanes there, whose places among the steps are
-    as good as drawn. All adapters count as equally wanted."""
+    """How often adapters are read in all: each once in a step for all its lanes there.
+
+    A request's lanes are in steps of their own, as many as its prompt takes; where these are among all steps is as good
+    as drawn. All adapters count as equally wanted, all requests as equally long.
+    """
     if not work.lanes:
         return 0.0
-    return work.adapters * num_steps * (1 - (1 - 1 / num_steps) ** (work.lanes / work.adapters))
+    lanes_each = max(1.0, work.lanes / work.requests)
+    requests_each = work.lanes / lanes_each / work.adapters
+    return work.adapters * num_steps * (1 - max(0.0, 1 - lanes_each / num_steps) ** requests_each)
 
 
 def _merged_s(work: _Work, state: PolicyState) -> float:
