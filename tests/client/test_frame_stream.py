@@ -72,7 +72,8 @@ def wait_until(ready: Any) -> bool:
 
 
 def cut(client: Client) -> None:
-    client.connection()._stream.sock.shutdown(socket.SHUT_RDWR)
+    with contextlib.suppress(EOFError, OSError):  # somebody else has cut it just now
+        client.connection()._stream.sock.shutdown(socket.SHUT_RDWR)
 
 
 def labels(stream: FrameStream) -> list[tuple[int, str]]:
