@@ -169,3 +169,6 @@ class Follower:
             self._known[key] = read.result()
             self._appointed.appoint(key, Run(order.first_page, order.num_pages))
             self._side.bank.bring(read.result())
+            if key not in self._side.bank.resident:
+                # A step without its factors would be wrong on this rank alone, and nobody would notice.
+                raise EngineDead(f"adapter {key!r} was read, but could not be copied to this rank's device")
