@@ -6,7 +6,9 @@ import asyncio
 import socket
 import struct
 import threading
+import time
 from collections.abc import Awaitable, Callable
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -82,6 +84,9 @@ def test_a_read_that_a_signal_cuts_short_goes_on() -> None:
     """As when the process is stopped for a while in the middle of a picture."""
     stream = bytearray(b"".join(struct.pack("<Q", len(word)) + word for word in (b"first word", b"second")))
 
+    readable, other = socket.socketpair()
+    other.send(b".")
+
     class Interrupted:
         def recv_into(self, buffer: memoryview, size: int, flags: int) -> int:
             count = min(3, len(buffer), len(stream))
@@ -89,10 +94,14 @@ def test_a_read_that_a_signal_cuts_short_goes_on() -> None:
             del stream[:count]
             return count
 
-    engine = EngineLine(Interrupted())  # type: ignore[arg-type]
-    assert engine.receive(block=True) == b"first word" and engine.receive(block=True) == b"second"
-    with pytest.raises(EOFError):
-        engine.receive(block=True)
+        def fileno(self) -> int:
+            return readable.fileno()
+
+    with readable, other:
+        engine = EngineLine(Interrupted())  # type: ignore[arg-type]
+        assert engine.receive(block=True) == b"first word" and engine.receive(block=True) == b"second"
+        with pytest.raises(EOFError):
+            engine.receive(block=True)
 
 
 def test_a_mistake_of_who_hears_ends_the_reading_and_is_told() -> None:
@@ -159,3 +168,24 @@ def test_an_engine_far_ahead_waits_for_its_reader() -> None:
         assert [int(await heard.get()) for _ in range(count)] == list(range(count))
 
     run(main)
+
+
+def test_a_token_that_is_read_wakes_nobody_in_the_engine() -> None:
+    """Else the thread that waits for requests runs after each token, often on the core that computes the next one."""
+    here, there = socket.socketpair()
+    others = set(threading.enumerate())
+    with here, there:
+        engine = EngineLine(there)
+        (reader,) = set(threading.enumerate()) - others
+        before = _times_asleep(reader)
+        for _ in range(200):
+            engine.send(b"token")
+            here.recv(64)
+            time.sleep(0.001)  # it has the time to wake, and to fall asleep again
+        assert _times_asleep(reader) - before < 20  # 200 of one that waits in recv
+
+
+def _times_asleep(thread: threading.Thread) -> int:
+    """How often a thread had nothing to do, so far."""
+    status = Path(f"/proc/self/task/{thread.native_id}/status").read_text()
+    return int(status.partition("\nvoluntary_ctxt_switches:")[2].split()[0])

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import queue
+import select
 import socket
 import struct
 import threading
@@ -109,8 +110,13 @@ class EngineLine:
         self._arrived.put(None)
 
     def _read(self) -> None:
+        # Who waits in recv is woken, too, when the other end has read what was sent here: after each token, and as
+        # often on the core that computes the next one. Who waits in poll is not.
+        waiting = select.poll()
+        waiting.register(self._socket, select.POLLIN)
         try:
             while True:
+                waiting.poll()
                 (size,) = _HEAD.unpack(self._exactly(_HEAD.size))
                 self._arrived.put(self._exactly(size))
         except (OSError, EOFError):
