@@ -1,10 +1,12 @@
-"""What the front end adds to a text request: over HTTP and RPyC, against the same engine called in this process.
+"""What the front end adds to a text request: over HTTP and RPyC, against the same engine called in process.
 
-What a client sees of a request, less what the engine alone takes for the same one right before: client and engine alone
-in this process, front end and served engine in one each. Request by request in turn, so that both see the same machine,
-in an order that is drawn anew for each question, and without prefix caches, which would make the second that asks the
-cheaper one. The way in includes JSON, the chat template, the tokenizer, a second process and text out again. What an
-HTTP client makes of the bytes it gets is its own affair: here they are read at once and understood afterwards.
+What a client sees of a request, less what the engine alone takes for the same one right before: engine alone, front end
+and served engine in a process each, and the client in this one. Request by request in turn, so that both see the same
+machine, in an order that is drawn anew for each question, and without prefix caches, which would make the second that
+asks the cheaper one. All processes start anew several times: where a process happens to have its weights in memory
+makes its steps faster or slower than another's by more than what is looked for here. The way in includes JSON, the chat
+template, the tokenizer, a second process and text out again. What an HTTP client makes of the bytes it gets is its own
+affair: here they are read at once and understood afterwards.
 """
 
 from __future__ import annotations
@@ -12,13 +14,15 @@ from __future__ import annotations
 import contextlib
 import gc
 import json
+import multiprocessing
 import os
 import random
 import re
 import socket
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from multiprocessing.connection import Connection
 from typing import Any, NamedTuple
 
 import torch
@@ -56,44 +60,25 @@ class Spent(NamedTuple):
 def run(quick: bool) -> Report:
     """Questions of about 20 tokens to a model of the embedded one's shape in float32, one thread, wall clock.
 
-    quick: 20 requests each way and length instead of 150. On a machine so busy that they take over one minute (of all:
-    ten) it is as many as came by then.
+    quick: 20 requests each way and length instead of 150, and processes that start once instead of five times. On a
+    machine so busy that they take over one minute (of all: ten) it is as many as came by then.
     """
-    torch.set_num_threads(1)
-    rounds, limit_s = (20, 60.0) if quick else (150, 600.0)
+    rounds, starts, limit_s = (20, 1, 60.0) if quick else (150, 5, 600.0)
     pairs: dict[tuple[int, str], list[tuple[Spent, Spent, float]]] = {}
-    local = _Local()
     draws = random.Random(0)
-    gc.freeze()  # as both processes of a server do
-    with (
-        served("--no-prefix-cache", "--load-format", "dummy") as server,
-        Client(port=server.rpyc_port) as rpyc,
-        contextlib.closing(_Web(server.http_port)) as web,
-    ):
-        ways: dict[str, Callable[[str, int], Spent]] = {
-            "HTTP": web.ask,
-            "HTTP, streamed": web.stream,
-            "RPyC": lambda question, tokens: _ask(rpyc, question, tokens),
-            "RPyC, streamed": lambda question, tokens: _stream(rpyc, question, tokens),
-        }
-        ends_s = time.perf_counter() + limit_s
-        for turn in range(-3, rounds):  # those before 0 warm up
-            for tokens in _TOKENS:
-                question = _question(turn)
-                request, short = local.read(question, tokens), local.read(question, 1)
-                for way, ask in draws.sample(tuple(ways.items()), len(ways)):
-                    # The engine alone right before each way, and each right after a short answer of its own: else one
-                    # would find its code and weights, or a core, asleep since the other one began.
-                    local.ask(short)
-                    alone = local.ask(request)
-                    ask(question, 1)
-                    seen, cpu_s = _with_cpu(server, ask, question, tokens)
-                    if turn >= 0:
-                        pairs.setdefault((tokens, way), []).append((alone, seen, cpu_s))
-            if turn >= 0 and time.perf_counter() > ends_s:
-                break
+    gc.freeze()  # as the processes of a server do
+    for start in range(starts):
+        with (
+            contextlib.closing(_Alone()) as alone,
+            served("--no-prefix-cache", "--load-format", "dummy") as server,
+            Client(port=server.rpyc_port) as rpyc,
+            contextlib.closing(_Web(server.http_port)) as web,
+        ):
+            turns = range(start, rounds, starts)
+            for way, pair in _compare(alone, server, rpyc, web, turns, limit_s / starts, draws):
+                pairs.setdefault(way, []).append(pair)
     gc.unfreeze()
-    rows = [_row(way, tokens, pairs[tokens, way]) for tokens in _TOKENS for way in ways]
+    rows = [_row(way, tokens, each) for (tokens, way), each in sorted(pairs.items())]
     goals = [
         Goal(f"{row['way']}, {row['answer tokens']} tokens: {what}", row[f"{what} ms"], _PROMISE_MS, True)
         for row in rows
@@ -102,6 +87,38 @@ def run(quick: bool) -> Report:
     ]
     machine = {"cores": len(os.sched_getaffinity(0)), "load": os.getloadavg()[0]}
     return Report("gateway", rows, goals, found={"counting": _COUNTING, **machine})
+
+
+def _compare(
+    alone: _Alone,
+    server: Served,
+    rpyc: Client,
+    web: _Web,
+    turns: Sequence[int],
+    limit_s: float,
+    draws: random.Random,
+) -> Iterator[tuple[tuple[int, str], tuple[Spent, Spent, float]]]:
+    """Number of tokens and way; what the engine alone took, what the client saw, CPU seconds of the front end."""
+    ways: dict[str, Callable[[str, int], Spent]] = {
+        "HTTP": web.ask,
+        "HTTP, streamed": web.stream,
+        "RPyC": lambda question, tokens: _ask(rpyc, question, tokens),
+        "RPyC, streamed": lambda question, tokens: _stream(rpyc, question, tokens),
+    }
+    ends_s = time.perf_counter() + limit_s
+    for turn in (-3, -2, -1, *turns):  # those before 0 warm up
+        for tokens in _TOKENS:
+            question = _question(turn)
+            for way, ask in draws.sample(tuple(ways.items()), len(ways)):
+                # The engine alone right before each way, and each right after a short answer of its own: else one
+                # would find its code and weights, or a core, asleep since the other one began.
+                took = alone.ask(question, tokens)
+                ask(question, 1)
+                seen, cpu_s = _with_cpu(server, ask, question, tokens)
+                if turn >= 0:
+                    yield (tokens, way), (took, seen, cpu_s)
+        if turn >= 0 and time.perf_counter() > ends_s:
+            break
 
 
 def _row(way: str, tokens: int, pairs: Sequence[tuple[Spent, Spent, float]]) -> dict[str, Any]:
@@ -160,8 +177,42 @@ def _stream(client: Client, question: str, tokens: int) -> Spent:
     return Spent(arrived[0] if arrived else None, whole_s, stream.answer.timings.latency_s)
 
 
+class _Alone:
+    """An engine that is called in its own process, which does nothing else meanwhile, just as the served one's."""
+
+    def __init__(self) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._line, there = context.Pipe()
+        self._process = context.Process(target=_answer, args=(there,), daemon=True)
+        self._process.start()
+        there.close()
+
+    def ask(self, question: str, tokens: int) -> Spent:
+        """What an answer took there, right after a short one. Raises EOFError when the process is gone."""
+        self._line.send((question, tokens))
+        spent: Spent = self._line.recv()
+        return spent
+
+    def close(self) -> None:
+        self._line.close()
+        self._process.join()
+
+
+def _answer(line: Connection) -> None:
+    """The main of an engine alone, until the other end of the line is closed."""
+    torch.set_num_threads(1)
+    local = _Local()
+    gc.freeze()
+    with contextlib.suppress(EOFError):
+        while True:
+            question, tokens = line.recv()
+            local.ask(local.read(question, 1))
+            line.send(local.ask(local.read(question, tokens)))
+    gc.unfreeze()  # or libraries would report as leaked, at exit, what nothing collected
+
+
 class _Local:
-    """The engine in this process: token ids in, token ids out."""
+    """Token ids in, token ids out."""
 
     def __init__(self) -> None:
         model = str(checkpoint_path())
