@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from atmm.compiled import library
+from atmm.compiled.table import Rows, hidden_places, lane_table
 from atmm.segments import Lane
 from atmm.selection import reads_in_place
 
@@ -47,20 +48,16 @@ class Shrink:
     """
 
     def __init__(self, parts: Sequence[Shrinking], num_tokens: int) -> None:
-        """num_tokens: of the input. Raises ValueError for factors of several dtypes."""
+        """num_tokens: of the input. Raises ValueError for factors of several dtypes or widths."""
         self._parts = parts
         self._num_tokens = num_tokens
-        self._dtype = _one_dtype([part.a for part in parts])
-        self.places: list[int] = []
-        self.size = 0
-        for lane, a in parts:
-            self.places.append(self.size)
-            self.size += (lane.stop - lane.start) * a.shape[0]
+        self._kind = _kind([part.a for part in parts])
+        self.places, self.size = hidden_places((lane, a.shape[0]) for lane, a in parts)
         self._tables: tuple[_Table, Tensor] | None = None
 
     def __call__(self, x: Tensor) -> Tensor:
-        """x: [num_tokens, d_in]; flat, in `hidden_dtype`. Raises ValueError for an input of other tokens or dtype."""
-        _check(x, self._num_tokens, self._dtype)
+        """x: [num_tokens, d_in]; flat, in `hidden_dtype`. Raises ValueError for an input that does not fit."""
+        _check(x, self._num_tokens, self._kind)
         if not reads_in_place(self._num_tokens, x.device, x.dtype):
             hidden = [F.linear(x[lane.start : lane.stop], a) for lane, a in self._parts]
             signed = [part if lane.sign > 0 else -part for part, (lane, _) in zip(hidden, self._parts, strict=True)]
@@ -83,16 +80,16 @@ class Expand:
     """What hidden values add to one layer's outputs, `hidden bt` for each lane. May be called as `Shrink` may."""
 
     def __init__(self, parts: Sequence[Expanding], num_tokens: int) -> None:
-        """num_tokens: of the outputs. Raises ValueError for factors of several dtypes."""
+        """num_tokens: of the outputs. Raises ValueError for factors of several dtypes or widths."""
         self._parts = parts
         self._num_tokens = num_tokens
-        self._dtype = _one_dtype([part.bt for part in parts])
+        self._kind = _kind([part.bt for part in parts])
         self._table: _Table | None = None
 
     def __call__(self, y: Tensor, hidden: Tensor) -> None:
-        """Add to y [num_tokens, d_out], in place. hidden: flat, in `hidden_dtype`. Raises ValueError for outputs of
-        other tokens or dtype."""
-        _check(y, self._num_tokens, self._dtype)
+        """Add to y [num_tokens, d_out], in place. hidden: flat, in `hidden_dtype`. Raises ValueError for outputs
+        that do not fit."""
+        _check(y, self._num_tokens, self._kind)
         if not reads_in_place(self._num_tokens, y.device, y.dtype):
             for lane, bt, places in self._parts:
                 shape = lane.stop - lane.start, bt.shape[0] // len(places)
@@ -115,31 +112,27 @@ class Expand:
 
 
 class _Table:
-    """Lanes as the compiled kernels read them: first token, tokens, address in elements, row stride, rank, place of the
-    hidden values. Keeps what it points to."""
+    """Lanes as the compiled kernels read them, and what these point to."""
 
     def __init__(self, parts: Iterable[tuple[Lane, Tensor, int]]) -> None:
         in_rows = [(lane, rows if rows.stride(1) == 1 else rows.contiguous(), place) for lane, rows, place in parts]
         self._kept = [rows for _, rows, _ in in_rows]
-        self.lanes = torch.tensor(
-            [
-                (lane.start, lane.stop - lane.start, a.data_ptr() // a.element_size(), a.stride(0), len(a), place)
-                for lane, a, place in in_rows
-            ],
-            dtype=torch.int64,
-        )
+        self.lanes = lane_table([(lane, Rows.of(rows), place) for lane, rows, place in in_rows])
 
 
-def _one_dtype(factors: Sequence[Tensor]) -> torch.dtype | None:
-    dtypes = {factor.dtype for factor in factors}
-    if len(dtypes) > 1:
-        raise ValueError(f"factors of {' and '.join(sorted(map(str, dtypes)))}; load all in the model's dtype")
-    return next(iter(dtypes), None)
+def _kind(factors: Sequence[Tensor]) -> tuple[torch.dtype, int] | None:
+    """Their dtype, and the length of their rows; None without any."""
+    kinds = {(factor.dtype, factor.shape[1]) for factor in factors}
+    if len(kinds) > 1:
+        told = " and ".join(sorted(f"{dtype} in rows of {width}" for dtype, width in kinds))
+        raise ValueError(f"factors of {told}; load all in the model's dtype, for one layer")
+    return next(iter(kinds), None)
 
 
-def _check(tokens: Tensor, num_tokens: int, dtype: torch.dtype | None) -> None:
-    if tokens.shape[0] != num_tokens or dtype not in (None, tokens.dtype):
+def _check(tokens: Tensor, num_tokens: int, kind: tuple[torch.dtype, int] | None) -> None:
+    if tokens.shape[0] != num_tokens or kind not in (None, (tokens.dtype, tokens.shape[1])):
+        factors = "" if kind is None else f" and factors of {kind[0]} in rows of {kind[1]}"
         raise ValueError(
-            f"{tuple(tokens.shape)} values of {tokens.dtype} do not fit {num_tokens} tokens and factors of {dtype}; "
-            "prepare both halves for this batch, in the model's dtype"
+            f"{tuple(tokens.shape)} values of {tokens.dtype} do not fit {num_tokens} tokens{factors}; prepare both "
+            "halves for this batch, in the model's dtype"
         )

@@ -6,19 +6,20 @@ is right.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from atmm.checks import check_heads, check_merge, check_tokens
 from atmm.compiled import library
 from atmm.compiled.lanes import Scattered
 from atmm.head_rows import HeadRows
 from atmm.segments import SegmentPlan
 from atmm.selection import choose, reads_in_place
 from atmm.sites import Packed, Site, SiteGroup
-from atmm.strategies import STRATEGIES, Loop, Strategy, known, lies_transposed, prepare
+from atmm.strategies import STRATEGIES, Loop, Strategy, Unpacked, known, lies_transposed, prepare
 from atmm.survey import Survey
 
 # Ranks up to which one compiled pass over the weights beats torch's two, whose arithmetic is faster (docs/decisions.md,
@@ -33,13 +34,13 @@ def add_delta(y: Tensor, x: Tensor, site: Site, plan: SegmentPlan) -> None:
 
     Sites of a packed group share one shrink: between the group's calls for one input, that input must not be written.
 
-    Raises ValueError when x or y do not fit the plan, the site or the packed factors.
+    Raises ValueError, before anything is computed, when x or y do not fit the plan, the site or its factors.
     """
     if not plan.lanes:
         return
-    _check_tokens(y, x, site, plan)
     group = site.group
     packed = None if group is None else group.packed
+    check_tokens(y, x, site, site.d_out, plan, packed)
     strategy = _strategy(plan, packed, x, y, site)
     if not strategy.adds_transposed and y.stride(1) != 1:
         # The other strategies multiply into rows: some up to ten times slower where these are strided, some not at all.
@@ -58,20 +59,15 @@ def add_deltas(y: Tensor, x: Tensor, group: SiteGroup, plan: SegmentPlan) -> Non
 
     Raises ValueError as `add_delta` does.
     """
-    width = sum(site.d_out for site in group.sites)
-    if y.dim() != 2 or y.shape[1] != width or (y.device.type != "cpu" and y.stride(1) != 1):
-        raise ValueError(
-            f"y is {tuple(y.shape)} with strides {y.stride()}; the outputs of {', '.join(s.name for s in group.sites)} "
-            f"side by side are [T, {width}], on a GPU with a row's values adjacent"
-        )
     if not plan.lanes:
         return
-    first = group.sites[0]
-    _check_tokens(y, x, first, plan)
-    strategy = _strategy(plan, group.packed, x, y, first)
-    add_all: Callable[[Tensor, Tensor, SiteGroup], None] | None = getattr(strategy, "add_all", None)
-    if add_all is not None:
-        add_all(y, x, group)
+    first, packed = group.sites[0], group.packed
+    check_tokens(y, x, first, group.d_out, plan, packed)
+    if x.device.type != "cpu" and y.stride(1) != 1:
+        raise ValueError(f"y has strides {y.stride()}; on a GPU a row's values have to be adjacent")
+    strategy = _strategy(plan, packed, x, y, first)
+    if strategy.add_all is not None:
+        strategy.add_all(y, x, group)
         return
     column = 0
     for site in group.sites:
@@ -85,17 +81,11 @@ def merge(out: Tensor, base: Tensor, a: Tensor, bt: Tensor, scale: float = 1.0) 
     out, base: [n, o, i], the same tensor for a merge in place. a: [n, r, i], bt: [n, r, o]. Any strides; one dtype
     and device.
 
-    Raises ValueError when the shapes or dtypes do not fit.
+    Raises ValueError when the shapes, dtypes or devices do not fit, before anything is written.
     """
-    n, o, i = base.shape
-    rank = a.shape[1]
-    if out.shape != base.shape or a.shape != (n, rank, i) or bt.shape != (n, rank, o):
-        raise ValueError(
-            f"merge of a {tuple(a.shape)} and bt {tuple(bt.shape)} into base {tuple(base.shape)}, out "
-            f"{tuple(out.shape)}; give a [n, r, i], bt [n, r, o], base and out [n, o, i]"
-        )
-    if not out.dtype == base.dtype == a.dtype == bt.dtype:
-        raise ValueError(f"merge of {a.dtype} and {bt.dtype} into {base.dtype}, {out.dtype}; give one dtype")
+    check_merge(out, base, a, bt)
+    n, rank = a.shape[:2]
+    o, i = base.shape[1:]
     kernels = library() if out.device.type == "cpu" and rank <= _COMPILED_RANKS else None
     if kernels is not None and out.dtype in kernels.merge and all(t.stride(2) == 1 for t in (out, base, a, bt)):
         matrices = [part for t in (out, base, a, bt) for part in (t.data_ptr(), t.stride(0), t.stride(1))]
@@ -118,19 +108,15 @@ def merge(out: Tensor, base: Tensor, a: Tensor, bt: Tensor, scale: float = 1.0) 
 
 
 def head_logits(h: Tensor, rows: Sequence[HeadRows]) -> list[Tensor]:
-    """Every head's logits, [rows, c] each, in the dtype of its weight. h: [T, hidden]."""
+    """Every head's logits, [rows, c] each, in the dtype of its weight. h: [T, hidden].
+
+    Raises ValueError when a head does not fit h.
+    """
+    check_heads(h, rows)
     logits = []
     for head in rows:
         logits.append(F.linear(h.index_select(0, head.index).to(head.weight.dtype), head.weight, head.bias))
     return logits
-
-
-def _check_tokens(y: Tensor, x: Tensor, site: Site, plan: SegmentPlan) -> None:
-    if x.shape[0] != plan.num_tokens or y.shape[0] != plan.num_tokens:
-        raise ValueError(
-            f"{site.name}: x has {x.shape[0]} tokens and y {y.shape[0]}, the plan {plan.num_tokens}; "
-            "build the plan for this batch"
-        )
 
 
 def _strategy(plan: SegmentPlan, packed: Packed | None, x: Tensor, y: Tensor, site: Site) -> Strategy:
@@ -145,15 +131,7 @@ def _strategy(plan: SegmentPlan, packed: Packed | None, x: Tensor, y: Tensor, si
 def _prepare(plan: SegmentPlan, packed: Packed | None, x: Tensor, y: Tensor, site: Site) -> Strategy:
     if plan.strategy is not None and not known(plan.strategy):
         raise ValueError(f"strategy is {plan.strategy!r}; choose one of {', '.join(STRATEGIES)}")
-    if packed is None:
-        missing = sorted(plan.keys)
-    else:
-        if (x.dtype, x.device) != (packed.layout.dtype, packed.layout.device):
-            raise ValueError(
-                f"{site.name}: x is {x.dtype} on {x.device}, its packed adapters {packed.layout.dtype} on "
-                f"{packed.layout.device}; load adapters in the model's dtype, on its device"
-            )
-        missing = sorted(plan.keys - packed.layout.keys)
+    missing = sorted(plan.keys if packed is None else plan.keys - packed.layout.keys)
     if missing:
         if plan.strategy in (None, "compiled") and reads_in_place(plan.num_tokens, x.device, x.dtype):
             return Scattered(plan.lanes)
@@ -162,7 +140,7 @@ def _prepare(plan: SegmentPlan, packed: Packed | None, x: Tensor, y: Tensor, sit
                 f"{site.name}: strategy {plan.strategy!r} needs a packed copy of {', '.join(missing)}; "
                 "pack the group, or use 'loop'"
             )
-        return Loop(plan.lanes)
+        return Unpacked(plan.lanes)
     assert packed is not None
     survey = Survey(plan, packed.layout)
     if not survey.lanes:

@@ -111,12 +111,12 @@ class Packed(NamedTuple):
 class SiteGroup:
     """Sites fed by the very same input tensor (q, k, v of a layer; gate and up), each called once per forward.
 
-    A lone site is a group of one. `packed` is None until `pack`.
+    A lone site is a group of one. `packed` is None until `pack`. d_out: outputs of all sites together.
 
     Raises ValueError when the sites do not agree on d_in, or one already has a group.
     """
 
-    __slots__ = ("packed", "sites")
+    __slots__ = ("d_out", "packed", "sites")
 
     def __init__(self, sites: Sequence[Site]) -> None:
         if not sites:
@@ -132,6 +132,7 @@ class SiteGroup:
             site.group = self
             site.index = index
         self.sites = tuple(sites)
+        self.d_out = sum(site.d_out for site in self.sites)
         self.packed: Packed | None = None
 
     def packed_bytes(self, keys: Iterable[str]) -> int:
@@ -190,7 +191,12 @@ class SiteGroup:
                 if factors is None:
                     continue
                 first = factors.a if first is None else first
-                _check_factors(site, key, factors, first)
+                check_factors(site, key, factors)
+                if (factors.a.dtype, factors.a.device) != (first.dtype, first.device):
+                    raise ValueError(
+                        f"adapter {key!r} at {site.name} is {factors.a.dtype} on {factors.a.device}, its neighbours "
+                        f"{first.dtype} on {first.device}; a group packs one dtype on one device"
+                    )
                 row.append(Span(key, start, factors.a.shape[0]))
                 start += factors.a.shape[0]
             spans.append(tuple(row))
@@ -222,7 +228,8 @@ def _check_buffer(buffer: Tensor, num_bytes: int, device: torch.device) -> None:
         raise ValueError(f"buffer starts at address {buffer.data_ptr()}; align it to {ROW_ALIGNMENT} bytes")
 
 
-def _check_factors(site: Site, key: str, factors: Factors, first: Tensor) -> None:
+def check_factors(site: Site, key: str, factors: Factors) -> None:
+    """Raises ValueError for factors that are not the site's, or do not belong to each other."""
     a, bt = factors
     rank = a.shape[0] if a.dim() == 2 else None
     if (a.shape, bt.shape) != ((rank, site.d_in), (rank, site.d_out)):
@@ -230,12 +237,21 @@ def _check_factors(site: Site, key: str, factors: Factors, first: Tensor) -> Non
             f"adapter {key!r} at {site.name} has a {tuple(a.shape)} and bt {tuple(bt.shape)}; "
             f"the site needs [r, {site.d_in}] and [r, {site.d_out}]"
         )
-    for tensor in factors:
-        if tensor.dtype != first.dtype or tensor.device != first.device:
-            raise ValueError(
-                f"adapter {key!r} at {site.name} is {tensor.dtype} on {tensor.device}, its neighbours {first.dtype} on "
-                f"{first.device}; a group packs one dtype on one device"
-            )
+    if a.dtype is not bt.dtype or a.device != bt.device:
+        raise ValueError(
+            f"adapter {key!r} at {site.name} has a in {a.dtype} on {a.device} and bt in {bt.dtype} on {bt.device}; "
+            "give both in one dtype on one device"
+        )
+
+
+def check_reads(site: Site, key: str, factors: Factors, x: Tensor) -> None:
+    """The same, and ValueError for factors of another dtype or device than the input's."""
+    check_factors(site, key, factors)
+    if factors.a.dtype is not x.dtype or factors.a.device != x.device:
+        raise ValueError(
+            f"{site.name}: x is {x.dtype} on {x.device}, adapter {key!r} {factors.a.dtype} on {factors.a.device}; load "
+            "adapters in the model's dtype, on its device"
+        )
 
 
 def row_strides(layout: Layout) -> tuple[int, tuple[int, ...]]:

@@ -31,18 +31,22 @@ from torch import Tensor
 
 from atmm.compiled.lanes import Compiled, serves
 from atmm.grouped import lanes as grouped
+from atmm.processor import prefers_weight_left
 from atmm.segments import Lane
 from atmm.shares import GroupShares
-from atmm.sites import Packed, Site
+from atmm.sites import Packed, Site, SiteGroup, check_reads
 from atmm.survey import Survey
 
 
 class Strategy(Protocol):
-    """How one plan's deltas are added. One that serves all sites of a group at once, their outputs side by side in y
-    [T, sum of d_out], has `add_all(y, x, group)`, too: not a protocol of its own, since asking for one by `isinstance`
-    takes microseconds of every layer."""
+    """How one plan's deltas are added."""
 
     adds_transposed: bool  # as fast into an output that lies transposed as into rows
+
+    @property
+    def add_all(self) -> Callable[[Tensor, Tensor, SiteGroup], None] | None:
+        """`add_all(y, x, group)` for all sites of a group at once, their outputs side by side in y [T, sum of d_out];
+        None where sites are better served one after the other."""
 
     def __call__(self, y: Tensor, x: Tensor, site: Site, packed: Packed | None) -> None: ...
 
@@ -51,6 +55,7 @@ class Loop:
     """Segment loop of `addmm_`, from the site's own factors."""
 
     adds_transposed = False
+    add_all = None
 
     def __init__(self, lanes: tuple[Lane, ...]) -> None:
         self._lanes = lanes
@@ -67,10 +72,24 @@ class Loop:
                 y[start:stop].addmm_(F.linear(x[start:stop], factors.a), factors.bt, alpha=sign)
 
 
+class Unpacked(Loop):
+    """The same for plans with adapters that are not packed: nobody has looked at their factors yet."""
+
+    def __init__(self, lanes: tuple[Lane, ...]) -> None:
+        super().__init__(lanes)
+        self._keys = frozenset(lane.key for lane in lanes)
+
+    def __call__(self, y: Tensor, x: Tensor, site: Site, packed: Packed | None) -> None:
+        for key in self._keys & site.factors.keys():
+            check_reads(site, key, site.factors[key], x)
+        super().__call__(y, x, site, packed)
+
+
 class Batched:
     """One `bmm` and one `baddbmm_` per run of equal lanes."""
 
     adds_transposed = False
+    add_all = None
 
     def __init__(self, survey: Survey) -> None:
         self._first_rows = survey.layout.first_rows
@@ -94,24 +113,21 @@ class Batched:
                 y_run.view(num_lanes, length, -1).baddbmm_(hidden, bt_run.view(num_lanes, rank, -1), alpha=sign)
 
 
-_THIN = 128  # rows up to which a bfloat16 product on a CPU is faster with the weight as its left operand
-
-
 def lies_transposed(y: Tensor) -> bool:
     """Whether a [tokens, d_out] tensor is stored with a token's values apart and a feature's values side by side."""
     return y.stride(0) == 1 and y.stride(1) != 1
 
 
 def comes_transposed(x: Tensor) -> bool:
-    """Whether a layer's output for this input lies transposed: a thin bfloat16 product on a CPU does, of two rows or
-    more."""
-    return x.device.type == "cpu" and x.dtype == torch.bfloat16 and 1 < x.shape[0] <= _THIN
+    """Whether a layer's output for this input lies transposed; that of a single row lies either way."""
+    return x.shape[0] > 1 and prefers_weight_left(x.shape[0], x.dtype, x.device)
 
 
 class Stacked(GroupShares):
     """Share of a site: its columns of the masked shrink."""
 
     adds_transposed = True
+    add_all = None
 
     __slots__ = ("_alpha", "_bits", "_columns", "_keep", "_signs", "_thin")
 
@@ -127,8 +143,8 @@ class Stacked(GroupShares):
         self._alpha = distinct[0] if len(distinct) == 1 else 1.0
         self._bits = _BITS[layout.dtype.itemsize]
         self._keep = None if kept.all() else kept.to(self._bits).neg_().to(layout.device)
-        # A thin batch is shrunk with the factors on the left, which leaves it transposed, as the expand wants it.
-        self._thin = layout.device.type == "cpu" and layout.dtype == torch.bfloat16 and survey.num_tokens <= _THIN
+        # Shrunk with the factors on the left where layers are, which leaves it transposed, as the expand wants it then.
+        self._thin = prefers_weight_left(survey.num_tokens, layout.dtype, layout.device)
         if self._thin and self._keep is not None:
             self._keep = self._keep.t().contiguous().t()
         self._signs = signs.to(layout.device, layout.dtype) if len(distinct) > 1 else None
@@ -181,6 +197,7 @@ class Gathered(GroupShares):
     """Share of a site: its tokens' own values of the shrink."""
 
     adds_transposed = True
+    add_all = None
 
     __slots__ = ("_alpha", "_bags", "_num_columns", "_own", "_parts", "_signs")
 

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from atmm import processor
 from atmm.bucket import Bucket, Evenness
 from atmm.strategies import known
 
@@ -30,9 +31,10 @@ def device_name(device_type: str) -> str:
     """What a table is measured for: a GPU by name, a CPU by the instructions its matrix products can use."""
     if device_type == "cuda":
         return torch.cuda.get_device_name()
-    flags = pathlib.Path("/proc/cpuinfo")
-    amx = "-amx" if flags.exists() and "amx_bf16" in flags.read_text() else ""
-    return f"cpu-{torch.backends.cpu.get_cpu_capability().lower()}{amx}"
+    flags = processor.flags()
+    # Of those that have tiles all multiply pairs, too; and what multiplies neither is slower by far in 16 bits.
+    products = next((name for flag, name in (("amx_bf16", "-amx"), ("avx512_bf16", "-bf16")) if flag in flags), "")
+    return f"cpu-{torch.backends.cpu.get_cpu_capability().lower()}{products}"
 
 
 @functools.cache

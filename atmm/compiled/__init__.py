@@ -3,7 +3,8 @@
 They win where torch's fixed cost per product, or its second pass over the weights, is what counts. Everything has a
 plain twin: without a compiler, with one that fails, or with ATMM_COMPILED=0 in the environment, `library` gives None
 and nothing else changes. The compiled file is kept in `$XDG_CACHE_HOME/vlora` (default `~/.cache/vlora`) under a name
-that tells sources, flags, compiler and processor, so that a changed one is built anew.
+that tells sources, flags, and what the compiler makes of this processor, so that a changed one is built anew, and
+machines of several kinds may share one home directory.
 """
 
 from __future__ import annotations
@@ -13,7 +14,6 @@ import functools
 import hashlib
 import logging
 import os
-import platform
 import shutil
 import subprocess
 import tempfile
@@ -86,7 +86,7 @@ def _reason(error: Exception) -> str:
 def _built(compiler: str) -> Path:
     """The shared library's file; built beside its place and moved there whole, so that processes may race."""
     here = Path(__file__).parent
-    digest = hashlib.sha256(repr((_FLAGS, _version(compiler), _processor())).encode())
+    digest = hashlib.sha256(repr((_FLAGS, _target(compiler))).encode())
     for name in (*_HEADERS, *_SOURCES):
         digest.update((here / name).read_bytes())
     file = cache.folder() / f"atmm-{digest.hexdigest()[:16]}.so"
@@ -107,14 +107,7 @@ def _run(*command: str) -> str:
     return subprocess.run(command, check=True, capture_output=True, text=True, timeout=120).stdout
 
 
-def _version(compiler: str) -> str:
-    return _run(compiler, "--version")
-
-
-def _processor() -> str:
-    """What `-march=native` depends on."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.processor()
-    return next((line for line in lines if line.startswith(("flags", "Features"))), platform.machine())
+def _target(compiler: str) -> str:
+    """The compiler's version and the instructions it will use here, as it tells them: its predefined macros. What Linux
+    says of the processor is not what a compiler asks."""
+    return _run(compiler, *_FLAGS, "-dM", "-E", "-x", "c++", os.devnull)

@@ -11,9 +11,10 @@ import torch
 from torch import Tensor
 
 from atmm.compiled import library
+from atmm.compiled.table import Rows, hidden_places, lane_table
 from atmm.segments import Lane
 from atmm.shares import GroupShares
-from atmm.sites import Factors, Packed, Site, SiteGroup, row_strides
+from atmm.sites import Factors, Packed, Site, SiteGroup, check_reads, row_strides
 from atmm.survey import Survey
 
 
@@ -21,6 +22,7 @@ class Compiled(GroupShares):
     """Share of a site: its lanes' hidden values, in a buffer common to the group. Only where `serves` holds."""
 
     adds_transposed = True
+    add_all = None
 
     __slots__ = ("_expand", "_hidden", "_lanes", "_num_tokens", "_shrink", "_shrink_lanes", "_signs")
 
@@ -31,27 +33,23 @@ class Compiled(GroupShares):
         assert kernels is not None, "asked for compiled kernels where there are none"
         self._shrink, self._expand = kernels.shrink[layout.dtype], kernels.expand[layout.dtype]
         self._num_tokens = survey.num_tokens
-        shrunk: list[tuple[int, ...]] = []
-        signs: list[float] = []
-        # By site: first token, tokens, where the rows of Bt start and how far they are apart, rank, place in hidden.
-        self._lanes: dict[int, Tensor] = {}
         a_stride, bt_strides = row_strides(layout)
-        size = 0
-        for index in survey.live:
-            expanded: list[tuple[int, ...]] = []
-            for key, start, stop, sign in survey.lanes:
-                span = layout.spans[index].get(key)
-                if span is None or not span.rank:
-                    continue
-                lane = start - survey.start, stop - start
-                row = layout.first_rows[index] + span.start
-                shrunk.append((*lane, row * a_stride, a_stride, span.rank, size))
-                expanded.append((*lane, span.start * bt_strides[index], bt_strides[index], span.rank, size))
-                signs.append(sign)
-                size += (stop - start) * span.rank
-            self._lanes[index] = torch.tensor(expanded, dtype=torch.int64)
-        self._shrink_lanes = torch.tensor(shrunk, dtype=torch.int64)
-        self._signs = torch.tensor(signs, dtype=torch.float32)
+        parts = [
+            (index, lane, span)
+            for index in survey.live
+            for lane in survey.lanes
+            if (span := layout.spans[index].get(lane.key)) is not None and span.rank
+        ]
+        places, size = hidden_places((lane, span.rank) for _, lane, span in parts)
+        shrunk: list[tuple[Lane, Rows, int]] = []
+        expanded: dict[int, list[tuple[Lane, Rows, int]]] = {index: [] for index in survey.live}
+        for (index, lane, span), place in zip(parts, places, strict=True):
+            row, bt_stride = layout.first_rows[index] + span.start, bt_strides[index]
+            shrunk.append((lane, Rows(row * a_stride, a_stride, span.rank), place))
+            expanded[index].append((lane, Rows(span.start * bt_stride, bt_stride, span.rank), place))
+        self._shrink_lanes = lane_table(shrunk, survey.start)
+        self._lanes = {index: lane_table(own, survey.start) for index, own in expanded.items()}
+        self._signs = torch.tensor([lane.sign for _, lane, _ in parts], dtype=torch.float32)
         self._hidden = torch.empty(size, dtype=torch.float32)
 
     def __call__(self, y: Tensor, x: Tensor, site: Site, packed: Packed | None) -> None:
@@ -150,7 +148,7 @@ class _Tables(NamedTuple):
 
 
 class _SiteLanes(NamedTuple):
-    """One site's lanes. shrink, expand: as in `lanes.cpp`, with addresses. copies: factors that lie in no rows."""
+    """One site's lanes. shrink, expand: tables of them, from address zero. copies: of factors that lie in no rows."""
 
     shrink: Tensor
     expand: Tensor
@@ -160,33 +158,24 @@ class _SiteLanes(NamedTuple):
 
     @classmethod
     def of(cls, site: Site, lanes: Sequence[Lane], first_token: int, x: Tensor) -> _SiteLanes:
-        shrink: list[tuple[int, ...]] = []
-        expand: list[tuple[int, ...]] = []
-        signs: list[float] = []
+        parts: list[tuple[Lane, Factors]] = []
         copies: list[Tensor] = []
-        size = 0
-        for key, start, stop, sign in lanes:
-            factors = site.factors.get(key)
+        for lane in lanes:
+            factors = site.factors.get(lane.key)
             if factors is None or not factors.a.shape[0]:
                 continue
+            check_reads(site, lane.key, factors, x)
             a, bt = factors
-            if (a.dtype, a.device) != (x.dtype, x.device):
-                raise ValueError(
-                    f"{site.name}: x is {x.dtype} on {x.device}, adapter {key!r} {a.dtype} on {a.device}; load "
-                    "adapters in the model's dtype, on its device"
-                )
             if a.stride(1) != 1 or bt.stride(1) != 1:
-                a, bt = a.contiguous(), bt.contiguous()
-                copies += a, bt
-            lane, rank = (start - first_token, stop - start), a.shape[0]
-            shrink.append((*lane, a.data_ptr() // a.element_size(), a.stride(0), rank, size))
-            expand.append((*lane, bt.data_ptr() // bt.element_size(), bt.stride(0), rank, size))
-            signs.append(sign)
-            size += (stop - start) * rank
+                factors = Factors(a.contiguous(), bt.contiguous())
+                copies += factors
+            parts.append((lane, factors))
+        places, size = hidden_places((lane, factors.a.shape[0]) for lane, factors in parts)
+        placed = [(lane, factors, place) for (lane, factors), place in zip(parts, places, strict=True)]
         return cls(
-            torch.tensor(shrink, dtype=torch.int64),
-            torch.tensor(expand, dtype=torch.int64),
-            torch.tensor(signs, dtype=torch.float32),
+            lane_table([(lane, Rows.of(factors.a), place) for lane, factors, place in placed], first_token),
+            lane_table([(lane, Rows.of(factors.bt), place) for lane, factors, place in placed], first_token),
+            torch.tensor([lane.sign for lane, _ in parts], dtype=torch.float32),
             torch.empty(size, dtype=torch.float32),
             copies,
         )

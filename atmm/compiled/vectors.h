@@ -70,7 +70,8 @@ inline Floats load(const BFloat16* from, int64_t count) {
   return Floats(__builtin_convertvector(halves, Bits) << 16);
 }
 
-// To the nearest bfloat16, ties to even; what is not a number stays so.
+// To the nearest bfloat16, ties to even; what is not a number stays so. What is too small for a normal number (1e-38)
+// some processors make zero.
 inline Halves round_to_bfloat16(Floats values) {
 #if defined(__AVX512BF16__)
   const __m256bh rounded = _mm512_cvtneps_pbh(__m512(values));

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import logging
+import os
+import platform
+import shutil
 import stat
 from collections.abc import Iterator
 from pathlib import Path
@@ -125,6 +128,69 @@ def test_what_was_built_is_found_again(fresh: Path) -> None:
     compiled.library.cache_clear()
     assert compiled.library() is not None
     assert file.stat().st_mtime_ns == built
+
+
+@pytest.fixture(params=("x86-64", "x86-64-v3"))
+def another_processor(request: pytest.FixtureRequest, fresh: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """From now on the compiler takes this machine for an older one, without AVX-512 and perhaps without AVX."""
+    if platform.machine() != "x86_64":
+        pytest.skip("instructions of x86-64")
+    script = fresh / "c++"
+    script.write_text(
+        "#!/bin/sh\n"
+        f'for word; do shift; [ "$word" = -march=native ] && word=-march={request.param}; set -- "$@" "$word"; done\n'
+        f'exec {shutil.which(os.environ.get("CXX", "c++"))} "$@"\n'
+    )
+    script.chmod(0o755)
+    monkeypatch.setenv("CXX", str(script))
+    return request.param
+
+
+@needs_compiler
+def test_machines_that_share_a_home_directory_have_kernels_each(
+    another_processor: str, fresh: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert compiled.library() is not None
+    (theirs,) = (fresh / "vlora").iterdir()
+    monkeypatch.delenv("CXX")
+    compiled.library.cache_clear()
+    assert compiled.library() is not None
+    assert theirs in (fresh / "vlora").iterdir() and len(list((fresh / "vlora").iterdir())) == 2
+
+
+@needs_compiler
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16), ids=str)
+def test_processors_without_wide_vectors_agree_with_the_reference(another_processor: str, dtype: torch.dtype) -> None:
+    group = make_group({"a": 3, "b": 8, "c": 17}, d_in=37, dtype=dtype)
+    plan = SegmentPlan(17, [*segments({"a": 5, "b": 5, "c": 7}), Lane("a", 5, 17, -1.0)], "compiled")
+    x, outputs = make_input(17, group, dtype)
+    assert check_against_reference(group, plan, x, outputs) > 1
+    x, outputs = make_input(17, group, dtype)
+    columns = [y.t().contiguous().t() for y in outputs]
+    assert check_against_reference(group, plan, x.t().contiguous().t(), columns) > 1
+    assert all(isinstance(strategy, Scattered) for strategy in plan.prepared.values())
+
+
+def _rounded_as_torch_does() -> None:
+    generator = torch.Generator().manual_seed(0)
+    # Products of two bfloat16 values are exact in float32, and one in 2^7 of them lies between two neighbours.
+    a, bt = (torch.randn(1, 1, size, generator=generator).bfloat16() for size in (200, 100))
+    a[0, 0, :4] = torch.tensor([float("nan"), float("inf"), 3e38, 0.0])
+    bt[0, 0, 0] = 1.0
+    out = torch.empty(1, 100, 200, dtype=torch.bfloat16)
+    merge(out, torch.zeros_like(out), a, bt)
+    expected = (bt.float().transpose(1, 2) * a.float()).bfloat16()
+    torch.testing.assert_close(out, expected, rtol=0, atol=0, equal_nan=True)
+
+
+@needs_compiler
+def test_bfloat16_is_rounded_as_torch_does() -> None:
+    _rounded_as_torch_does()
+
+
+@needs_compiler
+def test_bfloat16_is_rounded_alike_by_every_processor(another_processor: str) -> None:
+    _rounded_as_torch_does()
 
 
 def test_without_a_compiler_the_twins_serve(

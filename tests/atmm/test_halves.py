@@ -67,9 +67,11 @@ def test_what_does_not_fit_is_refused_before_any_memory_is_read() -> None:
     shrink = Shrink([Shrinking(lane, factors.a)], 3)
     with pytest.raises(ValueError, match=r"\(2, 16\) values of torch.float32 do not fit 3 tokens"):
         shrink(torch.zeros(2, 16))
-    with pytest.raises(ValueError, match=r"factors of torch\.float32; prepare"):
+    with pytest.raises(ValueError, match=r"factors of torch\.float32 in rows of 16; prepare"):
         shrink(torch.zeros(3, 16, dtype=torch.bfloat16))
+    with pytest.raises(ValueError, match=r"\(3, 15\) values .*in rows of 16"):
+        shrink(torch.zeros(3, 15))
     with pytest.raises(ValueError, match="do not fit 3 tokens"):
         Expand([Expanding(lane, factors.bt, [0])], 3)(torch.zeros(4, 8), shrink(torch.zeros(3, 16)))
-    with pytest.raises(ValueError, match=r"factors of torch\.bfloat16 and torch\.float32"):
+    with pytest.raises(ValueError, match=r"factors of torch\.bfloat16 in rows of 16 and torch\.float32 in"):
         Shrink([Shrinking(lane, factors.a), Shrinking(lane, factors.a.bfloat16())], 3)

@@ -11,7 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from atmm import STRATEGIES, Lane, SegmentPlan, operator, selection, tables
+from atmm import STRATEGIES, Lane, SegmentPlan, operator, processor, selection, tables
 from atmm.bucket import DEVICE_TYPES, DTYPES, Bucket, Evenness
 from atmm.survey import Survey
 from tests.atmm.cases import check_against_reference, make_group, make_input, segments
@@ -191,6 +191,29 @@ def test_a_table_is_read_as_it_was_written(tmp_path: pathlib.Path, monkeypatch: 
         assert tables.table_for("cpu") == {bucket.key(): name for bucket, name in rows}
     finally:
         tables.table_for.cache_clear()
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    (
+        ("avx2 fma", "cpu-avx512"),
+        ("avx512f avx512_bf16", "cpu-avx512-bf16"),
+        ("avx512f avx512_bf16 amx_bf16 amx_tile", "cpu-avx512-amx"),
+    ),
+)
+def test_a_cpu_is_named_by_its_products(flags: str, expected: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(processor, "flags", lambda: frozenset(flags.split()))
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX512")
+    assert tables.device_name("cpu") == expected
+    assert tables.path_for("cpu").name == f"{expected}.json"
+
+
+@pytest.mark.parametrize("path", sorted(tables.FOLDER.glob("*.json")), ids=lambda path: path.stem)
+def test_every_table_in_the_package_is_one_of_this_version(path: pathlib.Path) -> None:
+    document = json.loads(path.read_text())
+    assert document["device"] == path.stem and document["rows"]
+    assert {"torch", "threads", "date"} <= set(document)
+    assert tables.read(path, path.stem.partition("-")[0])
 
 
 def test_a_device_without_a_table_is_named_once(

@@ -6,8 +6,9 @@ import pytest
 import torch
 from torch import nn
 
-from atmm import Factors, Lane, SiteGroup
+from atmm import Factors, Lane, SiteGroup, processor
 from vlora.models.adapted import AdaptedLinear, LaneScope, Siblings, adapt
+from vlora.models.product import linear, linears
 
 
 def test_a_plan_serves_the_steps_that_look_alike_and_reads_what_is_loaded_now() -> None:
@@ -51,8 +52,8 @@ def test_lanes_in_proportion_follow_their_plan() -> None:
 
 
 def siblings(scope: LaneScope, *, bias: bool) -> list[AdaptedLinear]:
-    """Three layers over six features, and adapter a of rank 2 at the first and last; bfloat16, so that a CPU joins
-    them."""
+    """Three layers over six features, and adapter a of rank 2 at the first and last; bfloat16, so that a CPU with
+    matrix tiles joins them."""
     generator = torch.Generator().manual_seed(0)
     layers = [adapt(nn.Linear(6, d_out, bias=bias, dtype=torch.bfloat16), str(d_out), scope) for d_out in (4, 2, 5)]
     for layer in (layers[0], layers[2]):
@@ -63,6 +64,13 @@ def siblings(scope: LaneScope, *, bias: bool) -> list[AdaptedLinear]:
     return layers
 
 
+@pytest.fixture
+def tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A processor with matrix tiles."""
+    monkeypatch.setattr(processor, "flags", lambda: frozenset(["amx_bf16"]))
+
+
+@pytest.mark.usefixtures("tiles")
 @pytest.mark.parametrize("bias", (False, True))
 def test_siblings_answer_as_each_would_alone(bias: bool) -> None:
     scope = LaneScope()
@@ -86,6 +94,23 @@ def test_siblings_answer_as_each_would_alone(bias: bool) -> None:
                 layer.siblings = None
 
 
+@pytest.mark.parametrize("bias", (False, True))
+@pytest.mark.parametrize("num_rows", (1, 3, 129))
+@pytest.mark.parametrize("features", ((), ("amx_bf16",)), ids=("plain", "tiles"))
+def test_a_product_is_the_same_however_it_is_arranged(
+    features: tuple[str, ...], num_rows: int, bias: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(processor, "flags", lambda: frozenset(features))
+    layers = siblings(LaneScope(), bias=bias)
+    x = torch.randn(num_rows, 6).bfloat16()
+    with torch.inference_mode():
+        expected = [nn.functional.linear(x, layer.weight, layer.bias) for layer in layers]
+        for layer, right in zip(layers, expected, strict=True):
+            torch.testing.assert_close(linear(x, layer.weight, layer.bias), right)
+        torch.testing.assert_close(linears(x, layers), torch.cat(expected, 1))
+
+
+@pytest.mark.usefixtures("tiles")
 def test_siblings_compute_once_for_all_and_hold_nothing_after(monkeypatch: pytest.MonkeyPatch) -> None:
     scope = LaneScope()
     layers = siblings(scope, bias=True)

@@ -8,19 +8,17 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-# Rows up to which the transposed arrangement wins (docs/decisions.md, 2026-11-21).
-_THIN = 128
+from atmm.processor import prefers_weight_left
 
 
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     """x [..., d_in] times weight [d_out, d_in] transposed, plus bias; [..., d_out], not always contiguous.
 
-    On a CPU in bfloat16 a thin batch is multiplied as `weight @ x^T`: the weight is then the left operand and is read
-    once as it lies, which takes about 0.7 of the time of `x @ weight^T`. A single row goes as two equal ones, for the
-    same reason.
+    Where the processor prefers it, a thin batch is multiplied as `weight @ x^T`: the weight is then the left operand
+    and is read once as it lies. A single row goes as two equal ones, for the same reason.
     """
     num_rows = x.numel() // x.shape[-1]
-    if not _goes_transposed(num_rows, weight):
+    if not prefers_weight_left(num_rows, weight.dtype, weight.device):
         return F.linear(x, weight, bias)
     y = weight.new_empty(weight.shape[0], max(2, num_rows))
     _multiply(y, weight, bias, _columns(x, num_rows))
@@ -30,16 +28,13 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> 
 def joins(num_rows: int, weight: torch.Tensor) -> bool:
     """Whether layers that read one input had better be computed together (`linears`): where the outputs can lie side by
     side for nothing."""
-    return weight.is_cuda or _goes_transposed(num_rows, weight)
+    return weight.is_cuda or prefers_weight_left(num_rows, weight.dtype, weight.device)
 
 
 def linears(x: torch.Tensor, layers: Sequence[nn.Linear]) -> torch.Tensor:
-    """Outputs of layers that read one input x [T, d_in], side by side: [T, sum of d_out]. Only where `joins` holds.
-
-    On a CPU tokens are adjacent, elsewhere a row's values.
-    """
+    """Outputs of layers that read one input x [T, d_in], side by side: [T, sum of d_out]."""
     widths = [layer.out_features for layer in layers]
-    if x.is_cuda:
+    if not prefers_weight_left(len(x), x.dtype, x.device):
         y = x.new_empty(len(x), sum(widths))
         for layer, part in zip(layers, y.split(widths, 1), strict=True):
             if layer.bias is None:
@@ -52,10 +47,6 @@ def linears(x: torch.Tensor, layers: Sequence[nn.Linear]) -> torch.Tensor:
     for layer, part in zip(layers, y.split(widths), strict=True):
         _multiply(part, layer.weight, layer.bias, columns)
     return y.t()[: len(x)]
-
-
-def _goes_transposed(num_rows: int, weight: torch.Tensor) -> bool:
-    return num_rows <= _THIN and weight.dtype is torch.bfloat16 and weight.device.type == "cpu"
 
 
 def _columns(x: torch.Tensor, num_rows: int) -> torch.Tensor:
