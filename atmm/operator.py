@@ -36,7 +36,7 @@ def add_delta(y: Tensor, x: Tensor, site: Site, plan: SegmentPlan) -> None:
 
     Raises ValueError, before anything is computed, when x or y do not fit the plan, the site or its factors.
     """
-    if not plan.lanes:
+    if not plan.lanes and plan.room is None:
         return
     group = site.group
     packed = None if group is None else group.packed
@@ -59,7 +59,7 @@ def add_deltas(y: Tensor, x: Tensor, group: SiteGroup, plan: SegmentPlan) -> Non
 
     Raises ValueError as `add_delta` does.
     """
-    if not plan.lanes:
+    if not plan.lanes and plan.room is None:
         return
     first, packed = group.sites[0], group.packed
     check_tokens(y, x, first, group.d_out, plan, packed)
@@ -132,7 +132,9 @@ def _prepare(plan: SegmentPlan, packed: Packed | None, x: Tensor, y: Tensor, sit
     if plan.strategy is not None and not known(plan.strategy):
         raise ValueError(f"strategy is {plan.strategy!r}; choose one of {', '.join(STRATEGIES)}")
     missing = sorted(plan.keys if packed is None else plan.keys - packed.layout.keys)
-    if missing:
+    if plan.room is not None and x.is_cuda and (missing or packed is None):
+        raise ValueError(f"{site.name}: a plan with room needs packed copies of what it may hold; pack the group")
+    if missing or packed is None:
         if plan.strategy in (None, "compiled") and reads_in_place(plan.num_tokens, x.device, x.dtype):
             return Scattered(plan.lanes)
         if plan.strategy not in (None, "loop"):
@@ -141,9 +143,10 @@ def _prepare(plan: SegmentPlan, packed: Packed | None, x: Tensor, y: Tensor, sit
                 "pack the group, or use 'loop'"
             )
         return Unpacked(plan.lanes)
-    assert packed is not None
     survey = Survey(plan, packed.layout)
-    if not survey.lanes:
+    if not survey.lanes and plan.room is None:
         return Loop(())
     name = plan.strategy or choose(survey, transposed=bool(packed.bs) and lies_transposed(y))
+    if plan.room is not None and x.is_cuda and not name.startswith("tiled"):
+        name = "tiled"  # nothing else takes other lanes without being launched anew
     return prepare(name, survey)

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
     from atmm.sites import Layout
     from atmm.strategies import Strategy
+
+
+MOST_WITH_ROOM = 2  # lanes at a token: its own adapter's, and the merged one's
 
 
 class Lane(NamedTuple):
@@ -30,15 +34,51 @@ class SegmentPlan:
     `strategy` forces one of `atmm.STRATEGIES` by name wherever an adapter is applied; None lets `atmm.selection`
     choose.
 
-    Raises ValueError for a lane outside the batch or a sign other than +1 and -1.
+    `room` is for CUDA graphs: with so many lanes at most, two of them at a token, the plan may be given others by
+    `refill`, and what was captured with it computes these when it is replayed. On a GPU such a plan is for packed
+    adapters and Triton's kernels.
+
+    Raises ValueError for a lane outside the batch, a sign other than +1 and -1, and lanes that the room does not hold.
     """
 
-    __slots__ = ("keys", "lanes", "num_tokens", "prepared", "strategy")
+    __slots__ = ("keys", "lanes", "num_tokens", "prepared", "room", "strategy")
 
-    def __init__(self, num_tokens: int, lanes: Iterable[Lane], strategy: str | None = None) -> None:
+    def __init__(
+        self, num_tokens: int, lanes: Iterable[Lane], strategy: str | None = None, room: int | None = None
+    ) -> None:
         if num_tokens < 0:
             raise ValueError(f"num_tokens is {num_tokens}; a plan covers 0 tokens or more")
-        lanes = tuple(lanes)
+        self.num_tokens = num_tokens
+        self.room = room
+        self.strategy = strategy
+        self.prepared: dict[Layout | None, Strategy] = {}  # by class of sites; None is every unpacked site
+        self.lanes = self._checked(lanes)
+        self.keys = frozenset(lane.key for lane in self.lanes)
+
+    def refill(self, lanes: Iterable[Lane]) -> None:
+        """Other lanes from now on, at the addresses of those before. Only for a plan with room.
+
+        Raises ValueError as the plan itself does, and for adapters that are not packed where those before were; the
+        plan is as it was then.
+        """
+        if self.room is None:
+            raise ValueError("a plan without room cannot be given other lanes; make it with room for the most of them")
+        lanes = self._checked(lanes)
+        keys = frozenset(lane.key for lane in lanes)
+        for layout in self.prepared:
+            if layout is not None and not keys <= layout.keys:
+                missing = ", ".join(sorted(keys - layout.keys))
+                raise ValueError(f"lanes of {missing}, which are not packed; pack them, and capture anew")
+        self.lanes, self.keys = lanes, keys
+        for layout, strategy in list(self.prepared.items()):
+            if layout is None or strategy.refill is None:
+                del self.prepared[layout]  # nothing of it can have been captured
+            else:
+                strategy.refill(self, layout)
+
+    def _checked(self, lanes: Iterable[Lane]) -> tuple[Lane, ...]:
+        """Those that have tokens, by their place."""
+        lanes, num_tokens = tuple(lanes), self.num_tokens
         for lane in lanes:
             if not 0 <= lane.start <= lane.stop <= num_tokens:
                 raise ValueError(
@@ -47,12 +87,19 @@ class SegmentPlan:
                 )
             if lane.sign not in (1, -1):
                 raise ValueError(f"lane {lane} has sign {lane.sign}; give +1 to add the delta, -1 to take it away")
-        self.num_tokens = num_tokens
-        self.lanes = tuple(sorted((lane for lane in lanes if lane.stop > lane.start), key=_place))
-        self.keys = frozenset(lane.key for lane in self.lanes)
-        self.strategy = strategy
-        self.prepared: dict[Layout | None, Strategy] = {}  # by class of sites; None is every unpacked site
+        lanes = tuple(sorted((lane for lane in lanes if lane.stop > lane.start), key=_place))
+        if self.room is not None and (len(lanes) > self.room or _most_at_a_token(lanes) > MOST_WITH_ROOM):
+            raise ValueError(
+                f"{len(lanes)} lanes, up to {_most_at_a_token(lanes)} at a token; the plan has room for {self.room}, "
+                f"{MOST_WITH_ROOM} at a token"
+            )
+        return lanes
 
 
 def _place(lane: Lane) -> tuple[int, int]:
     return lane.start, lane.stop
+
+
+def _most_at_a_token(lanes: Iterable[Lane]) -> int:
+    edges = sorted(edge for lane in lanes for edge in ((lane.start, 1), (lane.stop, -1)))
+    return max(itertools.accumulate(change for _, change in edges), default=0)

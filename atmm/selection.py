@@ -2,7 +2,7 @@
 
 A choice is made once per plan and class of sites, never per layer.
 
-The rule estimates each strategy's time as its calls, plus the bytes of factors it reads, plus its arithmetic. The
+The rule estimates each strategy's time as its calls, plus the bytes that pass, plus its arithmetic. The
 constants are orders of magnitude, good enough to rank them where nobody has measured.
 """
 
@@ -79,9 +79,11 @@ def estimate(survey: Survey) -> dict[str, float]:
             own += rows * d_out * run.length
     shrink = layout.num_rows * layout.d_in
     expand = sum(width * d_out for width, d_out in zip(layout.widths, layout.d_outs, strict=True))
+    # Everybody reads and writes these: no reason for one or the other, but for timing both where they are most of it.
+    outputs = 2 * survey.num_tokens * sum(layout.d_outs)
 
     def seconds(calls: float, elements: int, products: int) -> float:
-        read = elements * layout.dtype.itemsize / machine.bytes_per_s
+        read = (elements + outputs) * layout.dtype.itemsize / machine.bytes_per_s
         return calls * machine.call_s + read + 2 * products / machine.flops_per_s
 
     estimates = {

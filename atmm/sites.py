@@ -231,8 +231,8 @@ def _check_buffer(buffer: Tensor, num_bytes: int, device: torch.device) -> None:
 def check_factors(site: Site, key: str, factors: Factors) -> None:
     """Raises ValueError for factors that are not the site's, or do not belong to each other."""
     a, bt = factors
-    rank = a.shape[0] if a.dim() == 2 else None
-    if (a.shape, bt.shape) != ((rank, site.d_in), (rank, site.d_out)):
+    rank = a.shape[:1]
+    if a.shape != (*rank, site.d_in) or bt.shape != (*rank, site.d_out):
         raise ValueError(
             f"adapter {key!r} at {site.name} has a {tuple(a.shape)} and bt {tuple(bt.shape)}; "
             f"the site needs [r, {site.d_in}] and [r, {site.d_out}]"

@@ -32,9 +32,9 @@ from torch import Tensor
 from atmm.compiled.lanes import Compiled, serves
 from atmm.grouped import lanes as grouped
 from atmm.processor import prefers_weight_left
-from atmm.segments import Lane
+from atmm.segments import Lane, SegmentPlan
 from atmm.shares import GroupShares
-from atmm.sites import Packed, Site, SiteGroup, check_reads
+from atmm.sites import Layout, Packed, Site, SiteGroup, check_reads
 from atmm.survey import Survey
 
 
@@ -48,6 +48,11 @@ class Strategy(Protocol):
         """`add_all(y, x, group)` for all sites of a group at once, their outputs side by side in y [T, sum of d_out];
         None where sites are better served one after the other."""
 
+    @property
+    def refill(self) -> Callable[[SegmentPlan, Layout], None] | None:
+        """`refill(plan, layout)` takes over what a plan with room says now, at the same addresses; None where a
+        strategy had better be prepared anew."""
+
     def __call__(self, y: Tensor, x: Tensor, site: Site, packed: Packed | None) -> None: ...
 
 
@@ -56,6 +61,7 @@ class Loop:
 
     adds_transposed = False
     add_all = None
+    refill = None
 
     def __init__(self, lanes: tuple[Lane, ...]) -> None:
         self._lanes = lanes
@@ -90,6 +96,7 @@ class Batched:
 
     adds_transposed = False
     add_all = None
+    refill = None
 
     def __init__(self, survey: Survey) -> None:
         self._first_rows = survey.layout.first_rows
@@ -128,6 +135,7 @@ class Stacked(GroupShares):
 
     adds_transposed = True
     add_all = None
+    refill = None
 
     __slots__ = ("_alpha", "_bits", "_columns", "_keep", "_signs", "_thin")
 
@@ -198,6 +206,7 @@ class Gathered(GroupShares):
 
     adds_transposed = True
     add_all = None
+    refill = None
 
     __slots__ = ("_alpha", "_bags", "_num_columns", "_own", "_parts", "_signs")
 

@@ -37,18 +37,24 @@ class Survey:
 
     lanes: in the plan's order, those whose adapter targets a site of the group. keys: their adapters. live: the sites
     they target. start, stop: the smallest range of tokens that holds them all; part: the same, None when it is the
-    whole batch.
+    whole batch. room: the plan's; with it the range is the whole batch, and live is every site that an adapter targets,
+    whatever the lanes are.
     """
 
     def __init__(self, plan: SegmentPlan, layout: Layout) -> None:
         self.layout = layout
         self.lanes = tuple(lane for lane in plan.lanes if lane.key in layout.targeting)
         self.keys = {lane.key for lane in self.lanes}
+        self.room = plan.room
+        reached = self.keys if self.room is None else layout.targeting
         self.live = tuple(
-            index for index, site in enumerate(layout.spans) if any(key in site and site[key].rank for key in self.keys)
+            index for index, site in enumerate(layout.spans) if any(key in site and site[key].rank for key in reached)
         )
-        self.start = min((lane.start for lane in self.lanes), default=0)
-        self.stop = max((lane.stop for lane in self.lanes), default=0)
+        if self.room is None:
+            self.start = min((lane.start for lane in self.lanes), default=0)
+            self.stop = max((lane.stop for lane in self.lanes), default=0)
+        else:
+            self.start, self.stop = 0, plan.num_tokens
         self.part = None if self.num_tokens == plan.num_tokens else slice(self.start, self.stop)
 
     @property

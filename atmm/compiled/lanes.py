@@ -23,6 +23,7 @@ class Compiled(GroupShares):
 
     adds_transposed = True
     add_all = None
+    refill = None
 
     __slots__ = ("_expand", "_hidden", "_lanes", "_num_tokens", "_shrink", "_shrink_lanes", "_signs")
 
@@ -83,6 +84,7 @@ class Scattered:
     """
 
     adds_transposed = True
+    refill = None
 
     def __init__(self, lanes: Sequence[Lane]) -> None:
         self._start = min((lane.start for lane in lanes), default=0)
@@ -162,10 +164,12 @@ class _SiteLanes(NamedTuple):
         copies: list[Tensor] = []
         for lane in lanes:
             factors = site.factors.get(lane.key)
-            if factors is None or not factors.a.shape[0]:
+            if factors is None:
                 continue
             check_reads(site, lane.key, factors, x)
             a, bt = factors
+            if not a.shape[0]:
+                continue
             if a.stride(1) != 1 or bt.stride(1) != 1:
                 factors = Factors(a.contiguous(), bt.contiguous())
                 copies += factors

@@ -42,6 +42,7 @@ class Grouped(GroupShares):
     """
 
     adds_transposed = False
+    refill = None
 
     __slots__ = (
         "_all", "_arguments", "_by_site", "_columns", "_count", "_expand", "_hidden", "_point",

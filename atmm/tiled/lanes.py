@@ -9,6 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from atmm.segments import SegmentPlan
 from atmm.shares import GroupShares
 from atmm.sites import ROW_ALIGNMENT, Layout, Packed, Site, SiteGroup
 from atmm.survey import Survey
@@ -41,15 +42,16 @@ class Tiled(GroupShares):
 
     adds_transposed = False
 
-    __slots__ = ("_expand_tiles", "_hidden", "_kernel", "_shrink_programs", "_shrink_table")
+    __slots__ = ("_block_m", "_expand_tiles", "_hidden", "_kernel", "_shrink_programs", "_shrink_table")
 
     def __init__(self, survey: Survey, tiling: Tiling, block_r: int, max_rank: int) -> None:
         super().__init__(survey)
         layout = survey.layout
         tiles = cut(survey, tiling.block_m)
-        flat, counts = _on_device([tiles.shrink, *tiles.expand.values()], layout.device)
+        self._block_m = tiling.block_m
+        flat = _flat([tiles.shrink, *tiles.expand.values()]).to(layout.device, non_blocking=True)
         self._shrink_table = flat
-        self._shrink_programs = counts[0], max_rank // block_r, tiling.split_k
+        self._shrink_programs = len(tiles.shrink), max_rank // block_r, tiling.split_k
         block_k = tiling.block_k
         self._kernel = handle(
             "shrink",
@@ -77,8 +79,13 @@ class Tiled(GroupShares):
                 num_warps=tiling.num_warps,
             )  # fmt: skip
 
-        self._expand_tiles = _ExpandTiles(flat[5 * counts[0] :], tiles, counts[1:], layout, tiling.block_n, expand)
+        self._expand_tiles = _ExpandTiles(flat[5 * len(tiles.shrink) :], tiles, layout, tiling.block_n, expand)
         self._hidden = torch.empty(tiling.split_k, tiles.num_rows, max_rank, dtype=torch.float32, device=layout.device)
+
+    def refill(self, plan: SegmentPlan, layout: Layout) -> None:
+        """Other lanes into the tables that were made for the plan's room."""
+        tiles = cut(Survey(plan, layout), self._block_m)
+        self._shrink_table.copy_(_flat([tiles.shrink, *tiles.expand.values()]), non_blocking=True)
 
     def __call__(self, y: Tensor, x: Tensor, site: Site, packed: Packed | None) -> None:
         assert packed is not None
@@ -117,13 +124,14 @@ class SingleLaunch:
 
     adds_transposed = False
 
-    __slots__ = ("_expand_tiles", "_live", "_part")
+    __slots__ = ("_block_m", "_expand_tiles", "_live", "_part", "_table")
 
     def __init__(self, survey: Survey, tiling: Tiling, block_r: int, max_rank: int) -> None:
         self._part, self._live = survey.part, survey.live
         layout = survey.layout
         tiles = cut(survey, tiling.block_m)
-        flat, counts = _on_device(list(tiles.expand.values()), layout.device)
+        self._block_m = tiling.block_m
+        self._table = _flat(list(tiles.expand.values())).to(layout.device, non_blocking=True)
 
         def single(divisor: int) -> Handle:
             return handle(
@@ -140,7 +148,12 @@ class SingleLaunch:
                 num_stages=tiling.num_stages,
             )  # fmt: skip
 
-        self._expand_tiles = _ExpandTiles(flat, tiles, counts, layout, tiling.block_n, single)
+        self._expand_tiles = _ExpandTiles(self._table, tiles, layout, tiling.block_n, single)
+
+    def refill(self, plan: SegmentPlan, layout: Layout) -> None:
+        """Other lanes into the tables that were made for the plan's room."""
+        tiles = cut(Survey(plan, layout), self._block_m)
+        self._table.copy_(_flat(list(tiles.expand.values())), non_blocking=True)
 
     def __call__(self, y: Tensor, x: Tensor, site: Site, packed: Packed | None) -> None:
         assert packed is not None
@@ -175,8 +188,8 @@ class _Launch(NamedTuple):
 class _ExpandTiles:
     """A group's launches: a site's own, and one for all of them.
 
-    counts: tiles of each site in `tiles.expand`. kernel_for: the kernel for sites whose d_out are multiples of a
-    number.
+    flat: the tables of `tiles.expand`, one behind the other. kernel_for: the kernel for sites whose d_out are multiples
+    of a number.
     """
 
     __slots__ = ("_by_site", "all")
@@ -185,19 +198,18 @@ class _ExpandTiles:
         self,
         flat: Tensor,
         tiles: Tiles,
-        counts: Sequence[int],
         layout: Layout,
         block_n: int,
         kernel_for: Callable[[int], Handle],
     ) -> None:
         self._by_site: dict[int, _Launch] = {}
         size, first = 6 + 5 * tiles.parts, 0
-        for site, count in zip(tiles.expand, counts, strict=True):
+        for site, own in tiles.expand.items():
             d_out = layout.d_outs[site]
-            programs = count, -(-d_out // block_n), 1
+            programs = len(own), -(-d_out // block_n), 1
             column = sum(layout.d_outs[:site])
             self._by_site[site] = _Launch(kernel_for(d_out), flat[size * first :], programs, column)
-            first += count
+            first += len(own)
         widest = max((layout.d_outs[site] for site in tiles.expand), default=0)
         self.all = _Launch(kernel_for(math.gcd(*layout.d_outs)), flat, (first, -(-widest // block_n), 1), 0)
 
@@ -205,10 +217,9 @@ class _ExpandTiles:
         return self._by_site[site]
 
 
-def _on_device(tables: Sequence[Sequence[tuple[int, ...]]], device: torch.device) -> tuple[Tensor, list[int]]:
-    """Tables of tiles, one behind the other in one copy to the device, and the number of tiles of each."""
-    flat = torch.tensor([value for table in tables for tile in table for value in tile], dtype=torch.int32)
-    return flat.to(device, non_blocking=True), [len(table) for table in tables]
+def _flat(tables: Sequence[Sequence[tuple[int, ...]]]) -> Tensor:
+    """Tables of tiles, one behind the other, so that they go to the device in one copy."""
+    return torch.tensor([value for table in tables for tile in table for value in tile], dtype=torch.int32)
 
 
 def merge(out: Tensor, base: Tensor, a: Tensor, bt: Tensor, scale: float) -> None:

@@ -7,6 +7,7 @@ import itertools
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from atmm.segments import MOST_WITH_ROOM
 from atmm.sites import ROW_ALIGNMENT, TENSOR_ALIGNMENT, bt_starts, row_strides
 from atmm.survey import Survey
 
@@ -18,6 +19,8 @@ class Tiles(NamedTuple):
     rank, first hidden row, first row of A, sign) x parts] per tile; tiles of a site cover different tokens. A column is
     one of the group's outputs side by side; Bt starts so many 256 bytes behind A, and its rows are so many 16 bytes
     long. parts: most lanes that meet at a token. num_rows: hidden rows.
+
+    Of a survey with room all sizes are the most that its lanes can take; tiles of nothing but zeros fill them up.
     """
 
     shrink: list[tuple[int, ...]]
@@ -55,6 +58,8 @@ def cut(survey: Survey, block: int) -> Tiles:
             num_rows += last - first
     pieces = {site: _pieces(parts) for site, parts in parts_of.items()}
     most = max((len(parts) for own in pieces.values() for _, _, parts in own), default=1)
+    if survey.room is not None:
+        most = MOST_WITH_ROOM
     layout = survey.layout
     starts, (_, lengths) = bt_starts(layout), row_strides(layout)
     expand = {
@@ -73,7 +78,19 @@ def cut(survey: Survey, block: int) -> Tiles:
         ]
         for site, own in pieces.items()
     }
+    if survey.room is not None:
+        num_tokens, num_sites = survey.num_tokens, len(survey.live)
+        own = MOST_WITH_ROOM * num_tokens
+        # A lane's last tile may be short, and so may that before each border of a lane.
+        _fill(shrink, num_sites * min(own, own // block + survey.room), 5)
+        for tiles in expand.values():
+            _fill(tiles, min(num_tokens, num_tokens // block + 2 * survey.room), 6 + 5 * MOST_WITH_ROOM)
+        num_rows = num_sites * own
     return Tiles(shrink, expand, most, num_rows)
+
+
+def _fill(tiles: list[tuple[int, ...]], count: int, size: int) -> None:
+    tiles += [(0,) * size] * (count - len(tiles))
 
 
 def _pieces(parts: Sequence[_Part]) -> list[tuple[int, int, list[_Part]]]:

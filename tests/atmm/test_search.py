@@ -97,7 +97,7 @@ def test_a_wrong_strategy_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
 
     class Lazy:
         adds_transposed = True
-        add_all = None
+        add_all = refill = None
 
         def __init__(self, survey: Survey) -> None: ...
         def __call__(self, *_: object) -> None: ...

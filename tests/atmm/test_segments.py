@@ -1,10 +1,14 @@
-"""Plans: what they accept."""
+"""Plans: what they accept, and those that are given other lanes."""
 
 from __future__ import annotations
 
 import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from atmm import Lane, SegmentPlan
+from atmm import STRATEGIES, Lane, SegmentPlan
+from tests.atmm.cases import check_against_reference, check_group_against_reference, make_group, make_input
 
 
 @pytest.mark.parametrize("lane", (Lane("a", -1, 2), Lane("a", 0, 6), Lane("a", 3, 2), Lane("a", 6, 6)))
@@ -28,3 +32,68 @@ def test_empty_lanes_are_dropped() -> None:
     plan = SegmentPlan(5, [Lane("a", 2, 2), Lane("b", 0, 5)])
     assert plan.keys == {"b"}
     assert plan.lanes == (Lane("b", 0, 5),)
+
+
+ROOM_KEYS = "abc"
+
+
+@st.composite
+def fillings(draw: st.DrawFn) -> list[list[Lane]]:
+    """What a plan of nine tokens with room for six lanes may hold, one after the other."""
+    filled = []
+    for _ in range(draw(st.integers(2, 4))):
+        lanes, at = [], 0
+        for key in draw(st.lists(st.sampled_from(ROOM_KEYS), max_size=5)):
+            at += draw(st.integers(0, 1))
+            stop = min(9, at + draw(st.integers(0, 4)))
+            lanes.append(Lane(key, min(9, at), stop))
+            at = stop
+        if draw(st.booleans()):
+            lanes.append(Lane(draw(st.sampled_from(ROOM_KEYS)), 0, draw(st.integers(0, 9)), -1.0))
+        filled.append(lanes)
+    return filled
+
+
+@settings(max_examples=100, deadline=None)
+@given(fillings(), st.sampled_from([*STRATEGIES, None]), st.booleans())
+def test_a_plan_with_room_computes_what_it_holds_now(
+    filled: list[list[Lane]], strategy: str | None, packed: bool
+) -> None:
+    group = make_group({"a": 3, "b": 8, "c": 4}, missing=[("b", 1)], dtype=torch.float64)
+    if packed:
+        group.pack(ROOM_KEYS)
+    elif strategy is not None:
+        strategy = "loop"
+    plan = SegmentPlan(9, filled[0], strategy, room=6)
+    for lanes in filled:
+        plan.refill(lanes)
+        x, outputs = make_input(9, group, torch.float64)
+        check_against_reference(group, plan, x, outputs)
+        check_group_against_reference(group, plan, x, outputs)
+
+
+def test_what_a_room_does_not_hold_is_refused_and_changes_nothing() -> None:
+    plan = SegmentPlan(4, [Lane("a", 0, 2)], room=2)
+    for lanes, words in (
+        ([Lane("a", 0, 1), Lane("b", 1, 2), Lane("c", 2, 3)], "3 lanes, up to 1 at a token; the plan has room for 2"),
+        ([Lane("a", 0, 5)], "batch of 4 tokens"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            plan.refill(lanes)
+        with pytest.raises(ValueError, match=words):
+            SegmentPlan(4, lanes, room=2)
+    with pytest.raises(ValueError, match="up to 3 at a token"):
+        SegmentPlan(4, [Lane(key, 0, 4) for key in "abc"], room=3)
+    assert plan.lanes == (Lane("a", 0, 2),)
+    with pytest.raises(ValueError, match="without room"):
+        SegmentPlan(4, []).refill([Lane("a", 0, 1)])
+
+
+def test_adapters_that_are_not_packed_cannot_be_refilled() -> None:
+    group = make_group({"a": 4, "b": 8})
+    group.pack("a")
+    plan = SegmentPlan(4, [Lane("a", 0, 2)], room=2)
+    check_against_reference(group, plan, *make_input(4, group, torch.float32))
+    with pytest.raises(ValueError, match="lanes of b, which are not packed"):
+        plan.refill([Lane("b", 0, 2)])
+    assert plan.lanes == (Lane("a", 0, 2),)

@@ -10,15 +10,16 @@ import torch
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
-from atmm import Lane, SegmentPlan, reference
+from atmm import Lane, SegmentPlan, add_deltas, reference
 from atmm.tiled import kernels
-from atmm.tiled.handles import handle
+from atmm.tiled.handles import Handle, handle
 from atmm.tiled.lanes import SingleLaunch, Tiled, merge
 from tests.atmm.cases import (
     RELATIVE,
     ROUNDINGS,
     Batch,
     batches,
+    bound,
     check_against_reference,
     check_group_against_reference,
     make_group,
@@ -125,6 +126,31 @@ def test_what_was_in_memory_before_is_never_read(monkeypatch: pytest.MonkeyPatch
     plan = SegmentPlan(7, segments({"a": 3, "b": 4}), "tiled")
     x, outputs = make_input(7, group, torch.float32)
     assert check_against_reference(group, plan, x, outputs) > 1
+
+
+@pytest.mark.parametrize("strategy", KERNELS)
+def test_what_a_graph_captured_computes_the_lanes_of_now(strategy: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    group = make_group({"a": 4, "b": 17, "c": 64}, missing=[("b", 1)])
+    group.pack("abc")
+    plan = SegmentPlan(22, [], strategy, room=5)
+    x, outputs = make_input(22, group, torch.float32)
+    before = torch.cat(outputs, 1)
+    y = before.clone()
+    captured: list[tuple[Handle, tuple]] = []
+    launch = Handle.__call__
+    with monkeypatch.context() as patch:
+        patch.setattr(Handle, "__call__", lambda self, *given: (captured.append((self, given)), launch(self, *given)))
+        add_deltas(y, x, group, plan)
+    assert captured and torch.equal(y, before)
+    for lanes in (segments({"a": 5, "b": 1, "c": 16}), KINDS["mixed mode"][1], [], [Lane("b", 21, 22, -1.0)]):
+        plan.refill(lanes)
+        y.copy_(before)
+        for handle_, given_ in captured:  # the same kernels, grids and addresses
+            handle_(*given_)
+        for site, old, new in zip(group.sites, outputs, y.split([40, 16, 16], 1), strict=True):
+            right = reference.add_delta(old, x, site, plan)
+            assert ((new.double() - right).abs() <= bound(old, x, site, plan)).all()
+        assert torch.equal(y, before) == (not lanes)
 
 
 @settings(max_examples=12, deadline=None, derandomize=True, phases=(Phase.explicit, Phase.generate))
