@@ -25,6 +25,11 @@ def test_a_cell_tells_what_was_chosen_and_how_far_the_others_are_behind() -> Non
     assert all(row[name] > 0 for name in BASELINES)
 
 
+def test_a_call_that_takes_long_is_left_out_of_the_later_rounds() -> None:
+    seconds = bench._timed({"long": lambda: 0.2, "short": lambda: 0.001}, rounds=21)
+    assert {name: len(taken) for name, taken in seconds.items()} == {"long": 9, "short": 21}
+
+
 @pytest.mark.parametrize("kept", sorted(RESULTS.glob("atmm_*.json")), ids=lambda path: path.stem)
 def test_what_is_stated_follows_from_the_cells_that_are_kept(kept: Path) -> None:
     found = json.loads(kept.read_text())
