@@ -39,7 +39,7 @@ _IN_THE_RACE = 2.0  # a strategy this many times behind the best is not timed to
 _TURNS_PER_ROUND = 3  # strategies are near one another, and what is told is the worst of many cells
 _ENOUGH_S = 0.15  # of each strategy in a cell, before fewer turns will do
 _FEWEST_ROUNDS = 9  # of a call that takes long
-_LONG_S = 1.0  # what one call takes in as many rounds before it is left out of the others
+_LONG_S = 0.3  # what one call takes in as many rounds before it is left out of the others
 _MOST_GATHERED_BYTES = 2**30  # what gathering factors per token may take; larger cells go without that baseline
 
 
