@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import shutil
 import time
@@ -12,8 +11,6 @@ from functools import partial
 from pathlib import Path
 
 import cv2
-import torch
-from PIL import Image
 from rich.console import Console
 
 from fusion.check import as_json, check, tell
@@ -38,23 +35,18 @@ from fusion.report import (
 )
 from fusion.report_examples import confusion_of, examples_of
 from fusion.report_page import page
-from fusion.samples import Sample, Splits
+from fusion.samples import Splits
 from fusion.side_by_side import Job, one_thread, side_by_side
 from fusion.sources import STREAMS
 from fusion.train import Domain, FrozenBase, LoraTrainer
 from fusion.trainings import Trainings
-from fusion.zero_shot import score_of_words
+from fusion.zero_shot import score_before_training
 from vlora.config import EngineConfig
-from vlora.engine import LocalEngine
 from vlora.errors import BadConfig
 from vlora.models import InputProcessor
 from vlora.models.loading import load_model
-from vlora.types import Request, SamplingParams
 
-_LONGEST_LABEL = 8  # tokens that the base model may take for a short answer
 _TEST_SHOWN = 100  # test samples per domain written out for a live check
-_ASKED_BEFORE = 100  # test samples per domain that the base model is asked: an answer in words takes many steps
-_ASKED_AT_ONCE = 32  # of these, whose pixels are in memory
 
 
 def fuse(
@@ -115,30 +107,32 @@ def run(
     started = time.perf_counter()
     base_path = checkpoint_path() if plan.base == "embedded" else plan.base
     splits = {name: own.splits for name, own in data.items()}
-    config = EngineConfig(model=base_path, device=device, dtype="float32")
     processor = InputProcessor.from_pretrained(base_path)
-    base = FrozenBase(load_model(config), processor, features=out / "features", train_vision=plan.lora.vision)
+    model = load_model(EngineConfig(model=base_path, device=device, dtype="float32"))
+    base = FrozenBase(model, processor, features=out / "features", train_vision=plan.lora.vision)
     # Before anything takes long: what cannot be resumed is told at once.
     identity = identity_of(plan, splits, base.weights, hash_of_processing(processor), device)
     checkpoint = Checkpoint(out / "checkpoint", identity, resume=resume)
     domains = {domain.name: Domain(domain, splits[domain.name], base) for domain in plan.domains}
     console.print(f"asking the base model {base_path} without adapters")
     with console.status("asking"):
-        before = zero_shot(config, processor, plan, splits)
+        before = {name: score_before_training(domain) for name, domain in domains.items()}
+    teachers = {name: own.taught for name, own in data.items() if own.taught is not None}
+    first = surely_alone(plan, teachers)
+    count = len(first) + len(plan.order) * len(domains)
     several = workers > 1
-    with one_thread() if several else nullcontext(), Progress(console, len(plan.order) * len(domains)) as progress:
+    with one_thread() if several else nullcontext(), Progress(console, count) as progress:
         trainer = LoraTrainer(base, domains, plan, progress=progress.step, say=progress.say)
         trainings = Trainings(
             trainer, checkpoint, rehearsal=plan.training.rehearsal, starting=progress.begin, made=progress.end
         )
-        teachers = {name: own.taught for name, own in data.items() if own.taught is not None}
 
         def ahead(jobs: Sequence[Job]) -> None:
             if several and jobs:
                 progress.say(f"training side by side: {len(jobs)}, {workers} at a time")
                 side_by_side(jobs, workers, progress.silence)
 
-        ahead([partial(trainings, (name,)) for name in surely_alone(plan, teachers)])
+        ahead([partial(trainings, (name,)) for name in first])
         thresholds = thresholds_of(plan, trainings, teachers)
         packing = packing_of(plan, domains, thresholds, trainings, progress.say, ahead)
         verdict = verdict_of(thresholds, trainings) if oracle else None
@@ -235,49 +229,6 @@ def _told(verdict: Verdict) -> OracleReport:
     bound, best = verdict.bound, verdict.optimum
     optimum = None if best is None else tuple(tuple(sorted(together)) for together in best.adapters)
     return OracleReport(bound.adapters, bound.missed, bound.conflicts, optimum)
-
-
-@torch.no_grad()
-def zero_shot(
-    config: EngineConfig, processor: InputProcessor, plan: Plan, splits: Mapping[str, Splits]
-) -> dict[str, float]:
-    """Each domain's metric on the first test samples of the base model, asked its question in words."""
-    engine = LocalEngine(config)
-    found = {}
-    for domain in plan.domains:
-        whole = splits[domain.name]
-        own = dataclasses.replace(whole, test=whole.test[:_ASKED_BEFORE])
-        wanted = [answer_in_words(own, sample) for sample in own.test]
-        longest = max(_LONGEST_LABEL, *(len(processor.tokenizer(words)["input_ids"]) for words in wanted))
-        said: list[str] = []
-        for first in range(0, len(own.test), _ASKED_AT_ONCE):
-            part = own.test[first : first + _ASKED_AT_ONCE]
-            said += _in_words(engine, processor, domain.question, part, longest)
-        found[domain.name] = score_of_words(own, domain.metric, said)
-    return found
-
-
-def _in_words(
-    engine: LocalEngine, processor: InputProcessor, question: str, samples: Sequence[Sample], longest: int
-) -> list[str]:
-    """What the engine says of each sample in `longest` tokens or less."""
-    requests = []
-    for number, sample in enumerate(samples):
-        prompt = processor.chat(sample.question or question, len(sample.frames))
-        encoded = processor.encode(prompt, [Image.fromarray(frame) for frame in sample.frames])
-        requests.append(
-            Request(
-                request_id=str(number),
-                prompt_ids=encoded.prompt_ids,
-                vision=encoded.vision,
-                sampling=SamplingParams(max_tokens=longest),
-            )
-        )
-    outputs = engine.run(requests)
-    return [
-        processor.decode([token for output in outputs[request.request_id] for token in output.token_ids])
-        for request in requests
-    ]
 
 
 def write_test_data(folder: Path, plan: Plan, splits: Mapping[str, Splits]) -> None:

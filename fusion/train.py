@@ -43,7 +43,7 @@ _ENCODE_AT_ONCE = 64
 _SCORE_AT_ONCE = 50
 _IGNORE = -100
 _WARM_UP_STEPS = 10
-_LOOKS = 12  # at samples kept from training, within `steps`
+_LOOKS = 12  # at samples kept from training, within all steps of it
 _CURVE_POINTS = 24
 
 _LONGER = 2  # times the longest answer to be learned: what is decoded is cut off there
@@ -167,6 +167,21 @@ class FrozenBase:
         if features and features[0].deepstack:
             raise NotImplementedError("fusion does not train on models with deepstack features (Qwen3-VL) yet")
         return [one.rows for one in features]
+
+    def features_of(self, samples: Sequence[Prepared]) -> list[torch.Tensor]:
+        """Image features of each sample [placeholders, hidden]: those that were kept, or made anew where they would
+        not stay, with gradients where they are on."""
+        if not self.train_vision:
+            return [seen for sample in samples if (seen := sample.embeddings) is not None]
+        made = iter(self.encode([item for sample in samples for item in sample.vision]))
+        return [torch.cat([next(made) for _ in sample.vision]) for sample in samples]
+
+    @torch.no_grad()
+    def said(self, samples: Sequence[Prepared], limit: int) -> list[str]:
+        """What the model as it is now says of each, token after token, as the engine would; in `limit` tokens."""
+        rows = [_embed(self.seam, one.ids, seen) for one, seen in zip(samples, self.features_of(samples), strict=True)]
+        prompts = [Prompt(row, one.positions) for row, one in zip(rows, samples, strict=True)]
+        return [self.processor.decode(tokens).strip() for tokens in greedy(self.seam, prompts, limit)]
 
     def _kept_features(self, encoded: Sequence[EncodedPrompt]) -> Sequence[Features]:
         """Of each sample's pictures."""
@@ -333,7 +348,7 @@ class LoraTrainer:
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
             self._progress(step + 1, steps)
-            if settings.patience is not None and (step + 1) % max(1, settings.steps // _LOOKS) == 0:
+            if settings.patience is not None and (step + 1) % max(1, steps // _LOOKS) == 0:
                 held_back = self._held_back_loss(held)
                 looks_since = 0 if held_back < best else looks_since + 1
                 if held_back < best:
@@ -370,22 +385,15 @@ class LoraTrainer:
 
     @torch.no_grad()
     def said(self, domain: str, samples: Sequence[Prepared]) -> list[str]:
-        """What the language model says of each, token after token, as the engine would; cut off at twice the length of
-        the longest answer that it was to learn."""
+        """What the language model says of each, cut off at twice the length of the longest answer that it was to
+        learn."""
         limit = _LONGER * max(len(sample.answer) for sample in self.domains[domain].train)
 
-        def decode(part: Sequence[Prepared]) -> list[tuple[int, ...]]:
-            batch = [(domain, sample) for sample in part]
+        def decode(part: Sequence[Prepared]) -> list[str]:
             with self._autocast():
-                rows = [
-                    _embed(self._base.seam, one.ids, seen)
-                    for (_, one), seen in zip(batch, self._features(batch), strict=True)
-                ]
-                prompts = [Prompt(row, one.positions) for row, one in zip(rows, part, strict=True)]
-                return greedy(self._base.seam, prompts, limit)
+                return self._base.said(part, limit)
 
-        decoded = self._base.processor.decode
-        return [decoded(tokens).strip() for _, found in self._in_parts(samples, decode) for tokens in found]
+        return [words for _, found in self._in_parts(samples, decode) for words in found]
 
     @torch.no_grad()
     def answers(self, domain: str, samples: Sequence[Prepared]) -> list[object]:
@@ -500,14 +508,7 @@ class LoraTrainer:
     def _read(self, batch: Sequence[tuple[str, Prepared]]) -> Read:
         """One forward over prompts with their answers behind them."""
         with self._autocast():
-            return self.forward(self._base.seam, batch, self._features(batch))
-
-    def _features(self, batch: Sequence[tuple[str, Prepared]]) -> list[torch.Tensor]:
-        """Image features of each sample [placeholders, hidden]."""
-        if not self._base.train_vision:
-            return [sample.features.rows() for _, sample in batch if sample.features is not None]
-        made = iter(self._base.encode([item for _, sample in batch for item in sample.vision]))
-        return [torch.cat([next(made) for _ in sample.vision]) for _, sample in batch]
+            return self.forward(self._base.seam, batch, self._base.features_of([sample for _, sample in batch]))
 
     @staticmethod
     def forward(seam: Seam, batch: Sequence[tuple[str, Prepared]], features: Sequence[torch.Tensor]) -> Read:

@@ -1,0 +1,101 @@
+"""What the base model says before training: the engine's own words, from the one model that is trained afterwards."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from PIL import Image
+from rich.console import Console
+from transformers import AutoModelForImageTextToText
+
+from fusion.commands import fuse
+from fusion.embedded import checkpoint_path
+from fusion.samples import Sample, Splits
+from fusion.zero_shot import _said, score_before_training
+from tests.fusion.small import color_splits, colors, plan_of, trainer_of, write_base, write_folders
+from vlora.config import EngineConfig
+from vlora.engine import LocalEngine
+from vlora.models import InputProcessor
+from vlora.types import Request, SamplingParams
+
+LIMIT = 6
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> str:
+    torch.set_num_threads(1)
+    return write_base(tmp_path_factory.mktemp("base"))
+
+
+def clips() -> Splits:
+    """Two frames each, and questions of two lengths."""
+    single = colors(16, 5)
+    samples = [
+        Sample((one.frames[0], other.frames[0]), "red", "what is it ?" if place % 2 else "")
+        for place, (one, other) in enumerate(zip(single[::2], single[1::2], strict=True))
+    ]
+    return Splits("vqa", (), samples, samples, samples, real=False)
+
+
+@pytest.mark.parametrize("make", [color_splits, clips])
+def test_it_says_what_the_engine_would(make: Callable[[], Splits]) -> None:
+    splits, base = make(), checkpoint_path()  # random weights have nothing to say
+    domain = trainer_of(plan_of(base, ("asked",)), {"asked": splits}).domains["asked"]
+    processor = InputProcessor.from_pretrained(base)
+    engine = LocalEngine(EngineConfig(model=base, dtype="float32", arena_bytes=64 * 2**20))
+    requests = []
+    for number, sample in enumerate(splits.test):
+        prompt = processor.chat(sample.question or domain.plan.question, len(sample.frames))
+        encoded = processor.encode(prompt, [Image.fromarray(frame) for frame in sample.frames])
+        asked: dict[str, Any] = {"prompt_ids": encoded.prompt_ids, "vision": encoded.vision}
+        requests.append(Request(request_id=str(number), sampling=SamplingParams(max_tokens=LIMIT), **asked))
+    outputs = engine.run(requests)
+    expected = [
+        processor.decode([token for output in outputs[request.request_id] for token in output.token_ids]).strip()
+        for request in requests
+    ]
+    said = _said(domain, domain.test, LIMIT)
+    assert said == expected
+    assert len(set(said)) > 1  # so that agreeing means something
+
+
+def test_what_does_not_fit_is_asked_in_smaller_parts(base: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    domain = trainer_of(plan_of(base, ("asked",)), {"asked": color_splits()}).domains["asked"]
+    whole, score = _said(domain, domain.test, LIMIT), score_before_training(domain)
+    say = domain.base.said
+    sizes: list[int] = []
+
+    def short(samples: list[object], limit: int) -> list[str]:
+        sizes.append(len(samples))
+        if len(samples) > 8:
+            raise torch.OutOfMemoryError
+        return say(samples, limit)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(domain.base, "said", short)
+    assert _said(domain, domain.test, LIMIT) == whole
+    assert sizes == [30, 16, 8, 8, 8, 6]
+    assert score_before_training(domain) == score
+
+
+def test_a_run_has_one_base_model_in_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    loaded: list[str] = []
+    load = AutoModelForImageTextToText.from_pretrained
+
+    def counted(name: str, **settings: object) -> object:
+        loaded.append(name)
+        return load(name, **settings)
+
+    folder = write_base(tmp_path / "base")
+    write_folders(tmp_path / "colors")
+    (tmp_path / "plan.yaml").write_text(
+        "base: base\ntraining: {steps: 1, batch_size: 4}\nlora: {rank: 2}\n"
+        "domains: [{name: colors, source: colors, question: what color, threshold: 0.1}]\n"
+    )
+    monkeypatch.setattr(AutoModelForImageTextToText, "from_pretrained", counted)
+    report = fuse(tmp_path / "plan.yaml", tmp_path / "out", console=Console(quiet=True))
+    assert loaded == [folder]
+    assert 0 <= report.domains[0].before <= 1
