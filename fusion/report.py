@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -132,7 +133,7 @@ class FusionReport:
 
 def model_card(report: FusionReport, adapter: AdapterReport) -> str:
     """An adapter's README: what it knows, how well, how it was made and how it is used."""
-    lora, training = report.plan["lora"], report.plan["training"]
+    lora = report.plan["lora"]
     own = [domain for domain in report.domains if domain.adapter == adapter.name]
     rows = "\n".join(
         f"| {d.name} | {d.task} | {d.real_or_synthetic} | {d.metric} | {d.threshold:.3f} | {d.validation:.3f} | "
@@ -157,9 +158,21 @@ A LoRA adapter for {report.base} that holds {len(own)} of the {len(report.domain
 {rows}
 
 Rank {lora["rank"]}{blocks}, alpha {lora["alpha"]}{", rank-stabilised" if lora["rslora"] else ""}, on {layers}{vision}.
-Trained for at most {training["steps"]} steps of {training["batch_size"]} samples per domain;
-{training["rehearsal"]:.0%} of each batch came from the domains before it.
+{_how_trained(report.plan, adapter)}
 
 `peft.PeftModel.from_pretrained(base, FOLDER)` loads the adapter; `vlora serve --adapter NAME=FOLDER` serves it with its
 task heads (`heads.safetensors`), where it has any.
 """
+
+
+def _how_trained(plan: Mapping[str, Any], adapter: AdapterReport) -> str:
+    training = plan["training"]
+    steps = f"{training['steps']} steps of {training['batch_size']} samples"
+    if len(adapter.domains) == 1:
+        return f"Trained for at most {steps}."
+    if plan["packing"] == "jointly":
+        return f"Trained on all of its domains at once, for at most {steps} each."
+    return (
+        f"Trained for at most {steps} per domain, one after the other: {', '.join(adapter.domains)};\n"
+        f"{training['rehearsal']:.0%} of each batch came from the domains before it."
+    )

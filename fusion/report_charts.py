@@ -30,34 +30,30 @@ _TOP = 8
 _LETTER = 6.6  # pixels a letter takes, about
 
 
-def lanes_of(steps: Sequence[StepReport]) -> tuple[int, ...]:
-    """The adapter each training went into, or was rolled back from, by the order in which adapters were opened.
+def lanes_of(steps: Sequence[StepReport], adapters: Sequence[Sequence[str]]) -> tuple[int, ...]:
+    """Of each training the adapter, by number, that it went into or was rolled back from. Of domains that did not fit
+    when trained at once: the one that holds most of them."""
 
-    Domains that did not fit together have the lane of the adapter that is opened next.
-    """
-    opened: dict[tuple[str, ...], int] = {}
-    lanes = []
-    number = 0
-    for step in steps:
-        lane = opened[step.into] if step.into else number
-        if step.kept:
-            opened[(*step.into, *step.domains)] = lane
-            number += not step.into
-        lanes.append(lane)
-    return tuple(lanes)
+    def lane(step: StepReport) -> int:
+        told = set(step.into or step.domains)
+        return max(range(len(adapters)), key=lambda number: len(told & set(adapters[number])))
+
+    return tuple(map(lane, steps))
 
 
-def timeline_chart(steps: Sequence[StepReport], thresholds: Mapping[str, float]) -> Markup:
+def timeline_chart(
+    steps: Sequence[StepReport], adapters: Sequence[Sequence[str]], thresholds: Mapping[str, float]
+) -> Markup:
     """A lane for each adapter, a block for each training, over seconds of training time."""
-    lanes = lanes_of(steps)
-    bottom = _TOP + _LANE * (max(lanes) + 1)
+    lanes = lanes_of(steps, adapters)
+    bottom = _TOP + _LANE * len(adapters)
     svg = _svg(bottom + 40, "Packing step by step")
     total = steps[-1].begin + steps[-1].seconds
 
     def x_of(seconds: float) -> float:
         return _LEFT + (_WIDTH - _LEFT - 10) * seconds / total
 
-    for lane in range(max(lanes) + 1):
+    for lane in range(len(adapters)):
         y = _TOP + lane * _LANE
         _add(svg, "line", "grid", x1=_LEFT, x2=_WIDTH - 10, y1=y + _LANE - 8, y2=y + _LANE - 8)
         _text(svg, 0, y + 28, f"adapter {lane + 1}", "name")

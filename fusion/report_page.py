@@ -25,12 +25,13 @@ def page(report: FusionReport, examples: Mapping[str, Sequence[Example]]) -> str
     values = [value for step in report.timeline for value in step.values.values()]
     low = min(values, default=0.0)
     thresholds = {domain.name: domain.threshold for domain in report.domains}
+    adapters = [adapter.domains for adapter in report.adapters]
     return environment.get_template("report.html.j2").render(
         report=report,
         thresholds=thresholds,
         rules={domain["name"]: _rule(domain["threshold"]) for domain in report.plan["domains"]},
-        lanes=lanes_of(report.timeline),
-        timeline=timeline_chart(report.timeline, thresholds),
+        lanes=lanes_of(report.timeline, adapters),
+        timeline=timeline_chart(report.timeline, adapters, thresholds),
         capacity=capacity_chart(report.timeline),
         examples=examples,
         shade=lambda value: shade((value - low) / (1 - low or 1)),

@@ -60,3 +60,14 @@ def test_an_adapters_card_tells_what_it_promises() -> None:
     assert "rank-stabilised, on q_proj, v_proj of the language model and all of the vision side." in body
     missed = dataclasses.replace(made, domains=tuple(dataclasses.replace(d, met=False) for d in made.domains))
     assert "0.850 (missed)" in model_card(missed, missed.adapters[1])
+
+
+def test_an_adapters_card_tells_how_it_was_trained() -> None:
+    made = report()
+    both = AdapterReport("signs-digits", ("signs", "digits"))
+    assert "Trained for at most 120 steps of 32 samples.\n" in model_card(made, made.adapters[0])
+    card = model_card(made, both)
+    assert "120 steps of 32 samples per domain, one after the other: signs, digits;\n50% of each batch" in card
+    jointly = model_card(dataclasses.replace(made, plan={**made.plan, "packing": "jointly"}), both)
+    assert "Trained on all of its domains at once, for at most 120 steps of 32 samples each." in jointly
+    assert "of each batch" not in jointly

@@ -99,8 +99,16 @@ def test_lanes_follow_adapters_through_rollbacks() -> None:
         step("d", ("a", "c"), False, a=0.3, c=0.8, d=0.9),
         step("d", ("b",), True, b=0.9, d=0.9),
     )
-    assert lanes_of(steps) == (0, 0, 1, 0, 0, 1)
+    assert lanes_of(steps, (("a", "c"), ("b", "d"))) == (0, 0, 1, 0, 0, 1)
     assert capacity_points(steps)["a"] == [(1, 0.9, True), (2, 0.4, False), (2, 0.9, True), (3, 0.3, False)]
+
+
+def test_lanes_are_those_of_the_adapters_that_came_of_it() -> None:
+    """Trained at once: what did not fit has no lane of its own, and what was united later has the union's."""
+    bad = {"a": 0.9, "b": 0.4, "c": 0.9, "d": 0.9}
+    tried = ("abcd", False), ("cd", True), ("ab", False), ("a", True), ("b", True), ("acd", True), ("bcd", False)
+    steps = [StepReport(tuple(names), (), kept, 0.0, 1.0, bad, bad, (1.0,)) for names, kept in tried]
+    assert lanes_of(steps, (("a", "c", "d"), ("b",))) == (0, 0, 0, 0, 1, 0, 0)
 
 
 def test_which_label_is_taken_for_which() -> None:
