@@ -10,7 +10,8 @@ from rich.progress import Progress as Bars
 
 
 class Progress:
-    """A bar over all trainings, as far as they can be known: each rollback is one more.
+    """A bar over all trainings, as far as they can be known: each rollback is one more. Domains that are trained at
+    once count as so many trainings.
 
     trainings: at least this many. On no terminal, lines tell the time left.
     """
@@ -21,6 +22,7 @@ class Progress:
         self._bars = Bars(*columns, TimeRemainingColumn(), console=console, transient=True, speed_estimate_period=600)
         self._all = self._bars.add_task("fusing", total=trainings)
         self._ended = 0
+        self._size = 1
 
     def __enter__(self) -> Progress:
         self._bars.start()
@@ -37,8 +39,9 @@ class Progress:
     def say(self, line: str) -> None:
         self._bars.console.print(line)
 
-    def begin(self, what: str) -> None:
-        """A training begins."""
+    def begin(self, what: str, size: int = 1) -> None:
+        """A training of so many domains begins."""
+        self._size = size
         left = self._bars.tasks[0].time_remaining
         told = "" if left is None or self._bars.console.is_terminal else f" (about {max(1, round(left / 60))} min left)"
         self._bars.update(self._all, description=what)
@@ -47,10 +50,10 @@ class Progress:
 
     def step(self, done: int, most: int) -> None:
         """`done` of at most `most` steps of the training that has begun."""
-        self._bars.update(self._all, completed=self._ended + done / most)
+        self._bars.update(self._all, completed=self._ended + self._size * done / most)
 
-    def end(self) -> None:
-        """A training has ended, or turned out to be known."""
-        self._ended += 1
+    def end(self, size: int = 1) -> None:
+        """A training of so many domains has ended, or turned out to be known."""
+        self._ended += size
         total = max(self._bars.tasks[0].total or 0, self._ended + 1)
         self._bars.update(self._all, completed=self._ended, total=total)

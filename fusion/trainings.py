@@ -13,7 +13,8 @@ from fusion.train import LoraTrainer
 class Trainings:
     """`fusion.pack.Train` by one trainer. rehearsal: share of each batch for the domains an adapter holds already.
 
-    starting: told what is about to be trained, which takes a while; made: told when it is done, or was known already.
+    starting: told what is about to be trained, which takes a while, and how many domains' steps that are; made: told
+    these when it is done, or was known already.
     """
 
     def __init__(
@@ -22,8 +23,8 @@ class Trainings:
         checkpoint: Checkpoint,
         *,
         rehearsal: float,
-        starting: Callable[[str], None] = lambda _: None,
-        made: Callable[[], None] = lambda: None,
+        starting: Callable[[str, int], None] = lambda what, size: None,
+        made: Callable[[int], None] = lambda size: None,
     ) -> None:
         self.trainer = trainer
         self._checkpoint = checkpoint
@@ -45,7 +46,7 @@ class Trainings:
             return self.trainer.train(domain, beside, rehearsal=self._rehearsal)
 
         told = f"{adapter[-1]} into {', '.join(adapter[:-1]) or 'a new adapter'}"
-        return self._made(self._key(adapter), adapter, told, train)
+        return self._made(self._key(adapter), adapter, told, 1, train)
 
     def together(self, domains: Collection[str]) -> Trained:
         """Train a set of domains into one adapter at once. Of one domain alone: the same as in sequence."""
@@ -57,7 +58,7 @@ class Trainings:
             self.trainer.fresh()
             return self.trainer.train_together(names)
 
-        return self._made(self._key_together(names), names, f"{', '.join(names)} at once", train)
+        return self._made(self._key_together(names), names, f"{', '.join(names)} at once", len(names), train)
 
     def state(self, adapter: Adapter) -> State:
         """Weights of an adapter that has been trained."""
@@ -67,17 +68,19 @@ class Trainings:
         names = tuple(sorted(domains))
         return self._checkpoint.state(self._key(names) if len(names) == 1 else self._key_together(names))
 
-    def _made(self, key: str, domains: Adapter, told: str, train: Callable[[], tuple[float, ...]]) -> Trained:
+    def _made(
+        self, key: str, domains: Adapter, told: str, size: int, train: Callable[[], tuple[float, ...]]
+    ) -> Trained:
         found = self._checkpoint.trained(key)
         if found is None:
-            self._starting(told)
+            self._starting(told, size)
             started = time.perf_counter()
             losses = train()
             own = self.trainer.domains
             scores = {name: self.trainer.bounded_score(name, own[name].validation) for name in domains}
             found = Trained(scores, time.perf_counter() - started, losses)
             self._checkpoint.keep(key, found, self.trainer.snapshot())
-        self._ended()
+        self._ended(size)
         return found
 
     def _key(self, adapter: Adapter) -> str:

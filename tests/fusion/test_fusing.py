@@ -91,3 +91,14 @@ def test_progress_tells_what_is_trained_and_the_time_left() -> None:
     lines = text.getvalue().splitlines()
     assert [line.split(" (")[0] for line in lines if line] == ["training a", "training b", "training c"]
     assert "min left" in lines[1]
+
+
+def test_domains_at_once_count_as_many_trainings() -> None:
+    with Progress(Console(file=io.StringIO()), trainings=5) as progress:
+        progress.begin("a, b, c at once", 3)
+        progress.step(1, 2)
+        assert progress._bars.tasks[0].percentage == 30
+        progress.end(3)
+        progress.begin("d")
+        progress.step(1, 2)
+        assert progress._bars.tasks[0].percentage == 70

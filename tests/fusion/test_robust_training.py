@@ -286,6 +286,19 @@ def test_training_stops_when_nothing_more_is_learned(base: str) -> None:
     assert not {id(sample.ids) for _, sample in drawn} & {id(sample.ids) for sample in held_back}
 
 
+def test_patience_lasts_as_long_for_domains_that_are_trained_at_once(base: str) -> None:
+    """Twelve looks in all of their steps: as many of each domain's own samples between two looks as alone."""
+    plan = plan_of(base, ("a", "b", "c"), steps=24, patience=12, batch_size=3)
+    trainer = trainer_of(plan, dict.fromkeys(("a", "b", "c"), color_splits()))
+    looks: list[int] = []
+    done: list[int] = [0]
+    trainer._progress = lambda step, most: done.append(step)
+    trainer._held_back_loss = lambda domains: looks.append(done[-1]) or 1.0  # type: ignore[assignment]
+    trainer.fresh()
+    trainer.train_together(("a", "b", "c"))
+    assert looks == list(range(6, 73, 6))
+
+
 def test_all_held_domains_are_rehearsed_even_in_a_small_batch(base: str, monkeypatch: pytest.MonkeyPatch) -> None:
     names = ("a", "b", "c", "d")
     plan = plan_of(base, names, steps=6, batch_size=4)
