@@ -108,8 +108,12 @@ def tell(checked: Checked, console: Console) -> None:
     rows = {
         "adapter": f"{_kind(plan.lora)}, on "
         f"{size.layers} layers of the {where}: {size.parameters:,} parameters, {size.num_bytes / 1e6:.1f} MB",
-        "training": f"{training.steps} steps of {training.batch_size} samples a domain; beside domains that an adapter "
-        f"holds, {training.rehearsal:.0%} of them are theirs",
+        "training": f"{training.steps} steps of {training.batch_size} samples a domain"
+        + (
+            ", those of an adapter at once"
+            if plan.packing == "jointly"
+            else f"; beside domains that an adapter holds, {training.rehearsal:.0%} of them are theirs"
+        ),
         "packing": f"{plan.packing}, {in_order}seed {plan.seed}, decided on "
         + (f"lower bounds at a confidence of {plan.confidence:g}" if plan.confidence else "the score itself"),
         "time": "not known; `training.seconds` would bound it"

@@ -336,19 +336,19 @@ def _as_tuple(value: Any) -> Any:
 class Plan(_Strict):
     """A whole run.
 
-    base: "embedded", a folder, or a hub name. order: in which the domains are packed; several are tried and the best
-    packing kept. packing: "naive" is the paper's, with the last adapter open alone; "first_fit" tries every adapter;
-    "jointly" trains all domains at once and divides them, in no order.
+    base: "embedded", a folder, or a hub name. packing: "naive" is the paper's, with the last adapter open alone;
+    "first_fit" tries every adapter; "jointly" trains all domains at once and divides them, in no order and without
+    rehearsal. order: in which the domains are packed; several are tried and the best packing kept.
     confidence: a domain keeps its threshold if the lower bound of its validation score at this confidence does; None
     looks at the score itself.
     """
 
     base: str = "embedded"
     seed: int = Field(0, ge=0)
+    packing: Literal["naive", "first_fit", "jointly"] = "first_fit"
     lora: LoraPlan = LoraPlan()
     training: TrainingPlan = TrainingPlan()
     order: Annotated[tuple[Order, ...], BeforeValidator(_as_tuple)] = Field(("given",), min_length=1)
-    packing: Literal["naive", "first_fit", "jointly"] = "first_fit"
     confidence: float | None = Field(None, gt=0.5, lt=1)
     domains: tuple[DomainPlan, ...]
 
@@ -356,6 +356,21 @@ class Plan(_Strict):
     @classmethod
     def _folder_from_plan(cls, base: str, info: ValidationInfo) -> str:
         return _beside(base, info)
+
+    # What a plan asks for is done or refused. A field's default is not asked for, and not looked at here.
+    @field_validator("order")
+    @classmethod
+    def _in_sequence(cls, order: tuple[Order, ...], info: ValidationInfo) -> tuple[Order, ...]:
+        if info.data.get("packing") == "jointly":
+            raise ValueError("`packing: jointly` trains domains at once, in no order; leave one of the two out")
+        return order
+
+    @field_validator("training")
+    @classmethod
+    def _beside_others(cls, training: TrainingPlan, info: ValidationInfo) -> TrainingPlan:
+        if info.data.get("packing") == "jointly" and "rehearsal" in training.model_fields_set:
+            raise ValueError("`packing: jointly` trains domains at once and rehearses none; leave `rehearsal` out")
+        return training
 
     @model_validator(mode="after")
     def _names_differ(self) -> Plan:

@@ -64,6 +64,14 @@ def test_a_plan_is_told_in_words(tmp_path: Path) -> None:
         assert said in output
 
 
+def test_domains_trained_at_once_are_told_so(tmp_path: Path) -> None:
+    animals(tmp_path)
+    lines = "data: {format: image_folder, path: pictures}"
+    code, output = run(str(write_plan(tmp_path, lines, more="packing: jointly\ntraining: {seconds: 60}\n")), "--check")
+    assert code == 0 and "those of an adapter at once" in output and "packing   jointly, seed 0" in output
+    assert "rehears" not in output and "order" not in output
+
+
 @pytest.mark.parametrize(
     ("more", "says"),
     [

@@ -78,6 +78,8 @@ def test_the_plan_that_ships() -> None:
         ("steps: 10", "learning_rate: .inf", 3, "training.learning_rate", "finite"),
         ("steps: 10", "batch_size: 8\n  rehearsal: 0.95", 2, "training", "leaves the domain that is learned no sample"),
         ("steps: 10", "batch_size: 1", 2, "training", "leaves the domains before it no sample"),
+        ("base: embedded", "packing: jointly\norder: random", 2, "order", "in no order"),
+        ("base: embedded\ntraining:", "packing: jointly\ntraining:\n  rehearsal: 0.3", 2, "training", "rehearses none"),
     ],
 )
 def test_mistakes_are_located(tmp_path: Path, old: str, new: str, line: int, field: str, text: str) -> None:
@@ -86,6 +88,11 @@ def test_mistakes_are_located(tmp_path: Path, old: str, new: str, line: int, fie
         read_plan(file)
     assert f"{file}, line {line}, field `{field}`" in str(caught.value)
     assert text in str(caught.value)
+
+
+def test_what_is_trained_at_once_needs_no_order(tmp_path: Path) -> None:
+    plan = read_plan(write(tmp_path, GOOD.replace("base: embedded", "packing: jointly")))
+    assert plan.packing == "jointly" and plan.training.steps == 10
 
 
 def test_all_mistakes_are_told_at_once(tmp_path: Path) -> None:
