@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 from fusion.checkpoint import State
@@ -65,9 +65,14 @@ def packing_of(
     say: Callable[[str], None],
     ahead: Ahead = lambda jobs: None,
 ) -> Packing:
-    """ahead: may pack several candidate orders side by side. One that turns out to lose is then not given up early."""
+    """ahead: may pack several candidate orders side by side, and train both parts of a set that was divided. An order
+    that turns out to lose is then not given up early."""
     if plan.packing == "jointly":
-        return pack_jointly(tuple(domains), thresholds, trainings.together, say=say)
+
+        def both(parts: Sequence[frozenset[str]]) -> None:
+            ahead([partial(trainings.together, part) for part in parts])
+
+        return pack_jointly(tuple(domains), thresholds, trainings.together, say=say, ahead=both)
     orders = list(dict.fromkeys(orders_of(plan, domains, trainings)))
     if len(orders) > 1:
         one = pack if plan.packing == "first_fit" else pack_in_sequence
@@ -80,7 +85,7 @@ def packing_of(
 
 def surely_alone(plan: Plan, teachers: Mapping[str, float]) -> tuple[str, ...]:
     """Domains whose training alone will be asked for whatever comes of it: for their thresholds, or for the order."""
-    every = "hardest_first" in plan.order and plan.packing != "jointly"
+    every = "hardest_first" in plan.order
     return tuple(
         domain.name
         for domain in plan.domains

@@ -21,6 +21,7 @@ def pack_jointly(
     train: TrainTogether,
     *,
     say: Callable[[str], None] = lambda _: None,
+    ahead: Callable[[Sequence[Set]], None] = lambda _: None,
 ) -> Packing:
     """Sets of domains, each trained at once, in which every promise holds by its lower bound.
 
@@ -28,6 +29,8 @@ def pack_jointly(
     end is united again, two by two, the smallest first, but for unions that hold a set known to fail.
 
     A domain that misses its threshold even alone is reported, and shares its adapter with no other.
+
+    ahead: told of the two parts of a set as soon as it is divided; both are sure to be asked for.
     """
     found = _Found(thresholds, train, say)
     waiting = [frozenset(domains)]
@@ -41,15 +44,16 @@ def pack_jointly(
         elif len(together) == 1:
             missed.update(broken)
         else:
-            waiting += _divided(together, broken, thresholds)
+            parts = _divided(together, broken, thresholds)
+            ahead(parts)
+            waiting += parts
     while (pair := next((pair for pair in _smallest_first(kept) if found.unites(*pair)), None)) is not None:
         kept = [together for together in kept if together not in pair]
         kept.append(frozenset.union(*pair))
-    order = {name: place for place, name in enumerate(domains)}
-    sets = sorted(
-        [*kept, *(frozenset((name,)) for name in missed)], key=lambda names: min(order[name] for name in names)
-    )
-    adapters = {tuple(sorted(together)): found.trained[together] for together in sets}
+    # Adapters, and domains in each, as the plan has them.
+    sets = [*kept, *(frozenset((name,)) for name in missed)]
+    named = {tuple(name for name in domains if name in together): found.trained[together] for together in sets}
+    adapters = dict(sorted(named.items(), key=lambda one: list(domains).index(one[0][0])))
     return Packing.of(adapters, found.steps, missed, thresholds)
 
 

@@ -24,10 +24,11 @@ from vlora.cli import main
 from vlora.errors import BadPlan
 
 
-def write_plan(folder: Path, steps: int) -> Path:
+def write_plan(folder: Path, steps: int, packing: str = "first_fit") -> Path:
     (folder / "plan.yaml").write_text(
         f"""
 base: {folder / "base"}
+packing: {packing}
 training: {{steps: {steps}, batch_size: 4}}
 lora: {{rank: 2}}
 domains:
@@ -100,16 +101,23 @@ def num_trained(out: Path) -> int:
 
 
 @pytest.mark.timeout(600)
-def test_a_run_killed_at_any_moment_gives_the_same_adapters(made: Path) -> None:
-    plan = write_plan(made, steps=12)
-    finished(plan, made / "whole")
-    trainings = num_trained(made / "whole")
-    assert trainings == 6  # four to pack; one more alone and one together for the oracle
+@pytest.mark.parametrize(
+    ("packing", "trainings"),
+    [
+        ("first_fit", 6),  # four to pack; one more alone and one together for the oracle
+        ("jointly", 5),  # all at once, the two that go together, the one that does not; two more alone for the oracle
+    ],
+)
+def test_a_run_killed_at_any_moment_gives_the_same_adapters(made: Path, packing: str, trainings: int) -> None:
+    plan = write_plan(made, steps=12, packing=packing)
+    whole, out = made / f"{packing}-whole", made / f"{packing}-killed"
+    finished(plan, whole)
+    assert num_trained(whole) == trainings
     rng = random.Random(0)
-    out = made / "killed"
-    for stop_at in (1, trainings - 1):
+    # Before or within the first training, the second and the last; each begins with what was there before.
+    for stop_at in (0, 1, trainings - 1):
         with fuse(plan, out, "--resume") as (process, _):
-            while num_trained(out) < stop_at and process.is_alive():
+            while process.is_alive() and not ((out / "checkpoint/run.json").exists() and num_trained(out) >= stop_at):
                 time.sleep(0.002)
             time.sleep(rng.random() * 0.2)  # somewhere within what comes next
             process.kill()
@@ -119,8 +127,8 @@ def test_a_run_killed_at_any_moment_gives_the_same_adapters(made: Path) -> None:
     told = finished(plan, out, "--resume")
     assert num_trained(out) == trainings
     assert told.count("training ") <= trainings - before + 1
-    assert files(out / "adapters") == files(made / "whole" / "adapters")
-    assert report(out) == report(made / "whole")
+    assert files(out / "adapters") == files(whole / "adapters")
+    assert report(out) == report(whole)
     assert report(out)["oracle"] == {
         "lower_bound": 2,
         "missed": ["chance"],
@@ -128,13 +136,14 @@ def test_a_run_killed_at_any_moment_gives_the_same_adapters(made: Path) -> None:
         "optimum": [["colors", "others"], ["chance"]],
     }
     assert "others" in (out / "adapters" / "colors-others" / "README.md").read_text()
-    _refuses_other_plans(made, out)
-
-
-def _refuses_other_plans(made: Path, out: Path) -> None:
     with pytest.raises(BadPlan, match=r"plan's training.steps: was 12, is 13"):
-        run(write_plan(made, steps=13), out, resume=True)
+        run(write_plan(made, steps=13, packing=packing), out, resume=True)
+
+
+def test_a_run_of_other_data_is_not_resumed(made: Path) -> None:
+    plan, out = write_plan(made, steps=1), made / "other-data"
+    finished(plan, out)
     next((made / "colors" / "train" / "red").glob("*.png")).unlink()
     with pytest.raises(BadPlan, match=r"data of colors: was") as refused:
-        run(write_plan(made, steps=12), out, resume=True)
+        run(plan, out, resume=True)
     assert "data of others" not in str(refused.value)

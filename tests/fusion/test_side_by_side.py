@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
@@ -17,7 +17,7 @@ from click.testing import CliRunner
 from fusion.checkpoint import Checkpoint
 from fusion.fusing import packing_of, surely_alone
 from fusion.plan import Plan, RelativeThreshold
-from fusion.side_by_side import one_thread, side_by_side
+from fusion.side_by_side import Job, one_thread, side_by_side
 from fusion.train import LoraTrainer
 from fusion.trainings import Trainings
 from tests.fusion.small import color_splits, plan_of, trainer_of, write_base
@@ -100,6 +100,35 @@ def test_orders_side_by_side_give_the_packing_and_the_adapters_of_one_after_the_
     }
     for adapter in wanted.adapters:
         one, other = alone.state(adapter), together.state(adapter)
+        assert one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+def test_both_parts_of_what_did_not_fit_at_once_are_trained_side_by_side(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = plan_of(write_base(tmp_path / "base"), ("a", "b", "c"), steps=3, batch_size=4)
+    plan = settings.model_copy(update={"packing": "jointly"})
+    thresholds = {"a": 0.1, "b": 0.99, "c": 0.1}
+    alone, together = trainings(plan, tmp_path / "alone"), trainings(plan, tmp_path / "together")
+    asked: list[int] = []
+    with one_thread():
+        wanted = packing_of(plan, alone.trainer.domains, thresholds, alone, lambda line: None)
+
+        def never(*_: object, **__: object) -> None:
+            raise AssertionError("trained once more")
+
+        def ahead(jobs: Sequence[Job]) -> None:
+            asked.append(len(jobs))
+            side_by_side(jobs, 2, nothing)
+            monkeypatch.setattr(LoraTrainer, "_fit", never)
+
+        found = packing_of(plan, together.trainer.domains, thresholds, together, lambda line: None, ahead)
+    assert asked == [2] and list(wanted.missed) == ["b"]
+    assert {name: one.scores for name, one in found.adapters.items()} == {
+        name: one.scores for name, one in wanted.adapters.items()
+    }
+    for adapter in wanted.adapters:
+        one, other = alone.state_together(adapter), together.state_together(adapter)
         assert one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
 
 
