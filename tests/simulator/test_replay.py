@@ -180,15 +180,31 @@ def test_costs_are_read_and_bad_ones_named(tmp_path: Path) -> None:
 def test_the_command_tells_what_it_found() -> None:
     settings = {"policy": "vlora_cost", "kv_tokens": 65_536}
     found = simulate(
-        "hottest:rate=0.5", num_adapters=4, num_replicas=2, num_requests=20, seed=0, costs=None, settings=settings
+        "hottest:rate=0.5",
+        num_adapters=4,
+        num_replicas=2,
+        num_requests=20,
+        num_tenants=0,
+        seed=0,
+        costs=None,
+        settings=settings,
     )
     assert found["requests"] == 20 and found["policy"] == "vlora_cost"
     text = "\n".join(lines(found))
     assert "average token latency" in text and "2 replicas" in text and "bound on" not in text
     settings = {"max_ttft_s": 2.0, "weight": ("*=1",)}
     found = simulate(
-        "hottest:rate=50", num_adapters=4, num_replicas=1, num_requests=80, seed=0, costs=None, settings=settings
+        "hottest:rate=50",
+        num_adapters=4,
+        num_replicas=1,
+        num_requests=80,
+        num_tenants=2,
+        seed=0,
+        costs=None,
+        settings=settings,
     )
+    assert sum(tenant["requests"] for tenant in found["tenants"].values()) == found["requests"]
+    assert "\n  tenant-1 " in "\n".join(lines(found))
     assert f"{found['unreachable']} refused as out of reach" in "\n".join(lines(found)) and found["unreachable"] > 20
     with pytest.raises(BadConfig, match="weight is 'adapter-0=none'"):
         simulate(
@@ -196,11 +212,19 @@ def test_the_command_tells_what_it_found() -> None:
             num_adapters=1,
             num_replicas=1,
             num_requests=1,
+            num_tenants=0,
             seed=0,
             costs=None,
             settings={"weight": ("adapter-0=none",)},
         )
     with pytest.raises(BadConfig, match="policy is 'fifo'"):
         simulate(
-            "gamma", num_adapters=4, num_replicas=1, num_requests=1, seed=0, costs=None, settings={"policy": "fifo"}
+            "gamma",
+            num_adapters=4,
+            num_replicas=1,
+            num_requests=1,
+            num_tenants=0,
+            seed=0,
+            costs=None,
+            settings={"policy": "fifo"},
         )

@@ -19,8 +19,18 @@ from vlora.errors import BadConfig
 
 @cli.command()
 @click.argument("trace")
-@config_flags(EngineConfig, only=("policy", "theta_s", "max_batch_size", "max_step_tokens", "max_ttft_s", "weight"))
+@config_flags(
+    EngineConfig,
+    only=("policy", "theta_s", "max_batch_size", "max_step_tokens", "max_ttft_s", "weight", "tenant_weight"),
+)
 @click.option("--adapters", type=click.IntRange(min=1), default=20, show_default=True, help="Adapters asked for.")
+@click.option(
+    "--tenants",
+    type=click.IntRange(min=0),
+    default=0,
+    show_default=True,
+    help="Who share the requests that name no tenant, by a power law: tenant-0 asks most.",
+)
 @click.option("--replicas", type=click.IntRange(min=1), default=1, show_default=True, help="Boxes that share the load.")
 @click.option(
     "--requests", type=click.IntRange(min=1), help="How many at most: 1000 of a workload, all of a file if not given."
@@ -29,7 +39,7 @@ from vlora.errors import BadConfig
 @click.option(
     "--costs",
     type=click.Path(path_type=Path),
-    help="The machine: JSON of `vlora bench policy --out`; one in the package if not given.",
+    help="The machine: JSON of `vlora bench costs --out`; one in the package if not given.",
 )
 @click.option(
     "--kv-tokens", type=click.IntRange(min=1), default=65_536, show_default=True, help="Room for KV in a box."
@@ -41,6 +51,7 @@ from vlora.errors import BadConfig
 def simulate(
     trace: str,
     adapters: int,
+    tenants: int,
     replicas: int,
     requests: int | None,
     seed: int,
@@ -54,10 +65,11 @@ def simulate(
         vlora simulate hottest:rate=0.3,skew=0.6 --policy vlora_cost
         vlora simulate gamma:rate=1,cv=2 --adapters 10000 --replicas 4 --requests 10000
         vlora simulate hottest:rate=1.3 --max-ttft-s 5 --requests 500
+        vlora simulate hottest:rate=3 --tenants 2 --tenant-weight tenant-1=3 --requests 300
         vlora simulate AzureLLMInferenceTrace_conv.csv --policy unmerged_only --json
 
-    TRACE is a CSV file with columns TIMESTAMP, ContextTokens, GeneratedTokens and perhaps Adapter, MaxTTFT and
-    Priority, or a workload NAME:KEY=VALUE,...:
+    TRACE is a CSV file with columns TIMESTAMP, ContextTokens, GeneratedTokens and perhaps Adapter, MaxTTFT, Priority
+    and Tenant, or a workload NAME:KEY=VALUE,...:
 
     \b
         hottest   rate, skew                  Poisson arrivals; the hottest adapter's share (V-LoRA 6.3.3)
@@ -75,6 +87,7 @@ def simulate(
             num_adapters=adapters,
             num_replicas=replicas,
             num_requests=requests,
+            num_tenants=tenants,
             seed=seed,
             costs=costs,
             settings=settings,
@@ -100,12 +113,24 @@ def simulate(
     help="Of `tp`: microseconds that each collective takes on top; may be repeated.",
 )
 @click.option("--seeds", type=click.IntRange(min=1), help="Of `bd`: how many; 3 if not given.")
-def bench(name: str, quick: bool, out: Path | None, latencies_us: tuple[int, ...], seeds: int | None) -> None:
+@click.option("--model", help="Of `policy` and `costs`: qwen2-0.5b (if not given), qwen2-vl-7b or llava-13b.")
+@click.option("--device", help="Of `policy` and `costs`: cpu (if not given) or cuda.")
+def bench(
+    name: str,
+    quick: bool,
+    out: Path | None,
+    latencies_us: tuple[int, ...],
+    seeds: int | None,
+    model: str | None,
+    device: str | None,
+) -> None:
     """Run a bench by name, or all of them. The last line is JSON; exit code 1 when a goal does not hold.
 
     \b
         vlora bench step --quick
         vlora bench tp --latency-us 0 --latency-us 500
+        vlora bench costs --out results      # results/costs.json is this machine for vlora simulate --costs
+        vlora bench policy --model qwen2-vl-7b --device cuda
         vlora bench fusion --out results     # goes on where it was stopped, and so does policy
 
     `fusion` and `bd` (block-diagonal adapters) train: they take long, and are not among `all`.
@@ -114,6 +139,9 @@ def bench(name: str, quick: bool, out: Path | None, latencies_us: tuple[int, ...
         raise BadConfig(f"--latency-us is for `vlora bench tp`, not {name!r}; leave it away")
     if seeds is not None and (name != "bd" or quick):
         raise BadConfig("--seeds is for `vlora bench bd`, and not with --quick, which takes one; leave it away")
+    on = {key: value for key, value in (("model", model), ("device", device)) if value is not None}
+    if on and name not in ("policy", "costs"):
+        raise BadConfig(f"--model and --device are for `vlora bench policy` and `costs`, not {name!r}; leave them away")
     if name == "fusion":
         holds = _bench_fusion(quick, out)
     elif name == "bd":
@@ -122,7 +150,7 @@ def bench(name: str, quick: bool, out: Path | None, latencies_us: tuple[int, ...
         from vlora.bench import main as run
 
         with waiting(f"bench {name}"):
-            holds = run(name, quick, out, **({"latencies_us": latencies_us} if latencies_us else {}))
+            holds = run(name, quick, out, **on, **({"latencies_us": latencies_us} if latencies_us else {}))
     if not holds:
         sys.exit(1)
 

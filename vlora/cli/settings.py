@@ -30,7 +30,7 @@ _SETTING_HELP = {
     "theta_s": "Seconds of credit after which a request starves.",
     "max_ttft_s": "Longest time to the first token of requests without a bound of their own; none if not given.",
     "weight": "NAME=WEIGHT of an adapter's fair share, * for all others; may be repeated. No shares if not given.",
-    "tenant_weight": "NAME=WEIGHT of a token's fair share, * for all others; may be repeated. No shares if not given.",
+    "tenant_weight": "NAME=WEIGHT of a tenant's (token's) fair share, * for all others; may be repeated.",
     "merge_fidelity_floor": "Adapters that lose more than this when merged are never merged.",
     "switching": "How merged weights come into place: from a shadow copy, in_place (slower, no copy), or by memory.",
     "vision_cache_bytes": "Image embeddings kept for reuse.",

@@ -8,7 +8,7 @@ from typing import NamedTuple
 class Arrival(NamedTuple):
     """time_s: seconds from the start, never falling within a workload. adapter None: the base model.
 
-    answer_tokens 0: a task head answers in one pass over the prompt. max_ttft_s, priority: as of a request.
+    answer_tokens 0: a task head answers in one pass over the prompt. max_ttft_s, priority, tenant: as of a request.
     """
 
     time_s: float
@@ -17,8 +17,14 @@ class Arrival(NamedTuple):
     answer_tokens: int
     max_ttft_s: float | None = None
     priority: int = 0
+    tenant: str | None = None
 
 
 def adapter_name(number: int) -> str:
     """Adapters are known by their rank in popularity: adapter-0 is the hottest."""
     return f"adapter-{number}"
+
+
+def tenant_name(number: int) -> str:
+    """Tenants are known by how much they ask: tenant-0 asks most."""
+    return f"tenant-{number}"

@@ -12,7 +12,7 @@ from vlora.simulator.machine import MEASURED, read_costs
 from vlora.simulator.replay import replay
 from vlora.simulator.replica import Box
 from vlora.simulator.traces import read_trace
-from vlora.simulator.workloads import make_workload
+from vlora.simulator.workloads import among_tenants, make_workload
 
 _NUM_REQUESTS = 1000  # of a workload, which has no end of its own
 
@@ -23,11 +23,13 @@ def simulate(
     num_adapters: int,
     num_replicas: int,
     num_requests: int | None,
+    num_tenants: int,
     seed: int,
     costs: Path | None,
     settings: Mapping[str, Any],
 ) -> dict[str, Any]:
-    """Replay `trace`, a CSV file or a workload's name. settings: fields of `Box`.
+    """Replay `trace`, a CSV file or a workload's name. num_tenants: who share the requests that name none; 0 leaves
+    them without. settings: fields of `Box`.
 
     Raises BadConfig when anything given cannot be used.
     """
@@ -37,6 +39,8 @@ def simulate(
         arrivals = itertools.islice(read_trace(path, num_adapters, seed), num_requests)
     else:
         arrivals = make_workload(trace).arrivals(num_requests or _NUM_REQUESTS, num_adapters, seed)
+    if num_tenants:
+        arrivals = among_tenants(arrivals, num_tenants, seed)
     machine, load_s = read_costs(costs or MEASURED)
     box = Box(costs=machine, load_s=load_s, **settings)
     measures = replay(arrivals, box, num_replicas)
@@ -74,3 +78,9 @@ def lines(found: Mapping[str, Any]) -> Iterator[str]:
     yield f"  switches               {found['switches']}, taking {found['switch_s']:.2f} s"
     yield f"  preemptions            {found['preemptions']}"
     yield f"  adapter loads          {found['adapter_loads']}"
+    for name, tenant in found["tenants"].items():
+        share = "" if tenant["share"] is None else f"; {tenant['share']:.1%} of the tokens while others competed"
+        first = ", ".join(f"{percent} {value:.3f} s" for percent, value in tenant["ttft_s"].items())
+        yield (
+            f"  {name:<22} {tenant['requests']} requests, {tenant['unreachable']} refused{share}; first token {first}"
+        )

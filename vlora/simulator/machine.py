@@ -71,7 +71,7 @@ class Machine:
 def read_costs(path: Path) -> tuple[Costs, float]:
     """A machine's costs and `load_s`, the seconds that bringing an adapter into memory takes, from a JSON file.
 
-    The file holds an object "costs" with these numbers, as `vlora bench policy --out DIR` writes it; `back_s` and
+    The file holds an object "costs" with these numbers, as `vlora bench costs --out DIR` writes it; `back_s` and
     `adapter_s` are 0 if not given. Raises BadConfig with the field at fault.
     """
     try:

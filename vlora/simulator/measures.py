@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 from array import array
-from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from vlora.errors import DeadlineUnreachable
@@ -20,7 +20,8 @@ class Measures:
 
     num_refused: too long for the memory. num_unreachable: refused because their bound on the first answer could not be
     kept. num_late: let in, but over that bound after all. longest_wait_s: of a request that was let in for its next
-    step; wait_bound_s: what the waiting bound came to at most, on the same replica.
+    step; wait_bound_s: what the waiting bound came to at most, on the same replica. tenant_shares: see
+    `contested_shares`.
     """
 
     def __init__(self) -> None:
@@ -28,6 +29,8 @@ class Measures:
         self.num_tokens = 0
         self.latency_s = 0.0
         self._ttft_s = array("d")
+        self._tenants: defaultdict[str, _Tenant] = defaultdict(_Tenant)
+        self.tenant_shares: Mapping[str, float] = {}
         self._stats: list[EngineStats] = []
         self.num_refused = 0
         self.num_unreachable = 0
@@ -38,29 +41,42 @@ class Measures:
         self.longest_wait_s = 0.0
         self.wait_bound_s = 0.0
 
-    def add(self, output: RequestOutput, max_ttft_s: float | None) -> None:
-        """Count a finished output of a request with that bound."""
+    def add(self, output: RequestOutput, max_ttft_s: float | None, tenant: str | None) -> None:
+        """Count a finished output of a request with that bound, of that tenant."""
         timings = output.timings
         assert timings is not None
         if output.error is not None:
             assert output.error.code == DeadlineUnreachable.code
             self.num_unreachable += 1
             self._refusal_s.append(timings.latency_s)
+            if tenant is not None:
+                self._tenants[tenant].num_unreachable += 1
             return
         assert timings.ttft_s is not None
         self.num_late += max_ttft_s is not None and timings.ttft_s > max_ttft_s
         self.num_finished += 1
-        self.num_tokens += timings.num_prompt_tokens + timings.num_completion_tokens
+        num_tokens = timings.num_prompt_tokens + timings.num_completion_tokens
+        self.num_tokens += num_tokens
         self.latency_s += timings.latency_s
         self._ttft_s.append(timings.ttft_s)
+        if tenant is not None:
+            self._tenants[tenant].answered(num_tokens, timings.latency_s, timings.ttft_s)
 
-    def close(self, stats: Sequence[EngineStats], waits: Sequence[Waits], end_s: float, num_loads: int) -> None:
+    def close(
+        self,
+        stats: Sequence[EngineStats],
+        waits: Sequence[Waits],
+        end_s: float,
+        num_loads: int,
+        tenant_shares: Mapping[str, float],
+    ) -> None:
         """Take in what the replicas counted, once all is done."""
         worst = max(waits, key=lambda each: each.longest_s)
         self.longest_wait_s, self.wait_bound_s = worst.longest_s, worst.bound_s
         self._stats = list(stats)
         self.end_s = end_s
         self.num_loads = num_loads
+        self.tenant_shares = tenant_shares
 
     @property
     def average_token_latency_s(self) -> float:
@@ -92,6 +108,36 @@ class Measures:
             "switch_s": sum(stats.switch_s for stats in self._stats),
             "preemptions": sum(stats.num_preemptions for stats in self._stats),
             "adapter_loads": self.num_loads,
+            "tenants": {
+                name: each.as_dict(self.tenant_shares.get(name)) for name, each in sorted(self._tenants.items())
+            },
+        }
+
+
+class _Tenant:
+    """The same sums over one tenant's requests."""
+
+    def __init__(self) -> None:
+        self.num_unreachable = 0
+        self._num_tokens = 0
+        self._latency_s = 0.0
+        self._ttft_s = array("d")
+
+    def answered(self, num_tokens: int, latency_s: float, ttft_s: float) -> None:
+        self._num_tokens += num_tokens
+        self._latency_s += latency_s
+        self._ttft_s.append(ttft_s)
+
+    def as_dict(self, share: float | None) -> dict[str, Any]:
+        """share: of what was computed while others wanted some, too; None if nobody ever did."""
+        num_finished = len(self._ttft_s)
+        return {
+            "requests": num_finished,
+            "unreachable": self.num_unreachable,
+            "tokens": self._num_tokens,
+            "share": share,
+            "mean_latency_s": self._latency_s / num_finished if num_finished else None,
+            "ttft_s": _percentiles(self._ttft_s),
         }
 
 

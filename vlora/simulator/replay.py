@@ -9,6 +9,7 @@ from vlora.errors import PromptTooLong
 from vlora.simulator.arrivals import Arrival
 from vlora.simulator.measures import Measures
 from vlora.simulator.replica import Box, Replica
+from vlora.simulator.tenants import contested_shares
 
 
 def replay(arrivals: Iterable[Arrival], box: Box, num_replicas: int = 1) -> Measures:
@@ -16,12 +17,12 @@ def replay(arrivals: Iterable[Arrival], box: Box, num_replicas: int = 1) -> Meas
     replicas = [Replica(box) for _ in range(num_replicas)]
     measures = Measures()
     unfinished = [0] * num_replicas
-    bounds: dict[str, float | None] = {}
+    asked: dict[str, tuple[float | None, str | None]] = {}  # bound and tenant of those who wait for their answer
 
     def run_until(time_s: float) -> None:
         for place, replica in enumerate(replicas):
             for output in replica.run_until(time_s):
-                measures.add(output, bounds.pop(output.request_id))
+                measures.add(output, *asked.pop(output.request_id))
                 unfinished[place] -= 1
 
     for number, arrival in enumerate(arrivals):
@@ -29,7 +30,7 @@ def replay(arrivals: Iterable[Arrival], box: Box, num_replicas: int = 1) -> Meas
         place = unfinished.index(min(unfinished))
         replicas[place].wait_until(arrival.time_s)
         try:
-            bounds[str(number)] = replicas[place].add(str(number), arrival)
+            asked[str(number)] = replicas[place].add(str(number), arrival), arrival.tenant
         except PromptTooLong:
             measures.num_refused += 1
         else:
@@ -41,5 +42,6 @@ def replay(arrivals: Iterable[Arrival], box: Box, num_replicas: int = 1) -> Meas
         [replica.scheduler.waits for replica in replicas],
         max(replica.clock.now for replica in replicas),
         sum(replica.num_loads for replica in replicas),
+        contested_shares(replica.contest for replica in replicas),
     )
     return measures

@@ -13,6 +13,7 @@ from vlora.orchestrator import CostModel, Costs, Scheduler, bring_wanted, give_w
 from vlora.simulator.arrivals import Arrival
 from vlora.simulator.loader import Loader
 from vlora.simulator.machine import Clock, Machine
+from vlora.simulator.tenants import Contest
 from vlora.types import Batch, EngineStats, MemoryView, Request, RequestOutput, SamplingParams
 
 
@@ -39,6 +40,7 @@ class Box:
     theta_s: float = EngineConfig.theta_s
     max_ttft_s: float | None = EngineConfig.max_ttft_s
     weight: tuple[str, ...] = EngineConfig.weight
+    tenant_weight: tuple[str, ...] = EngineConfig.tenant_weight
 
     def __post_init__(self) -> None:
         for field in ("kv_tokens", "resident_adapters"):
@@ -57,6 +59,7 @@ class Box:
             theta_s=self.theta_s,
             max_ttft_s=self.max_ttft_s,
             weight=self.weight,
+            tenant_weight=self.tenant_weight,
         )
 
 
@@ -86,7 +89,9 @@ class Replica:
             cost=CostModel(),
             clock=self.clock,
             weights=box.settings().weights,
+            tenant_weights=box.settings().tenant_weights,
         )
+        self.contest = Contest()
         self._view = MemoryView(resident=frozenset(), mergeable=frozenset())
 
     @property
@@ -110,8 +115,10 @@ class Replica:
                 sampling=_sampling(arrival.answer_tokens or 1),
                 max_ttft_s=bound_s,
                 priority=arrival.priority,
+                tenant=arrival.tenant,
             )
         )
+        self.contest.arrived(request_id, arrival.tenant)
         return bound_s
 
     def run_until(self, time_s: float) -> list[RequestOutput]:
@@ -120,13 +127,15 @@ class Replica:
         while self.clock.now < time_s and self.scheduler.has_work:
             batch = self.decide()
             refused = self.scheduler.drain_outputs()
+            for output in refused:
+                self.contest.ended(output.request_id)
             finished += refused
             if batch is None and not refused:
                 arrival_s = self._loader.next_s
                 assert arrival_s is not None, "somebody's adapter always finds room"
                 self.wait_until(min(time_s, arrival_s))
             elif batch is not None:
-                finished += [o for o in self.record(batch) if o.finish_reason is not None]
+                finished += self.record(batch)
         return finished
 
     def decide(self) -> Batch | None:
@@ -142,9 +151,14 @@ class Replica:
             self._view = MemoryView(resident=resident, mergeable=resident, loading=arriving)
         return self.scheduler.schedule(self._view)
 
-    def record(self, batch: Batch) -> tuple[RequestOutput, ...]:
-        """Let the batch's time pass and take its answers in."""
-        return self.scheduler.record(batch, self._machine.run(batch))
+    def record(self, batch: Batch) -> list[RequestOutput]:
+        """Let the batch's time pass and take its answers in; finished outputs only."""
+        outputs = self.scheduler.record(batch, self._machine.run(batch))
+        self.contest.served(batch.items)
+        finished = [output for output in outputs if output.finish_reason is not None]
+        for output in finished:
+            self.contest.ended(output.request_id)
+        return finished
 
     def wait_until(self, time_s: float) -> None:
         """Let time pass without work."""

@@ -16,7 +16,7 @@ from vlora.simulator.popularity import power_law
 from vlora.types import MAX_PRIORITY
 
 TIME, PROMPT, ANSWER, ADAPTER = "TIMESTAMP", "ContextTokens", "GeneratedTokens", "Adapter"
-BOUND, PRIORITY = "MaxTTFT", "Priority"
+BOUND, PRIORITY, TENANT = "MaxTTFT", "Priority", "Tenant"
 
 
 def read_trace(path: Path, num_adapters: int, seed: int) -> Iterator[Arrival]:
@@ -24,8 +24,8 @@ def read_trace(path: Path, num_adapters: int, seed: int) -> Iterator[Arrival]:
 
     Columns: TIMESTAMP (seconds, or a date and time), ContextTokens, GeneratedTokens (0: a task head), and, if it is
     there, Adapter (empty: the base model). Without that column adapters are drawn, popularity by a power law with
-    exponent 1. MaxTTFT (seconds; empty: no bound) and Priority (empty: 0) may be there, too. Rows must be in order of
-    time.
+    exponent 1. MaxTTFT (seconds; empty: no bound), Priority (empty: 0) and Tenant (empty: none) may be there, too. Rows
+    must be in order of time.
 
     Raises BadConfig with line and field for what cannot be read.
     """
@@ -65,7 +65,7 @@ def read_trace(path: Path, num_adapters: int, seed: int) -> Iterator[Arrival]:
                     f"{where}, field {PRIORITY}: {row[PRIORITY]!r} is not a whole number from {-MAX_PRIORITY} to "
                     f"{MAX_PRIORITY}"
                 )
-            yield Arrival(now - first, adapter, prompt, answer, bound, int(priority))
+            yield Arrival(now - first, adapter, prompt, answer, bound, int(priority), row.get(TENANT) or None)
 
 
 def _seconds(text: str | None, where: str) -> float:

@@ -8,10 +8,10 @@ import itertools
 import math
 import random
 import typing
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from vlora.errors import BadConfig
-from vlora.simulator.arrivals import Arrival, adapter_name
+from vlora.simulator.arrivals import Arrival, adapter_name, tenant_name
 from vlora.simulator.popularity import hottest, power_law, punica
 
 PATTERNS = ("distinct", "uniform", "skewed", "identical")
@@ -152,6 +152,15 @@ def make_workload(text: str) -> Workload:
         except ValueError:
             raise BadConfig(f"{key} is {value!r}; it must be a number") from None
     return WORKLOADS[name](**settings)
+
+
+def among_tenants(arrivals: Iterable[Arrival], num_tenants: int, seed: int) -> Iterator[Arrival]:
+    """The same with a tenant for each arrival that has none, drawn by a power law with exponent 1."""
+    draws = random.Random(f"tenants {seed}")  # its own draws: whoever asks, the same is asked for at the same time
+    sums = list(itertools.accumulate(power_law(num_tenants, 1.0)))
+    for arrival in arrivals:
+        drawn = draws.choices(range(num_tenants), cum_weights=sums)[0]
+        yield arrival if arrival.tenant is not None else arrival._replace(tenant=tenant_name(drawn))
 
 
 def _check(workload: Lengths | Video, least: float, *fields: str) -> None:
