@@ -2,24 +2,58 @@
 
 from __future__ import annotations
 
-import pytest
+import time
 
+import pytest
+import torch
+
+from vlora.bench import policy_engine
 from vlora.bench.dummy import small_config
 from vlora.bench.journal import Journal
-from vlora.bench.policy_engine import Point, WorkClock, average_token_latency_ms, confirm
+from vlora.bench.models import Model
+from vlora.bench.policy_engine import Point, WorkClock, average_token_latency_ms, capacity, confirm
 from vlora.orchestrator import Costs
 from vlora.types import RequestOutput, Timings
+
+SMALL = Model("small", small_config, 256 * 2**20)
+CPU = torch.device("cpu")
 
 
 def test_both_policies_answer_every_arrival_on_the_engine_and_in_the_simulator() -> None:
     costs = Costs(base_s=0.01, token_s=1e-4, lane_token_s=1e-4, lane_s=2e-3, merge_s=0.01)
-    (point,) = confirm(
-        costs, small_config(), 4, skews=(0.6,), repeats=2, num_requests=12, once=Journal(None, None).once
-    )
+    (point,) = confirm(costs, SMALL, 4, CPU, skews=(0.6,), repeats=2, num_requests=12, once=Journal(None, None).once)
     assert point.skew == 0.6 and point.requests_s > 0
     assert len(point.baseline_ms) == len(point.ours_ms) == len(point.simulated) == 2
     assert point.ratios == tuple(o / b for o, b in zip(point.ours_ms, point.baseline_ms, strict=True))
     assert all(0.2 < ratio < 5 for ratio in (*point.ratios, *point.simulated)), "both did the same work"
+
+
+def test_capacity_is_a_full_batch_s() -> None:
+    """By a clock that counts steps: a request has its place for as many as its answer has tokens, sixteen in the
+    middle, whatever order the policy serves those in who wait."""
+    engine = policy_engine._Engines(SMALL, 4, CPU)._by_policy["unmerged_only"]
+    num_steps = 0
+    run = engine.step
+
+    def step() -> tuple[RequestOutput, ...]:
+        nonlocal num_steps
+        num_steps += 1
+        return run()
+
+    engine.step = step  # type: ignore[method-assign]
+    found = capacity(engine, lambda: float(num_steps), 0.6)
+    assert found == pytest.approx(engine.config.max_batch_size / 16, rel=0.1)
+    assert not engine.has_work, "those under way were cancelled"
+
+
+def test_the_twin_on_paper_has_the_same_past() -> None:
+    """Whoever begins without a past has to find out first what merging saves."""
+    costs = Costs(base_s=0.1, token_s=1e-3, lane_token_s=1e-4, lane_s=5e-3, adapter_s=5e-3, merge_s=0.2)
+    arrivals = policy_engine._arrivals(40, 5.0, 0.6, seed=1)
+    twin = policy_engine._Paper(costs, "vlora_cost")
+    first, second = twin.latency_ms(arrivals), twin.latency_ms(arrivals)
+    assert twin._replica.scheduler._cost.costs.step_s(32, 0, 0, 0, 0) == pytest.approx(0.132, rel=0.02)
+    assert second == pytest.approx(first, rel=0.2)
 
 
 def test_spread_and_error_of_a_point() -> None:
@@ -30,7 +64,7 @@ def test_spread_and_error_of_a_point() -> None:
 
 
 def test_the_clock_skips_idle_time_and_never_goes_back() -> None:
-    clock = WorkClock()
+    clock = WorkClock(time.process_time)
     before = clock()
     clock.skip_to(before + 100)
     assert before + 100 <= clock() < before + 101

@@ -219,6 +219,12 @@ def test_stream_prints_a_line_per_second_of_video(vlora_command: Vlora, address:
         (["serve", "--host", "0.0.0.0"], "host is '0.0.0.0'; without authentication"),
         (["serve", "--model", "./nowhere"], "--model is './nowhere'; there is no such folder"),
         (["bench", "zzz"], "no bench named 'zzz'; choose one of "),
+        (["bench", "step", "--model", "llava-13b"], "are for `vlora bench policy` and `costs`, not 'step'"),
+        (["bench", "costs", "--model", "zzz"], "no model named 'zzz' to measure; choose one of qwen2-0.5b"),
+        (
+            ["bench", "policy", "--device", "cuda:7"],
+            "device 'cuda:7' was asked for, but torch sees no CUDA device here",
+        ),
         (["fuse", "nowhere.yaml", "--out", "x"], "nowhere.yaml"),
     ],
 )

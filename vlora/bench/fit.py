@@ -1,29 +1,32 @@
-"""What steps cost on this machine: the real engine's steps, timed, and the cost model fitted to them."""
+"""What steps cost on this machine: the real engine's steps, timed, and the cost of a step fitted to them."""
 
 from __future__ import annotations
 
-import random
+import itertools
 import statistics
 import tempfile
-import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+import numpy as np
 import torch
+from scipy.optimize import nnls
 
-from vlora.bench.dummy import half_billion_config, language_shapes, write_adapter
+from vlora.bench.dummy import language_shapes, write_adapter
+from vlora.bench.models import Model
+from vlora.bench.timing import work_seconds
 from vlora.config import EngineConfig
 from vlora.engine import LocalEngine
 from vlora.memory.transfer import Inline
 from vlora.models.loading import dummy_model
-from vlora.orchestrator import CostModel, Costs, StepSize
-from vlora.types import Request, SamplingParams
+from vlora.orchestrator import Candidate, CostModel, Costs, Decision, PolicyState, StepSize
+from vlora.types import Mode, Request, SamplingParams
 
 RANK = 64
 _NUM_ADAPTERS = 8
-_MAX_STEP_TOKENS = 512
 # (requests, prompt tokens of each); all prompts of a line run in one step.
-_BATCHES = ((1, 64), (2, 256), (4, 32), (4, 128), (8, 64), (16, 8), (16, 32))
+_BATCHES = ((1, 64), (2, 256), (4, 32), (4, 128), (8, 64), (16, 8), (16, 32), (32, 8), (32, 16))
 
 
 class Sample(NamedTuple):
@@ -42,84 +45,134 @@ class Fit(NamedTuple):
     samples: tuple[Sample, ...]
 
 
-def fit(decode_steps: int) -> Fit:
-    """Time steps of a 0.5 B-parameter model in bfloat16 with adapters of rank 64, one thread, and fit their cost.
+def fit(model: Model, device: torch.device, decode_steps: int) -> Fit:
+    """Time steps of a model of random weights in bfloat16 with adapters of rank 64, on a CPU with one thread, and fit
+    their cost.
 
-    Times are the process's own CPU time: other work on the machine should not look like the model's.
+    Every kind of step that a policy may decide on is among them: over W0 and over merged weights without a lane,
+    unmerged with adapters of their own and with shared ones, mixed; prompts, decoding, and a prompt that joins those
+    who decode.
 
-    decode_steps: after each prompt step.
+    decode_steps: of each batch.
     """
     torch.set_num_threads(1)
-    model = dummy_model(half_billion_config(), "bfloat16", torch.device("cpu"), seed=0)
-    shapes = language_shapes(model)
     with tempfile.TemporaryDirectory() as folder:
-        settings = EngineConfig(
-            model="dummy",
-            max_batch_size=16,
-            max_step_tokens=_MAX_STEP_TOKENS,
-            arena_bytes=3 * 2**30,
-            merge_fidelity_floor=0.0,
-            prefix_cache=False,  # every prompt is to be computed
+        machine = _Machine(model, device, Path(folder))
+    names = machine.names
+    # The first time each is brought and merged; the second time merged only.
+    brought, merged = ([machine.steps([name], 1, 1, merging=True) for name in names] for _ in range(2))
+    merge_s = statistics.median(max(0.0, first.seconds - second.seconds) for first, second in merged)
+    load_s = statistics.median(
+        max(0.0, first.seconds - again.seconds) for (first, _), (again, _) in zip(brought, merged, strict=True)
+    )
+    samples: list[Sample] = []
+    for num_requests, prompt in _BATCHES:
+        num_others = num_requests // 2
+        mixes: tuple[tuple[list[str | None], bool], ...] = (
+            ([None] * num_requests, False),
+            ([names[0]] * num_requests, True),
+            ([names[i % len(names)] for i in range(num_requests)], False),
+            ([names[i % 2] for i in range(num_requests)], False),
+            ([names[0]] * (num_requests - num_others) + [names[1 + i % 7] for i in range(num_others)], True),
         )
-        engine = LocalEngine(settings, model=model, executor=Inline()).engine
-        for i in range(_NUM_ADAPTERS):
-            path = write_adapter(Path(folder) / f"a{i}", shapes, RANK, seed=i)
-            engine.load_adapter(f"a{i}", path)
-        samples: list[Sample] = []
-        number = 0
-
-        def steps(adapters: list[str | None], prompt: int, num_decode: int) -> list[Sample]:
-            nonlocal number
-            ids = [f"r{number + i}" for i in range(len(adapters))]
-            number += len(ids)
-            sampling = SamplingParams(max_tokens=num_decode + 1, ignore_eos=True)
-            for request_id, adapter in zip(ids, adapters, strict=True):
-                engine.add(
-                    Request(
-                        request_id=request_id,
-                        prompt_ids=tuple(range(3, 3 + prompt)),
-                        adapter=adapter,
-                        sampling=sampling,
-                    )
-                )
-            found: list[Sample] = []
-            for turn in range(num_decode + 1):
-                start = time.process_time()
-                engine.step()
-                seconds = time.process_time() - start
-                each = prompt if turn == 0 else 1
-                context = 0 if turn == 0 else prompt + turn - 1
-                adapted = [adapter for adapter in adapters if adapter is not None]
-                lanes, different = len(adapted), len(set(adapted))
-                size = StepSize(len(adapters) * each, lanes * each, lanes, len(adapters) * context, different)
-                found.append(Sample(size, seconds))
-            return found
-
-        # The first time each is loaded and, being alone, merged; the second time merged only.
-        loaded, merged = ([steps([f"a{i}"], 1, 1) for i in range(_NUM_ADAPTERS)] for _ in range(2))
-        merge_s = statistics.median(max(0.0, first.seconds - second.seconds) for first, second in merged)
-        load_s = statistics.median(
-            max(0.0, first.seconds - again.seconds) for (first, _), (again, _) in zip(loaded, merged, strict=True)
-        )
-        for num_requests, prompt in _BATCHES:
-            own: list[str | None] = [f"a{i % _NUM_ADAPTERS}" for i in range(num_requests)]
-            shared: list[str | None] = [f"a{i % 2}" for i in range(num_requests)]
-            plain: list[str | None] = [None] * num_requests
-            for adapters in (plain, own, shared) if num_requests > 1 else (plain,):
-                steps(adapters, 1, 1)  # plans and caches as steady work finds them
-                prompt_step, *decoding = steps(adapters, prompt, decode_steps)
-                samples += [prompt_step, *decoding]
-    costs = _fitted(samples, merge_s)
+        for adapters, merging in mixes:
+            machine.steps(adapters, 1, 1, merging=merging)  # plans and caches as steady work finds them
+            samples += machine.steps(adapters, prompt, decode_steps, merging=merging, joining=prompt)
+    costs = fitted(samples)._replace(merge_s=merge_s)
     errors = [abs(costs.step_s(*sample.size) / sample.seconds - 1) for sample in samples]
     return Fit(costs, load_s, statistics.median(errors), tuple(samples))
 
 
-def _fitted(samples: list[Sample], merge_s: float) -> Costs:
-    """The engine's own cost model after it saw every sample a few times, in a random order that is always the same."""
-    model = CostModel()
-    model.observe_switch(merge_s)
-    draws = random.Random(0)
-    for _ in range(20):
-        for sample in draws.sample(samples, len(samples)):
-            model.observe_step(*sample)
-    return model.costs
+def fitted(samples: Sequence[Sample]) -> Costs:
+    """The costs of a step, none of them negative, that are off by the least share: a run has many short steps of
+    decoding for each long one of prompts, and seconds alone would count the latter."""
+    seconds = np.array([sample.seconds for sample in samples])
+    features = np.array([(1, *sample.size) for sample in samples], dtype=float)
+    scale = features.max(axis=0)  # near 1, which keeps the problem well conditioned
+    scale[scale == 0] = 1
+    weights, _ = nnls(features / scale / seconds[:, None], np.ones(len(samples)))
+    return Costs(*(float(weight) for weight in weights / scale))
+
+
+class _Told:
+    """A policy that does as it is told: all who are ready, over W0 or over the first one's merged weights."""
+
+    def __init__(self) -> None:
+        self.merging = False
+
+    def decide(self, ready: Sequence[Candidate], state: PolicyState) -> Decision:
+        order = tuple(c.request_id for c in ready[: state.max_batch_size])
+        if not self.merging:
+            return Decision(Mode.UNMERGED, None, order)
+        merged = ready[0].adapter
+        alone = all(c.adapter == merged for c in ready)
+        return Decision(Mode.MERGED if alone else Mode.MIXED, merged, order)
+
+
+class _Sizes(CostModel):
+    """Remembers what was in the last step."""
+
+    last: StepSize
+
+    def observe_step(self, size: StepSize, seconds: float) -> None:
+        self.last = size
+        super().observe_step(size, seconds)
+
+
+class _Machine:
+    """An engine whose steps can be timed one by one."""
+
+    def __init__(self, model: Model, device: torch.device, folder: Path) -> None:
+        """folder: room for adapters, which are read from it here."""
+        built = dummy_model(model.config(), "bfloat16", device, seed=0)
+        settings = EngineConfig(
+            model="dummy",
+            device=str(device),
+            max_batch_size=2 * max(_BATCHES)[0],  # one more may join the largest
+            arena_bytes=model.arena_bytes,
+            merge_fidelity_floor=0.0,
+            prefix_cache=False,  # every prompt is to be computed
+        )
+        self._engine = LocalEngine(settings, model=built, executor=Inline()).engine
+        self._clock = work_seconds(device)
+        self._told, self._sizes = _Told(), _Sizes()
+        self._engine._scheduler._policy = self._told
+        self._engine._scheduler._cost = self._sizes
+        self._numbers = itertools.count()
+        self.names = [f"a{i}" for i in range(_NUM_ADAPTERS)]
+        shapes = language_shapes(built)
+        for i, name in enumerate(self.names):
+            self._engine.load_adapter(name, write_adapter(folder / name, shapes, RANK, seed=i))
+
+    def steps(
+        self, adapters: Sequence[str | None], prompt: int, num_decode: int, *, merging: bool, joining: int = 0
+    ) -> list[Sample]:
+        """A request for each adapter: a step with their prompts, then so many in which they decode. joining: tokens of
+        one more prompt like the last one's, in a step of its own with all that decode."""
+        self._told.merging = merging
+        num_steps = 1 + num_decode + (joining > 0)
+        for adapter in adapters:
+            self._add(adapter, prompt, num_steps)
+        found = [self._step() for _ in range(1 + num_decode)]
+        if joining:
+            self._add(adapters[-1], joining, 1)
+            found.append(self._step())
+        assert not self._engine.has_work
+        return found
+
+    def _add(self, adapter: str | None, prompt: int, answer: int) -> None:
+        self._engine.add(
+            Request(
+                request_id=f"r{next(self._numbers)}",
+                prompt_ids=tuple(range(3, 3 + prompt)),
+                adapter=adapter,
+                sampling=SamplingParams(max_tokens=answer, ignore_eos=True),
+            )
+        )
+
+    def _step(self) -> Sample:
+        started = self._clock()
+        outputs = self._engine.step()
+        seconds = self._clock() - started
+        assert outputs and all(output.error is None for output in outputs), outputs
+        return Sample(self._sizes.last, seconds)

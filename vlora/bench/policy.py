@@ -15,13 +15,15 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from vlora.bench.dummy import half_billion_config
-from vlora.bench.fit import RANK, fit
+from vlora.bench.costs import measured, stated
+from vlora.bench.fit import RANK
 from vlora.bench.form import Goal, Report, environment
 from vlora.bench.journal import Journal
+from vlora.bench.models import model_named
 from vlora.bench.policy_engine import BASELINE, LOAD, OURS, Point, confirm
 from vlora.bench.policy_plots import draw
 from vlora.config import EngineConfig
+from vlora.models.loading import device_of
 from vlora.orchestrator import POLICIES, Costs
 from vlora.simulator import Arrival, Box, replay
 from vlora.simulator.popularity import hottest
@@ -38,16 +40,18 @@ _RETRIEVAL = {"prompt_min": 192, "prompt_max": 320, "answer_min": 150, "answer_m
 _PROMPT, _ANSWER = 256, 200
 
 
-def run(quick: bool, partial: Path | None = None) -> Report:
+def run(quick: bool, partial: Path | None = None, model: str = "qwen2-0.5b", device: str = "cpu") -> Report:
     """Fit this machine's costs, replay every cell of the grid under every policy, run some on the engine. quick: a
     corner of the grid.
 
     partial: a file for what is found, for as long as not all is. A run of the same commit on the same machine takes
-    from there what another one found before it was stopped, the fit included.
+    from there what another one found before it was stopped, the fit included. model: one of `models.MODELS`.
     """
     env = environment()
-    journal = Journal(partial, {"quick": quick, **{name: env[name] for name in ("machine", "versions", "commit")}})
-    machine, error = journal.once("fit", lambda: _fitted(quick))
+    where = {"model": model, "device": device, **{name: env[name] for name in ("machine", "gpu", "versions", "commit")}}
+    journal = Journal(partial, {"quick": quick, **where})
+    fitted = journal.once("fit", lambda: stated(measured(quick, model, device), model))
+    machine = fitted["costs"]
     load_s, costs = machine["load_s"], Costs(**{name: machine[name] for name in Costs._fields})
     rows: list[dict[str, Any]] = [
         journal.once(name, make) for cells in (_retrieval, _video) for name, make in cells(costs, load_s, quick)
@@ -65,27 +69,17 @@ def run(quick: bool, partial: Path | None = None) -> Report:
         goals.append(Goal(f"a decision with 1,000 waiting, {policy}, ms", decision_ms(policy, costs), 2.0, True))
     points = confirm(
         costs,
-        half_billion_config(),
+        model_named(model),
         RANK,
+        device_of(EngineConfig(model=model, device=device), 0),
         skews=(0.6,) if quick else (0.6, 0.8, 0.95),
         repeats=2 if quick else 3,
         num_requests=12 if quick else 80,
         once=journal.once,
     )
     goals += itertools.chain.from_iterable(map(_confirmed, points))
-    found = {
-        "costs": machine,
-        "fit": {"median relative error": error, "rank": RANK},
-        "engine": [point._asdict() for point in points],
-    }
     journal.close()
-    return Report("policy", rows, goals, found=found)
-
-
-def _fitted(quick: bool) -> tuple[dict[str, float], float]:
-    """Costs and `load_s` of this machine by name, and the fit's error."""
-    fitted = fit(decode_steps=1 if quick else 3)
-    return {**fitted.costs._asdict(), "load_s": fitted.load_s}, fitted.error
+    return Report("policy", rows, goals, found={**fitted, "engine": [point._asdict() for point in points]})
 
 
 def _confirmed(point: Point) -> Iterator[Goal]:

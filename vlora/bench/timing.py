@@ -6,6 +6,14 @@ import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 
+import torch
+
+
+def work_seconds(device: torch.device) -> Callable[[], float]:
+    """A clock of what is done on a device: the process's own CPU seconds, so that other work on the machine does not
+    look like the model's; on a GPU, which nobody else is on, the time that passes."""
+    return time.process_time if device.type == "cpu" else time.perf_counter
+
 
 def interleaved(candidates: Mapping[str, Callable[[], object]], rounds: int, warmup: int = 2) -> dict[str, list[float]]:
     """CPU seconds of each candidate, `rounds` times, in turn A B C A B C ..., after `warmup` rounds not counted."""
