@@ -109,7 +109,7 @@ def assert_answered(simulation: Simulation, request: Request) -> None:
         assert last.timings.steps_by_mode == {} and bounds, "only who has a bound is ever refused"
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=1000, deadline=None)
 @given(
     machine=machines(),
     arrivals=loads(),
@@ -137,7 +137,7 @@ def test_every_request_ends_once_within_every_budget(
     }
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(machine=machines(), arrivals=loads(bounded=False), policy=every_policy)
 def test_memory_pressure_changes_when_but_never_what(machine: Machine, arrivals: Arrivals, policy: str) -> None:
     arrivals = admitted(machine, arrivals)
@@ -182,7 +182,7 @@ def all_resident(machine: Machine, policy: str) -> Simulation:
     return simulation
 
 
-@settings(max_examples=160, deadline=None)
+@settings(max_examples=500, deadline=None)
 @given(
     machine=machines(),
     arrivals=loads(max_prompt=60, max_tokens=20),
@@ -200,7 +200,7 @@ def test_waiting_is_bounded_however_long_the_prompts(machine: Machine, arrivals:
     assert longest_over_bound(simulation) <= 1e-9
 
 
-@settings(max_examples=160, deadline=None)
+@settings(max_examples=500, deadline=None)
 @given(machine=machines(), arrivals=loads(), policy=every_bounded_policy)
 def test_waiting_is_bounded_under_preemption(machine: Machine, arrivals: Arrivals, policy: str) -> None:
     """With memory for one full batch only, and prompts that fit in a step: paused requests hold nobody up."""
