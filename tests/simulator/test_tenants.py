@@ -9,6 +9,7 @@ import pytest
 
 from vlora.orchestrator import POLICIES, Costs
 from vlora.simulator import Arrival, Box, make_workload, replay
+from vlora.simulator.commands import lines
 from vlora.simulator.replica import Replica
 from vlora.simulator.tenants import contested_shares
 from vlora.simulator.workloads import among_tenants
@@ -82,6 +83,14 @@ def test_refusals_count_for_their_tenant() -> None:
     found = replay(arrivals, Box(costs=COSTS)).as_dict()
     by_tenant = found["tenants"].values()
     assert found["unreachable"] > 10 and sum(each["unreachable"] for each in by_tenant) == found["unreachable"]
+
+
+def test_who_was_answered_nothing_is_told_without_a_time() -> None:
+    arrivals = [Arrival(0.0, "a", 10, 5, tenant="n"), Arrival(0.0, "a", 10, 5, max_ttft_s=1e-6, tenant="s")]
+    found = replay(arrivals, Box(costs=COSTS)).as_dict()
+    text = "\n".join(lines({"trace": "t", "policy": "vlora", "replicas": 1, **found}))
+    assert "1 answered, 0 refused" in text and "0 answered, 1 refused" in text
+    assert text.count("time to first token") == 2, "all together, and the one who was answered"
 
 
 def test_replicas_shares_are_counted_together() -> None:

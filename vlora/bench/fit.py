@@ -58,7 +58,7 @@ def fit(model: Model, device: torch.device, decode_steps: int) -> Fit:
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
         machine = _Machine(model, device, Path(folder))
-    names = machine.names
+    names: list[str | None] = list(machine.names)
     # The first time each is brought and merged; the second time merged only.
     brought, merged = ([machine.steps([name], 1, 1, merging=True) for name in names] for _ in range(2))
     merge_s = statistics.median(max(0.0, first.seconds - second.seconds) for first, second in merged)

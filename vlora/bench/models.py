@@ -64,7 +64,7 @@ def _llava_13b() -> LlavaConfig:
 MODELS = {
     model.name: model
     for model in (
-        Model("qwen2-0.5b", half_billion_config, 3 * 2**30),
+        Model("qwen2-0.5b", half_billion_config, 2 * 2**30),
         Model("qwen2-vl-7b", _qwen2_vl_7b, 8 * 2**30),
         Model("llava-13b", _llava_13b, 12 * 2**30),
     )

@@ -118,7 +118,8 @@ def confirm(
 
 
 class _Paper:
-    """An engine's twin in the simulator, with the same past: as warm, and as far with learning what a step takes."""
+    """An engine's twin in the simulator, with the same past: as warm, and as far with learning what a step takes. Only
+    the baseline's capacity is not asked of it."""
 
     def __init__(self, costs: Costs, policy: str) -> None:
         self._replica = Replica(Box(costs=costs, policy=policy))

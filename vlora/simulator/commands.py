@@ -80,7 +80,7 @@ def lines(found: Mapping[str, Any]) -> Iterator[str]:
     yield f"  adapter loads          {found['adapter_loads']}"
     for name, tenant in found["tenants"].items():
         share = "" if tenant["share"] is None else f"; {tenant['share']:.1%} of the tokens while others competed"
-        first = ", ".join(f"{percent} {value:.3f} s" for percent, value in tenant["ttft_s"].items())
-        yield (
-            f"  {name:<22} {tenant['requests']} requests, {tenant['unreachable']} refused{share}; first token {first}"
-        )
+        yield f"  {name:<22} {tenant['requests']} answered, {tenant['unreachable']} refused{share}"
+        if tenant["ttft_s"]:
+            first = ", ".join(f"{percent} {value:.3f} s" for percent, value in tenant["ttft_s"].items())
+            yield f"    time to first token  {first}"
