@@ -86,7 +86,7 @@ def test_refusals_count_for_their_tenant() -> None:
 
 
 def test_who_was_answered_nothing_is_told_without_a_time() -> None:
-    arrivals = [Arrival(0.0, "a", 10, 5, tenant="n"), Arrival(0.0, "a", 10, 5, max_ttft_s=1e-6, tenant="s")]
+    arrivals = [Arrival(0.0, "a", 10, 5, tenant="n"), Arrival(0.05, "a", 10, 5, max_ttft_s=0.01, tenant="s")]
     found = replay(arrivals, Box(costs=COSTS)).as_dict()
     text = "\n".join(lines({"trace": "t", "policy": "vlora", "replicas": 1, **found}))
     assert "1 answered, 0 refused" in text and "0 answered, 1 refused" in text
