@@ -3,11 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import multiprocessing
 import os
 import shutil
 import signal
+import threading
 import time
+from collections.abc import Callable
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import psutil
 import pytest
@@ -15,12 +23,13 @@ import pytest
 from tests.families import build_model
 from tests.oracle import Oracle
 from vlora.config import EngineConfig
-from vlora.engine import LocalEngine
+from vlora.engine import LocalEngine, orders
 from vlora.engine.client import EngineClient
 from vlora.engine.supervised import SupervisedEngine
+from vlora.engine.team import Team, fork_server
 from vlora.errors import BadConfig, EngineDead
 from vlora.memory.transfer import Inline
-from vlora.types import Request, RequestOutput, SamplingParams
+from vlora.types import ErrorValue, Request, RequestOutput, SamplingParams
 
 PROMPT = (5, 6, 7, 8, 9)
 SOON_S = 30.0  # on a busy machine; without being told, ranks would notice after the group's 120 s
@@ -44,14 +53,21 @@ def serving(engine: SupervisedEngine) -> EngineClient:
     return engine._engine
 
 
-def other_rank(engine_pid: int) -> int:
-    """The process of rank 1: what the engine's fork server has made."""
-    (rank,) = (
-        child.pid
+def ranks_of(engine_pid: int) -> list[int]:
+    """The processes of all ranks: the engine's own, and those its fork server has made, in turn."""
+    made = [
+        child
         for child in psutil.Process(engine_pid).children(recursive=True)
         if "forkserver" in " ".join((child.parent() or child).cmdline())
-    )
-    return rank
+    ]
+    return [engine_pid, *(child.pid for child in sorted(made, key=lambda child: (child.create_time(), child.pid)))]
+
+
+def own_rank(rank: int) -> int:
+    """The process of a rank of an engine in this process."""
+    (pid,) = (child.pid for child in multiprocessing.active_children() if child.name == f"vlora-rank-{rank}")
+    assert pid is not None
+    return pid
 
 
 def children() -> list[int]:
@@ -79,48 +95,148 @@ def config(folder: Path, **settings: object) -> EngineConfig:
     return EngineConfig(model=str(folder / "model"), **settings)  # type: ignore[arg-type]
 
 
-def test_a_killed_rank_under_load_and_an_idle_one(folder: Path) -> None:
+def test_one_of_four_ranks_is_killed_under_load_and_then_rank_0(folder: Path) -> None:
     told: list[str] = []
     others = set(children())  # other tests' fork server stays for those that come after
 
     async def main() -> None:
-        engine = await SupervisedEngine.start(config(folder), tell=told.append)
+        engine = await SupervisedEngine.start(config(folder, tensor_parallel=4), tell=told.append)
         await engine.register_adapters({"wide8": str(folder / "adapters" / "wide8")})
         before = tokens(await answer(engine, request("before", 8, "wide8")))
         assert len(before) == 8
-        # Under load.
-        running = [asyncio.create_task(answer(engine, request(f"r{i}", 900, ("wide8", None)[i % 2]))) for i in range(4)]
-        await asyncio.sleep(0.3)
+
+        async def kill_under_load(rank: int, cause: str) -> None:
+            """Everybody is told why, by whichever rank it began with."""
+            running = [
+                asyncio.create_task(answer(engine, request(f"r{i}", 900, ("wide8", None)[i % 2]))) for i in range(4)
+            ]
+            await asyncio.sleep(0.3)
+            os.kill(ranks_of(serving(engine).ready.pid)[rank], signal.SIGKILL)
+            killed = time.monotonic()
+            for outputs in await asyncio.gather(*running):
+                error = outputs[-1].error
+                assert error is not None and (error.code, error.message) == ("engine_dead", cause)
+            assert time.monotonic() - killed < SOON_S
+            with pytest.raises(EngineDead, match=cause):
+                await answer(engine, request("meanwhile", 1))
+
         first_pid = serving(engine).ready.pid
-        os.kill(other_rank(first_pid), signal.SIGKILL)
-        killed = time.monotonic()
-        for outputs in await asyncio.gather(*running):
-            error = outputs[-1].error
-            assert error is not None and error.code == "engine_dead"
-            assert error.message == "rank 1 was killed by SIGKILL"
-        assert time.monotonic() - killed < SOON_S
-        with pytest.raises(EngineDead, match="rank 1 was killed by SIGKILL"):
-            await answer(engine, request("meanwhile", 1))
-        # Back, with what it had.
+        await kill_under_load(2, "rank 2 was killed by SIGKILL")
         while engine.cause is not None:
             await asyncio.sleep(0.05)
         assert serving(engine).ready.pid != first_pid
-        assert tokens(await answer(engine, request("after", 8, "wide8"))) == before
-        assert told == ["rank 1 was killed by SIGKILL; it is being started again", "the engine serves again"]
-        # While nothing runs: nobody has to ask for it to be noticed.
-        os.kill(other_rank(serving(engine).ready.pid), signal.SIGKILL)
-        killed = time.monotonic()
-        while engine.cause is None:
-            await asyncio.sleep(0.01)
-        assert time.monotonic() - killed < SOON_S
+        assert tokens(await answer(engine, request("after", 8, "wide8"))) == before  # back, with what it had
+        assert told == ["rank 2 was killed by SIGKILL; it is being started again", "the engine serves again"]
         pids = set(children()) - others
+        assert len(set(ranks_of(serving(engine).ready.pid)) & pids) == 4
+        await kill_under_load(0, "the engine process was killed by SIGKILL")
+        pids |= set(children()) - others
         await engine.close()
         deadline = time.monotonic() + SOON_S
         while any(is_left(pid) for pid in pids):
             assert time.monotonic() < deadline, "a process is left over"
             await asyncio.sleep(0.05)
 
-    asyncio.run(asyncio.wait_for(main(), 400))
+    asyncio.run(asyncio.wait_for(main(), 280))
+
+
+def test_a_rank_that_dies_after_loading_and_before_it_joins_the_others(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rank 0 waits for it by then, and would for as long as it lives."""
+    decode = orders.decode_word
+    died: list[float] = []
+
+    def die(pid: int) -> None:
+        os.kill(pid, signal.SIGKILL)
+        died.append(time.monotonic())
+
+    def stop_once_loaded(data: bytes) -> orders.Word:
+        word = decode(data)
+        if isinstance(word, orders.Loaded):
+            os.kill(own_rank(1), signal.SIGSTOP)
+            threading.Timer(1.0, die, (own_rank(1),)).start()
+        return word
+
+    monkeypatch.setattr("vlora.engine.orders.decode_word", stop_once_loaded)
+    with pytest.raises(EngineDead, match="rank 1 was killed by SIGKILL"):
+        LocalEngine(config(folder))
+    assert died and time.monotonic() - died[0] < SOON_S
+    assert not multiprocessing.active_children()
+
+
+def test_ranks_that_come_apart_end_the_replica_and_say_so(folder: Path) -> None:
+    local = LocalEngine(config(folder))
+    try:
+        assert len(tokens(local.run([request("fine", 2)])["fine"])) == 2
+        local.engine._runner._runner._group._lines._number += 1  # as if rank 0 had said something more
+        with pytest.raises(EngineDead, match=r"ranks have come apart: rank . sent message"):
+            local.run([request("apart", 2)])
+    finally:
+        local.engine.close()
+
+
+def test_the_rank_that_died_is_named_whoever_is_heard_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 1 ends because it waited for rank 2, and its word comes first."""
+    team = Team.__new__(Team)
+    team._heard, team._loss, team._closing, team._awaited, team._group = threading.Condition(), None, False, {}, None
+    team._alarm, team._bell = os.pipe()
+    follows = orders.Failed(ErrorValue.of(EngineDead("rank 2 is gone")), follows=True)
+    ends: list[Connection] = []
+    threads = []
+    for rank, code in ((1, 1), (2, -signal.SIGKILL)):
+        here, there = Pipe()
+        ends.append(there)
+        process: Any = SimpleNamespace(join=lambda: None, exitcode=code)
+        threads.append(threading.Thread(target=team._listen, args=(rank, here, process)))
+        threads[-1].start()
+    ends[0].send_bytes(orders.encode(follows))
+    ends[0].close()
+    time.sleep(0.1)
+    ends[1].close()
+    for thread in threads:
+        thread.join()
+    with pytest.raises(EngineDead, match="rank 2 was killed by SIGKILL"):
+        team.check()
+    # Alone it is better than nothing.
+    team._loss = None
+    here, there = Pipe()
+    there.send_bytes(orders.encode(follows))
+    there.close()
+    team._listen(1, here, SimpleNamespace(join=lambda: None, exitcode=1))  # type: ignore[arg-type]
+    with pytest.raises(EngineDead, match="rank 2 is gone"):
+        team.check()
+    os.close(team._alarm)
+    os.close(team._bell)
+
+
+@pytest.mark.parametrize("fails", ["Process", "Thread"])
+def test_a_rank_that_cannot_be_started_leaves_none_behind(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, fails: str
+) -> None:
+    context = fork_server()
+    made = []
+
+    def second_fails(start: Callable[[Any], None]) -> Callable[[Any], None]:
+        def starting(self: Any) -> None:
+            if self.name.startswith("vlora-rank-"):
+                made.append(self)
+                if len(made) == 2:
+                    raise OSError("no more of these")
+            start(self)
+
+        return starting
+
+    context.Process(target=print).start()  # the server itself is there, and stays
+    for child in multiprocessing.active_children():
+        child.join()
+    before = sorted(os.listdir("/proc/self/fd"))
+    owner = BaseProcess if fails == "Process" else threading.Thread
+    monkeypatch.setattr(owner, "start", second_fails(owner.start))
+    with pytest.raises(OSError, match="no more of these"):
+        Team(config(folder, tensor_parallel=4))
+    assert len(made) == 2 and not multiprocessing.active_children()
+    assert sorted(os.listdir("/proc/self/fd")) == before
 
 
 def test_what_cannot_serve_is_said_before_anything_is_served(folder: Path) -> None:
@@ -144,6 +260,21 @@ def test_a_model_file_that_is_cut_short_is_said_to_be(folder: Path, tmp_path: Pa
     weights.write_bytes(weights.read_bytes()[: weights.stat().st_size // 2])
     with pytest.raises(BadConfig, match="cannot load the weights"):
         LocalEngine(config(tmp_path))
+
+
+@pytest.mark.parametrize("how", ["cut short", "missing"])
+def test_one_bad_file_of_several_is_said_to_be(folder: Path, tmp_path: Path, how: str) -> None:
+    model = build_model("llava")
+    model.save_pretrained(tmp_path / "model", max_shard_size="150KB")
+    *_, last = sorted((tmp_path / "model").glob("model-*-of-*.safetensors"))
+    assert last.name != "model-00001-of-00001.safetensors"
+    if how == "missing":
+        last.unlink()
+    else:
+        last.write_bytes(last.read_bytes()[:-100])
+    with pytest.raises(BadConfig, match="cannot load the weights"):
+        LocalEngine(config(tmp_path))
+    assert not multiprocessing.active_children()
 
 
 def test_an_adapter_that_another_rank_cannot_read_fails_alone(folder: Path, tmp_path: Path) -> None:

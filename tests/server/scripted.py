@@ -14,6 +14,7 @@ import json
 import os
 import re
 import sys
+import threading
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 from pathlib import Path
@@ -135,10 +136,16 @@ class ScriptedEngine:
     """The synchronous engine's contract."""
 
     step_s = 0.002
-    alarm = None
+    alarm: int | None = None
+    lost = False  # another rank
 
     def check_ranks(self) -> None:
-        pass
+        if self.lost:
+            raise EngineDead("rank 1 was killed by SIGKILL")
+
+    def _lose(self, bell: int) -> None:
+        self.lost = True
+        os.write(bell, b"!")
 
     def __init__(self, config: EngineConfig) -> None:
         if config.model == "broken":
@@ -149,6 +156,9 @@ class ScriptedEngine:
             os._exit(3)
         if config.model == "slow":
             time.sleep(60)
+        if config.model == "lonely":
+            self.alarm, bell = os.pipe()
+            threading.Timer(0.3, self._lose, (bell,)).start()
         self.config = config
         self.limits = SimpleNamespace(max_context=config.max_context or 100_000)
         self.running: dict[str, tuple[Request, list[int]]] = {}

@@ -123,6 +123,15 @@ def test_requests_calls_refusals_and_a_clean_stop(tmp_path: Path) -> None:
     run(main())
 
 
+def test_an_engine_without_work_that_loses_a_rank_is_dead_without_being_asked() -> None:
+    async def main() -> None:
+        engine = await start("lonely")
+        assert await asyncio.wait_for(engine.wait_dead(), 30) == "rank 1 was killed by SIGKILL"
+        await engine.close()
+
+    run(main())
+
+
 @pytest.mark.parametrize(
     ("deed", "cause"),
     [

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 import random
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -31,7 +32,7 @@ from vlora.models.loading import device_of, load_model
 from vlora.models.seam import Seam
 from vlora.models.sharding import shard
 from vlora.models.way_costs import measure
-from vlora.parallel import Group
+from vlora.parallel import Ends, Group, connect
 from vlora.parallel.choice import Layer, break_even
 from vlora.parallel.cut import Way
 from vlora.parallel.group import Cause, Entry
@@ -77,6 +78,16 @@ class Measured:
 
 
 @dataclasses.dataclass(frozen=True)
+class Memory:
+    """Bytes on one rank: of all weights, of a token's KV (pages round that up, for few layers a lot), of each
+    adapter."""
+
+    weights: int
+    kv_of_a_token: int
+    adapters: Mapping[str, int]
+
+
+@dataclasses.dataclass(frozen=True)
 class Setup:
     """What all ranks are told. context: tokens of a decoding request. ledgers: steps to keep the books of, as the
     adapters of a batch's requests in turn, and the batch's size."""
@@ -116,13 +127,13 @@ class DelayedGroup(Group):
 class Rank:
     """Model, adapters and requests. Made on all ranks at once; so is every call."""
 
-    def __init__(self, setup: Setup, rank: int, folder: str) -> None:
-        """folder: where ranks meet, an empty one."""
+    def __init__(self, setup: Setup, rank: int, ends: Ends, store_file: str) -> None:
+        """ends, store_file: see Group."""
         config = setup.config
         set_threads(config)
         self._setup = setup
         self._seam = seam = Seam(load_model(config, rank))
-        self._group = group = DelayedGroup(folder, rank, config.tensor_parallel, device_of(config, rank))
+        self._group = group = DelayedGroup(rank, ends, device_of(config, rank), store_file)
         shard(seam, group)
         self.device = seam.device
         layout = lay_out(config, seam, group, loaded=False)
@@ -132,8 +143,12 @@ class Rank:
         self._bank, self._runner = side.bank, side.runner
         self._next_page = 0
         self._groups = {name: names[0] for names in shared_inputs(seam.language_linears) for name in names}
-        self.adapter_bytes = {name: self._load(name, adapter) for name, adapter in setup.adapters.items()}
         pages = layout.limits.block_pages
+        self.memory = Memory(
+            weights=sum(parameter.nbytes for parameter in seam.model.parameters()),
+            kv_of_a_token=2 * seam.num_layers * seam.kv_dim * seam.dtype.itemsize,
+            adapters={name: self._load(name, adapter) for name, adapter in setup.adapters.items()},
+        )
         self._blocks = iter(range(-(-self._next_page // pages), layout.limits.num_pages // pages))
         most = max(*(cell.batch for cell in setup.cells), *(batch for _, batch in setup.ledgers))
         self._tables = {name: self._add(name, setup.context) for name in (f"decode-{i}" for i in range(most))}
@@ -225,27 +240,32 @@ class Rank:
         return time.perf_counter() - started
 
 
-def _follow(setup: Setup, rank: int, folder: str) -> None:
-    follower = Rank(setup, rank, folder)
+def _follow(setup: Setup, rank: int, ends: Ends, store_file: str) -> None:
+    follower = Rank(setup, rank, ends, store_file)
     follower.keep_books()
     for _ in follower.measure():
         pass
 
 
 @contextlib.contextmanager
-def leading(setup: Setup, folder: str) -> Iterator[Rank]:
+def leading(setup: Setup, store_file: str) -> Iterator[Rank]:
     """Rank 0 in this process, the others in processes of their own until the block ends. Call `keep_books` first, then
-    go through `measure`."""
+    go through `measure`. store_file: a new one, for NCCL."""
     context = fork_server()
+    mine, *theirs = connect(setup.config.tensor_parallel)
     others = [
-        context.Process(target=_follow, args=(setup, rank, folder), daemon=True)
-        for rank in range(1, setup.config.tensor_parallel)
+        context.Process(target=_follow, args=(setup, rank, ends, store_file), daemon=True)
+        for rank, ends in enumerate(theirs, start=1)
     ]
     for process in others:
         process.start()
+    for end in itertools.chain.from_iterable(ends.values() for ends in theirs):
+        end.close()  # a rank's own is then the last one, and closes with it
     try:
-        yield Rank(setup, 0, folder)
+        yield Rank(setup, 0, mine, store_file)
     finally:
         for process in others:
             process.kill()
             process.join()
+        for end in mine.values():
+            end.close()

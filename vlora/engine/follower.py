@@ -27,16 +27,17 @@ from vlora.memory.transfer import Inline
 from vlora.models.loading import device_of, load_model
 from vlora.models.seam import Seam
 from vlora.models.sharding import shard
-from vlora.parallel import Group
+from vlora.parallel import Ends, Group, RankGone, RanksApart
 from vlora.types import ErrorValue
 
 _STDOUT, _STDERR = 1, 2
 
 
-def main(link: Connection) -> None:
+def main(link: Connection, ends: Ends) -> None:
     """Run as a rank, in a process of its own.
 
-    link: to rank 0; when its other end closes, rank 0 is gone and this process ends, whatever it is doing.
+    link: to rank 0; when its other end closes, rank 0 is gone and this process ends, whatever it is doing. ends: of the
+    lines to all ranks.
     """
     os.dup2(_STDERR, _STDOUT)  # stdout belongs to the command's results
     for number in (signal.SIGINT, signal.SIGTERM):
@@ -47,9 +48,11 @@ def main(link: Connection) -> None:
         start = orders.decode_start(link.recv_bytes())
     except EOFError:
         return  # rank 0 was gone before it could say anything
-    threading.Thread(target=_end_with, args=(link,), daemon=True).start()
+    threading.Thread(target=_end_with, args=(link, start.store_file), daemon=True).start()
     try:
-        Follower(start, words).loop()
+        Follower(start, ends, words).loop()
+    except RanksApart as error:
+        words.say(orders.Failed(ErrorValue.of(EngineDead(str(error))), follows=isinstance(error, RankGone)))
     except VLoraError as error:
         words.say(orders.Failed(ErrorValue.of(error)))
     except Exception as error:
@@ -59,10 +62,12 @@ def main(link: Connection) -> None:
     os._exit(1)
 
 
-def _end_with(link: Connection) -> None:
-    """Rank 0 says nothing more over the pipe, so whatever can be read of it is its end."""
+def _end_with(link: Connection, store_file: str) -> None:
+    """Rank 0 says nothing more over the pipe, so whatever can be read of it is its end. Killed, it leaves its file."""
     with contextlib.suppress(EOFError, OSError):
         link.recv_bytes()
+    if store_file:
+        Path(store_file).unlink(missing_ok=True)
     os._exit(0)
 
 
@@ -81,7 +86,7 @@ class Words:
 class Follower:
     """Obeys rank 0's orders, one message after the other."""
 
-    def __init__(self, start: orders.Start, words: Words) -> None:
+    def __init__(self, start: orders.Start, ends: Ends, words: Words) -> None:
         """Raises what building an engine raises."""
         config = start.config
         set_threads(config)
@@ -89,7 +94,7 @@ class Follower:
         model = load_model(config, start.rank)
         words.say(orders.Loaded(facts_of(config, model)))
         seam = Seam(model)
-        self._group = Group(start.folder, start.rank, config.tensor_parallel, device_of(config, start.rank))
+        self._group = Group(start.rank, ends, device_of(config, start.rank), start.store_file)
         shard(seam, self._group)
         layout = lay_out(config, seam, self._group, loaded=True)
         self._dtype, self._hidden_size = seam.dtype, seam.hidden_size
@@ -101,6 +106,7 @@ class Follower:
         self._reader = ThreadPoolExecutor(1, thread_name_prefix="vlora-read")
         self._known: dict[str, HostAdapter] = {}
         self._coming: dict[str, tuple[orders.Bring, Future[HostAdapter]]] = {}
+        self._group.gather()
 
     def loop(self) -> None:
         """Until rank 0 is gone, or something goes wrong here: raises it."""

@@ -99,11 +99,11 @@ Order = Add | Release | Sampled | Bring | Copy | Move | Drop | Pack | Unpack | F
 
 
 class Start(msgspec.Struct, frozen=True, tag=True):
-    """Rank 0's one word over the pipe: load the model, and meet in `folder`."""
+    """Rank 0's one word over the pipe: load the model. store_file: where NCCL's ranks meet."""
 
     config: EngineConfig
     rank: int
-    folder: str
+    store_file: str
 
 
 class Loaded(msgspec.Struct, frozen=True, tag=True):
@@ -120,9 +120,10 @@ class Brought(msgspec.Struct, frozen=True, tag=True):
 
 
 class Failed(msgspec.Struct, frozen=True, tag=True):
-    """The rank is about to end, and why."""
+    """The rank is about to end, and why. follows: because another one is gone, whose own end is the cause."""
 
     error: ErrorValue
+    follows: bool = False
 
 
 Word = Loaded | Brought | Failed

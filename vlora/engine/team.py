@@ -10,7 +10,7 @@ import atexit
 import contextlib
 import dataclasses
 import os
-import shutil
+import tempfile
 import threading
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, InvalidStateError
@@ -18,6 +18,8 @@ from multiprocessing import Pipe, get_context
 from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerContext
 from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
@@ -25,13 +27,13 @@ from vlora.adapters import Registration
 from vlora.config import EngineConfig
 from vlora.engine import follower, orders
 from vlora.engine.endings import how_it_ended
-from vlora.engine.private_folder import private_folder
 from vlora.errors import BadConfig, EngineDead, StepFailed, VLoraError
 from vlora.memory.arena import Arena
 from vlora.memory.books import Run
 from vlora.models.grammar import Cursor
+from vlora.models.loading import device_of
 from vlora.models.runner import ModelRunner
-from vlora.parallel import Group
+from vlora.parallel import Group, RanksApart, connect
 from vlora.types import Batch, ErrorValue, Request, StepResult
 
 _LAST_WORDS_S = 0.5  # why a step broke may be heard from another rank a little later
@@ -53,34 +55,50 @@ class Team:
 
     def __init__(self, config: EngineConfig) -> None:
         """Start the other ranks; they load their models while this process loads its own."""
+        self._store_file = _store_file(config)
         atexit.register(self.close)  # multiprocessing would wait for ranks that nobody has told
         self._size = config.tensor_parallel
-        self._folder = str(private_folder("vlora-ranks-", f"rank-{self._size}"))
         self._heard = threading.Condition()
         self._facts: dict[int, dict[str, str]] = {}
         self._awaited: dict[str, _Bringing] = {}
         self._loss: VLoraError | None = None
         self._closing = False
         self._alarm, self._bell = os.pipe()
-        self._links: list[Connection] = []
-        self._processes: list[BaseProcess] = []
-        self._threads: list[threading.Thread] = []
+        self._ends = connect(self._size)
+        self._members: list[_Member] = []
         self._pending: list[orders.Order] = []
         self._group: Group | None = None
         self._registration_of: Callable[[str], Registration] | None = None
-        context = fork_server()
-        for rank in range(1, self._size):
-            here, there = Pipe()
-            process = context.Process(target=follower.main, args=(there,), name=f"vlora-rank-{rank}", daemon=True)
+        try:
+            for rank in range(1, self._size):
+                self._members.append(self._start(config, rank))
+        except BaseException:
+            self.close()
+            raise
+
+    def _start(self, config: EngineConfig, rank: int) -> _Member:
+        here, there = Pipe()
+        arguments = (there, self._ends[rank])
+        process = fork_server().Process(target=follower.main, args=arguments, name=f"vlora-rank-{rank}", daemon=True)
+        try:
             process.start()
+        except BaseException:
+            here.close()
+            raise
+        finally:
             there.close()
-            self._links.append(here)
-            self._processes.append(process)
-            with contextlib.suppress(OSError):  # one that is gone already is noticed by its thread
-                here.send_bytes(orders.encode(orders.Start(config, rank, self._folder)))
-            thread = threading.Thread(target=self._listen, args=(rank, here, process), daemon=True)
+            for end in self._ends[rank].values():
+                end.close()  # the rank's own is then the last one, and closes with it
+        with contextlib.suppress(OSError):  # one that is gone already is noticed by its thread
+            here.send_bytes(orders.encode(orders.Start(config, rank, self._store_file)))
+        thread = threading.Thread(target=self._listen, args=(rank, here, process), name=process.name, daemon=True)
+        member = _Member(here, process, thread)
+        try:
             thread.start()
-            self._threads.append(thread)
+        except BaseException:
+            member.end()
+            raise
+        return member
 
     def meet(self, facts: Mapping[str, str], device: torch.device) -> Group:
         """Wait until all ranks have loaded, and join them. Raises BadConfig for ranks that do not fit together, and
@@ -95,12 +113,13 @@ class Team:
                     raise BadConfig(
                         f"rank {rank} has {name} {others.get(name)} and rank 0 has {value}; ranks need the same"
                     )
-        self._group = Group(self._folder, 0, self._size, device)
+        self._group = Group(0, self._ends[0], device, self._store_file)
         return self._group
 
     def begin(self, runner: ModelRunner) -> LeadRunner:
-        """Everything is laid out on all ranks; runner: this one's."""
-        shutil.rmtree(self._folder)  # where they met; nobody else is to come
+        """Wait until everything is laid out on all ranks; runner: this one's."""
+        assert self._group is not None
+        self._group.gather()
         return LeadRunner(self, runner)
 
     @property
@@ -117,22 +136,25 @@ class Team:
         """Why something broke here: what another rank has said of its end, if it has, else `error`."""
         with self._heard:
             self._heard.wait_for(lambda: self._loss is not None, _LAST_WORDS_S)
-        return self._loss or EngineDead(f"{type(error).__name__}: {error}")
+        return self._loss or EngineDead(
+            str(error) if isinstance(error, RanksApart) else f"{type(error).__name__}: {error}"
+        )
 
     def close(self) -> None:
         """End all ranks."""
         atexit.unregister(self.close)
         self._closing = True
-        for link, process, thread in zip(self._links, self._processes, self._threads, strict=True):
-            with contextlib.suppress(OSError):
-                link.send_bytes(b"")  # the rank ends when it can read anything
-            thread.join(_STOP_S)
-            process.kill()
-            thread.join()
-            link.close()
+        for member in self._members:
+            member.tell_to_end()
+        for member in self._members:
+            member.end()
         if self._group is not None:
             self._group.close()
-        shutil.rmtree(self._folder, ignore_errors=True)
+        for ends in self._ends:
+            for end in ends.values():
+                end.close()
+        if self._store_file:
+            Path(self._store_file).unlink(missing_ok=True)
         os.close(self._bell)
         os.close(self._alarm)
 
@@ -204,7 +226,7 @@ class Team:
     # -- threads ------------------------------------------------------------------------------------------------------
 
     def _listen(self, rank: int, link: Connection, process: BaseProcess) -> None:
-        last_words: VLoraError | None = None
+        last_words: orders.Failed | None = None
         with contextlib.suppress(EOFError, OSError):
             while True:
                 match orders.decode_word(link.recv_bytes()):
@@ -214,11 +236,18 @@ class Team:
                             self._heard.notify_all()
                     case orders.Brought(key, error):
                         self._brought(rank, key, error)
-                    case orders.Failed(error):
-                        last_words = error.to_exception()
+                    case orders.Failed() as last_words:
+                        pass
         process.join()
-        if not self._closing:
-            self._lost(last_words or EngineDead(f"rank {rank} {how_it_ended(process.exitcode or 0)}"))
+        if self._closing:
+            return
+        if last_words is None:
+            self._lost(EngineDead(f"rank {rank} {how_it_ended(process.exitcode or 0)}"))
+            return
+        if last_words.follows:
+            with self._heard:  # the cause is what is heard of that one, which may be a little later
+                self._heard.wait_for(lambda: self._loss is not None, _LAST_WORDS_S)
+        self._lost(last_words.error.to_exception())
 
     def _brought(self, rank: int, key: str, error: ErrorValue | None) -> None:
         with self._heard:
@@ -249,6 +278,39 @@ class Team:
             os.write(self._bell, b"!")
         if self._group is not None:
             self._group.abort()
+
+
+def _store_file(config: EngineConfig) -> str:
+    """An empty file of nobody else's, in which NCCL's ranks meet; none on a CPU. Raises BadConfig for a device that
+    cannot be had."""
+    if device_of(config, 0).type != "cuda":
+        return ""
+    descriptor, path = tempfile.mkstemp(prefix="vlora-nccl-")
+    os.close(descriptor)
+    return path
+
+
+class _Member(NamedTuple):
+    """Another rank: its process, the pipe to it, and the thread that listens there."""
+
+    link: Connection
+    process: BaseProcess
+    thread: threading.Thread
+
+    def tell_to_end(self) -> None:
+        with contextlib.suppress(OSError):
+            self.link.send_bytes(b"")  # the rank ends when it can read anything
+
+    def end(self) -> None:
+        """Soon, or by force."""
+        if self.thread.ident is not None:
+            self.thread.join(_STOP_S)
+        self.process.kill()
+        if self.thread.ident is not None:
+            self.thread.join()
+        self.process.join()
+        self.process.close()
+        self.link.close()
 
 
 @dataclasses.dataclass

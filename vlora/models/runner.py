@@ -23,7 +23,7 @@ from vlora.models.sampling import sample, token_scores
 from vlora.models.seam import Seam
 from vlora.models.switcher import ModeSwitcher
 from vlora.models.vision import VisionEncoder, VisionTask
-from vlora.parallel import Group
+from vlora.parallel import Group, RanksApart
 from vlora.types import Batch, BatchItem, ErrorValue, HeadAnswer, Request, StepResult, TokenScore
 
 log = logging.getLogger(__name__)
@@ -107,6 +107,8 @@ class ModelRunner:
                     tokens, scores, refused = self._sample(hidden, text)
                     heads, failed = read_heads(hidden, packed, self._bank, self._seam.config)
                     errors |= refused | failed
+                except RanksApart:
+                    raise  # nothing of this batch
                 except Exception as error:
                     # Whatever went wrong, only this batch may pay for it: the engine serves on.
                     log.exception("step failed")

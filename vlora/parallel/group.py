@@ -14,7 +14,7 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 
-from vlora.parallel.lines import Lines
+from vlora.parallel.lines import Ends, Lines
 
 Cause = Literal["base", "slora", "orders", "images", "start"]
 """Why ranks talk: the base model's own sums, S-LoRA adapters' products, rank 0's orders, images that failed, start."""
@@ -51,24 +51,25 @@ class Ledger:
 class Group:
     """This process among the ranks of its replica. Made by all ranks at once; every call is made by all of them.
 
-    A call raises RuntimeError when another rank is gone.
+    A call raises RanksApart when another rank is gone, or does something else; NCCL's RuntimeErrors where it says so.
     """
 
-    def __init__(self, folder: str, rank: int, size: int, device: torch.device) -> None:
-        """folder: an empty one that all ranks see, and nobody else. device: this rank's."""
+    def __init__(self, rank: int, ends: Ends, device: torch.device, store_file: str = "") -> None:
+        """Wait until all ranks are here. ends: of the lines to the others. device: this rank's. store_file: where NCCL
+        meets, and looks as long as the group lives; all ranks see it, and nobody else."""
         self.rank = rank
-        self.size = size
+        self.size = len(ends) + 1
         self.device = device
         self.ledger = Ledger()
-        self._lines = Lines(folder, rank, size)
+        self._lines = Lines(rank, ends)
         self._nccl: Any = None
         if device.type == "cuda":
             torch.cuda.set_device(device)
-            store = dist.FileStore(f"{folder}/nccl", size)
+            store = dist.FileStore(store_file, self.size)
             store.set_timeout(_HANG)
             options = dist.ProcessGroupNCCL.Options()
             options._timeout = _HANG
-            self._nccl = dist.ProcessGroupNCCL(store, rank, size, options)
+            self._nccl = dist.ProcessGroupNCCL(store, rank, self.size, options)
 
     @property
     def leads(self) -> bool:
@@ -82,7 +83,7 @@ class Group:
         if self._nccl is not None:
             self._nccl.allreduce([tensor]).wait()
             return tensor
-        first, second, *others = self._lines.exchange(tensor)
+        first, second, *others = self._lines.exchange(tensor, f"sum {cause}")
         torch.add(first, second, out=tensor)
         for other in others:
             tensor += other
@@ -93,7 +94,7 @@ class Group:
         tensor = tensor.contiguous()
         self.ledger.note("all_gather", cause, tensor.nbytes)
         if self._nccl is None:
-            return self._lines.exchange(tensor)
+            return self._lines.exchange(tensor, f"gather {cause}")
         out = tensor.new_empty(self.size, *tensor.shape)
         self._nccl.allgather([list(out.unbind(0))], [tensor]).wait()
         return out
@@ -107,7 +108,9 @@ class Group:
             self._nccl.abort()
 
     def close(self) -> None:
-        """Nobody says anything more."""
+        """Nobody says anything more. Nor does NCCL wait for anybody, who may be gone by now."""
+        self.abort()
+        self._nccl = None
         self._lines.close()
 
     # -- control ------------------------------------------------------------------------------------------------------
@@ -123,8 +126,12 @@ class Group:
         self.ledger.note("broadcast", "orders", len(data))
         return data
 
+    def gather(self) -> None:
+        """Wait until all ranks have got here, however long it takes them."""
+        self.smallest([0], "start")
+
     def smallest(self, values: Sequence[int], cause: Cause) -> list[int]:
         """The smallest of each value over ranks, the slowest of which may still be loading."""
         tensor = torch.tensor(values, dtype=torch.int64)
         self.ledger.note("all_reduce", cause, tensor.nbytes)
-        return self._lines.exchange(tensor, patient=True).amin(0).tolist()
+        return self._lines.exchange(tensor, f"least {cause}", patient=True).amin(0).tolist()
