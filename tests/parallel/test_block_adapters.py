@@ -20,7 +20,7 @@ from tests.harness import Answers, FixedModes, Recorded
 from vlora.types import Mode
 
 NUM_TOKENS = 4
-TOLERANCE = 1e-4  # of logits of size 10
+TOLERANCE = 1e-5  # of logits of size 10
 
 
 def served(checkpoint: str, adapters: dict[str, str], cases: list[Any], size: int) -> tuple[Answers, dict[str, Any]]:
