@@ -106,7 +106,7 @@ class Follower:
         self._reader = ThreadPoolExecutor(1, thread_name_prefix="vlora-read")
         self._known: dict[str, HostAdapter] = {}
         self._coming: dict[str, tuple[orders.Bring, Future[HostAdapter]]] = {}
-        self._group.gather()
+        self._group.wait_for_all()
 
     def loop(self) -> None:
         """Until rank 0 is gone, or something goes wrong here: raises it."""

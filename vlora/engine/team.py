@@ -119,7 +119,7 @@ class Team:
     def begin(self, runner: ModelRunner) -> LeadRunner:
         """Wait until everything is laid out on all ranks; runner: this one's."""
         assert self._group is not None
-        self._group.gather()
+        self._group.wait_for_all()
         return LeadRunner(self, runner)
 
     @property

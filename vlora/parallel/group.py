@@ -126,7 +126,7 @@ class Group:
         self.ledger.note("broadcast", "orders", len(data))
         return data
 
-    def gather(self) -> None:
+    def wait_for_all(self) -> None:
         """Wait until all ranks have got here, however long it takes them."""
         self.smallest([0], "start")
 

@@ -32,11 +32,10 @@ class RanksApart(RuntimeError):
 
 
 class RankGone(RanksApart):
-    """`rank` is: its end comes first, and whoever raises this only follows."""
+    """Another rank is: its end came first, and whoever raises this only follows."""
 
     def __init__(self, rank: int) -> None:
         super().__init__(f"rank {rank} is gone")
-        self.rank = rank
 
 
 def connect(size: int) -> list[dict[int, socket.socket]]:
