@@ -215,6 +215,8 @@ def test_paths_in_names_reach_no_file(api: Api, tmp_path: Path) -> None:
         assert "is not usable" in answer["error"]["message"]
     status, answer = admin.call("POST", "/v1/adapters", {"name": "a", "path": "a\x00b"})
     assert status == 400 and "zero byte" in answer["error"]["message"]
+    status, answer = admin.call("DELETE", f"/v1/adapters/{'x' * 5000}")
+    assert status == 404 and len(answer["error"]["message"]) < 300, "a name that nobody has is not repeated whole"
 
 
 @pytest.mark.anyio

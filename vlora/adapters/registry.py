@@ -128,7 +128,7 @@ class AdapterRegistry:
     def get(self, name: str) -> Registration:
         """What a name stands for now. Raises UnknownAdapter."""
         if name not in self._current:
-            raise UnknownAdapter(f"no adapter named {name!r}; registered: {', '.join(self.names) or 'none'}")
+            raise UnknownAdapter(f"no adapter named {name[:MAX_NAME]!r}; registered: {', '.join(self.names) or 'none'}")
         return self._current[name]
 
     def remove(self, name: str) -> None:

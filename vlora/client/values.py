@@ -164,7 +164,7 @@ def sampling_params(options: dict[str, Any]) -> SamplingParams:
     unknown = sorted(options.keys() - set(SamplingParams.__struct_fields__))
     if unknown:
         known = ", ".join(SamplingParams.__struct_fields__)
-        raise BadRequest(f"unknown sampling option {unknown[0]!r}; known: {known}")
+        raise BadRequest(f"unknown sampling option {unknown[0][:40]!r}; known: {known}")
     try:
         return msgspec.convert(options, SamplingParams)
     except msgspec.ValidationError as error:

@@ -180,8 +180,8 @@ class EngineClient:
     async def _call(self, call: wire.Call) -> wire.Reply:
         self._check_alive()
         future = self._calls[call.call_id] = asyncio.get_running_loop().create_future()
-        self._post(call)
         try:
+            self._post(call)
             reply = await future
         finally:
             del self._calls[call.call_id]

@@ -48,6 +48,7 @@ log = logging.getLogger(__name__)
 # A prompt of this size is ready in under half a millisecond; the way to a thread and back takes as long on a busy core.
 _SHORT_CHARS = 1000
 _SHORT_TURNS = 4
+_SHOWN = 128  # of a name that nobody has: it may be as long as a message
 
 Messages = Sequence[Mapping[str, Any]]
 """A conversation as chat templates take it; content entries are {"type": "image"} or {"type": "text", "text": ...}."""
@@ -389,7 +390,7 @@ class FrontEnd:
         assert self._adapters is not None
         if name not in self._adapters:
             known = ", ".join(sorted(self._adapters)) or "none"
-            raise UnknownAdapter(f"no adapter named {name!r}; registered: {known}")
+            raise UnknownAdapter(f"no adapter named {name[:_SHOWN]!r}; registered: {known}")
         return self._adapters[name]
 
     async def _prepare(self, prompt: str | Messages, images: Sequence[Image], clock: _Clock) -> EncodedPrompt:
@@ -501,4 +502,4 @@ def _find_head(status: AdapterStatus, head: str, adapters: Mapping[str, AdapterS
     known = ", ".join(summary.name for summary in status.heads) or "none"
     owners = sorted(other.name for other in adapters.values() if any(summary.name == head for summary in other.heads))
     hint = f"; head {head!r} belongs to adapter {' and '.join(map(repr, owners))}" if owners else ""
-    raise UnknownHead(f"adapter {status.name!r} has no head {head!r}; its heads: {known}{hint}")
+    raise UnknownHead(f"adapter {status.name!r} has no head {head[:_SHOWN]!r}; its heads: {known}{hint}")

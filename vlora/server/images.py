@@ -28,6 +28,8 @@ class RawImage(NamedTuple):
         """Raises BadImage when size and bytes disagree, TooLarge over the server's limit."""
         if self.height < 1 or self.width < 1:
             raise BadImage(f"a raw image of {self.width}x{self.height} pixels has none")
+        if max(self.height, self.width) > config.max_image_pixels:  # as large as the sender likes, so not repeated
+            raise TooLarge(f"a raw image has a side of over {config.max_image_pixels} pixels, this server's limit")
         if self.height * self.width > config.max_image_pixels:
             raise TooLarge(
                 f"a raw image is {self.width}x{self.height}, {self.height * self.width} pixels; this server takes at "

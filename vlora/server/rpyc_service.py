@@ -332,7 +332,7 @@ def _checked(name: str, value: Any, kind: Any) -> Any:
     """The value, if it is of that type. Raises BadRequest."""
     try:
         return msgspec.convert(value, kind)
-    except msgspec.ValidationError as error:
+    except (msgspec.ValidationError, OverflowError) as error:  # the latter for a whole number that no float holds
         raise BadRequest(f"{name}: {error}") from error
 
 

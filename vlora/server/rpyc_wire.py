@@ -16,7 +16,7 @@ import time
 import zlib
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from typing import Any
+from typing import Any, NoReturn
 
 import rpyc
 from rpyc.core import consts
@@ -29,10 +29,13 @@ from vlora.client.tls import TlsStream, shut_down
 from vlora.errors import BadConfig
 from vlora.server.budget import ByteBudget
 from vlora.server.callers import Caller, Callers, connection_share
+from vlora.server.rpyc_values import check_values
 
 log = logging.getLogger(__name__)
 
 _MAX_CALLS = 1024  # unanswered calls of one connection; its next ones wait in the socket
+_MAX_PING = 4096
+_MAX_REFUSAL = 200  # characters of an error that RPyC itself tells
 _SEND_S = 30.0  # a peer that takes nothing for this long is disconnected
 _LAST_REPLIES_S = 1.0
 _HANDSHAKE_S = 10.0
@@ -84,13 +87,15 @@ class BoundedChannel(Channel):
         self.take_charge()()
         length, compressed = self.FRAME_HEADER.unpack(self.stream.read(self.FRAME_HEADER.size))
         if length > self.max_bytes:
-            self._refuse(f"a message of {length} bytes")
+            self._refuse(f"a message of {length} bytes, over this server's limit of {self.max_bytes}")
         data = self._read(length)
         if compressed:
-            inflater = zlib.decompressobj()
-            data = inflater.decompress(data, self.max_bytes)
-            if inflater.unconsumed_tail:
-                self._refuse("a message that inflates")
+            data = self._inflate(data)
+        if data:
+            try:
+                check_values(data, 1)  # behind the byte that says what kind of message it is
+            except ValueError as error:
+                self._refuse(str(error))
         return data
 
     def take_charge(self) -> Callable[[], None]:
@@ -102,10 +107,7 @@ class BoundedChannel(Channel):
         size = length + len(self.FLUSHER)
         if length <= _SMALL_BYTES:
             return self.stream.read(size)[: -len(self.FLUSHER)]
-        if not self._held.take(length, _ROOM_S):
-            self.close()
-            raise EOFError(f"there was no room for a message of {length} bytes")
-        self._charge = length
+        self._count_in(length)
         try:
             with _deadline(_FRAME_S, self._caller):
                 return self.stream.read(size)[: -len(self.FLUSHER)]
@@ -113,9 +115,28 @@ class BoundedChannel(Channel):
             self.take_charge()()
             raise
 
-    def _refuse(self, what: str) -> None:
+    def _inflate(self, data: bytes) -> bytes:
+        """Counted as the most it may become before more than a little of it is made: a few bytes can be millions."""
+        inflater = zlib.decompressobj()
+        begin = inflater.decompress(data, min(_SMALL_BYTES, self.max_bytes))
+        if not inflater.unconsumed_tail:
+            return begin
+        self._count_in(self.max_bytes - self._charge)
+        whole = begin + inflater.decompress(inflater.unconsumed_tail, self.max_bytes - len(begin) + 1)
+        if len(whole) > self.max_bytes:
+            self._refuse(f"a message that inflates to over this server's limit of {self.max_bytes} bytes")
+        self._held.give(self.max_bytes - len(whole))
+        self._charge -= self.max_bytes - len(whole)
+        return whole
+
+    def _count_in(self, num_bytes: int) -> None:
+        if not self._held.take(num_bytes, _ROOM_S):
+            self._refuse(f"there was no room for a message of {num_bytes} bytes")
+        self._charge += num_bytes
+
+    def _refuse(self, why: str) -> NoReturn:
         self.close()
-        raise EOFError(f"{what} over this server's limit of {self.max_bytes} bytes")
+        raise EOFError(why)
 
 
 class Parts:
@@ -166,6 +187,7 @@ class ValueConnection(rpyc.Connection):
 
     def __init__(self, root: Any, channel: Channel, config: dict[str, Any]) -> None:
         super().__init__(root, channel, config)
+        self._exposed = tuple(name for name in dir(root) if name.startswith("exposed_"))
         self._unanswered = 0
         self._answered = threading.Condition()
         self._replies: queue.SimpleQueue[tuple[int, int, Any] | None] = queue.SimpleQueue()
@@ -195,15 +217,22 @@ class ValueConnection(rpyc.Connection):
 
     def _handle_inspect(self, id_pack: Any) -> tuple[tuple[str, str], ...]:
         """The exposed methods of the service, and of nothing else."""
-        names = (name for name in dir(self._local_root) if name.startswith("exposed_"))
-        return tuple((name, getattr(self._local_root, name).__doc__ or "") for name in names)
+        return tuple((name, getattr(self._local_root, name).__doc__ or "") for name in self._exposed)
+
+    def _handle_ping(self, data: Any) -> Any:
+        # What comes back waits for its reader, and is counted nowhere.
+        if not isinstance(data, bytes | str) or len(data) > _MAX_PING:
+            raise ValueError(f"a ping carries bytes or text, {_MAX_PING} at most")
+        return data
 
     def _handle_callattr(self, obj: Any, name: Any, args: Any, kwargs: Any = ()) -> Any:
         if obj is not self._local_root:
             raise ValueError("only the service itself can be called")
         if kwargs:
             raise TypeError("arguments are passed by position")
-        return self._handle_getattr(obj, name)(*args)
+        if name not in self._exposed:
+            raise AttributeError("the service exposes no method of that name")
+        return getattr(obj, name)(*args)
 
     def _unbox(self, package: Any) -> Any:
         label, value = package
@@ -240,6 +269,10 @@ class ValueConnection(rpyc.Connection):
             self._replies.put((consts.MSG_REPLY, seq, self._box(result)))
 
     # -- out ----------------------------------------------------------------------------------------------------------
+
+    def _box_exc(self, kind: type[BaseException], error: BaseException, trace: Any) -> Any:
+        """Its kind and message. RPyC would add every attribute, such as where the service lies in memory."""
+        return (kind.__module__, kind.__name__), (str(error)[:_MAX_REFUSAL],), (), "<traceback denied>"
 
     def _reply_with(self, outcome: Future[Any], seq: int) -> None:
         give_back = self._channel.take_charge()
