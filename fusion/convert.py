@@ -32,6 +32,7 @@ from vlora.adapters.peft_format import (
 )
 from vlora.errors import BadAdapter, BadConfig
 from vlora.models.loading import dummy_model
+from vlora.models.pretrained import from_pretrained
 from vlora.models.seam import Seam
 from vlora.parallel.cut import Blocks
 from vlora.parallel.plan import COLUMN_PARALLEL, ROW_PARALLEL
@@ -98,7 +99,7 @@ def convert(
 def _read(adapter: Path, base: str) -> AdapterHeader:
     """Held against the base model's shapes, none of its weights."""
     try:
-        seam = Seam(dummy_model(AutoConfig.from_pretrained(base), "float32", torch.device("meta"), seed=0))
+        seam = Seam(dummy_model(from_pretrained(AutoConfig, base), "float32", torch.device("meta"), seed=0))
     except (OSError, ValueError) as error:
         raise BadConfig(f"the base model {base} cannot be loaded; name another with --model: {error}") from error
     sites = {

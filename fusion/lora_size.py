@@ -12,6 +12,7 @@ from fusion.embedded import checkpoint_path
 from fusion.mistakes import Mistakes
 from fusion.plan import Plan
 from vlora.models.loading import dummy_model
+from vlora.models.pretrained import from_pretrained
 from vlora.models.seam import Seam
 
 _BYTES = 4  # adapters are trained and stored in float32
@@ -33,7 +34,7 @@ def lora_size(plan: Plan, mistakes: Mistakes) -> LoraSize | None:
     """Read the base model's config, no weights. None where base or targets cannot be, which is told."""
     base = checkpoint_path() if plan.base == "embedded" else plan.base
     try:
-        config = AutoConfig.from_pretrained(base, trust_remote_code=False)  # None would ask on the terminal
+        config = from_pretrained(AutoConfig, base)
         model = dummy_model(config, "float32", torch.device("meta"), seed=0)
     except Exception as error:  # libraries raise whatever a broken config makes them raise
         mistakes.add(f'{plan.base!r} is neither "embedded" nor a model that can be loaded: {error}', "base")

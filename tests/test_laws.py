@@ -87,6 +87,18 @@ def test_imports_point_upward(module: str, file: Path) -> None:
             assert target in MAY_IMPORT[room], f"{module} imports {imported}: {room} may not know {target}"
 
 
+def test_checkpoints_are_read_by_the_one_way_that_runs_none_of_their_code() -> None:
+    ways = {"vlora.models.pretrained", "fusion.teachers.pretrained"}  # the latter: a teacher's, from a folder only
+    found = {
+        module
+        for module, file in modules()
+        for node in ast.walk(ast.parse(file.read_text()))
+        if isinstance(node, ast.Attribute) and node.attr == "from_pretrained"
+        if not (isinstance(node.value, ast.Name) and node.value.id in ("InputProcessor", "PeftModel"))
+    }
+    assert found == ways
+
+
 @pytest.mark.parametrize(
     "module",
     [

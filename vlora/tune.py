@@ -23,6 +23,7 @@ from atmm.search import SHAPES, Case, Finding, Shape, cases, error, read, search
 from vlora.errors import BadConfig
 from vlora.models.bank import site_groups
 from vlora.models.loading import dummy_model
+from vlora.models.pretrained import from_pretrained
 from vlora.models.seam import Seam
 
 _TOLERANCE = 1.05  # the rule's choice may be this much slower than the best before a row is written
@@ -34,7 +35,7 @@ def shapes_of(model: str) -> list[Shape]:
     """The different groups of sites of a model's language side; no weights are read. Raises BadConfig,
     UnsupportedModel."""
     try:
-        config = AutoConfig.from_pretrained(model)
+        config = from_pretrained(AutoConfig, model)
     except (OSError, ValueError) as error:
         raise BadConfig(f"cannot load model {model!r}: {error}") from error
     seam = Seam(dummy_model(config, "bfloat16", torch.device("meta"), seed=0))

@@ -12,6 +12,7 @@ import torch
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
 from fusion.embedded import world
+from vlora.models.pretrained import from_pretrained
 
 _BATCH = 64
 _MOST_WORDS = 16
@@ -36,8 +37,8 @@ def accuracy_by_skill(
 ) -> dict[str, Accuracy]:
     """Ask every question of `num_scenes` pictures and a quarter as many clips; `blank` shows grey instead, as a
     control."""
-    processor = AutoProcessor.from_pretrained(checkpoint)
-    model = AutoModelForImageTextToText.from_pretrained(checkpoint, dtype=torch.float32).eval()
+    processor = from_pretrained(AutoProcessor, checkpoint)
+    model = from_pretrained(AutoModelForImageTextToText, checkpoint, dtype=torch.float32).eval()
     rng = np.random.default_rng(seed)
     scenes = [world.still_scene(rng) for _ in range(num_scenes)] + [
         world.clip_scene(rng) for _ in range(num_scenes // 4)

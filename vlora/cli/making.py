@@ -160,8 +160,10 @@ def model() -> None:
 @model.command("eval")
 @click.option("--checkpoint", type=click.Path(exists=True), help="Another folder than the package's own.")
 @click.option("--quick", is_flag=True, help="One seed and few pictures: a look, not a result.")
-def model_eval(checkpoint: str | None, quick: bool) -> None:
-    """Measure every promise of the embedded model. The last line is JSON; exit code 1 when a goal does not hold.
+@json_option
+def model_eval(checkpoint: str | None, quick: bool, as_json: bool) -> None:
+    """Measure every promise of the embedded model. The last line is JSON, with --json the only one; exit code 1 when a
+    goal does not hold.
 
     \b
         vlora model eval --quick
@@ -175,13 +177,14 @@ def model_eval(checkpoint: str | None, quick: bool) -> None:
     from fusion.embedded import checkpoint_path
     from fusion.embedded.exam import examine
     from vlora.bench.form import Goal, Report
+    from vlora.models.pretrained import from_pretrained
 
     warnings.simplefilter("ignore", FutureWarning)
     logging.getLogger("vlora").setLevel(logging.WARNING)
     torch.set_num_threads(1)  # what is promised holds on one core
     if checkpoint is not None:
         try:
-            AutoProcessor.from_pretrained(checkpoint)
+            from_pretrained(AutoProcessor, checkpoint)
         except (OSError, ValueError) as error:
             raise BadConfig(
                 f"--checkpoint {checkpoint} holds no model and processor as fusion.embedded.train writes them: {error}"
@@ -195,6 +198,7 @@ def model_eval(checkpoint: str | None, quick: bool) -> None:
             say=lambda text: click.echo(text, err=True),
         )
     goals = [Goal(*gate) for gate in gates]
-    Report("model eval", [row._asdict() for row in rows], goals, title="vlora model eval").print()
+    report = Report("model eval", [row._asdict() for row in rows], goals, title="vlora model eval")
+    report.print(only_json=as_json)
     if not all(goal.holds for goal in goals):
         sys.exit(1)

@@ -14,6 +14,7 @@ import torch
 from transformers import AutoTokenizer
 
 from vlora.errors import BadRequest
+from vlora.models.pretrained import from_pretrained
 
 _LIMITS: dict[str, Any] = {
     "initial_lexer_fuel": 1_000_000,  # about 20 ms
@@ -57,7 +58,7 @@ class GrammarCompiler:
         from llguidance import LLTokenizer
 
         try:
-            tokenizer = AutoTokenizer.from_pretrained(self._model)
+            tokenizer = from_pretrained(AutoTokenizer, self._model)
             backend: Any = tokenizer.backend_tokenizer
             if type(backend.decoder).__name__ == "WordPiece":
                 # Where only one text can follow, the library would take the tokens that the tokenizer makes of it on

@@ -11,6 +11,7 @@ from transformers import AutoConfig, AutoModelForImageTextToText
 from vlora.config import EngineConfig
 from vlora.errors import BadConfig
 from vlora.models.families import family_of
+from vlora.models.pretrained import from_pretrained
 
 
 def load_model(config: EngineConfig, rank: int = 0) -> Any:
@@ -25,7 +26,7 @@ def load_model(config: EngineConfig, rank: int = 0) -> Any:
         return dummy_model(model_config, config.dtype, device, config.seed)
     dtype = "auto" if config.dtype == "auto" else getattr(torch, config.dtype)
     try:
-        model = AutoModelForImageTextToText.from_pretrained(config.model, dtype=dtype)
+        model = from_pretrained(AutoModelForImageTextToText, config.model, dtype=dtype)
     except (OSError, ValueError, RuntimeError, SafetensorError) as error:
         raise BadConfig(f"cannot load the weights of {config.model!r}: {error}") from error
     return _ready(model, device if config.tensor_parallel == 1 else torch.device("cpu"))
@@ -34,7 +35,7 @@ def load_model(config: EngineConfig, rank: int = 0) -> Any:
 def read_config(model: str) -> Any:
     """The transformers config of a folder or hub name. Raises BadConfig, UnsupportedModel."""
     try:
-        model_config = AutoConfig.from_pretrained(model)
+        model_config = from_pretrained(AutoConfig, model)
     except (OSError, ValueError) as error:
         raise BadConfig(f"cannot load model {model!r}: {error}") from error
     family_of(model_config)
@@ -47,7 +48,7 @@ def dummy_model(model_config: Any, dtype: str, device: torch.device, seed: int) 
     torch_dtype = (model_config.dtype or torch.float32) if dtype == "auto" else getattr(torch, dtype)
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), torch.device(device):
         torch.manual_seed(seed)
-        model = AutoModelForImageTextToText.from_config(model_config, dtype=torch_dtype)
+        model = AutoModelForImageTextToText.from_config(model_config, trust_remote_code=False, dtype=torch_dtype)
     return _ready(model, device)
 
 

@@ -20,6 +20,7 @@ from transformers.models.auto.image_processing_auto import AutoImageProcessor
 
 from vlora.errors import BadConfig, BadImage, BadRequest
 from vlora.models.families import family_of, placeholder_count
+from vlora.models.pretrained import from_pretrained
 from vlora.types import TensorValue, VisionInput
 
 _IMAGE_FIELDS = ("pixel_values", "image_grid_thw", "image_sizes", "batch_num_images")
@@ -59,9 +60,9 @@ class InputProcessor:
         """Load from a folder or hub name. Raises BadConfig when a piece is missing, UnsupportedModel for other
         families."""
         try:
-            config = AutoConfig.from_pretrained(path)
-            tokenizer = AutoTokenizer.from_pretrained(path)
-            image_processor = AutoImageProcessor.from_pretrained(path)
+            config = from_pretrained(AutoConfig, path)
+            tokenizer = from_pretrained(AutoTokenizer, path)
+            image_processor = from_pretrained(AutoImageProcessor, path)
         except (OSError, ValueError) as error:
             raise BadConfig(f"cannot load tokenizer and image processor from {path!r}: {error}") from error
         return cls(config, tokenizer, image_processor)

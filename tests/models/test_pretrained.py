@@ -1,0 +1,98 @@
+"""Code that lies beside weights is never run: what needs it is refused by name, and nobody is asked on a terminal."""
+
+from __future__ import annotations
+
+import builtins
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import AutoConfig, AutoProcessor, AutoTokenizer
+from transformers.models.auto.image_processing_auto import AutoImageProcessor
+
+from fusion.embedded import checkpoint_path
+from vlora.config import EngineConfig
+from vlora.errors import BadConfig
+from vlora.models import InputProcessor
+from vlora.models.loading import load_model, read_config
+from vlora.models.pretrained import from_pretrained
+from vlora.tune import shapes_of
+
+_OWN = "raise SystemExit('code was run that nobody allowed')"
+
+
+@pytest.fixture(autouse=True)
+def nobody_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    def asked(text: str = "") -> str:
+        raise AssertionError(f"asked on a terminal: {text}")
+
+    monkeypatch.setattr(builtins, "input", asked)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """The embedded model, and code beside it."""
+    made = tmp_path / "model"
+    shutil.copytree(checkpoint_path(), made)
+    (made / "own.py").write_text(_OWN)
+    return made
+
+
+def change(file: Path, **fields: Any) -> None:
+    content = json.loads(file.read_text()) if file.exists() else {}
+    file.write_text(json.dumps({**content, **fields}))
+
+
+@pytest.mark.parametrize(
+    "read",
+    [
+        read_config,
+        lambda model: load_model(EngineConfig(model=model)),
+        lambda model: load_model(EngineConfig(model=model, load_format="dummy")),
+        shapes_of,
+        InputProcessor.from_pretrained,
+    ],
+    ids=["config", "weights", "random weights", "tune", "front end"],
+)
+def test_a_model_that_only_its_own_code_can_read_is_refused(folder: Path, read: Any) -> None:
+    change(folder / "config.json", model_type="own", auto_map={"AutoConfig": "own.Config", "AutoModel": "own.Model"})
+    with pytest.raises(
+        BadConfig, match=r"model' brings code of its own \(auto_map\) for what AutoConfig reads"
+    ) as told:
+        read(str(folder))
+    assert "trust_remote_code" not in str(told.value), "a setting that does not exist here"
+
+
+@pytest.mark.parametrize(
+    ("kind", "file", "fields"),
+    [
+        (AutoTokenizer, "tokenizer_config.json", {"tokenizer_class": "Own"}),
+        (AutoImageProcessor, "preprocessor_config.json", {"image_processor_type": "Own"}),
+        (AutoProcessor, "processor_config.json", {"processor_class": "Own"}),
+    ],
+)
+def test_so_is_a_tokenizer_or_processor(tmp_path: Path, kind: Any, file: str, fields: dict[str, Any]) -> None:
+    (tmp_path / "own.py").write_text(_OWN)
+    own = ["own.Own", "own.Own"] if kind is AutoTokenizer else "own.Own"
+    change(tmp_path / file, auto_map={kind.__name__: own}, **fields)
+    with pytest.raises(BadConfig, match=f"brings code of its own .* for what {kind.__name__} reads"):
+        from_pretrained(kind, tmp_path)
+
+
+def test_what_transformers_knows_is_read_by_its_own_classes_whatever_lies_beside(folder: Path) -> None:
+    plain = InputProcessor.from_pretrained(str(checkpoint_path()))
+    change(folder / "config.json", auto_map={"AutoConfig": "own.Own", "AutoModelForImageTextToText": "own.Own"})
+    change(folder / "tokenizer_config.json", auto_map={"AutoTokenizer": ["own.Own", "own.Own"]})
+    change(folder / "processor_config.json", auto_map={"AutoProcessor": "own.Own", "AutoImageProcessor": "own.Own"})
+    model = load_model(EngineConfig(model=str(folder)))
+    assert type(model).__module__.startswith("transformers.")
+    processor = InputProcessor.from_pretrained(str(folder))
+    assert processor.encode("what is shown ?").prompt_ids == plain.encode("what is shown ?").prompt_ids
+    assert type(processor.image_processor) is type(plain.image_processor)
+
+
+def test_other_mistakes_stay_what_they_are(tmp_path: Path) -> None:
+    with pytest.raises(OSError, match="nowhere"):
+        from_pretrained(AutoConfig, tmp_path / "nowhere")
