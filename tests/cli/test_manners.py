@@ -12,14 +12,17 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
+import click
 import pytest
 
 import vlora.cli
 from tests.apps.test_video_analytics import shades, write_video
 from tests.cli.test_cli import Vlora, address, image, server, vlora_command  # noqa: F401  (fixtures)
 from tests.server.running import Running, png
+from vlora.bench.form import Goal, Report
 from vlora.cli.group import cli
 from vlora.cli.progress import counting, waiting
 
@@ -187,6 +190,28 @@ def test_an_interrupt_finishes_what_is_under_way(server: Running, address: str, 
 def test_help_says_how_commands_end(vlora_command: Vlora) -> None:  # noqa: F811
     _, out, _ = vlora_command("--help")
     assert all(word in out for word in ("Exit codes", "130", "143", "VLORA_SERVE_HTTP_PORT"))
+
+
+def commands(group: click.Group, before: str = "") -> Iterator[tuple[str, click.Command]]:
+    for name, command in group.commands.items():
+        if isinstance(command, click.Group):
+            yield from commands(command, f"{before}{name} ")
+        else:
+            yield before + name, command
+
+
+def test_every_command_that_reports_has_json() -> None:
+    without = {name for name, command in commands(cli) if "as_json" not in {each.name for each in command.params}}
+    assert without == {"serve", "completion"}, "one serves, the other prints a script"
+
+
+def test_a_benchs_json_stands_alone(capsys: pytest.CaptureFixture[str]) -> None:
+    report = Report("step", [{"what": "a", "ms": 1.5}], [Goal("ratio", 1.0, 1.2, True)])
+    report.print()
+    table, _, line = capsys.readouterr().out.rstrip().rpartition("\n")
+    assert "vlora bench step" in table and "holds: ratio" in table
+    report.print(only_json=True)
+    assert capsys.readouterr().out.rstrip() == line and json.loads(line)["rows"] == [{"what": "a", "ms": 1.5}]
 
 
 # -- batch and status -------------------------------------------------------------------------------------

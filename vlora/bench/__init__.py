@@ -19,11 +19,12 @@ if TYPE_CHECKING:
 BENCHES = ("step", "merge", "atmm", "costs", "policy", "memory", "reuse", "overload", "heads", "gateway", "soak", "tp")
 
 
-def main(name: str, quick: bool = False, out: Path | None = None, **settings: Any) -> bool:
+def main(name: str, quick: bool = False, out: Path | None = None, *, only_json: bool = False, **settings: Any) -> bool:
     """Run one bench, or "all"; prints each report. Returns whether every goal holds.
 
     out: a folder to keep reports in, as `NAME.json` and, where a bench draws pictures, `NAME/*.png`. A bench that goes
-    on where it was stopped keeps what it has in `NAME.partial` meanwhile. settings: more for a bench that takes more.
+    on where it was stopped keeps what it has in `NAME.partial` meanwhile. only_json: print no tables. settings: more
+    for a bench that takes more.
 
     Raises BadConfig for other names, and where pictures are wanted but cannot be drawn.
     """
@@ -38,7 +39,7 @@ def main(name: str, quick: bool = False, out: Path | None = None, **settings: An
             report = bench.run(quick, out / f"{each}.partial", **settings)
         else:
             report = bench.run(quick, **settings)
-        report.print()
+        report.print(only_json=only_json)
         if out is not None:
             draw = getattr(bench, "draw", None)
             keep(report, None if draw is None else functools.partial(draw, report.rows), out)

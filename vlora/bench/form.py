@@ -45,7 +45,12 @@ class Report:
     title: str | None = None
     found: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
-    def print(self) -> None:
+    def print(self, *, only_json: bool = False) -> None:
+        if not only_json:
+            self._print_table()
+        print(json.dumps(self.as_dict()))
+
+    def _print_table(self) -> None:
         console = Console(width=170)
         table = Table(title=self.title or f"vlora bench {self.bench}")
         columns = list(self.rows[0]) if self.rows else []
@@ -59,7 +64,6 @@ class Report:
             console.print(
                 f"  {'holds' if goal.holds else 'FALLS SHORT'}: {goal.name}: {goal.value:.3f} ({stated['goal']})"
             )
-        print(json.dumps(self.as_dict()))
 
     def as_dict(self) -> dict[str, Any]:
         return {

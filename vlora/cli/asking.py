@@ -11,7 +11,7 @@ import click
 
 from vlora.cli.group import cli
 from vlora.cli.interrupt import INTERRUPTED, stopping
-from vlora.cli.progress import counting
+from vlora.cli.progress import counting, waiting
 from vlora.cli.server_flags import json_option, print_json, server_option
 from vlora.errors import BadConfig
 
@@ -47,7 +47,7 @@ def query(
     \b
         vlora query photo.png "What is this?" --adapter signs
     """
-    with client:
+    with client, waiting("asking") as begun:
         options: dict[str, Any] = {
             "max_tokens": max_tokens,
             "temperature": temperature,
@@ -59,7 +59,9 @@ def query(
             print_json(client.generate(question, [image], adapter, **options))
             return
         for piece in client.stream(question, [image], adapter, **options):
+            begun()
             click.echo(piece, nl=False)
+        begun()
         click.echo()
 
 

@@ -115,6 +115,7 @@ def simulate(
 @click.option("--seeds", type=click.IntRange(min=1), help="Of `bd`: how many; 3 if not given.")
 @click.option("--model", help="Of `policy` and `costs`: qwen2-0.5b (if not given), qwen2-vl-7b or llava-13b.")
 @click.option("--device", help="Of `policy` and `costs`: cpu (if not given) or cuda.")
+@json_option
 def bench(
     name: str,
     quick: bool,
@@ -123,8 +124,10 @@ def bench(
     seeds: int | None,
     model: str | None,
     device: str | None,
+    as_json: bool,
 ) -> None:
-    """Run a bench by name, or all of them. The last line is JSON; exit code 1 when a goal does not hold.
+    """Run a bench by name, or all of them. The last line of each is JSON, with --json the only one; exit code 1 when a
+    goal does not hold.
 
     \b
         vlora bench step --quick
@@ -139,23 +142,24 @@ def bench(
         raise BadConfig(f"--latency-us is for `vlora bench tp`, not {name!r}; leave it away")
     if seeds is not None and (name != "bd" or quick):
         raise BadConfig("--seeds is for `vlora bench bd`, and not with --quick, which takes one; leave it away")
-    on = {key: value for key, value in (("model", model), ("device", device)) if value is not None}
+    on: dict[str, Any] = {key: value for key, value in (("model", model), ("device", device)) if value is not None}
     if on and name not in ("policy", "costs"):
         raise BadConfig(f"--model and --device are for `vlora bench policy` and `costs`, not {name!r}; leave them away")
     if name == "fusion":
-        holds = _bench_fusion(quick, out)
+        holds = _bench_fusion(quick, out, as_json)
     elif name == "bd":
-        holds = _bench_bd(quick, out, seeds)
+        holds = _bench_bd(quick, out, seeds, as_json)
     else:
         from vlora.bench import main as run
 
         with waiting(f"bench {name}"):
-            holds = run(name, quick, out, **on, **({"latencies_us": latencies_us} if latencies_us else {}))
+            more = on | ({"latencies_us": latencies_us} if latencies_us else {})
+            holds = run(name, quick, out, only_json=as_json, **more)
     if not holds:
         sys.exit(1)
 
 
-def _bench_fusion(quick: bool, out: Path | None) -> bool:
+def _bench_fusion(quick: bool, out: Path | None, only_json: bool) -> bool:
     """Benches know nothing of fusion, and fusion nothing of benches: they meet here."""
     from fusion.bench import draw, run
     from vlora.bench import keep, pictures_possible
@@ -168,13 +172,13 @@ def _bench_fusion(quick: bool, out: Path | None) -> bool:
         found = run(quick, work, lambda text: click.echo(text, err=True))
     goals = [Goal(*goal) for goal in found.goals]
     report = Report("fusion", found.rows, goals, found={"tables": found.tables, "curves": found.curves})
-    report.print()
+    report.print(only_json=only_json)
     if out is not None:
         keep(report, lambda folder: draw(found.tables, found.curves, folder), out)
     return all(goal.holds for goal in goals)
 
 
-def _bench_bd(quick: bool, out: Path | None, seeds: int | None) -> bool:
+def _bench_bd(quick: bool, out: Path | None, seeds: int | None, only_json: bool) -> bool:
     """As with `_bench_fusion`."""
     from fusion.bench import NUM_SEEDS, compare
     from vlora.bench import keep
@@ -185,7 +189,7 @@ def _bench_bd(quick: bool, out: Path | None, seeds: int | None) -> bool:
         found = compare(quick, work, lambda text: click.echo(text, err=True), seeds or NUM_SEEDS)
     goals = [Goal(*goal) for goal in found.goals]
     report = Report("bd", found.rows, goals, found={"runs": found.runs})
-    report.print()
+    report.print(only_json=only_json)
     if out is not None:
         keep(report, None, out)
     return all(goal.holds for goal in goals)
