@@ -6,10 +6,11 @@ import asyncio
 import json
 from typing import Any
 
-import httpx
 import pytest
 
-from vlora.bench.soak import _answer, _Soak, _until
+from tests.server.api import running_api
+from vlora.bench.light_http import connected
+from vlora.bench.soak import _Soak, _until, whole_text
 
 
 def piece(text: str = "", reason: str | None = None, name: str = "id") -> dict[str, Any]:
@@ -23,13 +24,7 @@ WHOLE = [piece(), piece("a"), piece("b"), piece(reason="stop"), USAGE]
 
 def answered(events: list[Any], end: str = "[DONE]", status: int = 200) -> str:
     lines = [f"data: {json.dumps(event)}\n\n" for event in events] + [f"data: {end}\n\n"]
-    transport = httpx.MockTransport(lambda _: httpx.Response(status, text="".join(lines)))
-
-    async def ask() -> str:
-        async with httpx.AsyncClient(transport=transport, base_url="http://x") as web:
-            return await _answer(web, "model", "question")
-
-    return asyncio.run(ask())
+    return whole_text(status, "".join(lines).encode())
 
 
 def test_a_whole_answer_is_one() -> None:
@@ -58,6 +53,32 @@ def test_what_is_not_whole_is_told(events: list[Any]) -> None:
         answered(WHOLE, end="nothing")
     with pytest.raises(ValueError, match="status 429"):
         answered(WHOLE, status=429)
+
+
+def test_the_benchs_http_is_the_servers() -> None:
+    def body(said: str, **fields: Any) -> dict[str, Any]:
+        return {"model": "base", "messages": [{"role": "user", "content": said}], **fields}
+
+    async def main(port: int) -> None:
+        async with connected(port) as web:
+            for said in ("say:one two", "say:" + "long " * 2000, "say:\u00fc"):
+                text = said.removeprefix("say:")
+                status, events = await web.post("/v1/chat/completions", body(said, max_tokens=20_000, stream=True))
+                *chunks, done = events.decode().removesuffix("\n\n").split("\n\n")
+                choices = [json.loads(chunk.removeprefix("data: "))["choices"][0] for chunk in chunks]
+                assert (status, done) == (200, "data: [DONE]")
+                assert "".join(choice["delta"].get("content", "") for choice in choices) == text
+                status, whole = await web.post("/v1/chat/completions", body(said, max_tokens=20_000))
+                assert (status, json.loads(whole)["choices"][0]["message"]["content"]) == (200, text)
+            status, refused = await web.post("/v1/chat/completions", body(""))
+            assert status == 400 and json.loads(refused)["error"]["code"] == "bad_request"
+            web.abort()
+            with pytest.raises((EOFError, OSError)):
+                await web.post("/v1/chat/completions", body("say:late"))
+
+    with running_api() as api:
+        asyncio.run(main(api.port))
+        assert api.idle()
 
 
 def test_phases_and_growth() -> None:

@@ -9,22 +9,22 @@ in the middle of an answer) come and go in phases, and what well-behaved clients
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import dataclasses
 import io
 import itertools
 import json
 import math
 import random
-from collections.abc import AsyncIterator, Coroutine, Sequence
+from collections.abc import Coroutine, Sequence
 from typing import Any
 
-import httpx
 import numpy as np
+import psutil
 import torch
 from PIL import Image
 
 from vlora.bench.form import Goal, Report
+from vlora.bench.light_http import Connection, connected
 from vlora.bench.served import ADAPTERS, HEAD, Served, resident_mib, served
 from vlora.client import AsyncClient
 from vlora.errors import VLoraError
@@ -39,6 +39,9 @@ _NUM_QUESTIONS = 24
 _PHASES, _PHASES_QUICK = 6, 2  # bad clients are there in every other one
 _WARM_SHARE = 0.25  # of the time; caches fill
 _SAMPLE_S = 0.5
+_SMALL = 1024  # bytes that a client which does not read takes at most
+_ANSWER_S = 120.0
+_PATH = "/v1/chat/completions"
 _FILLING_TOKENS, _LONGEST_PROMPT = 16_000, 200  # numbers of up to five tokens each
 _PREPARING_S = 40.0  # on a machine too busy to be ready by then, it begins with what there is, and says so
 _LAST_S = 20.0  # what was asked in time may take so long after the end; then it is cut off, and counted
@@ -83,6 +86,7 @@ def run(quick: bool) -> Report:
         "dropped frames": soak.num_dropped,
         "cut off at the end": soak.num_cut,
         "questions compared": soak.num_asks,
+        "cores": {name: round(value, 3) for name, value in soak.cores.items()},
         "arena filled": soak.filled,
     }
     return Report("soak", rows, goals, found=found)
@@ -113,6 +117,7 @@ class _Soak:
     num_dropped: int = 0
     num_cut: int = 0
     num_asks: int = 0
+    cores: dict[str, float] = dataclasses.field(default_factory=dict)  # how busy each process was; 1 is a whole core
     filled: float = 0.0  # of what was to be put into the arena before
 
     @property
@@ -144,9 +149,8 @@ class _Soak:
 
 
 async def _soak(server: Served, seconds: float, num_phases: int) -> _Soak:
-    url = f"http://127.0.0.1:{server.http_port}"
-    limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
-    async with httpx.AsyncClient(base_url=url, limits=limits, timeout=120.0) as web:
+    port = server.http_port
+    async with connected(port) as web:
         loop = asyncio.get_running_loop()
         half, ready = loop.time() + _PREPARING_S / 2, loop.time() + _PREPARING_S
         # Each question alone, before anybody else is there; adapter by adapter, each has one if there is time for one.
@@ -170,9 +174,9 @@ async def _soak(server: Served, seconds: float, num_phases: int) -> _Soak:
             filled=min(1.0, filled / _FILLING_TOKENS),
         )
         async with AsyncClient(port=server.rpyc_port, timeout_s=120.0) as cameras:
-            work: list[Coroutine[Any, Any, None]] = [_watch_memory(soak, server), _vanish(soak, url)]
-            work += [_ask_again_and_again(soak, web, expected, number) for number in range(_NUM_STREAMS)]
-            work += [_read_slowly(soak, url) for _ in range(_NUM_SLOW)]
+            work: list[Coroutine[Any, Any, None]] = [_watch(soak, server), _vanish(soak, port)]
+            work += [_ask_again_and_again(soak, port, expected, number) for number in range(_NUM_STREAMS)]
+            work += [_read_slowly(soak, port) for _ in range(_NUM_SLOW)]
             work += [_film(soak, cameras, number) for number in range(_NUM_CAMERAS)]
             await _until(work, soak.end_s + _LAST_S, soak)
     return soak
@@ -209,16 +213,18 @@ def _body(model: str, question: str, tokens: int = _ANSWER_TOKENS) -> dict[str, 
     }
 
 
-async def _answer(web: httpx.AsyncClient, model: str, question: str) -> str:
+async def _answer(web: Connection, model: str, question: str) -> str:
     """The text of a streamed answer that is whole. Raises ValueError for one that is not."""
+    async with asyncio.timeout(_ANSWER_S):
+        return whole_text(*await web.post(_PATH, _body(model, question)))
+
+
+def whole_text(status: int, body: bytes) -> str:
+    """The text that the events of a streamed answer make. Raises ValueError where one is missing, or comes twice."""
     text, num_tokens, finished, ids = "", 0, 0, set()
-    lines: list[str] = []
-    async with web.stream("POST", "/v1/chat/completions", json=_body(model, question)) as response:
-        if response.status_code != 200:
-            raise ValueError(f"status {response.status_code}: {(await response.aread())[:200]!r}")
-        async for line in response.aiter_lines():
-            if line:
-                lines.append(line.removeprefix("data: "))
+    if status != 200:
+        raise ValueError(f"status {status}: {body[:200]!r}")
+    lines = [line.removeprefix("data: ") for line in body.decode().split("\n") if line]
     if lines[-1:] != ["[DONE]"]:
         raise ValueError(f"the stream ends with {lines[-1:]}")
     *chunks, usage = map(json.loads, lines[:-1])
@@ -240,24 +246,24 @@ async def _answer(web: httpx.AsyncClient, model: str, question: str) -> str:
     return text
 
 
-async def _ask_again_and_again(
-    soak: _Soak, web: httpx.AsyncClient, expected: dict[tuple[str, str], str], number: int
-) -> None:
+async def _ask_again_and_again(soak: _Soak, port: int, expected: dict[tuple[str, str], str], number: int) -> None:
     draws = random.Random(number)
     asks = sorted(expected)
     loop = asyncio.get_running_loop()
     while not soak.over:
-        model, question = draws.choice(asks)
-        started = loop.time()
-        try:
-            text = await _answer(web, model, question)
-        except (ValueError, httpx.HTTPError) as error:
-            soak.wrong.append(f"{model}: {question} {type(error).__name__} {error}")
-            continue
-        now = loop.time()
-        if text != expected[model, question]:
-            soak.wrong.append(f"{model}: {question} {text!r} instead of {expected[model, question]!r}")
-        soak.answers.append((started, now))
+        async with connected(port) as web:
+            while not soak.over:
+                model, question = draws.choice(asks)
+                started = loop.time()
+                try:
+                    text = await _answer(web, model, question)
+                except (ValueError, OSError, EOFError, TimeoutError) as error:
+                    soak.wrong.append(f"{model}: {question} {type(error).__name__} {error}")
+                    break  # the next one on a connection that is new
+                now = loop.time()
+                if text != expected[model, question]:
+                    soak.wrong.append(f"{model}: {question} {text!r} instead of {expected[model, question]!r}")
+                soak.answers.append((started, now))
 
 
 async def _film(soak: _Soak, client: AsyncClient, number: int) -> None:
@@ -309,28 +315,13 @@ def _pictures(number: int) -> itertools.cycle[bytes]:
 # -- those who do not -------------------------------------------------------------------------------------------------
 
 
-@contextlib.asynccontextmanager
-async def _connected(url: str, body: dict[str, Any]) -> AsyncIterator[asyncio.StreamReader]:
-    """A connection on which a request was sent; cut off at the end, without a word."""
-    host = httpx.URL(url)
-    data = json.dumps(body).encode()
-    head = ["POST /v1/chat/completions HTTP/1.1", "Host: 127.0.0.1", "Content-Type: application/json"]
-    head += [f"Content-Length: {len(data)}", "", ""]
-    reader, writer = await asyncio.open_connection(host.host, host.port, limit=1024)
-    try:
-        writer.write("\r\n".join(head).encode() + data)
-        await writer.drain()
-        yield reader
-    finally:
-        writer.transport.abort()
-
-
-async def _vanish(soak: _Soak, url: str) -> None:
+async def _vanish(soak: _Soak, port: int) -> None:
     """One client after the other leaves with the first bytes of its answer."""
 
     async def once() -> None:
-        async with _connected(url, _body(random.choice(ADAPTERS), _QUESTIONS[0], 400)) as reader:
-            await reader.read(200)
+        async with connected(port, limit=_SMALL) as web:
+            web.send(_PATH, _body(random.choice(ADAPTERS), _QUESTIONS[0], 400))
+            await web.reader.read(200)
         soak.num_vanished += 1
 
     loop = asyncio.get_running_loop()
@@ -343,24 +334,39 @@ async def _vanish(soak: _Soak, url: str) -> None:
     await asyncio.gather(*leaving)
 
 
-async def _read_slowly(soak: _Soak, url: str) -> None:
+async def _read_slowly(soak: _Soak, port: int) -> None:
     """Ask, read a byte a second for a while, and begin anew."""
     loop = asyncio.get_running_loop()
     while not soak.over:
         if not soak.bad_company(loop.time()):
             await asyncio.sleep(_SAMPLE_S)
             continue
-        async with _connected(url, _body(random.choice(ADAPTERS), _QUESTIONS[1], _ANSWER_TOKENS)) as reader:
+        async with connected(port, limit=_SMALL) as web:
+            web.send(_PATH, _body(random.choice(ADAPTERS), _QUESTIONS[1], _ANSWER_TOKENS))
             for _ in range(10):
-                await reader.read(1)
+                await web.reader.read(1)
                 await asyncio.sleep(1)
         soak.num_slow += 1
 
 
-async def _watch_memory(soak: _Soak, server: Served) -> None:
+async def _watch(soak: _Soak, server: Served) -> None:
+    """Memory of the server's processes, and the processor time of all, the bench's own included."""
     processes = server.processes
+    everybody = {**processes, "bench": psutil.Process()}
+    loop = asyncio.get_running_loop()
+    before: dict[str, float] = {}
+    began = 0.0
     while not soak.over:
-        now = asyncio.get_running_loop().time()
+        now = loop.time()
         for name, process in processes.items():
             soak.memory_mib.setdefault(name, []).append((now, resident_mib(process)))
+        if not before and now >= soak.warm_s:
+            before, began = {name: _cpu_s(each) for name, each in everybody.items()}, now
         await asyncio.sleep(_SAMPLE_S)
+    elapsed = loop.time() - began
+    soak.cores = {name: (_cpu_s(each) - before[name]) / elapsed for name, each in everybody.items()}
+
+
+def _cpu_s(process: psutil.Process) -> float:
+    times = process.cpu_times()
+    return float(times.user + times.system)
