@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import socket
 import struct
 import time
@@ -20,7 +21,9 @@ from rpyc.core import brine, consts
 from tests.server.running import Running, png, running_server
 from tests.server.scripted import write_adapter
 from vlora.client import Client
+from vlora.server.budget import ByteBudget
 from vlora.server.rpyc_values import MAX_DEPTH, MAX_VALUES, check_values
+from vlora.server.rpyc_wire import BoundedChannel
 
 SETTINGS = settings(max_examples=200, deadline=None, derandomize=True, database=None)
 SIMPLE = (
@@ -171,6 +174,41 @@ def test_what_inflates_is_counted_as_what_it_becomes(server: Running, peer: Any)
     assert call(peer, "cancel", 1)[0]
     for data in (zlib.compress(bytes(2_000_001)), zlib.compress(bytes(1_900_000))[:-20], b"none"):
         assert ended(server.port, struct.pack("!LB", len(data), 1) + data + b"\n")
+
+
+def channel_of(data: bytes, held: ByteBudget, max_bytes: int) -> BoundedChannel:
+    class Wire(io.BytesIO):
+        MAX_IO_CHUNK = 65_536
+
+    nobody: Any = None  # only a message that is large on the wire as well is timed, and ends its caller
+    return BoundedChannel(Wire(data), max_bytes, held, nobody)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("around", [65_536, 100_000])
+def test_a_compressed_message_comes_whole_whatever_its_length(around: int) -> None:
+    held = ByteBudget(10_000_000)
+    for length in (*range(around - 300, around + 300, 7), around):
+        said = bytes([consts.MSG_REQUEST]) + brine.dump(b"x" * length)
+        channel = channel_of(framed(said, compressed=True), held, 110_000)
+        assert channel.recv() == said
+        channel.take_charge()()
+    assert held._held == 0
+    with pytest.raises(EOFError, match="limit of 110000 bytes"):
+        channel_of(framed(bytes(110_001), compressed=True), held, 110_000).recv()
+
+
+def test_a_limit_that_rises_while_a_message_inflates_counts_it_right() -> None:
+    class Held(ByteBudget):
+        def take(self, count: int, wait_s: float = 0.0) -> bool:
+            channel.max_bytes = 5_000_000  # as when its sender's token was found good just then
+            return super().take(count, wait_s)
+
+    said = bytes([consts.MSG_REQUEST]) + brine.dump(b"x" * 90_000)
+    held = Held(10_000_000)
+    channel = channel_of(framed(said, compressed=True), held, 100_000)
+    assert channel.recv() == said and held._held == len(said)
+    channel.take_charge()()
+    assert held._held == 0
 
 
 def test_a_ping_carries_little(peer: Any) -> None:

@@ -117,16 +117,17 @@ class BoundedChannel(Channel):
 
     def _inflate(self, data: bytes) -> bytes:
         """Counted as the most it may become before more than a little of it is made: a few bytes can be millions."""
+        most = self.max_bytes  # which rises when its sender shows a token meanwhile
         inflater = zlib.decompressobj()
-        begin = inflater.decompress(data, min(_SMALL_BYTES, self.max_bytes))
-        if not inflater.unconsumed_tail:
+        begin = inflater.decompress(data, min(_SMALL_BYTES, most))
+        if inflater.eof:
             return begin
-        self._count_in(self.max_bytes - self._charge)
-        whole = begin + inflater.decompress(inflater.unconsumed_tail, self.max_bytes - len(begin) + 1)
-        if len(whole) > self.max_bytes:
-            self._refuse(f"a message that inflates to over this server's limit of {self.max_bytes} bytes")
-        self._held.give(self.max_bytes - len(whole))
-        self._charge -= self.max_bytes - len(whole)
+        self._count_in(max(0, most - self._charge))
+        whole = begin + inflater.decompress(inflater.unconsumed_tail, most - len(begin) + 1)
+        if len(whole) > most:
+            self._refuse(f"a message that inflates to over this server's limit of {most} bytes")
+        spare, self._charge = self._charge - len(whole), len(whole)
+        self._held.give(spare)
         return whole
 
     def _count_in(self, num_bytes: int) -> None:
