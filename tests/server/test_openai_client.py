@@ -136,6 +136,43 @@ def test_a_stream_joins_to_the_whole_answer(client: openai.OpenAI) -> None:
     assert [chunk.choices[0].finish_reason for chunk in chunks if chunk.choices][-1] == whole.choices[0].finish_reason
 
 
+DRAWN = {"temperature": 2.0, "seed": 5}
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {},
+        {"n": 3, **DRAWN},
+        {"logprobs": True, "top_logprobs": 3},
+        {"n": 2, "logprobs": True, "max_tokens": 3, **DRAWN},
+        {"stop": ["a", "e"], "max_tokens": 12, **DRAWN},
+        {"n": 2, "stop": " ", "logprobs": True, **DRAWN},
+    ],
+    ids=lambda fields: ",".join(fields) or "plain",
+)
+def test_every_choice_of_a_stream_is_that_of_the_whole_answer(client: openai.OpenAI, fields: dict[str, Any]) -> None:
+    whole = ask(client, 90, **fields)
+    chunks = list(ask(client, 90, stream=True, stream_options={"include_usage": True}, **fields))
+    assert {chunk.id for chunk in chunks} == {chunks[0].id} and chunks[-1].choices == []
+    parts = [chunk.choices[0] for chunk in chunks[:-1]]
+    for expected in whole.choices:
+        mine = [part for part in parts if part.index == expected.index]
+        assert "".join(part.delta.content or "" for part in mine) == expected.message.content
+        assert [part.finish_reason for part in mine if part.finish_reason] == [expected.finish_reason]
+        scores = [score for part in mine if part.logprobs for score in part.logprobs.content]
+        wanted = expected.logprobs.content if expected.logprobs else []
+        assert [score.token for score in scores] == [score.token for score in wanted]
+        for score, want in zip(scores, wanted, strict=True):
+            assert score.logprob == pytest.approx(want.logprob, abs=1e-4)
+            assert [other.token for other in score.top_logprobs] == [other.token for other in want.top_logprobs]
+    told, expected_usage = chunks[-1].usage, whole.usage
+    assert (told.prompt_tokens, told.completion_tokens) == (
+        expected_usage.prompt_tokens,
+        expected_usage.completion_tokens,
+    )
+
+
 def test_choices_and_seeds(client: openai.OpenAI) -> None:
     drawn = {"temperature": 2.0, "seed": 5}
     three = [choice.message.content for choice in ask(client, 90, n=3, **drawn).choices]

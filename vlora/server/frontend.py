@@ -222,8 +222,8 @@ class FrontEnd:
             async for output in outputs:
                 if output.token_ids and not num_tokens:
                     first_s = clock.elapsed_s
-                num_tokens += len(output.token_ids)
-                if not text.stopped:
+                if not text.stopped:  # what still comes until the engine hears of it is no part of the answer
+                    num_tokens += len(output.token_ids)
                     piece = text.feed(output.token_ids, output.scores)
                     if piece.text:
                         yield piece
