@@ -22,7 +22,7 @@ from tests.server.running import Running, png, running_server
 from tests.server.scripted import write_adapter
 from vlora.client import AsyncClient, Client, FrameStream, stream_state
 from vlora.client.stream_state import Retry
-from vlora.config import Token
+from vlora.config import ServerConfig, Token
 from vlora.errors import (
     BadImage,
     BadRequest,
@@ -156,6 +156,7 @@ def test_the_connection_breaks_and_nothing_is_lost_or_doubled(client: Client) ->
 
 
 def test_the_server_is_tried_again_for_as_long_as_it_keeps_a_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert ServerConfig().stream_keep_s == 30
     now = 0.0
     monkeypatch.setattr(stream_state.time, "monotonic", lambda: now)
     retry, error = Retry(), Disconnected("gone")

@@ -155,6 +155,22 @@ def test_every_public_host_means_no_private_address_however_it_is_written(site: 
     assert len(site.paths) == seen
 
 
+@pytest.mark.parametrize("target", ["http://10.0.0.1/", "http://localhost/picture", "//evil/x"])
+def test_where_every_public_host_is_allowed_a_redirect_leads_to_no_private_one(
+    site: Site, monkeypatch: pytest.MonkeyPatch, target: str
+) -> None:
+    real = asyncio.BaseEventLoop.getaddrinfo
+
+    async def getaddrinfo(self: Any, host: str, port: int, **options: Any) -> Any:
+        return await real(self, "127.0.0.1" if host == "evil" else host, port, **options)
+
+    monkeypatch.setattr(asyncio.BaseEventLoop, "getaddrinfo", getaddrinfo)
+    seen = len(site.paths)
+    with pytest.raises(BadRequest, match="is not a public address"):
+        read(site.url(f"/to/{target}"), image_hosts=("*", *LOCAL))
+    assert len(site.paths) == seen + 1, "the redirect itself, and nothing behind it"
+
+
 def test_the_address_that_was_checked_is_the_one_connected_to(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
     """A name that answers with a public address first and a private one later gets no second look."""
     asked: list[str] = []

@@ -182,6 +182,20 @@ def test_tokens_are_in_no_log_and_no_metric(api: Api, caplog: pytest.LogCaptureF
         assert secret not in text and secret not in caplog.text
 
 
+def test_nor_when_they_are_shown_over_rpyc(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.DEBUG)
+    with running_server(tokens=TOKENS) as server:
+        for token in (USER, ADMIN, EXPIRED, "wrong-token-0123456789"):
+            with Client(port=server.port, token=token) as client:
+                try:
+                    client.generate("say:between us")
+                except Unauthorized as error:
+                    assert token not in str(error)
+        text = server.front_end.metrics.render(None).decode()
+    for secret in (USER, ADMIN, EXPIRED, "wrong-token", "between us"):
+        assert secret not in text and secret not in caplog.text
+
+
 def test_without_tokens_no_other_name_of_the_machine_is_answered() -> None:
     # A web page that made its own name point to 127.0.0.1 would reach the server through its reader's browser.
     with running_api() as api:

@@ -43,7 +43,8 @@ def fuse(
 
     file = _plan_file(plan)
     if check:
-        commands.explain(file, json_out=as_json)
+        with waiting("checking"):
+            commands.explain(file, json_out=as_json)
     elif out is None:
         raise click.UsageError("--out is missing: a folder for adapters and report (or --check, to train nothing)")
     else:

@@ -285,7 +285,8 @@ def tune(
             else:
                 click.echo(found)
             return
-        sound = tuning.check(out or tables.path_for(device), device, say)
+        with waiting("checking"):
+            sound = tuning.check(out or tables.path_for(device), device, say)
     if as_json:
         print_json({"sound": sound, "told": told})
     if not sound:
