@@ -11,7 +11,7 @@ import torch
 
 from fusion.features import FeatureCache
 from fusion.samples import Splits
-from fusion.train import LoraTrainer
+from fusion.train import FrozenBase
 from tests.fusion.small import COLORS, colors, plan_of, trainer_of, write_base
 from vlora.models.vision import VisionEncoder
 
@@ -45,20 +45,20 @@ def test_features_held_do_not_grow_with_samples(number: int, tmp_path: Path, mon
             shape[:] = rows.shape
         most = max(most, sum(alive.values()))
 
-    encode, features = VisionEncoder.encode, LoraTrainer._features
+    encode, features = VisionEncoder.encode, FrozenBase.features_of
 
     def encoded(self: VisionEncoder, tasks: Sequence[object]) -> object:
         found = encode(self, tasks)  # type: ignore[arg-type]
         watch([one.rows for one in found])
         return found
 
-    def read(self: LoraTrainer, batch: Sequence[object]) -> list[torch.Tensor]:
+    def read(self: FrozenBase, batch: Sequence[object]) -> list[torch.Tensor]:
         found = features(self, batch)  # type: ignore[arg-type]
         watch(found)
         return found
 
     monkeypatch.setattr(VisionEncoder, "encode", encoded)
-    monkeypatch.setattr(LoraTrainer, "_features", read)
+    monkeypatch.setattr(FrozenBase, "features_of", read)
     monkeypatch.setattr("fusion.train._ENCODE_AT_ONCE", _AT_ONCE)
     monkeypatch.setattr("fusion.train._SCORE_AT_ONCE", _AT_ONCE)
     torch.set_num_threads(1)

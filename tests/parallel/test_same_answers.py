@@ -135,7 +135,7 @@ EVERY_TEAM = on(
 @EVERY_TEAM
 def test_unmerged_mixed_and_merged(team: Team) -> None:
     team.check(Mode.UNMERGED)
-    for merged in ("wide8", "blocks4", "patterned16") if team.size < 4 else ("blocks4",):
+    for merged in ("wide8", "blocks4", "patterned16") if team.size < 4 else ("blocks4", "wide8"):
         team.check(Mode.MIXED, merged)
         team.check(Mode.MERGED, merged)
     team.check(Mode.MERGED, None)
