@@ -131,6 +131,8 @@ class EngineWorker:
             self._engine.add(message.request)
             if message.request.whole:
                 self._gathering.hold(request_id)
+            if held := self._gathering.release():  # a step that computes a prompt is longer than the one before
+                self._send(wire.Outputs(held))
         except VLoraError as error:
             self._refuse(request_id, error)
         except Exception as error:
