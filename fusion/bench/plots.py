@@ -19,29 +19,29 @@ def draw(tables: Sequence[dict[str, Any]], curves: Sequence[dict[str, Any]], fol
 
 
 def _capacity(curves: Sequence[dict[str, Any]], path: Path) -> None:
-    """Left: the mean score of all fused domains. Right: what each keeps of its score alone, so that a harder domain
-    joining does not look like forgetting."""
+    """Left: the mean score of all fused domains. Right: how far each is from its score alone, so that a harder domain
+    joining does not look like forgetting. No share of it: what some domains score alone is nothing."""
     pyplot = _pyplot()
-    figure, (scores, kept) = pyplot.subplots(1, 2, figsize=(10, 4))
+    figure, (scores, gains) = pyplot.subplots(1, 2, figsize=(10, 4))
     for family in FAMILIES:
         own = [found for found in curves if found["family"] == family]
         counts = range(1, len(own[0]["fused"]) + 1)
         scored = [[mean(found["fused"][n - 1].values()) for found in own] for n in counts]
-        shares = [[_kept(found, n) for found in own] for n in counts]
-        for panel, points in ((scores, scored), (kept, shares)):
+        gained = [[_gained(found, n) for found in own] for n in counts]
+        for panel, points in ((scores, scored), (gains, gained)):
             spread = list(map(pstdev, points))
             panel.errorbar(counts, list(map(mean, points)), spread, marker="o", capsize=3, label=family)
     scores.set(xlabel="domains in one adapter", ylabel="test score, mean of its domains")
-    kept.set(xlabel="domains in one adapter", ylabel="share kept of the score alone")
-    for panel in (scores, kept):
+    gains.set(xlabel="domains in one adapter", ylabel="test score less that of an adapter alone")
+    for panel in (scores, gains):
         panel.grid(alpha=0.3)
         panel.xaxis.get_major_locator().set_params(integer=True)
     scores.legend(fontsize=8)
     _save(figure, path)
 
 
-def _kept(found: dict[str, Any], number: int) -> float:
-    return mean(value / max(found["alone"][name], 1e-9) for name, value in found["fused"][number - 1].items())
+def _gained(found: dict[str, Any], number: int) -> float:
+    return mean(value - found["alone"][name] for name, value in found["fused"][number - 1].items())
 
 
 def _teachers(tables: Sequence[dict[str, Any]], path: Path) -> None:
