@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tests.server.api import running_api
-from vlora.bench.light_http import connected
+from vlora.bench.light_http import Talk, connected
 from vlora.bench.soak import _Soak, _until, whole_text
 
 
@@ -79,6 +79,37 @@ def test_the_benchs_http_is_the_servers() -> None:
     with running_api() as api:
         asyncio.run(main(api.port))
         assert api.idle()
+
+
+@pytest.mark.parametrize("size", [1, 7, 10_000], ids="{} bytes at once".format)
+def test_an_answer_is_whole_at_its_end_however_it_is_cut(size: int) -> None:
+    head = b"HTTP/1.1 200 OK\r\nContent-Type: text/plain\r\n"
+    for sent in (
+        head + b"Content-Length: 5\r\n\r\nhello",
+        head + b"Transfer-Encoding: chunked\r\n\r\n2\r\nhe\r\n3\r\nllo\r\n0\r\n\r\n",
+    ):
+        talk = Talk()
+        for _ in range(2):  # the connection is kept
+            assert talk.post("/", {}).endswith(b"\r\n\r\n{}")
+            taken = [talk.take(sent[at : at + size]) for at in range(0, len(sent), size)]
+            assert taken == [False] * (len(taken) - 1) + [True]
+            assert (talk.status, talk.body) == (200, b"hello")
+        talk.post("/", {})
+        assert not talk.take(sent[:-1])
+        with pytest.raises(EOFError):
+            talk.take(b"")
+
+
+def test_what_is_no_http_and_a_connections_last_answer_are_told() -> None:
+    talk = Talk()
+    talk.post("/", {})
+    with pytest.raises(ValueError, match="no HTTP"):
+        talk.take(b"SSH-2.0\r\n\r\n")
+    talk = Talk()
+    talk.post("/", {})
+    assert talk.take(b"HTTP/1.1 413 Too Large\r\nConnection: close\r\nContent-Length: 0\r\n\r\n")
+    with pytest.raises(EOFError):
+        talk.post("/", {})
 
 
 def test_phases_and_growth() -> None:

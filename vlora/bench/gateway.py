@@ -29,6 +29,7 @@ import torch
 
 from fusion.embedded import checkpoint_path
 from vlora.bench.form import Goal, Report
+from vlora.bench.light_http import Talk
 from vlora.bench.served import Served, served
 from vlora.client import Client
 from vlora.config import EngineConfig
@@ -245,21 +246,22 @@ class _Local:
 
 
 class _Web:
-    """One kept connection to the HTTP API."""
+    """One kept connection to the HTTP API, which waits for nothing else."""
 
     def __init__(self, port: int) -> None:
         self._socket = socket.create_connection(("127.0.0.1", port))
         self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._talk = Talk()
 
     def ask(self, question: str, tokens: int) -> Spent:
-        started, arrived, data = self._exchange(question, tokens, stream=False)
-        json.loads(data.partition(b"\r\n\r\n")[2])
+        started, arrived = self._exchange(question, tokens, stream=False)
+        json.loads(self._talk.body)
         return Spent(None, arrived[-1][0] - started)
 
     def stream(self, question: str, tokens: int) -> Spent:
-        started, arrived, data = self._exchange(question, tokens, stream=True)
-        assert b"data: [DONE]" in data, data
-        events = re.finditer(rb"data: (\{.*\})\n\n", data)
+        started, arrived = self._exchange(question, tokens, stream=True)
+        assert b"data: [DONE]" in self._talk.body, self._talk.body
+        events = re.finditer(rb"data: (\{.*\})\n\n", self._talk.body)
         texts = (each for each in events if json.loads(each[1])["choices"][0]["delta"].get("content"))
         first = next(texts, None)
         first_at = None if first is None else next(at for at, size in arrived if size >= first.end())
@@ -268,32 +270,20 @@ class _Web:
     def close(self) -> None:
         self._socket.close()
 
-    def _exchange(
-        self, question: str, tokens: int, *, stream: bool
-    ) -> tuple[float, Sequence[tuple[float, int]], bytes]:
-        """When the request was sent, how many bytes had come by when, and the bytes."""
+    def _exchange(self, question: str, tokens: int, *, stream: bool) -> tuple[float, Sequence[tuple[float, int]]]:
+        """When the request was sent, and how many bytes of the answer's body had come by when."""
         messages = [{"role": "user", "content": question}]
-        body = json.dumps({"model": "embedded", "messages": messages, "max_tokens": tokens, "stream": stream}).encode()
-        head = ["POST /v1/chat/completions HTTP/1.1", "Host: 127.0.0.1", "Content-Type: application/json"]
-        head += [f"Content-Length: {len(body)}", "", ""]
-        request = "\r\n".join(head).encode() + body
+        body = {"model": "embedded", "messages": messages, "max_tokens": tokens, "stream": stream}
+        request = self._talk.post("/v1/chat/completions", body)
         started = time.perf_counter()
         self._socket.sendall(request)
-        data, arrived = b"", []
-        while not _is_whole(data):
+        arrived: list[tuple[float, int]] = []
+        whole = False
+        while not whole:
             part = self._socket.recv(65536)
-            if not part:
-                raise AssertionError(f"the server ended in the middle of {data!r}")
-            data += part
-            arrived.append((time.perf_counter(), len(data)))
-        if not data.startswith(b"HTTP/1.1 200"):
-            raise AssertionError(data)
-        return started, arrived, data
-
-
-def _is_whole(data: bytes) -> bool:
-    """Whether an answer over HTTP has come to its end."""
-    if data.endswith(b"\r\n0\r\n\r\n"):
-        return True
-    size = re.search(rb"(?i)\r\ncontent-length: (\d+)\r\n", data)
-    return size is not None and len(data) == data.find(b"\r\n\r\n") + 4 + int(size[1])
+            at = time.perf_counter()
+            whole = self._talk.take(part)
+            arrived.append((at, len(self._talk.body)))
+        if self._talk.status != 200:
+            raise AssertionError(self._talk.body)
+        return started, arrived

@@ -1,16 +1,61 @@
 """As little HTTP as a bench's client needs: with a whole library between, hundreds of clients in one process wait for
-their own process more than for the server."""
+their own process more than for the server. What the bytes mean is h11's to say, as in the server."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import json
-import re
 from collections.abc import AsyncIterator
 from typing import Any
 
-_LENGTH = re.compile(rb"\r\ncontent-length: (\d+)\r\n", re.IGNORECASE)
+import h11
+
+_AT_ONCE = 65_536  # bytes
+
+
+class Talk:
+    """What is said on one connection that is kept, without the connection: JSON is posted, one answer after another."""
+
+    status = 0
+    body = b""
+    """Of the last answer, as far as it has come."""
+
+    def __init__(self) -> None:
+        self._http = h11.Connection(h11.CLIENT)
+
+    def post(self, path: str, body: dict[str, Any]) -> bytes:
+        """What is to be sent for it. Raises EOFError where the server said that it ends here."""
+        if self._http.our_state is h11.MUST_CLOSE:
+            raise EOFError("the server's last answer was the connection's last")
+        if self._http.our_state is h11.DONE:
+            self._http.start_next_cycle()
+        self.status, self.body = 0, b""
+        data = json.dumps(body).encode()
+        headers = [("Host", "127.0.0.1"), ("Content-Type", "application/json"), ("Content-Length", str(len(data)))]
+        request = h11.Request(method="POST", target=path, headers=headers)
+        return b"".join(self._http.send(each) or b"" for each in (request, h11.Data(data), h11.EndOfMessage()))
+
+    def take(self, data: bytes) -> bool:
+        """Whether the answer is whole with what has come now. Raises EOFError where nothing more will come, ValueError
+        where it is no HTTP."""
+        if not data:
+            raise EOFError(f"the server ended in the middle of {self.body!r}")
+        self._http.receive_data(data)
+        parts = [self.body]
+        try:
+            while (event := self._http.next_event()) is not h11.NEED_DATA:
+                if isinstance(event, h11.Response):
+                    self.status = event.status_code
+                elif isinstance(event, h11.Data):
+                    parts.append(event.data)
+                elif isinstance(event, h11.EndOfMessage):
+                    return True
+        except h11.RemoteProtocolError as error:
+            raise ValueError(f"no HTTP: {error}") from error
+        finally:
+            self.body = b"".join(parts)
+        return False
 
 
 class Connection:
@@ -19,25 +64,18 @@ class Connection:
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.reader = reader
         self._writer = writer
+        self._talk = Talk()
 
     def send(self, path: str, body: dict[str, Any]) -> None:
         """Post JSON, and read nothing yet."""
-        data = json.dumps(body).encode()
-        head = (f"POST {path} HTTP/1.1", "Host: 127.0.0.1", "Content-Type: application/json")
-        self._writer.write("\r\n".join((*head, f"Content-Length: {len(data)}", "", "")).encode() + data)
+        self._writer.write(self._talk.post(path, body))
 
     async def post(self, path: str, body: dict[str, Any]) -> tuple[int, bytes]:
         """Status and body of the answer. Raises OSError, EOFError or ValueError where none comes whole."""
         self.send(path, body)
-        head = await self.reader.readuntil(b"\r\n\r\n")
-        status = int(head.split(b" ", 2)[1])
-        if (length := _LENGTH.search(head)) is not None:
-            return status, await self.reader.readexactly(int(length[1]))
-        parts: list[bytes] = []
-        while size := int(await self.reader.readline(), 16):
-            parts.append((await self.reader.readexactly(size + 2))[:-2])
-        await self.reader.readexactly(2)
-        return status, b"".join(parts)
+        while not self._talk.take(await self.reader.read(_AT_ONCE)):
+            pass
+        return self._talk.status, self._talk.body
 
     def abort(self) -> None:
         """Cut it off, without a word."""
@@ -45,7 +83,7 @@ class Connection:
 
 
 @contextlib.asynccontextmanager
-async def connected(port: int, limit: int = 65_536) -> AsyncIterator[Connection]:
+async def connected(port: int, limit: int = _AT_ONCE) -> AsyncIterator[Connection]:
     """A connection, cut off at the end. limit: twice as many bytes are taken at most where nobody reads."""
     connection = Connection(*await asyncio.open_connection("127.0.0.1", port, limit=limit))
     try:
