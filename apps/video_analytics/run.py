@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 import threading
-import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -14,10 +13,9 @@ import msgspec
 from apps.video_analytics.annotate import AnnotatedVideo
 from apps.video_analytics.answers import ChunkResult, analyse
 from apps.video_analytics.sources import Source
-from vlora.client import Client
-from vlora.errors import BadConfig, Disconnected, EngineDead, VLoraError
+from vlora.client import Client, wait_for_server
+from vlora.errors import BadConfig, VLoraError
 
-_PAUSE_S = 1.0
 COLUMNS = ("source", "index", "start_s", "time", "label", "confidence", "latency_s", "problem")
 
 
@@ -51,7 +49,7 @@ def run(
         except OSError as error:
             raise BadConfig(f"cannot make the folder {str(out)!r}: {error.strerror}") from error
 
-    _await_server(client, wait_s, stop, say)
+    wait_for_server(client, wait_s, stop, say)
 
     def one(source: Source) -> int:
         num_answers = 0
@@ -79,23 +77,6 @@ def run(
     with ThreadPoolExecutor(len(sources), thread_name_prefix="source") as threads:
         futures = {source.name: threads.submit(one, source) for source in sources}
     return {name: future.result() for name, future in futures.items()}
-
-
-def _await_server(client: Client, wait_s: float, stop: threading.Event, say: Callable[[str], None]) -> None:
-    """Raises Disconnected or EngineDead when there is none by then."""
-    deadline = time.monotonic() + wait_s
-    told = False
-    while True:
-        try:
-            client.adapters()
-            return
-        except (Disconnected, EngineDead) as error:
-            if stop.is_set() or time.monotonic() >= deadline:
-                raise
-            if not told:
-                say(f"{error}; it is waited for")
-                told = True
-            stop.wait(min(_PAUSE_S, max(0.0, deadline - time.monotonic())))
 
 
 class ResultRows:

@@ -22,7 +22,7 @@ from tests.server.scripted import write_adapter
 from vlora.client import Client
 from vlora.client.connection import ServerConnection
 from vlora.errors import BadImage, Disconnected, UnknownHead
-from vlora.types import AdapterStatus
+from vlora.types import EngineStats
 
 BRIGHT = "bright"
 
@@ -175,18 +175,18 @@ def test_a_server_that_stays_away_is_given_up(server: Running, tmp_path: Path, m
 def test_a_server_that_is_not_there_yet_is_waited_for(
     client: Client, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sys.modules["apps.video_analytics.run"], "_PAUSE_S", 0.01)
+    monkeypatch.setattr(sys.modules["vlora.client.waiting"], "_PAUSE_S", 0.01)
     sources = [file_source(write_video(tmp_path / "street.mp4", shades(2)))]
-    asked = client.adapters
+    asked = client.stats
     tries: list[int] = []
 
-    def adapters() -> tuple[AdapterStatus, ...]:
+    def stats() -> EngineStats:
         tries.append(len(tries))
         if len(tries) < 4:
             raise Disconnected("nobody is there")
         return asked()
 
-    monkeypatch.setattr(client, "adapters", adapters)
+    monkeypatch.setattr(client, "stats", stats)
     said: list[str] = []
     with pytest.raises(Disconnected):
         run(client, sources, "cam", "night", say=said.append)

@@ -245,6 +245,13 @@ def test_status_tells_a_server_at_a_glance(vlora_command: Vlora, address: str) -
     assert code == 0 and json.loads(out)["num_running"] == 0
 
 
+def test_status_waits_as_long_as_it_is_told(vlora_command: Vlora, address: str) -> None:  # noqa: F811
+    code, _, err = vlora_command("status", "--server", address, "--wait-s", "60")
+    assert (code, err) == (0, "")
+    code, out, err = vlora_command("status", "--server", "127.0.0.1:1", "--wait-s", "0.1")
+    assert (code, out) == (2, "") and err.startswith("error: cannot reach a server at 127.0.0.1:1")
+
+
 def test_the_module_runs_as_the_command() -> None:
     done = subprocess.run([*COMMAND, "--version"], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0 and "version" in done.stdout and vlora.cli.cli is cli

@@ -57,6 +57,7 @@ def test_every_snippet_runs(folder: Path) -> None:
         text = text.replace(port, str(free_port()))
     # The ports that the text takes from the defaults.
     text = text.replace("vlora serve ", f"vlora serve --rpyc-port {(rpyc := free_port())} ")
+    text = text.replace("vlora status --wait-s 60  ", f"vlora status --wait-s 60 --server 127.0.0.1:{rpyc} ")
     text = re.sub(r"--server localhost:\d+", f"--server localhost:{rpyc}", text)
     text = text.replace('Client("localhost", ', f'Client("localhost", {rpyc}, ')
     environment = os.environ | {

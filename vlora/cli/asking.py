@@ -12,7 +12,7 @@ import click
 from vlora.cli.group import cli
 from vlora.cli.interrupt import INTERRUPTED, stopping
 from vlora.cli.progress import counting, waiting
-from vlora.cli.server_flags import json_option, print_json, server_option
+from vlora.cli.server_flags import json_option, print_json, server_option, wait_option
 from vlora.errors import BadConfig
 
 if TYPE_CHECKING:
@@ -73,13 +73,7 @@ def query(
     "--out", type=click.Path(file_okay=False, path_type=Path), help="Folder for NAME.jsonl, NAME.csv and NAME.webm."
 )
 @click.option("--max-latency-s", type=float, help="Longest time to an answer; no bound if not given.")
-@click.option(
-    "--wait-s",
-    type=click.FloatRange(min=0),
-    default=0.0,
-    show_default=True,
-    help="How long to wait at the start for a server that is not there yet.",
-)
+@wait_option
 @server_option
 @json_option
 def stream(
@@ -195,16 +189,21 @@ def _create(file: Path) -> BinaryIO:
 
 
 @cli.command()
+@wait_option
 @server_option
 @json_option
-def status(client: Client, as_json: bool) -> None:
+def status(wait_s: float, client: Client, as_json: bool) -> None:
     """Show what a server does: requests, modes, memory, adapters.
 
     \b
         vlora status
         watch vlora status
+        vlora status --wait-s 60    # once it serves; after a minute without, exit code 2
     """
-    with client:
+    from vlora.client import wait_for_server
+
+    with client, waiting("waiting for the server"):
+        wait_for_server(client, wait_s)
         stats = client.stats()
     if as_json:
         print_json(stats)

@@ -42,6 +42,16 @@ def server_option(command: Any) -> Any:
     )(with_client)
 
 
+def wait_option(command: Any) -> Any:
+    return click.option(
+        "--wait-s",
+        type=click.FloatRange(min=0),
+        default=0.0,
+        show_default=True,
+        help="How long to wait at the start for a server that is not there yet.",
+    )(command)
+
+
 def json_option(command: Any) -> Any:
     return click.option("--json", "as_json", is_flag=True, help="Print JSON, one object per line.")(command)
 

@@ -5,6 +5,7 @@ from vlora.client.aio_frame_stream import AsyncFrameStream
 from vlora.client.frame_stream import FrameStream
 from vlora.client.sync import Client, TextStream
 from vlora.client.values import Answer, FrameResult, HeadResult
+from vlora.client.waiting import wait_for_server
 
 __all__ = [
     "Answer",
@@ -15,4 +16,5 @@ __all__ = [
     "FrameStream",
     "HeadResult",
     "TextStream",
+    "wait_for_server",
 ]

@@ -1,0 +1,61 @@
+"""Waiting for a server: until it answers, until the time is over, until somebody says stop."""
+
+from __future__ import annotations
+
+import threading
+import time
+from typing import Any
+
+import pytest
+
+from tests.server.running import running_server
+from vlora.client import Client, wait_for_server
+from vlora.errors import BadRequest, Disconnected, EngineDead, VLoraError
+
+NOBODY = 1  # a port that takes no connection
+
+
+class Coming:
+    """A server that is there after some errors."""
+
+    def __init__(self, *errors: VLoraError) -> None:
+        self.errors = list(errors)
+
+    def stats(self) -> None:
+        if self.errors:
+            raise self.errors.pop(0)
+
+
+def wait(client: Any, wait_s: float, stop: threading.Event | None = None) -> list[str]:
+    said: list[str] = []
+    wait_for_server(client, wait_s, stop, said.append)
+    return said
+
+
+def test_a_server_that_is_there_is_not_waited_for() -> None:
+    with running_server() as server, Client(port=server.port) as client:
+        assert wait(client, 0.0) == []
+
+
+def test_one_that_comes_is_waited_for_and_that_is_told_once() -> None:
+    coming = Coming(Disconnected("nobody there"), EngineDead("its engine died"))
+    assert wait(coming, 30.0) == ["nobody there; it is waited for"] and coming.errors == []
+
+
+def test_one_that_does_not_come_is_an_error_in_time() -> None:
+    began = time.monotonic()
+    with Client(port=NOBODY) as client, pytest.raises(Disconnected, match="vlora serve"):
+        wait(client, 0.3)
+    assert time.monotonic() - began >= 0.3
+
+
+def test_what_waiting_does_not_mend_is_told_at_once() -> None:
+    with pytest.raises(BadRequest):
+        wait(Coming(BadRequest("another protocol")), 3600.0)
+
+
+def test_whoever_says_stop_is_heard() -> None:
+    stop = threading.Event()
+    threading.Timer(0.1, stop.set).start()
+    with pytest.raises(Disconnected):
+        wait(Client(port=NOBODY), 3600.0, stop)
