@@ -39,15 +39,36 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
+# A snippet that fails because the server is gone tells how that one ended; its words are in its log.
+_LAST_WORDS = """
+end() {
+  code=$?
+  if [ $code -ne 0 ] && [ -n "$server" ] && ! kill -0 $server 2> /dev/null; then
+    wait $server && ended=0 || ended=$?
+    echo "the server ended with exit code $ended" >&2
+  fi
+  exit $code
+}
+trap end EXIT
+"""
+
+
 def script(text: str) -> str:
     """All snippets; each says where it begins, and the first that fails ends the run."""
-    lines = ["set -e"]
+    lines = ["set -e", _LAST_WORDS]
     for number, match in enumerate(SNIPPET.finditer(text), 1):
         kind, code = match.groups()
         assert kind in ("bash", "python"), f"snippet {number} is {kind}: it cannot be run"
         lines.append(f"echo '## {number}' >&2")
         lines.append(code if kind == "bash" else f"python <<'PYTHON'\n{code}PYTHON")
     return "\n".join(lines)
+
+
+def test_a_server_that_died_is_told_of() -> None:
+    text = "```bash\nsleep 60 &\nserver=$!\n```\n```bash\nkill -9 $server; sleep 0.2; false\n```\n"
+    done = subprocess.run(["bash", "-c", script(text)], capture_output=True, text=True, timeout=30)
+    assert done.returncode == 1 and "the server ended with exit code 137" in done.stderr
+    assert done.stderr.startswith("## 1\n## 2\n")
 
 
 @pytest.mark.skipif(not all(map(shutil.which, ("bash", "curl", "openssl"))), reason="the guide uses curl and openssl")

@@ -7,9 +7,9 @@ import itertools
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vlora.engine.gathering import PACE_S, Gathering
+from vlora.engine.gathering import PACE_S, SEARCH_PACE_S, Gathering
 from vlora.errors import StepFailed
-from vlora.types import ErrorValue, RequestOutput, TokenScore
+from vlora.types import ErrorValue, Request, RequestOutput, SamplingParams, TokenScore
 
 
 @given(
@@ -19,11 +19,11 @@ from vlora.types import ErrorValue, RequestOutput, TokenScore
 def test_tokens_come_once_and_in_order_whoever_else_answers(
     steps: list[tuple[str, list[int], int]], waits: list[float]
 ) -> None:
-    """a and b ask for whole answers, c and d do not; steps cut what the engine says into groups."""
+    """a and b ask for whole answers, d stops at a string, c asks for nothing; steps cut what is said into groups."""
     now = [0.0]
     gathering = Gathering(lambda: now[0])
-    gathering.hold("a")
-    gathering.hold("b")
+    for request in (_asked("a", whole=True), _asked("b", whole=True), _asked("c"), _asked("d", stop=("end",))):
+        gathering.expect(request)
     said: dict[str, list[int]] = {"a": [], "b": [], "c": [], "d": []}
     group: list[RequestOutput] = []
     passed: list[RequestOutput] = []
@@ -47,7 +47,7 @@ def test_tokens_come_once_and_in_order_whoever_else_answers(
 
 def test_scores_and_errors_stay_with_their_answer_and_an_id_can_be_used_again() -> None:
     gathering = Gathering()
-    gathering.hold("a")
+    gathering.expect(_asked("a", whole=True))
     score = TokenScore(-0.5, ())
     assert gathering.pass_on([RequestOutput(request_id="a", token_ids=(1,), scores=(score,))]) == ()
     error = ErrorValue.of(StepFailed("the step failed"))
@@ -58,20 +58,42 @@ def test_scores_and_errors_stay_with_their_answer_and_an_id_can_be_used_again() 
 
 
 def test_a_stream_of_short_steps_is_told_at_its_pace() -> None:
-    """Its first tokens and its end at once; in between as often as the pace says, the last step's length ahead."""
+    """Its first tokens and its end at once; in between as its pace says, the last step's length ahead. A stream
+    with stop strings has a pace of its own, and takes the others along."""
+    for stop, pace_s, places in (((), PACE_S, [0, 18, 36]), (("end",), SEARCH_PACE_S, [0, 4, 8, 12, 16, 20])):
+        now = [0.0]
+        gathering = Gathering(lambda now=now: now[0])  # type: ignore[misc]
+        gathering.expect(_asked("a", stop=stop))
+        gathering.expect(_asked("beside"))
+        told: dict[str, list[list[int]]] = {"a": [], "beside": []}
+        sent_s: list[float] = []
+        at: list[int] = []
+        for number in range(places[-1] + 3):
+            now[0] += 0.0022
+            if passed := gathering.pass_on([_token("a", number), _token("beside", number)]):
+                at.append(number)
+                sent_s.append(now[0])
+            for output in passed:
+                told[output.request_id].append(list(output.token_ids))
+        assert at == places and all(b - a <= pace_s for a, b in itertools.pairwise(sent_s))
+        assert told["a"] == told["beside"] == [list(range(a + 1, b + 1)) for a, b in itertools.pairwise([-1, *at])]
+        end = RequestOutput(request_id="a", token_ids=(99,), finish_reason="length")
+        (last, beside) = gathering.pass_on([end])
+        assert last.token_ids == (at[-1] + 1, at[-1] + 2, 99) and last.finish_reason == "length"
+        assert beside.token_ids == (at[-1] + 1, at[-1] + 2)
+
+
+def test_the_pace_is_its_own_again_when_the_one_with_stop_strings_has_ended() -> None:
     now = [0.0]
     gathering = Gathering(lambda: now[0])
-    told = []
-    for number in range(11):
-        now[0] += 0.0022
-        told.append(gathering.pass_on([_token("a", number)]))
-    assert [number for number, each in enumerate(told) if each] == [0, 4, 8]
-    assert (
-        told[0] == (_token("a", 0),) and told[4] == (_token("a", 1, 2, 3, 4),) and told[8] == (_token("a", 5, 6, 7, 8),)
-    )
-    end = RequestOutput(request_id="a", token_ids=(11,), finish_reason="length")
-    (last,) = gathering.pass_on([end])
-    assert last.token_ids == (9, 10, 11) and last.finish_reason == "length"
+    gathering.expect(_asked("searched", stop=("end",)))
+    gathering.pass_on([_token("searched", 0), _token("a", 0)])
+    gathering.pass_on([RequestOutput(request_id="searched", finish_reason="stop")])
+    for _ in range(3):
+        now[0] += SEARCH_PACE_S
+        assert gathering.pass_on([_token("a", 1)]) == ()
+    now[0] += SEARCH_PACE_S
+    assert gathering.pass_on([_token("a", 1)]) == (_token("a", 1, 1, 1, 1),)
 
 
 def test_a_stream_of_long_steps_is_told_after_each() -> None:
@@ -85,7 +107,7 @@ def test_a_stream_of_long_steps_is_told_after_each() -> None:
 def test_whatever_is_told_takes_along_what_streams_have() -> None:
     """Who is woken anyway reads all; and before a long step all is told."""
     gathering = Gathering(lambda: 0.0)
-    gathering.hold("whole")
+    gathering.expect(_asked("whole", whole=True))
     for name in "ab":
         assert gathering.pass_on([_token(name, 0)]) == (_token(name, 0),)
     assert gathering.pass_on([_token("a", 1), _token("b", 1), _token("whole", 1)]) == ()
@@ -96,6 +118,10 @@ def test_whatever_is_told_takes_along_what_streams_have() -> None:
     )
     assert gathering.pass_on([_token("b", 2)]) == ()
     assert gathering.release() == (_token("b", 2),) and gathering.release() == ()
+
+
+def _asked(name: str, *, whole: bool = False, stop: tuple[str, ...] = ()) -> Request:
+    return Request(request_id=name, prompt_ids=(1,), sampling=SamplingParams(stop=stop), whole=whole)
 
 
 def _token(name: str, *tokens: int) -> RequestOutput:

@@ -7,10 +7,13 @@ from collections.abc import Callable, Iterable
 
 import msgspec
 
-from vlora.types import RequestOutput, TokenScore
+from vlora.types import Request, RequestOutput, TokenScore
 
-PACE_S = 0.01
-"""Streamed tokens are sent once in this time, where steps are shorter: a hundred messages a second."""
+PACE_S = 0.04
+"""Streamed tokens are sent once in this time, where steps are shorter: as often as a film shows a picture."""
+
+SEARCH_PACE_S = 0.01
+"""So for answers with stop strings, which end when somebody has found one: what is computed until then is lost."""
 
 
 class Gathering:
@@ -22,7 +25,7 @@ class Gathering:
     message for each makes it a tenth longer (docs/decisions.md, 2026-11-22).
 
     A stream's first tokens and its end are never held, and whatever is sent takes along all that streams have. What is
-    held goes before another step as long as the last would make it wait for more than `PACE_S`.
+    held goes before another step as long as the last would make it wait for more than its pace.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -30,19 +33,25 @@ class Gathering:
         self._clock = clock
         self._held: dict[str, tuple[list[int], list[TokenScore]]] = {}
         self._whole: set[str] = set()
+        self._searched: set[str] = set()
         self._begun: set[str] = set()  # streams whose first tokens were sent
         self._sent_s = self._passed_s = clock()
 
-    def hold(self, request_id: str) -> None:
-        """From here on, until its last message, which has all its tokens."""
-        self._whole.add(request_id)
+    def expect(self, request: Request) -> None:
+        """What comes of it is held from here on, as long as it says: if `whole`, until its last message, which then
+        has all its tokens."""
+        if request.whole:
+            self._whole.add(request.request_id)
+        elif request.sampling.stop:
+            self._searched.add(request.request_id)
 
     def pass_on(self, outputs: Iterable[RequestOutput]) -> tuple[RequestOutput, ...]:
         """What is to be sent now, of what a step said and of what was held before."""
         now_s = self._clock()
         step_s, self._passed_s = now_s - self._passed_s, now_s
         passed = [each for output in outputs if (each := self._pass(output)) is not None]
-        if passed or now_s - self._sent_s + step_s > PACE_S:
+        pace_s = PACE_S if self._searched.isdisjoint(self._held) else SEARCH_PACE_S
+        if passed or now_s - self._sent_s + step_s > pace_s:
             passed += self.release()
         return tuple(passed)
 
@@ -56,6 +65,7 @@ class Gathering:
         name = output.request_id
         if output.finished:
             self._whole.discard(name)
+            self._searched.discard(name)
             self._begun.discard(name)
             return self._with_held(output)
         if name not in self._whole and name not in self._begun:

@@ -129,8 +129,7 @@ class EngineWorker:
         request_id = message.request.request_id
         try:
             self._engine.add(message.request)
-            if message.request.whole:
-                self._gathering.hold(request_id)
+            self._gathering.expect(message.request)
             if held := self._gathering.release():  # a step that computes a prompt is longer than the one before
                 self._send(wire.Outputs(held))
         except VLoraError as error:

@@ -7,7 +7,7 @@ half, which a CPU box may not have, and would hide how many placeholder tokens a
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -54,6 +54,7 @@ class InputProcessor:
         self.family = family_of(config)
         self.image_token_id: int = config.image_token_id
         self.image_token: str = tokenizer.convert_ids_to_tokens([self.image_token_id])[0]
+        self._tokenize = _short_way(tokenizer)
 
     @classmethod
     def from_pretrained(cls, path: str) -> InputProcessor:
@@ -105,7 +106,7 @@ class InputProcessor:
         bos = self.tokenizer.bos_token
         special = not (bos is not None and text.startswith(bos))
         shown = tuple(shown_region(self.image_processor, image.width, image.height) for image in images)
-        return EncodedPrompt(tuple(self.tokenizer(text, add_special_tokens=special)["input_ids"]), vision, shown)
+        return EncodedPrompt(tuple(self._tokenize(text, special)), vision, shown)
 
     def decode(self, token_ids: Sequence[int]) -> str:
         return str(self.tokenizer.decode(list(token_ids), skip_special_tokens=True))
@@ -140,6 +141,22 @@ class InputProcessor:
     def _vision_input(self, fields: dict[str, torch.Tensor]) -> VisionInput:
         fields = {name: fields[name] for name in _IMAGE_FIELDS if name in fields}
         return vision_input("image", fields, placeholder_count(self.config, fields))
+
+
+def _short_way(tokenizer: PreTrainedTokenizerBase) -> Callable[[str, bool], Sequence[int]]:
+    """Token ids of a text, with or without the special tokens around it.
+
+    A tokenizer's own call prepares for pairs, batches, padding and truncation. Where it rests on `tokenizers` that is
+    left out: next to an engine no code stays in a core's cache, and what is not run need not come from memory
+    (docs/decisions.md, 2026-11-22).
+    """
+    if not tokenizer.is_fast:
+        return lambda text, special: tokenizer(text, add_special_tokens=special)["input_ids"]  # type: ignore[no-any-return]
+    backend = tokenizer.backend_tokenizer
+    backend.no_truncation()
+    backend.no_padding()
+    backend.encode_special_tokens = tokenizer.split_special_tokens
+    return lambda text, special: backend.encode(text, add_special_tokens=special).ids  # type: ignore[no-any-return]
 
 
 def vision_input(kind: str, fields: Mapping[str, torch.Tensor], num_tokens: int) -> VisionInput:

@@ -35,12 +35,14 @@ class Detokenizer:
 
     def finish(self) -> str:
         """What is left when no token follows: an incomplete character shows as the replacement character."""
+        if self._done == len(self._token_ids):
+            return ""
         text = self._pending()
         self._done = len(self._token_ids)
         return text
 
     def _pending(self) -> str:
-        before = self._decode(self._token_ids[self._context : self._done])
+        before = self._decode(self._token_ids[self._context : self._done]) if self._done else ""
         return self._decode(self._token_ids[self._context :])[len(before) :]
 
 
