@@ -10,7 +10,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from typing import Any, TypeVar
 
 import msgspec
-from fastapi import Depends, FastAPI, Request
+from fastapi import APIRouter, Depends, FastAPI, Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 from fastapi.security import HTTPBearer
 from prometheus_client import CONTENT_TYPE_LATEST
@@ -20,6 +20,7 @@ from starlette.types import ASGIApp
 from vlora.client.values import Answer
 from vlora.errors import Aborted, UnknownAdapter, VLoraError
 from vlora.server.access import Access
+from vlora.server.body_route import BodyRoute
 from vlora.server.chat_form import MAX_PARTS, ChatRequest, Completion, Leveled, Strict, event
 from vlora.server.console.routes import add_console
 from vlora.server.frontend import FrontEnd
@@ -63,8 +64,8 @@ def make_app(
         dependencies=[Depends(HTTPBearer(auto_error=False))] if access.required else [],
     )
     handle_errors(app)
+    _asking(app, front_end, model)  # first, as routes are looked through in order
     _watching(app, front_end, model, others_listen)
-    _asking(app, front_end, model)
     _administering(app, front_end)
     add_console(app, front_end, model, access)
     return guarded(app, access, front_end.metrics, front_end.held, front_end.config)
@@ -117,7 +118,9 @@ def _asking(app: FastAPI, front_end: FrontEnd, model: str) -> None:
             raise UnknownAdapter(f"no model named {name!r}; there are: {', '.join(found)}")
         return found[name]
 
-    @app.post("/v1/chat/completions")
+    short = APIRouter(route_class=BodyRoute)
+
+    @short.post("/v1/chat/completions")
     async def chat(body: ChatRequest, request: Request) -> Response:
         """Answer a conversation, whole or as server-sent events."""
         messages, images = body.conversation()
@@ -143,6 +146,8 @@ def _asking(app: FastAPI, front_end: FrontEnd, model: str) -> None:
         async with contextlib.aclosing(parts):
             answers = await _unless_disconnected(request, _whole(parts, body.n))
         return JSONResponse(form.whole(answers))
+
+    app.include_router(short)
 
     @app.post("/v1/heads/{adapter}/{head}")
     async def ask_head(adapter: str, head: str, body: HeadRequest, request: Request) -> dict[str, Any]:
