@@ -144,6 +144,55 @@ def test_what_is_no_request(api: Api) -> None:
     assert status == 400 and answer["error"]["code"] == "bad_request"
 
 
+@pytest.mark.parametrize(
+    ("raw", "said"),
+    [
+        (b"{", "the body is no JSON: Expecting property name enclosed in double quotes at character 1"),
+        (b"\xff\xfe", "the body is no JSON"),
+        (b"", "the body is empty; send a JSON object"),
+        (b"[" * 100_000, "the body cannot be read: it is nested too deep, or has a number that is too long"),
+        (b'{"model": "base", "seed": ' + b"9" * 10_000 + b"}", "the body cannot be read"),
+        (b"[]", "the body is no JSON object"),
+    ],
+)
+def test_a_body_that_is_no_request_is_told_as_what_it_is(api: Api, raw: bytes, said: str) -> None:
+    status, answer = api.call("POST", "/v1/chat/completions", raw=raw)
+    assert status == 400 and answer["error"]["message"].startswith(said), answer
+    assert answer["error"]["param"] is None
+
+
+def test_json_has_to_be_called_so(api: Api) -> None:
+    body = json.dumps({"model": "base", "messages": [{"role": "user", "content": "say:x"}]}).encode()
+    for kind, status in (("application/json; charset=utf-8", 200), ("text/plain", 400)):
+        got, answer = api.call("POST", "/v1/chat/completions", raw=body, headers={"Content-Type": kind})
+        assert got == status
+    assert answer["error"]["message"] == "the body is no JSON object; send one, with Content-Type: application/json"
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "said"),
+    [
+        ({"stop": ["a"] * 17}, "stop", "stop: List should have at most 16 items"),
+        ({"stop": [1]}, "stop.0", "stop.0: Input should be a valid string"),
+        ({"stop": 1}, "stop", "stop: Input should be a valid string"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "audio"}]}]},
+            "messages.0.content.0",
+            "messages.0.content.0",
+        ),
+        ({"messages": [{"role": "user", "content": 1}]}, "messages.0.content", "messages.0.content: Input should be"),
+        ({"max_tokens": 10**30}, "max_tokens", "max_tokens: Input should be less than or equal to"),
+    ],
+)
+def test_a_field_of_several_forms_is_told_by_its_own_name(
+    api: Api, fields: dict[str, Any], param: str, said: str
+) -> None:
+    body = {"model": "base", "messages": [{"role": "user", "content": "say:x"}], **fields}
+    status, answer = api.call("POST", "/v1/chat/completions", body)
+    assert status == 400 and answer["error"]["message"].startswith(said), answer
+    assert answer["error"]["param"] == param
+
+
 def test_a_body_without_length_is_bounded_too(api: Api) -> None:
     connection = http.client.HTTPConnection("127.0.0.1", api.port, timeout=10)
     connection.request("POST", "/v1/chat/completions", iter([b"x" * 50_000] * 10), encode_chunked=True)

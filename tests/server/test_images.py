@@ -64,7 +64,9 @@ def test_bytes_that_are_no_image_are_named(data: bytes) -> None:
 def test_limits_are_checked_before_decoding() -> None:
     with pytest.raises(TooLarge, match="image 1 has 100001 bytes; this server takes at most 100000"):
         decode_images([b"x" * 100_001], CONFIG)
-    with pytest.raises(TooLarge, match=r"image 1 is 20000x20000, 400000000 pixels|image 1 is refused"):
+    with pytest.raises(
+        TooLarge, match=rf"image 1 has over \d+ pixels; this server takes at most {CONFIG.max_image_pixels}"
+    ):
         decode_images([bomb(20_000, 20_000)], CONFIG)
     with pytest.raises(TooLarge, match="image 1 is 101x100, 10100 pixels; this server takes at most 10000"):
         decode_images([bomb(101, 100)], CONFIG)

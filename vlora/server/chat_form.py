@@ -16,6 +16,7 @@ from vlora.types import MAX_LOGPROBS, MAX_PRIORITY, SamplingParams
 MAX_CHOICES = 16
 MAX_MESSAGES = 1024
 MAX_PARTS = 256  # of one message
+_MOST_TOKENS = 2**31 - 1  # whatever a model could take
 _LEAST_LOGPROB = -9999.0  # as in OpenAI's answers: JSON has no infinity
 
 _LABELS = frozenset(
@@ -122,8 +123,8 @@ class ChatRequest(Leveled):
 
     model: str
     messages: list[ChatMessage] = Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)
-    max_tokens: int | None = None
-    max_completion_tokens: int | None = None
+    max_tokens: int | None = Field(None, le=_MOST_TOKENS)
+    max_completion_tokens: int | None = Field(None, le=_MOST_TOKENS)
     temperature: float = 0.0
     top_p: float = 1.0
     seed: int | None = Field(None, ge=-(2**63), le=2**63 - 1)

@@ -58,14 +58,16 @@ def handle_errors(app: FastAPI) -> None:
 
     @app.exception_handler(RequestValidationError)
     async def refuse_fields(_: Request, error: RequestValidationError) -> Response:
-        place, message = _first_mistake(error)
-        return error_response(BadRequest(f"{place or 'body'}: {message}"), param=place or None)
+        param, message = _first_mistake(error)
+        return error_response(BadRequest(message), param=param)
 
     @app.exception_handler(HTTPException)
     async def refuse_call(_: Request, error: HTTPException) -> Response:
         if isinstance(error.__cause__, VLoraError):
             return error_response(error.__cause__)
-        response = error_response(BadRequest(str(error.detail)), status=error.status_code)
+        unreadable = isinstance(error.__cause__, RecursionError | ValueError)  # by Python's reader of JSON
+        said = "the body cannot be read: it is nested too deep, or has a number that is too long"
+        response = error_response(BadRequest(said if unreadable else str(error.detail)), status=error.status_code)
         response.headers.update(error.headers or {})
         return response
 
@@ -74,10 +76,24 @@ def handle_errors(app: FastAPI) -> None:
         return error_response(VLoraError(f"the server made a mistake: {type(error).__name__}; its log says more"))
 
 
-def _first_mistake(error: RequestValidationError) -> tuple[str, str]:
-    """The field and what is wrong with it."""
-    mistake = error.errors()[0]
-    place = ".".join(str(step) for step in mistake["loc"] if step != "body")
+def _first_mistake(error: RequestValidationError) -> tuple[str | None, str]:
+    """The field, if it is one's, and what is wrong."""
+    mistakes = error.errors()
+    mistake = mistakes[0]
+    match mistake["type"], mistake["loc"]:
+        case "json_invalid", (_, place):
+            return None, f"the body is no JSON: {mistake['ctx']['error']} at character {place}"
+        case "missing", ("body",):
+            return None, "the body is empty; send a JSON object"
+        case _, ("body",) if mistake["type"].endswith("_type"):
+            return None, "the body is no JSON object; send one, with Content-Type: application/json"
+        case "string_type", (*field, "str"):
+            # Where text or a list is taken, what is wrong with a list comes behind the remark that it is no text.
+            inside = [each for each in mistakes if list(each["loc"][: len(field)]) == field]
+            mistake = next((each for each in inside[1:] if each["type"] != "list_type"), mistake)
+    forms = ("str",) if mistake["type"] == "string_type" else ()
+    steps = [str(step) for step in mistake["loc"] if step not in ("body", *forms)]
+    field_name = ".".join(step for step in steps if not step.startswith("list[")) or None
     if mistake["type"] == "extra_forbidden":
-        return place, "this field is not served"
-    return place, str(mistake["msg"]).removeprefix("Value error, ")
+        return field_name, f"{field_name}: this field is not served"
+    return field_name, f"{field_name or 'body'}: {str(mistake['msg']).removeprefix('Value error, ')}"

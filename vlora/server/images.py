@@ -76,7 +76,10 @@ def _open(encoded: bytes | RawImage, number: int, config: ServerConfig) -> Image
     try:
         image = Image.open(io.BytesIO(encoded), formats=FORMATS)
     except Image.DecompressionBombError as error:
-        raise TooLarge(f"image {number} is refused: {error}") from error
+        most = 2 * (Image.MAX_IMAGE_PIXELS or 0)  # Pillow's own limit, under which everything below stays
+        raise TooLarge(
+            f"image {number} has over {most} pixels; this server takes at most {min(most, config.max_image_pixels)}"
+        ) from error
     except Exception as error:  # Pillow's readers raise many kinds on broken input
         raise BadImage(f"image {number} ({len(encoded)} bytes) is none of {', '.join(FORMATS)}, or broken") from error
     pixels = image.width * image.height
