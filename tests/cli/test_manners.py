@@ -252,6 +252,22 @@ def test_status_waits_as_long_as_it_is_told(vlora_command: Vlora, address: str) 
     assert (code, out) == (2, "") and err.startswith("error: cannot reach a server at 127.0.0.1:1")
 
 
+def test_a_bad_value_says_where_it_stands(
+    vlora_command: Vlora,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    bad = "error: invalid value for '--wait-s': 'soon' is not a valid float range"
+    assert vlora_command("status", "--wait-s", "soon")[2] == f"{bad}; see 'vlora status --help'\n"
+    config = tmp_path / "vlora.yaml"
+    config.write_text("status:\n  wait-s: soon\n")
+    said = vlora_command("--config", str(config), "status")[2]
+    assert said == f"{bad} (from the config file); see 'vlora status --help'\n"
+    monkeypatch.setenv("VLORA_STATUS_WAIT_S", "soon")
+    said = vlora_command("--config", str(config), "status")[2]
+    assert said == f"{bad} (from the environment, VLORA_STATUS_WAIT_S); see 'vlora status --help'\n"
+
+
 def test_the_module_runs_as_the_command() -> None:
     done = subprocess.run([*COMMAND, "--version"], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0 and "version" in done.stdout and vlora.cli.cli is cli

@@ -174,10 +174,13 @@ def test_an_engine_that_died_is_told_and_no_error_is_thrown(browser: Browser, ap
     expect(watched.page.locator("#status")).to_have_text("live")
     api.engine.dead = "the engine process was killed by SIGKILL"
     expect(watched.page.locator("#status")).to_contain_text("SIGKILL")
+    for place, opacity in (("#figures", "0.45"), ("#queue", "0.45"), ("#ask", "1")):
+        expect(watched.page.locator(place)).to_have_css("opacity", opacity)
     ask(watched.page, "say:x")
     expect(watched.page.locator("#answer .problem")).to_contain_text("SIGKILL")
     api.engine.dead = None
     expect(watched.page.locator("#status")).to_have_text("live")
+    expect(watched.page.locator("#figures")).to_have_css("opacity", "1")
     watched.close()
 
 

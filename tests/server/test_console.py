@@ -20,6 +20,7 @@ from tests.server.scripted import ScriptedEngine, write_adapter
 from vlora.client.values import FrameResult, HeadResult, StreamOptions
 from vlora.config import EngineConfig, ServerConfig, Token
 from vlora.engine.snapshot import EngineSnapshot
+from vlora.errors import EngineDead
 from vlora.server.console.feed import Feed
 from vlora.server.console.files import CONSOLE_FILES
 from vlora.server.images import RawImage
@@ -167,6 +168,30 @@ def test_many_who_watch_cost_the_engine_two_looks_a_second() -> None:
 
     assert asyncio.run(watch()) == [list(range(1, 11)), list(range(5, 21))]
     assert taken == [0, 10]
+
+
+def test_nobody_is_shown_what_a_dead_engine_did_last() -> None:
+    engine = ScriptedEngine(EngineConfig(model="scripted"))
+    dead = False
+
+    async def take(since: int) -> EngineSnapshot:
+        if dead:
+            raise EngineDead("killed")
+        return engine.snapshot(since)
+
+    async def watch() -> None:
+        nonlocal dead
+        feed = Feed(take, interval_s=0.05)
+        await feed.read(0)
+        dead = True
+        await asyncio.sleep(0.06)
+        for _ in range(3):  # the second look comes before the interval is over
+            with pytest.raises(EngineDead):
+                await feed.read(0)
+        dead = False
+        await feed.read(0)
+
+    asyncio.run(watch())
 
 
 def test_an_engine_that_was_started_anew_counts_from_one() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import re
@@ -18,10 +19,16 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+import rpyc
+from fastapi import FastAPI
 
 from tests.server.scripted import write_adapter
 from vlora.client import Client
-from vlora.errors import Aborted, EngineDead, OverCapacity, VLoraError
+from vlora.config import ServerConfig
+from vlora.errors import Aborted, BadConfig, EngineDead, OverCapacity, VLoraError
+from vlora.server.budget import ByteBudget
+from vlora.server.http_server import HttpServer
+from vlora.server.rpyc_wire import RpycServer
 from vlora.types import EngineStats
 
 ROOT = Path(__file__).parents[2]
@@ -192,6 +199,28 @@ def test_a_port_in_use_is_told_before_the_model_loads() -> None:
         )
         done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert "BadConfig: cannot listen on 127.0.0.1:" in done.stderr and "choose another --rpyc-port" in done.stderr
+
+
+def test_of_two_servers_that_start_at_once_the_later_one_is_told() -> None:
+    """A port can be taken by several as long as none listens, and that comes after the model was loaded."""
+    first = RpycServer("127.0.0.1", 0, 1000)
+    second = RpycServer("127.0.0.1", first.port, 1000)
+    first.start_in_thread(lambda peer: rpyc.VoidService(), ByteBudget(1000))
+    with pytest.raises(BadConfig, match=rf"cannot listen on 127.0.0.1:{first.port}: .* choose another --rpyc-port"):
+        second.start_in_thread(lambda peer: rpyc.VoidService(), ByteBudget(1000))
+    first.close()
+    second.close()
+
+    async def web() -> None:
+        one = HttpServer(ServerConfig(http_port=0))
+        port = int(one.address.rpartition(":")[2])
+        two = HttpServer(ServerConfig(http_port=port))
+        one.start(FastAPI())
+        with pytest.raises(BadConfig, match=rf"cannot listen on 127.0.0.1:{port}: .* choose another --http-port"):
+            two.start(FastAPI())
+        await asyncio.gather(one.close(), two.close())
+
+    asyncio.run(web())
 
 
 def test_http_is_served_beside_rpyc_when_it_is_asked_for() -> None:

@@ -6,6 +6,7 @@ import os
 import sys
 
 import click
+from click.core import ParameterSource
 
 from vlora.cli import asking, making, measuring, serving  # noqa: F401  (each joins its commands to the group)
 from vlora.cli.group import cli
@@ -23,7 +24,7 @@ def main() -> None:
     except click.UsageError as error:
         hint = f"; see '{error.ctx.command_path} --help'" if error.ctx else ""
         message = error.format_message().rstrip(".")
-        _fail(message[:1].lower() + message[1:] + hint, 2)
+        _fail(message[:1].lower() + message[1:] + _where(error) + hint, 2)
     except click.ClickException as error:
         _fail(error.format_message(), 2)
     except (EngineDead, StepFailed) as error:
@@ -40,6 +41,18 @@ def main() -> None:
         # The reader of our output left; there is nobody to tell.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(1)
+
+
+def _where(error: click.UsageError) -> str:
+    """Where a bad value stands, if not on the command line."""
+    if not isinstance(error, click.BadParameter) or error.ctx is None or error.param is None or not error.param.name:
+        return ""
+    source = error.ctx.get_parameter_source(error.param.name)
+    if source is ParameterSource.ENVIRONMENT:
+        names = (error.param.envvar, f"{error.ctx.auto_envvar_prefix}_{error.param.name.upper()}")
+        named = next(name for name in names if isinstance(name, str) and os.environ.get(name))
+        return f" (from the environment, {named})"
+    return " (from the config file)" if source is ParameterSource.DEFAULT_MAP else ""
 
 
 def _fail(message: str, code: int) -> None:

@@ -81,13 +81,13 @@ def convert_bd(
 ) -> None:
     """Make an existing LoRA block-diagonal (BD-LoRA), which ranks serve without communication of its own.
 
-    Every block of every layer is the best there is of its rank (truncated SVD); with --data it is then trained to
-    answer as the original does. At a rank of --blocks times the original's nothing is lost.
-
     \b
         vlora convert-bd out/adapters/signs --blocks 2
         vlora convert-bd out/adapters/signs --blocks 2 --rank 12 --data plan.yaml
         vlora convert-bd demo/fused/adapters/boxes --blocks 2 --data demo
+
+    Every block of every layer is the best there is of its rank (truncated SVD); with --data it is then trained to
+    answer as the original does. At a rank of --blocks times the original's nothing is lost.
     """
     import warnings
 

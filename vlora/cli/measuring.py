@@ -244,11 +244,11 @@ def tune(
 ) -> None:
     """Find the fastest way to add adapters' deltas on this machine, shape by shape, and keep it in a table.
 
-    A search that was stopped goes on where it was.
-
     \b
         vlora tune
         vlora tune --model Qwen/Qwen2-VL-7B-Instruct --device cuda --dtype bfloat16
+
+    A search that was stopped goes on where it was.
     """
     if capabilities and not build_cutlass:
         raise BadConfig("--capability says what --build-cutlass builds for; give both or neither")

@@ -38,14 +38,17 @@ class HttpServer:
             self._socket.bind((config.host, config.http_port))
         except OSError as error:
             self._socket.close()
-            where = f"{config.host}:{config.http_port}"
-            raise BadConfig(f"cannot listen on {where}: {error.strerror}; choose another --http-port") from error
+            raise self._taken(error) from error
         self.address = "{}:{}".format(*self._socket.getsockname()[:2])
         self._server: uvicorn.Server | None = None
         self._running: asyncio.Task[None] | None = None
 
     def start(self, app: ASGIApp) -> None:
-        self._socket.listen()  # from here on callers wait instead of being refused
+        """Raises BadConfig where another server that started at the same time was first."""
+        try:
+            self._socket.listen()  # from here on callers wait instead of being refused
+        except OSError as error:
+            raise self._taken(error) from error
         settings = uvicorn.Config(
             app,
             http=BoundedProtocol,
@@ -58,6 +61,10 @@ class HttpServer:
         tls = server_context(self._config)
         self._server = _Uvicorn(settings) if tls is None else _TlsUvicorn(settings, self._socket, tls)
         self._running = asyncio.create_task(self._server.serve([self._socket] if tls is None else []))
+
+    def _taken(self, error: OSError) -> BadConfig:
+        where = f"{self._config.host}:{self._config.http_port}"
+        return BadConfig(f"cannot listen on {where}: {error.strerror}; choose another --http-port")
 
     async def close(self) -> None:
         if self._server is not None and self._running is not None:

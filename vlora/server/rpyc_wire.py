@@ -305,6 +305,7 @@ class RpycServer(ThreadedServer):
     """
 
     def __init__(self, host: str, port: int, max_message_bytes: int, tls: ssl.SSLContext | None = None) -> None:
+        self._address = f"{host}:{port}"
         self._max_message_bytes = max_message_bytes
         self._tls = tls
         self._connections: set[ValueConnection] = set()
@@ -321,13 +322,19 @@ class RpycServer(ThreadedServer):
                 logger=log,
             )
         except OSError as error:
-            raise BadConfig(f"cannot listen on {host}:{port}: {error.strerror}; choose another --rpyc-port") from error
+            raise self._taken(error) from error
 
     def start_in_thread(self, make_service: Callable[[Peer], rpyc.Service], held: ByteBudget) -> None:
-        """Listen; every connection gets a service of its own, which is told who it is for. Messages count in `held`."""
+        """Listen; every connection gets a service of its own, which is told who it is for. Messages count in `held`.
+
+        Raises BadConfig where another server that started at the same time was first.
+        """
         self._held = held
         self._make_service = make_service
-        self._listen()
+        try:
+            self._listen()
+        except OSError as error:
+            raise self._taken(error) from error
         self._accepting = threading.Thread(target=self.start, name="vlora-rpyc-accept", daemon=True)
         self._accepting.start()
 
@@ -369,6 +376,9 @@ class RpycServer(ThreadedServer):
         except (OSError, RuntimeError) as error:  # the latter when the system gives no more threads
             log.warning("a connection was closed: %s", error)
         self._forget(caller)
+
+    def _taken(self, error: OSError) -> BadConfig:
+        return BadConfig(f"cannot listen on {self._address}: {error.strerror}; choose another --rpyc-port")
 
     def _serve(self, caller: Caller) -> None:
         try:

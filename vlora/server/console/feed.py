@@ -30,7 +30,7 @@ class Feed:
         async with self._lock:
             now = asyncio.get_running_loop().time()
             if self._snapshot is None or now - self._taken >= self._interval_s:
-                self._taken = now
+                self._taken, self._snapshot = now, None  # where none can be taken, nobody is shown the one before
                 self._snapshot = await self._take(self._steps[-1].number if self._steps else 0)
                 if self._steps and self._snapshot.stats.num_steps < self._steps[-1].number:
                     self._steps.clear()  # the engine was started anew, and counts from 1

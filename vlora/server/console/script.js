@@ -93,6 +93,7 @@ function tellStatus(kind, text) {
   const pill = at("status");
   if (pill.textContent === text) return; // a status that did not change is not read out again
   pill.className = `pill ${kind}`;
+  document.body.classList.toggle("stale", kind === "dead"); // what is shown was so before
   pill.textContent = text.length > 60 ? `${text.slice(0, 60)}…` : text;
   pill.title = text;
 }
