@@ -6,7 +6,7 @@ machine, in an order that is drawn anew for each question, and without prefix ca
 asks the cheaper one. All processes start anew several times: where a process happens to have its weights in memory
 makes its steps faster or slower than another's by more than what is looked for here. The way in includes JSON, the chat
 template, the tokenizer, a second process and text out again. What an HTTP client makes of the bytes it gets is its own
-affair: here they are read at once and understood afterwards.
+affair: here the time of each part is taken before it is understood.
 """
 
 from __future__ import annotations

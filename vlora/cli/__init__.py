@@ -50,7 +50,7 @@ def _where(error: click.UsageError) -> str:
     source = error.ctx.get_parameter_source(error.param.name)
     if source is ParameterSource.ENVIRONMENT:
         names = (error.param.envvar, f"{error.ctx.auto_envvar_prefix}_{error.param.name.upper()}")
-        named = next(name for name in names if isinstance(name, str) and os.environ.get(name))
+        named = next((name for name in names if isinstance(name, str) and os.environ.get(name)), names[-1])
         return f" (from the environment, {named})"
     return " (from the config file)" if source is ParameterSource.DEFAULT_MAP else ""
 
