@@ -134,6 +134,23 @@ def test_one_beginning_of_text(pair: tuple[InputProcessor, Seam]) -> None:
     assert processor.encode(processor.chat("what is shown ?")).prompt_ids.count(1) == 1
 
 
+@pytest.mark.parametrize(
+    "text", ["<s> what is shown", "what is <s> shown </s> ?", "", "what what " * 300, "unknown \U0001f600 words"]
+)
+def test_prompts_are_tokenized_as_by_the_tokenizers_own_call(pair: tuple[InputProcessor, Seam], text: str) -> None:
+    processor, _ = pair
+    special = not text.startswith("<s>")
+    expected = tuple(processor.tokenizer(text, add_special_tokens=special)["input_ids"])
+    assert processor.encode(text).prompt_ids == expected
+
+
+def test_a_tokenizer_that_was_told_to_cut_and_to_pad_does_neither_to_prompts() -> None:
+    words = tokenizer()
+    words(["what", "what is"], padding="max_length", max_length=8, truncation=True)
+    processor = InputProcessor(build_model("qwen2_vl").config, words, image_processor("qwen2_vl"))
+    assert len(processor.encode("what " * 20).prompt_ids) == 20 and len(processor.encode("what").prompt_ids) == 1
+
+
 def test_a_model_without_a_chat_template(pair: tuple[InputProcessor, Seam]) -> None:
     processor, _ = pair
     bare = tokenizer()
