@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from vlora.bench.page import write_page
 from vlora.errors import BadConfig
 
 if TYPE_CHECKING:
@@ -55,9 +56,10 @@ def pictures_possible() -> None:
 
 
 def keep(report: Report, draw: Callable[[Path], None] | None, out: Path) -> None:
-    """Write OUT/NAME.json and, where something draws pictures, what it draws into OUT/NAME."""
+    """Write OUT/NAME.json, the folder's page and, where something draws pictures, what it draws into OUT/NAME."""
     out.mkdir(parents=True, exist_ok=True)
     (out / f"{report.bench}.json").write_text(json.dumps(report.as_dict()) + "\n")
+    write_page(out)
     if draw is not None:
         pictures = out / report.bench
         pictures.mkdir(exist_ok=True)

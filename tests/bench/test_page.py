@@ -1,0 +1,36 @@
+"""The page of a folder of reports says what the reports say."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from vlora.bench import keep
+from vlora.bench.form import Goal, Report
+from vlora.bench.page import page
+
+RESULTS = Path(__file__).parents[2] / "docs" / "results"
+
+
+def test_a_kept_report_is_on_the_page_beside_those_before(tmp_path: Path) -> None:
+    keep(Report("first", [], [Goal("speed, x", 2.5, 2, at_most=False)]), None, tmp_path)
+    keep(Report("second", [], [Goal("lost", 3, 0, at_most=True), Goal("late", 0, 0, at_most=True)]), None, tmp_path)
+    written = (tmp_path / "README.md").read_text()
+    assert written == page(tmp_path)
+    assert written.index("## first: ") < written.index("| speed, x | 2.5 | >= 2 |") < written.index("## second: ")
+    assert "| lost | **3** | <= 0 |" in written
+    assert "| late | 0 | <= 0 |" in written
+
+
+def test_files_that_promise_nothing_are_left_out(tmp_path: Path) -> None:
+    (tmp_path / "costs.json").write_text(json.dumps({"costs": {"base_s": 0.1}}))
+    keep(Report("costs", [], []), None, tmp_path / "other")
+    assert "##" not in page(tmp_path)
+    assert "##" not in page(tmp_path / "other")
+
+
+def test_the_page_of_the_results_kept_here_is_theirs() -> None:
+    assert (RESULTS / "README.md").read_text() == page(RESULTS), (
+        'write it again: python -c "from pathlib import Path; from vlora.bench.page import write_page; '
+        "write_page(Path('docs/results'))\""
+    )
