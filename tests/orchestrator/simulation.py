@@ -20,9 +20,11 @@ from vlora.orchestrator import (
     Policy,
     PolicyState,
     Scheduler,
+    StepSize,
     bring_wanted,
     give_way_to_kv,
 )
+from vlora.orchestrator.cost import NARROW
 from vlora.simulator.loader import Loader
 from vlora.types import (
     Batch,
@@ -52,11 +54,12 @@ class FakeClock:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Speed:
-    """Seconds of the fake machine."""
+    """Seconds of the fake machine. wide_adapter: of each adapter read in a step of more than `NARROW` tokens."""
 
     step: float = 0.01
     token: float = 0.001
     lane: float = 0.0005
+    wide_adapter: float = 0.0
     context: float = 0.00001
     merge: float = 0.02
 
@@ -159,6 +162,8 @@ class FakeRunner:
                 content.append(tokens[item.request_id])
         speed = self.speed
         step_s = speed.step + speed.token * batch.num_tokens + speed.lane * lanes + speed.context * context
+        if batch.num_tokens > NARROW:
+            step_s += speed.wide_adapter * StepSize.of(batch).num_adapters
         self.clock.now += step_s + switch_s
         return StepResult(
             tokens=tokens, heads=heads, errors=errors, step_s=step_s, switch_s=switch_s, switched=switched

@@ -35,12 +35,14 @@ def machines(draw: st.DrawFn) -> Machine:
         block_size=draw(st.sampled_from([1, 2, 4])),
         max_adapter_pages=max_adapter_pages,
         max_batch_size=max_batch_size,
-        max_step_tokens=max_batch_size + draw(st.integers(0, 30)),
+        max_step_tokens=max_batch_size + draw(st.one_of(st.integers(0, 30), st.just(60))),
         theta_s=draw(st.sampled_from([0.001, 0.05, 0.5])),
         adapters=ADAPTERS,
         lossy=frozenset(draw(st.sets(st.sampled_from("abcd"), max_size=2))),
         load_s=draw(st.sampled_from([0.0, 0.0, 0.02, 0.3])),
-        speed=Speed(merge=draw(st.sampled_from([0.0, 0.02, 0.3]))),
+        speed=Speed(
+            merge=draw(st.sampled_from([0.0, 0.02, 0.3])), wide_adapter=draw(st.sampled_from([0.0, 0.0, 0.02]))
+        ),
         prefix_cache=draw(st.booleans()),
         weights=draw(st.sampled_from([{}, {"*": 1.0}, {"a": 3.0, "c": 0.2}])),
         tenant_weights=draw(st.sampled_from([{}, {}, {"x": 2.0}])),

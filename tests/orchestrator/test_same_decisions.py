@@ -15,7 +15,7 @@ from tests.orchestrator.simulation import Machine, Simulation
 from tests.orchestrator.test_properties import Arrivals, admitted, crowd, every_policy, loads, machines
 from vlora.orchestrator import POLICIES, Candidate, CostModel, Costs, Scheduler, make_policy
 from vlora.orchestrator import scheduler as quick
-from vlora.orchestrator.cost import _features
+from vlora.orchestrator.cost import _UNITS
 from vlora.orchestrator.tracked import Tracked
 from vlora.types import RequestStatus
 
@@ -23,8 +23,7 @@ from vlora.types import RequestStatus
 class PlainCostModel(CostModel):
     @property
     def costs(self) -> Costs:
-        units = _features(1, 1, 1, 1, 1)
-        each = [weight * unit for weight, unit in zip(self._weights, units, strict=True)]
+        each = [weight * unit for weight, unit in zip(self._weights, _UNITS, strict=True)]
         return Costs(*each, self._switch_s or 0.0, self._back_s or 0.0)
 
 
@@ -53,17 +52,18 @@ class PlainScheduler(Scheduler):
         each = 1 if merged is None else 2
         lanes = each * min(len(ready), self._max_batch_size)
         adapters = min(len({t.adapter for t in ready}) + (merged is not None), lanes)
-        return max(self._theta_s, 2 * (costs.step_s(tokens, each * tokens, lanes, context, adapters) + costs.merge_s))
+        return max(self._theta_s, 2 * (costs.step_s(tokens, each * tokens, context, adapters) + costs.merge_s))
 
     def _credits(self, requests: Iterable[Tracked], now: float, merged: str | None) -> list[float]:
         costs = self._cost.costs
         credits = []
         for t in requests:
             lanes = 0 if t.adapter == merged else (t.adapter is not None) + (merged is not None)
-            fixed_s = costs.base_s + lanes * (costs.lane_s + costs.adapter_s)
+            lane_s, adapter_s = costs.lane_prices(t.new_tokens)
+            fixed_s = costs.base_s + lanes * adapter_s
             if t.adapter != merged and merged is not None:
                 fixed_s += costs.merge_s
-            token_s = costs.token_s + lanes * costs.lane_token_s
+            token_s = costs.token_s + lanes * lane_s
             own_s = fixed_s + token_s * min(t.new_tokens, self._max_step_tokens) + costs.context_token_s * t.cached_len
             credits.append(now - t.last_ran_s + own_s)
         return credits

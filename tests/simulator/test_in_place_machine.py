@@ -17,7 +17,7 @@ from vlora.simulator.replica import Box, Replica
 from vlora.simulator.workloads import make_workload
 from vlora.types import Mode
 
-SHADOW = Costs(base_s=0.1, token_s=0.001, lane_token_s=0.0005, lane_s=0.004, merge_s=0.2)
+SHADOW = Costs(base_s=0.1, token_s=0.001, lane_s=0.0045, wide_lane_s=0.0005, merge_s=0.2)
 IN_PLACE = SHADOW._replace(back_s=0.15)
 
 
@@ -68,7 +68,7 @@ def test_weights_are_left_only_for_what_the_way_back_is_worth() -> None:
 
 def test_halves_take_turns_only_where_going_to_and_fro_is_free() -> None:
     # Two long prompts of different adapters: no lanes in turn, or two lanes for half of the tokens together.
-    dear = {"base_s": 0.01, "lane_token_s": 0.002}
+    dear = {"base_s": 0.01, "lane_s": 0.002}
     ready = [Candidate("x", "a", 0.0, 150), Candidate("y", "b", 0.0, 100)]
     assert decide(SHADOW._replace(**dear), "a", ready) == (Mode.MERGED, "a")
     assert decide(IN_PLACE._replace(**dear, back_s=5.0, merge_s=5.0), "a", ready) == (Mode.MIXED, "a")

@@ -15,7 +15,7 @@ from vlora.simulator import MEASURED, Arrival, Box, make_workload, read_costs, r
 from vlora.simulator.commands import lines, simulate
 from vlora.simulator.replica import Replica
 
-COSTS = Costs(base_s=0.1, token_s=0.001, lane_token_s=0.0005, lane_s=0.004, merge_s=0.2)
+COSTS = Costs(base_s=0.1, token_s=0.001, lane_s=0.0045, wide_lane_s=0.0005, merge_s=0.2)
 
 
 @pytest.mark.parametrize("policy", POLICIES)
@@ -30,8 +30,8 @@ def test_every_arrival_is_answered_under_every_policy(policy: str) -> None:
 def test_one_request_alone_takes_what_its_steps_cost() -> None:
     box = Box(costs=COSTS, load_s=0.5, policy="unmerged_only")
     found = replay([Arrival(3.0, "a", 100, 3)], box).as_dict()
-    first = 0.5 + 0.1 + 0.004 + 100 * 0.0015
-    latency = first + 2 * (0.1 + 0.004 + 0.0015)
+    first = 0.5 + 0.1 + 100 * 0.0015
+    latency = first + 2 * (0.1 + 0.001 + 0.0045)
     assert found["ttft_s"]["p50"] == pytest.approx(first)
     assert found["mean_latency_s"] == pytest.approx(latency)
     assert found["average_token_latency_ms"] == pytest.approx(1e3 * latency / 103)

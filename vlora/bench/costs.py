@@ -19,7 +19,6 @@ def run(quick: bool, model: str = "qwen2-0.5b", device: str = "cpu") -> Report:
         {
             "tokens": size.num_tokens,
             "lane tokens": size.num_lane_tokens,
-            "lanes": size.num_lanes,
             "context": size.num_context,
             "adapters": size.num_adapters,
             "ms": 1e3 * seconds,

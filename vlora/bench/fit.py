@@ -17,7 +17,7 @@ from vlora.bench.dummy import language_shapes, write_adapter
 from vlora.bench.models import Model
 from vlora.bench.timing import work_seconds
 from vlora.config import EngineConfig
-from vlora.engine import LocalEngine
+from vlora.engine import Engine
 from vlora.memory.transfer import Inline
 from vlora.models.loading import dummy_model
 from vlora.orchestrator import Candidate, CostModel, Costs, Decision, PolicyState, StepSize
@@ -87,7 +87,7 @@ def fitted(samples: Sequence[Sample]) -> Costs:
     """The costs of a step, none of them negative, that are off by the least share: a run has many short steps of
     decoding for each long one of prompts, and seconds alone would count the latter."""
     seconds = np.array([sample.seconds for sample in samples])
-    features = np.array([(1, *sample.size) for sample in samples], dtype=float)
+    features = np.array([sample.size.features for sample in samples])
     scale = features.max(axis=0)  # near 1, which keeps the problem well conditioned
     scale[scale == 0] = 1
     weights, _ = nnls(features / scale / seconds[:, None], np.ones(len(samples)))
@@ -133,11 +133,9 @@ class _Machine:
             merge_fidelity_floor=0.0,
             prefix_cache=False,  # every prompt is to be computed
         )
-        self._engine = LocalEngine(settings, model=built, executor=Inline()).engine
         self._clock = work_seconds(device)
         self._told, self._sizes = _Told(), _Sizes()
-        self._engine._scheduler._policy = self._told
-        self._engine._scheduler._cost = self._sizes
+        self._engine = Engine(settings, model=built, executor=Inline(), policy=self._told, cost=self._sizes)
         self._numbers = itertools.count()
         self.names = [f"a{i}" for i in range(_NUM_ADAPTERS)]
         shapes = language_shapes(built)

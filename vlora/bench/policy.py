@@ -79,13 +79,18 @@ def run(quick: bool, partial: Path | None = None, model: str = "qwen2-0.5b", dev
     )
     goals += itertools.chain.from_iterable(map(_confirmed, points))
     journal.close()
-    return Report("policy", rows, goals, found={**fitted, "engine": [point._asdict() for point in points]})
+    return Report("policy", rows, goals, found={**fitted, "engine": [_stated(point) for point in points]})
+
+
+def _stated(point: Point) -> dict[str, Any]:
+    return {**point._asdict(), "ratios": point.ratios, "floor": point.floor}
 
 
 def _confirmed(point: Point) -> Iterator[Goal]:
     repeats, simulated = (", ".join(f"{ratio:.3f}" for ratio in found) for found in (point.ratios, point.simulated))
     where = f"engine at {LOAD:g} of capacity, skew {point.skew:g}"
-    yield Goal(f"{OURS} / {BASELINE}, {where}, median of {repeats}", point.ratio, 0.8, True)
+    floor = f"without any adapter {point.floor:.3f}"
+    yield Goal(f"{OURS} / {BASELINE}, {where}, median of {repeats}; {floor}", point.ratio, 0.8, True)
     yield Goal(f"simulated ({simulated}) against measured, {where}; spread of repeats", point.error, point.spread, True)
 
 
@@ -186,9 +191,10 @@ def _capacity(costs: Costs, prompt: int, answer: int, shares: Sequence[float]) -
     size = EngineConfig.max_batch_size
     different = sum(1 - (1 - share) ** size for share in shares)
     prompts_a_step = max(1.0, EngineConfig.max_step_tokens / prompt)
-    prompt_s = prompt * (costs.token_s + costs.lane_token_s) + costs.base_s / prompts_a_step
-    prompt_s += costs.lane_s + costs.adapter_s
-    each = costs.token_s + costs.lane_token_s + costs.lane_s + (costs.base_s + different * costs.adapter_s) / size
+    lane_s, adapter_s = costs.lane_prices(prompt)
+    prompt_s = prompt * (costs.token_s + lane_s) + costs.base_s / prompts_a_step + adapter_s
+    lane_s, adapter_s = costs.lane_prices(size)
+    each = costs.token_s + lane_s + (costs.base_s + different * adapter_s) / size
     return 1 / (prompt_s + answer * (each + costs.context_token_s * (prompt + answer / 2)))
 
 

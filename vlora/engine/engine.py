@@ -75,16 +75,21 @@ class Engine:
         model: object | None = None,
         clock: Callable[[], float] = time.monotonic,
         executor: Executor | None = None,
+        policy: Policy | None = None,
+        cost: CostModel | None = None,
     ) -> None:
         """Load the model and lay out memory; `model` gives an already built transformers model. Raises BadConfig.
 
         executor: reads adapters, brings them to the device and compiles grammars; None makes a thread for each.
+        policy: decides instead of the one that `config` names. cost: learns what steps take; None for one that knows
+        nothing yet.
         """
-        policy = make_policy(config.policy)  # before the model: a wrong name should not cost a load
+        if policy is None:
+            policy = make_policy(config.policy)  # before the model: a wrong name should not cost a load
         self.config = config
         self._team: Team | None = None
         try:
-            self._build(policy, model, clock, executor)
+            self._build(policy, cost or CostModel(), model, clock, executor)
         except BaseException as error:
             if self._team is not None:
                 # A collective that failed says little; the rank that left it has said why.
@@ -95,7 +100,12 @@ class Engine:
             raise
 
     def _build(
-        self, policy: Policy, model: object | None, clock: Callable[[], float], executor: Executor | None
+        self,
+        policy: Policy,
+        cost: CostModel,
+        model: object | None,
+        clock: Callable[[], float],
+        executor: Executor | None,
     ) -> None:
         config = self.config
         set_threads(config)
@@ -148,7 +158,7 @@ class Engine:
             max_step_tokens=config.max_step_tokens,
             theta_s=config.theta_s,
             eos_ids=seam.eos_ids,
-            cost=CostModel(),
+            cost=cost,
             clock=clock,
             weights=config.weights,
             tenant_weights=config.tenant_weights,

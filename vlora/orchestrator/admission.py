@@ -126,8 +126,7 @@ class Load:
         )
         a_step = min(self._num_accepted + 1, self._max_batch_size)
         adapters = num_steps * min(len(self._needed) + 1, a_step)
-        step_s = self._costs.step_s(tokens, tokens, num_steps * a_step, num_steps * self._context, adapters)
-        return step_s + (num_steps - 1) * self._costs.base_s
+        return self._costs.step_s(tokens, tokens, num_steps * self._context, adapters, num_steps)
 
 
 class Admission:

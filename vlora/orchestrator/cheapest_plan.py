@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from operator import sub
 from typing import NamedTuple
 
+from vlora.orchestrator.narrow_steps import token_limit
 from vlora.orchestrator.policy import Candidate, Decision, PolicyState
 from vlora.types import Mode
 
@@ -218,10 +219,11 @@ def _decision(
         tokens -= c.new_tokens
     chosen += [c for c in starving if c.request_id not in seated]
     order = tuple(c.request_id for c in chosen)
+    limit = token_limit(chosen, merged, state.costs)
     if merged is None:
-        return Decision(Mode.UNMERGED, None, order)
+        return Decision(Mode.UNMERGED, None, order, max_tokens=limit)
     alone = all(c.adapter == merged for c in chosen)
-    return Decision(Mode.MERGED if alone else Mode.MIXED, merged, order)
+    return Decision(Mode.MERGED if alone else Mode.MIXED, merged, order, max_tokens=limit)
 
 
 def _turn(
@@ -284,12 +286,10 @@ def _seconds(work: _Work, state: PolicyState, num_reads: float | None = None) ->
     lanes."""
     if not work.requests:
         return 0.0
-    costs = state.costs
     num_steps = _num_steps(work, state)
     if num_reads is None:
         num_reads = _num_reads(work, num_steps)
-    step_s = costs.step_s(work.tokens, work.lane_tokens, work.lanes, work.context, num_reads)
-    return step_s + (num_steps - 1) * costs.base_s
+    return state.costs.step_s(work.tokens, work.lane_tokens, work.context, num_reads, num_steps)
 
 
 def _num_reads(work: _Work, num_steps: float) -> float:
@@ -307,8 +307,7 @@ def _num_reads(work: _Work, num_steps: float) -> float:
 
 def _merged_s(work: _Work, state: PolicyState) -> float:
     """The same with its own weights in place."""
-    costs = state.costs
-    return costs.step_s(work.tokens, 0, 0, work.context, 0) + (_num_steps(work, state) - 1) * costs.base_s
+    return state.costs.step_s(work.tokens, 0, work.context, 0, _num_steps(work, state))
 
 
 def _num_steps(work: _Work, state: PolicyState) -> float:

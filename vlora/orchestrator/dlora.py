@@ -94,4 +94,4 @@ def _step_s(batch: Sequence[Candidate], merged: str | None, state: PolicyState) 
     adapted = [c for c in batch if c.adapter is not None and merged is None]
     lane_tokens = min(sum(c.new_tokens for c in adapted), tokens)
     context, adapters = sum(c.cached_len for c in batch), len({c.adapter for c in adapted})
-    return state.costs.step_s(tokens, lane_tokens, len(adapted), context, adapters)
+    return state.costs.step_s(tokens, lane_tokens, context, adapters)

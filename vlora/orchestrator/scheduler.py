@@ -15,7 +15,7 @@ from vlora.errors import Aborted, DeadlineMissed, DeadlineUnreachable, PromptToo
 from vlora.memory.books import BlockTables
 from vlora.orchestrator.admission import Admission, Load
 from vlora.orchestrator.budgets import grant_blocks, share_tokens
-from vlora.orchestrator.cost import CostModel, Costs, StepSize, num_lanes
+from vlora.orchestrator.cost import NARROW, CostModel, Costs, StepSize, num_lanes
 from vlora.orchestrator.counting import Counters
 from vlora.orchestrator.policy import Candidate, Decision, Policy, PolicyState
 from vlora.orchestrator.reuse import look_up
@@ -364,17 +364,21 @@ class Scheduler:
 
     def _credits(self, requests: Iterable[Tracked], now: float, merged: str | None) -> list[float]:
         costs, limit = self._cost.costs, self._max_step_tokens
-        # The step's cost by number of lanes, fixed and for each token: this runs for every request in every step.
-        lane_s = costs.lane_s + costs.adapter_s
-        lanes = [(costs.base_s + n * lane_s, costs.token_s + n * costs.lane_token_s) for n in range(3)]
+        # The step's cost by number of lanes, fixed and for each token, narrow and wide: this runs for every request in
+        # every step.
+        prices = (costs.lane_prices(NARROW), costs.lane_prices(NARROW + 1))
+        lanes = [
+            [(costs.base_s + n * adapter_s, costs.token_s + n * lane_s) for lane_s, adapter_s in prices]
+            for n in range(3)
+        ]
         context_s, merge_s = costs.context_token_s, 0.0 if merged is None else costs.merge_s
         own, base, other = lanes[0], lanes[num_lanes(None, merged)], lanes[1 if merged is None else 2]
-        base, other = ((fixed_s + merge_s, token_s) for fixed_s, token_s in (base, other))
+        base, other = ([(fixed_s + merge_s, token_s) for fixed_s, token_s in each] for each in (base, other))
         credits: list[float] = []
         for t in requests:
             adapter, cached = t.adapter, t.cached_len
             tokens = t.device_len - cached
-            fixed_s, token_s = own if adapter == merged else base if adapter is None else other
+            fixed_s, token_s = (own if adapter == merged else base if adapter is None else other)[tokens > NARROW]
             own_s = fixed_s + token_s * (tokens if tokens < limit else limit) + context_s * cached
             credits.append(now - t.last_ran_s + own_s)
         return credits
@@ -389,7 +393,7 @@ class Scheduler:
         each = 1 if merged is None else 2
         lanes = each * min(len(ready), self._max_batch_size)
         adapters = min(len({t.adapter for t in ready}) + each - 1, lanes)
-        step_s = costs.step_s(tokens, each * tokens, lanes, context, adapters)
+        step_s = costs.step_s(tokens, each * tokens, context, adapters)
         return max(self._theta_s, 2 * (step_s + costs.merge_s))
 
     def _fit(self, decision: Decision, starving: set[str], ready: Sequence[Tracked], now: float) -> Batch | None:
@@ -398,7 +402,11 @@ class Scheduler:
         merged = decision.merged_adapter
         if decision.mode is Mode.MERGED:
             assert all(t.adapter == merged for t in order), "merged mode serves one adapter"
-        shares = share_tokens(order, starving, self._max_step_tokens)
+        most = self._max_step_tokens
+        if decision.max_tokens is not None:
+            assert decision.max_tokens >= len(order), "the policy left somebody without a token"
+            most = min(most, decision.max_tokens)
+        shares = share_tokens(order, starving, most)
         items, preempted = grant_blocks(order, shares, self._tables, self._tracked, ready)
         if not items:
             return None

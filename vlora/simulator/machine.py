@@ -10,7 +10,7 @@ from vlora.errors import BadConfig
 from vlora.orchestrator import Costs, StepSize
 from vlora.types import Batch, HeadAnswer, StepResult
 
-MEASURED = Path(__file__).parent / "costs" / "xeon-qwen2-0.5b-rank64.json"
+MEASURED = Path(__file__).parent / "costs" / "epyc-qwen2-0.5b-rank64.json"
 _TOKEN = 1
 _ANSWER = HeadAnswer(task="binary", label="yes", confidence=1.0, labels=("no", "yes"), label_id=1)
 
@@ -71,8 +71,8 @@ class Machine:
 def read_costs(path: Path) -> tuple[Costs, float]:
     """A machine's costs and `load_s`, the seconds that bringing an adapter into memory takes, from a JSON file.
 
-    The file holds an object "costs" with these numbers, as `vlora bench costs --out DIR` writes it; `back_s` and
-    `adapter_s` are 0 if not given. Raises BadConfig with the field at fault.
+    The file holds an object "costs" with these numbers, as `vlora bench costs --out DIR` writes it; `back_s` is
+    0 if not given. Raises BadConfig with the field at fault.
     """
     try:
         found = json.loads(path.read_text())
@@ -83,7 +83,7 @@ def read_costs(path: Path) -> tuple[Costs, float]:
     values = found.get("costs") if isinstance(found, dict) else None
     if not isinstance(values, dict):
         raise BadConfig(f'{path}: no object "costs" in it')
-    values = {"back_s": 0.0, "adapter_s": 0.0, **values}
+    values = {"back_s": 0.0, **values}
     for field in (*Costs._fields, "load_s"):
         value = values.get(field)
         if isinstance(value, bool) or not isinstance(value, int | float) or not (math.isfinite(value) and value >= 0):
