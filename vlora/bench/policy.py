@@ -53,6 +53,16 @@ def run(quick: bool, partial: Path | None = None, model: str = "qwen2-0.5b", dev
     fitted = journal.once("fit", lambda: stated(measured(quick, model, device), model))
     machine = fitted["costs"]
     load_s, costs = machine["load_s"], Costs(**{name: machine[name] for name in Costs._fields})
+    points = confirm(
+        costs,
+        model_named(model),
+        RANK,
+        device_of(EngineConfig(model=model, device=device), 0),
+        skews=(0.6,) if quick else (0.6, 0.8, 0.95),
+        repeats=2 if quick else 3,
+        num_requests=12 if quick else 80,
+        once=journal.once,
+    )
     rows: list[dict[str, Any]] = [
         journal.once(name, make) for cells in (_retrieval, _video) for name, make in cells(costs, load_s, quick)
     ]
@@ -67,16 +77,6 @@ def run(quick: bool, partial: Path | None = None, model: str = "qwen2-0.5b", dev
     goals.append(Goal(f"{OURS} / vlora (Algorithm 1), median of all cells", algorithm1, 1.0, True))
     for policy in POLICIES:
         goals.append(Goal(f"a decision with 1,000 waiting, {policy}, ms", decision_ms(policy, costs), 2.0, True))
-    points = confirm(
-        costs,
-        model_named(model),
-        RANK,
-        device_of(EngineConfig(model=model, device=device), 0),
-        skews=(0.6,) if quick else (0.6, 0.8, 0.95),
-        repeats=2 if quick else 3,
-        num_requests=12 if quick else 80,
-        once=journal.once,
-    )
     goals += itertools.chain.from_iterable(map(_confirmed, points))
     journal.close()
     return Report("policy", rows, goals, found={**fitted, "engine": [_stated(point) for point in points]})
