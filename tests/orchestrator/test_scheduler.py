@@ -460,7 +460,7 @@ def test_the_cost_model_is_told_what_was_in_each_step() -> None:
     simulation.step()
     # A token of the merged adapter has no lane, one of the base model the deLoRA lane, one of another adapter both: two
     # adapters are read.
-    assert told == [((10, 0 * 3 + 2 * 5 + 1 * 2, 0 + 2 + 1, 0, 2), 1.0), ((3, 0 + 2 + 1, 0 + 2 + 1, 10, 2), 1.0)]
+    assert told == [((10, 0 * 3 + 2 * 5 + 1 * 2, 0, 2), 1.0), ((3, 0 + 2 + 1, 10, 2), 1.0)]
 
 
 def test_only_merges_count_as_the_price_of_a_switch() -> None:
