@@ -22,7 +22,9 @@ def halving(size: int, attempt: Callable[[int], Result], undo: Callable[[int], N
     while True:
         try:
             return attempt(size), size
-        except torch.OutOfMemoryError as error:
+        except RuntimeError as error:
+            if not _out_of_memory(error):
+                raise
             if size == 1:
                 raise BadPlan(
                     "out of memory with a single sample; set training.gradient_checkpointing, or take a smaller base"
@@ -71,6 +73,11 @@ def backward_in_parts(
         ]
         torch.autograd.backward([made for made, _ in pairs], [gradient for _, gradient in pairs])
     return float(loss.detach())
+
+
+def _out_of_memory(error: RuntimeError) -> bool:
+    """CUDA's has a type of its own, the CPU's only its words."""
+    return isinstance(error, torch.OutOfMemoryError) or "DefaultCPUAllocator: can't allocate memory" in str(error)
 
 
 def _leaves(read: Read) -> Read:

@@ -13,7 +13,7 @@ from rich.console import Console
 from fusion.data.load import DomainData, load_domains
 from fusion.data.targets import labels_shown
 from fusion.lora_size import LoraSize, lora_size
-from fusion.mistakes import Mistakes
+from fusion.mistakes import Mistakes, PlanText
 from fusion.plan import DomainPlan, LoraPlan, Plan, PlanFile, RelativeThreshold
 from fusion.samples import Sample
 from fusion.tasks import HEADS, METRICS, SAID, WORDS
@@ -24,9 +24,10 @@ _CLASSES_TOLD = 12
 
 @dataclasses.dataclass(frozen=True)
 class Checked:
-    """A plan that can be run. data: by domain."""
+    """A plan that can be run, with the text it was read from. data: by domain."""
 
     plan: Plan
+    text: PlanText
     data: Mapping[str, DomainData]
     size: LoraSize
 
@@ -58,7 +59,7 @@ def check(file: PlanFile) -> Checked:
     data = load_domains(plan, mistakes)
     mistakes.refuse()
     assert size is not None, "what it lacks was told"
-    return Checked(plan, data, size)
+    return Checked(plan, file.text, data, size)
 
 
 def explain(checked: Checked) -> list[DomainCheck]:

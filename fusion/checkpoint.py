@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from fusion.pack import Score, Trained
@@ -44,15 +45,22 @@ class Checkpoint:
 
     def trained(self, key: str) -> Trained | None:
         """What came of a training, None if it is not there."""
+        file = self._place(key) / "trained.json"
         try:
-            found = json.loads((self._place(key) / "trained.json").read_text())
+            found = json.loads(file.read_text())
+            scores = {name: Score(*score) for name, score in found["scores"].items()}
+            return Trained(scores, found["seconds"], tuple(found["losses"]))
         except FileNotFoundError:
             return None
-        scores = {name: Score(*score) for name, score in found["scores"].items()}
-        return Trained(scores, found["seconds"], tuple(found["losses"]))
+        except (ValueError, LookupError, TypeError, AttributeError) as error:
+            raise _damaged(file) from error
 
     def state(self, key: str) -> State:
-        return load_file(self._place(key) / "state.safetensors")
+        file = self._place(key) / "state.safetensors"
+        try:
+            return load_file(file)
+        except (OSError, SafetensorError) as error:
+            raise _damaged(file) from error
 
     def keep(self, key: str, trained: Trained, state: Mapping[str, torch.Tensor]) -> None:
         """Write a training: all of it or, if the process dies on the way, nothing."""
@@ -78,7 +86,12 @@ class Checkpoint:
 
 
 def _refuse_others(made_of: Path, identity: Mapping[str, str]) -> None:
-    before = json.loads(made_of.read_text())
+    try:
+        before = json.loads(made_of.read_text())
+    except ValueError as error:
+        raise _damaged(made_of) from error
+    if not isinstance(before, dict):
+        raise _damaged(made_of)
     changed = [name for name in {**before, **identity} if before.get(name) != identity.get(name)]
     if changed:
         told = "\n".join(
@@ -88,6 +101,11 @@ def _refuse_others(made_of: Path, identity: Mapping[str, str]) -> None:
             f"{made_of.parent} was begun with something else, so it cannot be resumed:\n{told}\n"
             "undo the change, or run without --resume to begin anew"
         )
+
+
+def _damaged(file: Path) -> BadPlan:
+    """What a run writes is whole, also if it is killed: something else has been at it."""
+    return BadPlan(f"{file} is damaged, so the run cannot be resumed; run without --resume to begin anew")
 
 
 def _short(value: str | None) -> str:

@@ -13,13 +13,13 @@ from pathlib import Path
 import cv2
 from rich.console import Console
 
-from fusion.check import as_json, check, tell
+from fusion.check import Checked, as_json, check, tell
 from fusion.checkpoint import Checkpoint, State
-from fusion.data.load import DomainData
 from fusion.embedded import checkpoint_path
 from fusion.fusing import Verdict, packing_of, state_of, surely_alone, thresholds_of, verdict_of
 from fusion.hold import held
 from fusion.identity import hash_of_processing, identity_of
+from fusion.mistakes import Mistakes
 from fusion.objectives import answer_in_words
 from fusion.pack import Packing, names_of
 from fusion.plan import Plan, read_plan_file
@@ -42,7 +42,7 @@ from fusion.train import Domain, FrozenBase, LoraTrainer
 from fusion.trainings import Trainings
 from fusion.zero_shot import score_before_training
 from vlora.config import EngineConfig
-from vlora.errors import BadConfig
+from vlora.errors import BadConfig, BadPlan
 from vlora.models import InputProcessor
 from vlora.models.loading import load_model
 
@@ -70,16 +70,7 @@ def fuse(
     checked = check(read_plan_file(plan_path))
     console, out = console or Console(), Path(out)
     with held(out):
-        return run(
-            checked.plan,
-            checked.data,
-            out,
-            device=device,
-            resume=resume,
-            oracle=oracle,
-            workers=workers,
-            console=console,
-        )
+        return run(checked, out, device=device, resume=resume, oracle=oracle, workers=workers, console=console)
 
 
 def explain(plan_path: Path | str, *, json_out: bool = False, console: Console | None = None) -> None:
@@ -93,8 +84,7 @@ def explain(plan_path: Path | str, *, json_out: bool = False, console: Console |
 
 
 def run(
-    plan: Plan,
-    data: Mapping[str, DomainData],
+    checked: Checked,
     out: Path,
     *,
     device: str,
@@ -105,6 +95,7 @@ def run(
 ) -> FusionReport:
     """See `fuse`. Deterministic for a seed, device and number of threads."""
     started = time.perf_counter()
+    plan, data = checked.plan, checked.data
     base_path = checkpoint_path() if plan.base == "embedded" else plan.base
     splits = {name: own.splits for name, own in data.items()}
     processor = InputProcessor.from_pretrained(base_path)
@@ -113,7 +104,7 @@ def run(
     # Before anything takes long: what cannot be resumed is told at once.
     identity = identity_of(plan, splits, base.weights, hash_of_processing(processor), device)
     checkpoint = Checkpoint(out / "checkpoint", identity, resume=resume)
-    domains = {domain.name: Domain(domain, splits[domain.name], base) for domain in plan.domains}
+    domains = prepared(checked, base)
     console.print(f"asking the base model {base_path} without adapters")
     with console.status("asking"):
         before = {name: score_before_training(domain) for name, domain in domains.items()}
@@ -191,6 +182,19 @@ def run(
     shutil.rmtree(out / "features")  # much larger than all the rest, and made again within seconds
     console.print(report.table())
     return report
+
+
+def prepared(checked: Checked, base: FrozenBase) -> dict[str, Domain]:
+    """Raises BadPlan for what this base model cannot be shown or taught, with its place in the plan."""
+    mistakes = Mistakes(checked.text)
+    domains = {}
+    for place, domain in enumerate(checked.plan.domains):
+        try:
+            domains[domain.name] = Domain(domain, checked.data[domain.name].splits, base)
+        except BadPlan as error:
+            mistakes.inside("domains", place).add(str(error))
+    mistakes.refuse()
+    return domains
 
 
 def timeline(packing: Packing) -> tuple[StepReport, ...]:

@@ -18,10 +18,14 @@ _FILE = "in-use"
 @contextlib.contextmanager
 def held(folder: Path) -> Iterator[None]:
     """Make a folder and hold it. The kernel lets go of it however this process ends, so that what is left after a kill
-    holds nothing. Raises BadConfig naming the process that has it."""
-    folder.mkdir(parents=True, exist_ok=True)
+    holds nothing. Raises BadConfig for a folder that cannot be made, and naming the process that has it."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        holding = (folder / _FILE).open("a+")
+    except OSError as error:
+        raise BadConfig(f"{error.filename} cannot be made: {error.strerror}; take another folder") from error
     # Never removed: a process that waits with the old file open, and one that makes a new one, would both hold it.
-    with (folder / _FILE).open("a+") as file:
+    with holding as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:

@@ -28,6 +28,7 @@ from fusion.tasks import Head, Metric, Task
 from fusion.yaml_text import read_yaml
 from vlora.errors import BadPlan
 
+_MOST_ORDERS = 64
 _FUNCTION = r"^[\w.]+:\w+$"
 Order = Literal["given", "random", "similarity", "hardest_first"]
 
@@ -39,6 +40,16 @@ def _from_plan(path: Path, info: ValidationInfo) -> Path:
 
 
 PlanPath = Annotated[Path, AfterValidator(_from_plan)]
+
+
+def _no_switch(value: Any) -> Any:
+    if isinstance(value, bool):  # to Python true is 1, and `yes` is true to YAML
+        raise ValueError("a number is expected")
+    return value
+
+
+Whole = Annotated[int, BeforeValidator(_no_switch)]
+Number = Annotated[float, BeforeValidator(_no_switch)]
 
 
 class _Strict(BaseModel):
@@ -55,12 +66,12 @@ class LoraPlan(_Strict):
     them; each is a LoRA of its own of rank / blocks, and scaled as such.
     """
 
-    rank: int = Field(8, ge=1, le=256)
-    alpha: int = Field(16, ge=1, le=2**20)
+    rank: Whole = Field(8, ge=1, le=256)
+    alpha: Whole = Field(16, ge=1, le=2**20)
     rslora: bool = False
     targets: tuple[str, ...] | None = Field(None, min_length=1)
     vision: bool = False
-    blocks: int = Field(1, ge=1)
+    blocks: Whole = Field(1, ge=1)
 
 
 class TrainingPlan(_Strict):
@@ -72,12 +83,12 @@ class TrainingPlan(_Strict):
     gradient_checkpointing: compute activations twice instead of keeping them.
     """
 
-    steps: int = Field(120, ge=1)
-    seconds: float | None = Field(None, gt=0)
-    batch_size: int = Field(32, ge=1, le=2**16)
-    learning_rate: float = Field(3e-3, gt=0)
-    rehearsal: float = Field(0.5, ge=0, lt=1)
-    patience: int | None = Field(None, ge=1)
+    steps: Whole = Field(120, ge=1)
+    seconds: Number | None = Field(None, gt=0)
+    batch_size: Whole = Field(32, ge=1, le=2**16)
+    learning_rate: Number = Field(3e-3, gt=0, le=1)
+    rehearsal: Number = Field(0.5, ge=0, lt=1)
+    patience: Whole | None = Field(None, ge=1)
     bfloat16: bool = True
     gradient_checkpointing: bool = False
 
@@ -96,8 +107,8 @@ class TrainingPlan(_Strict):
 class SplitPlan(_Strict):
     """How data that comes in one piece is cut: the shares of validation and test; the rest trains."""
 
-    validation: float = Field(0.15, gt=0, lt=1)
-    test: float = Field(0.15, gt=0, lt=1)
+    validation: Number = Field(0.15, gt=0, lt=1)
+    test: Number = Field(0.15, gt=0, lt=1)
 
     @model_validator(mode="after")
     def _something_trains(self) -> SplitPlan:
@@ -133,7 +144,7 @@ class VideoFolder(_Data):
 
     format: Literal["video_folder"]
     labels: PlanPath | None = None
-    frames: int = Field(4, ge=1, le=64)
+    frames: Whole = Field(4, ge=1, le=64)
 
 
 class Questions(_Data):
@@ -159,7 +170,7 @@ class Unlabelled(_Data):
     each video."""
 
     format: Literal["unlabelled"]
-    frames: int = Field(4, ge=1, le=64)
+    frames: Whole = Field(4, ge=1, le=64)
 
 
 DataPlan = Annotated[
@@ -171,7 +182,7 @@ class _Teacher(_Strict):
     """min_confidence: answers the teacher is less sure of are dropped; of a detector, boxes. allow_code: whether a file
     that can run code when it is loaded, or code of the user's own, may be loaded."""
 
-    min_confidence: float = Field(0.0, ge=0, le=1)
+    min_confidence: Number = Field(0.0, ge=0, le=1)
     allow_code: bool = False
 
 
@@ -209,7 +220,7 @@ class SklearnTeacher(_Teacher):
 
     kind: Literal["sklearn"]
     file: PlanPath
-    size: int = Field(ge=1, le=1024)
+    size: Whole = Field(ge=1, le=1024)
     labels: tuple[str, ...] | None = None
 
 
@@ -219,7 +230,7 @@ class _Network(_Teacher):
 
     file: PlanPath
     labels: tuple[str, ...] = Field(min_length=2)
-    size: int = Field(ge=8, le=2048)
+    size: Whole = Field(ge=8, le=2048)
     mean: tuple[float, float, float] = (0.0, 0.0, 0.0)
     std: tuple[float, float, float] = (1.0, 1.0, 1.0)
 
@@ -279,7 +290,7 @@ class RelativeThreshold(_Strict):
     adapter of its own (alone), less `minus`."""
 
     relative_to: Literal["teacher", "alone"]
-    minus: float = Field(0.0, ge=0, lt=1)
+    minus: Number = Field(0.0, ge=0, lt=1)
 
 
 def _kind_of_threshold(value: Any) -> str:
@@ -287,7 +298,7 @@ def _kind_of_threshold(value: Any) -> str:
 
 
 Threshold = Annotated[
-    Annotated[float, Field(gt=0, le=1), Tag("absolute")] | Annotated[RelativeThreshold, Tag("relative")],
+    Annotated[Number, Field(gt=0, le=1), Tag("absolute")] | Annotated[RelativeThreshold, Tag("relative")],
     Discriminator(_kind_of_threshold),
 ]
 
@@ -344,12 +355,14 @@ class Plan(_Strict):
     """
 
     base: str = "embedded"
-    seed: int = Field(0, ge=0)
+    seed: Whole = Field(0, ge=0)
     packing: Literal["naive", "first_fit", "jointly"] = "first_fit"
     lora: LoraPlan = LoraPlan()
     training: TrainingPlan = TrainingPlan()
-    order: Annotated[tuple[Order, ...], BeforeValidator(_as_tuple)] = Field(("given",), min_length=1)
-    confidence: float | None = Field(None, gt=0.5, lt=1)
+    order: Annotated[tuple[Order, ...], BeforeValidator(_as_tuple)] = Field(
+        ("given",), min_length=1, max_length=_MOST_ORDERS
+    )
+    confidence: Number | None = Field(None, gt=0.5, lt=1)
     domains: tuple[DomainPlan, ...]
 
     @field_validator("base")

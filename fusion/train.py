@@ -143,6 +143,12 @@ class FrozenBase:
             features = [None] * len(part) if self.train_vision else self._kept_features(encoded)
             for sample, one, seen in zip(part, encoded, features, strict=True):
                 ids = torch.tensor(one.prompt_ids)
+                answer = self._answer(splits, sample)
+                if len(ids) + len(answer) > self.seam.max_positions:
+                    raise BadPlan(
+                        f"{_name(sample)}: its pictures, question and answer take {len(ids) + len(answer)} tokens; "
+                        f"the base model has room for {self.seam.max_positions}"
+                    )
                 grids = [
                     (item.kind, {k: to_tensor(v) for k, v in item.fields.items() if "pixel" not in k})
                     for item in one.vision
@@ -156,7 +162,7 @@ class FrozenBase:
                         self.seam.positions(ids, grids).rows,
                         sample.target,
                         tuple(map(_window, one.shown)),
-                        self._answer(splits, sample),
+                        answer,
                     )
                 )
         return prepared
@@ -197,9 +203,19 @@ class FrozenBase:
         return found
 
     def _answer(self, splits: Splits, sample: Sample) -> tuple[int, ...]:
+        """The tokens of its answer in words. Raises BadPlan where these are more than words to the base model."""
         words = answer_in_words(splits, sample)
+        if not words:
+            return ()
         tokenizer = self.processor.tokenizer
-        return (*tokenizer(words, add_special_tokens=False)["input_ids"], tokenizer.eos_token_id) if words else ()
+        ids = tokenizer(words, add_special_tokens=False)["input_ids"]
+        marks = {*tokenizer.all_special_ids, self.seam.image_token_id}
+        if splits.labels:  # a head answers, which tells labels apart that the model has no words for
+            marks.discard(tokenizer.unk_token_id)
+        if found := sorted(marks.intersection(ids)):
+            mark = tokenizer.convert_ids_to_tokens(found[0])
+            raise BadPlan(f"{_name(sample)}: the answer {words!r} becomes {mark}, a mark and no word to the base model")
+        return (*ids, tokenizer.eos_token_id)
 
     def _encode(self, question: str, sample: Sample) -> EncodedPrompt:
         """Its question, or else the domain's. Raises BadPlan for pictures that the base model cannot be shown."""
@@ -207,7 +223,7 @@ class FrozenBase:
         try:
             return self.processor.encode(prompt, [Image.fromarray(frame) for frame in sample.frames])
         except BadRequest as error:
-            raise BadPlan(f"{getattr(sample.frames, 'file', 'a drawn picture')}: {error}") from error
+            raise BadPlan(f"{_name(sample)}: {error}") from error
 
 
 class LoraTrainer:
@@ -559,6 +575,10 @@ def _embed(seam: Seam, ids: torch.Tensor, seen: torch.Tensor) -> torch.Tensor:
     embeddings = seam.embed(ids.to(seam.device))
     shown = (ids == seam.image_token_id).to(seam.device)[:, None]
     return embeddings.masked_scatter(shown, seen.to(embeddings))
+
+
+def _name(sample: Sample) -> object:
+    return getattr(sample.frames, "file", "a drawn picture")
 
 
 def _boxes(value: object) -> tuple[Box, ...]:

@@ -10,6 +10,7 @@ import yaml
 from vlora.errors import BadPlan
 
 _SHOWN = 40  # characters of a value
+_MOST_BITS = 63  # of a whole number: nothing counts further, and Python itself cannot print what has thousands
 
 
 def read_yaml(path: Path) -> tuple[yaml.Node | None, Any]:
@@ -29,12 +30,16 @@ def read_yaml(path: Path) -> tuple[yaml.Node | None, Any]:
 
 
 class _Loader(yaml.SafeLoader):
-    """Safe YAML, but for two things that PyYAML lets pass: a value that looks like a date or a number and cannot be one
-    (2026-02-30) breaks its reader, and of a key that stands twice the first value is lost without a word."""
+    """Safe YAML, but for three things that PyYAML lets pass: a value that looks like a date or a number and cannot be
+    one (2026-02-30) breaks its reader, a whole number may be of any size, and of a key that stands twice the first
+    value is lost without a word."""
 
     def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
         try:
-            return super().construct_object(node, deep)
+            value = super().construct_object(node, deep)
+            if isinstance(value, int) and value.bit_length() > _MOST_BITS:
+                raise OverflowError(f"more than {_MOST_BITS} bits")
+            return value
         except (ValueError, OverflowError) as error:
             shown = str(node.value)
             shown = shown if len(shown) <= _SHOWN else f"{shown[:_SHOWN]}..."

@@ -26,7 +26,7 @@ def read_unlabelled(data: Unlabelled, mistakes: Mistakes) -> list[Item]:
     """Pictures or videos at any depth of DIR, or of DIR/PART. What is neither, by its suffix, is left alone."""
     items: list[Item] = []
     for part, folder in _parts(data.path, mistakes):
-        for file in _files(folder):
+        for file in _files(folder, mistakes):
             suffix = file.suffix.lower()
             if suffix in PICTURE_SUFFIXES:
                 items.append(Item(Picture(file), None, str(file), part=part))
@@ -49,7 +49,9 @@ def _labelled(root: Path, frames: Callable[[Path], Frames], what: str, mistakes:
         if not labels:
             mistakes.add(f"{folder} has no folders LABEL/ with {what}", "path")
         for label in labels:
-            for file in _files(label):
+            if not label.name.isprintable():
+                mistakes.add(f"{str(label)!r}: a label is text of one line, in UTF-8", "path")
+            for file in _files(label, mistakes):
                 group = "" if file.parent == label else str(file.parent)
                 items.append(Item(frames(file), label.name, str(file), group=group, part=part))
     return items
@@ -69,7 +71,15 @@ def _parts(root: Path, mistakes: Mistakes) -> Iterator[tuple[Part | None, Path]]
         yield from ((part, root / part) for part in PARTS)
 
 
-def _files(folder: Path) -> list[Path]:
-    """All files in order; hidden ones (what file managers leave behind) are none."""
-    inside = (file for file in folder.rglob("*") if file.is_file())
-    return sorted(file for file in inside if not any(p.startswith(".") for p in file.relative_to(folder).parts))
+def _files(folder: Path, mistakes: Mistakes) -> list[Path]:
+    """All files in order; hidden ones (what file managers leave behind) are none. Nothing is left out that a link may
+    have meant: links to files that are not there are found by whoever reads them."""
+    found = []
+    for file in sorted(folder.rglob("*")):
+        if any(part.startswith(".") for part in file.relative_to(folder).parts):
+            continue
+        if file.is_symlink() and file.is_dir():
+            mistakes.add(f"{file} is a link to a folder, which is not followed; name that folder, or copy it", "path")
+        elif file.is_file() or (file.is_symlink() and not file.exists()):
+            found.append(file)
+    return found

@@ -14,6 +14,7 @@ from fusion.data.items import PARTS, Answer, Item, Part
 from fusion.mistakes import Mistakes
 from fusion.plan import Questions, VideoFolder
 
+_LONGEST_S = 1e6  # of a video
 _SEVERAL = ";"  # between labels of one cell, as in "car;person"
 
 
@@ -152,7 +153,8 @@ def _seconds(row: Mapping[str, Any], field: str, place: str, mistakes: Mistakes)
         value = float(given) if given else None
     except ValueError:
         value = -1.0
-    if value is not None and not 0 <= value < float("inf"):
-        mistakes.add(f"{place}: `{field}` is {given!r}; it counts seconds from the video's start", "labels")
+    if value is not None and not 0 <= value <= _LONGEST_S:
+        told = f"`{field}` is {given!r}; it counts seconds from the video's start, at most {_LONGEST_S:g}"
+        mistakes.add(f"{place}: {told}", "labels")
         return None
     return value

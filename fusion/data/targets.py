@@ -14,6 +14,7 @@ from heads import Box
 
 _LIKE_YES = {"no": "no", "false": "no", "0": "no", "yes": "yes", "true": "yes", "1": "yes"}
 _MOST_COUNTED = 1000
+_LARGEST = 1e30  # of a number to be learned: single precision holds it, and double a sum of squares of many
 
 
 def targets_of(
@@ -95,8 +96,8 @@ def _number(answer: Answer) -> float:
         value = float(_words(answer))
     except ValueError:
         value = math.nan
-    if not math.isfinite(value):
-        raise ValueError(f"the answer is {answer!r}; a number is expected")
+    if not abs(value) <= _LARGEST:
+        raise ValueError(f"the answer is {answer!r}; a number of at most {_LARGEST:g} is expected")
     return value
 
 

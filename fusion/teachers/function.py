@@ -40,7 +40,10 @@ class Function:
         return [self._one(list(clip)) for clip in clips]
 
     def _one(self, frames: list[Any]) -> Labelled:
-        said = self._function(frames)
+        try:
+            said = self._function(frames)
+        except SystemExit as error:  # would end this process without a word
+            raise ValueError(f"it ended the process, with {error.code!r}") from error
         if not (isinstance(said, tuple) and len(said) == 2 and isinstance(said[1], Real)):
             raise ValueError(f"it returned {said!r}; expected (answer, confidence)")
         answer, confidence = said

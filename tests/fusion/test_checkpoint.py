@@ -63,6 +63,18 @@ def test_two_that_made_the_same_are_both_content(tmp_path: Path) -> None:
     assert len(list(tmp_path.iterdir())) == 2
 
 
+@pytest.mark.parametrize("text", ["", "[]", "{", '{"scores": [1]}'])
+@pytest.mark.parametrize("name", ["run.json", "trained.json", "state.safetensors"])
+def test_what_something_else_has_changed_is_refused_by_name(tmp_path: Path, name: str, text: str) -> None:
+    Checkpoint(tmp_path, {"plan": "1"}, resume=False).keep("a", TRAINED, STATE)
+    (file,) = tmp_path.rglob(name)
+    file.write_text(text)
+    with pytest.raises(BadPlan, match=rf"{file} is damaged|cannot be resumed"):
+        again = Checkpoint(tmp_path, {"plan": "1"}, resume=True)
+        again.trained("a")
+        again.state("a")
+
+
 def splits(value: int) -> Splits:
     sample = Sample((np.full((4, 4, 3), value, np.uint8),), 0)
     return Splits("classification", ("x", "y"), [sample], [sample], [sample], real=False)

@@ -307,6 +307,10 @@ def copy(source: str, target: str) -> Callable[[Path], None]:
     return lambda root: (root / target).write_bytes((root / source).read_bytes()) and None
 
 
+def link(file: str, to: str) -> Callable[[Path], None]:
+    return lambda root: (root / file).symlink_to(to)
+
+
 def cut(file: str) -> Callable[[Path], None]:
     return lambda root: (root / file).write_bytes((root / file).read_bytes()[:200]) and None
 
@@ -343,6 +347,11 @@ def cut(file: str) -> Callable[[Path], None]:
             "what is tested must not have been trained on",
         ),
         (IMAGES, copy("pictures/train/cat/0.png", "pictures/test/loose.png"), "data.path", "lies in no label's folder"),
+        (IMAGES, link("pictures/train/cat/9.png", "gone.png"), "data.path", "9.png cannot be read: No such file"),
+        (IMAGES, link("pictures/train/cat/9.png", "9.png"), "data.path", "9.png cannot be read: Too many levels"),
+        (IMAGES, link("pictures/train/cat/clip", "../dog"), "data.path", "clip is a link to a folder, which is not"),
+        (IMAGES, link("pictures/train/\udcff", "cat"), "data.path", "a label is text of one line, in UTF-8"),
+        (IMAGES, link("pictures/train/a\nb", "cat"), "data.path", "a label is text of one line, in UTF-8"),
         (IMAGES.replace("}", ", split: {test: 0.3}}"), None, "data.split", "says its parts itself"),
         ("source: lfw-faces\ntask: action", None, "task", "is for 'classification'"),
         ("source: lfw-faces\nlabels: [a, b]", None, "labels", "brings its own"),
@@ -491,6 +500,10 @@ def test_videos_that_do_not_open(tmp_path: Path) -> None:
     told = mistakes_of(write_plan(tmp_path, "data: {format: video_folder, path: ., labels: labels.csv}"))
     assert "labels.csv, line 3: `start_s` is 'soon'" in told[0]
     assert "has no frame from second 7 to its end; it lasts 2.00 s" in told[1]
+    for start in ("nan", "inf", "1e308", "-1"):
+        write_csv(tmp_path / "labels.csv", ["video", "label", "start_s"], [["b.avi", "x", start]])
+        told = mistakes_of(write_plan(tmp_path, "data: {format: video_folder, path: ., labels: labels.csv}"))
+        assert f"labels.csv, line 2: `start_s` is '{start}'; it counts seconds" in told[0]
 
 
 def test_every_domain_s_mistakes_are_told(tmp_path: Path) -> None:

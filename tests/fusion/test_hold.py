@@ -33,6 +33,13 @@ def test_who_comes_second_is_told_who_was_first(tmp_path: Path) -> None:
         pass
 
 
+def test_a_folder_that_cannot_be_made_is_told(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    for folder in (tmp_path / "file", tmp_path / "file" / "out"):
+        with pytest.raises(BadConfig, match=rf"^{tmp_path}/file\S* cannot be made: .*; take another"), held(folder):
+            pass
+
+
 def test_a_process_that_was_killed_holds_nothing(tmp_path: Path) -> None:
     command = [sys.executable, "-c", _HOLD, str(tmp_path)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:

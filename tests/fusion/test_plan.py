@@ -62,6 +62,10 @@ def test_the_plan_that_ships() -> None:
         ("    threshold: 0.7\n", "", 9, "domains[1].threshold", "is missing"),
         ("steps: 10", "stepps: 10", 3, "training.stepps", "spelling"),
         ("steps: 10", "steps: -3", 3, "training.steps", "-3"),
+        ("steps: 10", "steps: yes", 3, "training.steps", "a number is expected, got True"),
+        ("steps: 10", "learning_rate: 1.0e+300", 3, "training.learning_rate", "less than or equal to 1"),
+        ("threshold: 0.8", "threshold: true", 8, "domains[0].threshold", "a number is expected, got True"),
+        ("base: embedded", f"order: [{'random, ' * 64}given]", 1, "order", "at most 64"),
         ("base: embedded", "base: embedded\ncolour: red", 2, "colour", "spelling"),
         ("name: photos", "name: digits", 1, "plan", "two domains are named 'digits'"),
         ("name: photos", "name: my photos", 9, "domains[1].name", "pattern"),
@@ -88,6 +92,13 @@ def test_mistakes_are_located(tmp_path: Path, old: str, new: str, line: int, fie
         read_plan(file)
     assert f"{file}, line {line}, field `{field}`" in str(caught.value)
     assert text in str(caught.value)
+
+
+@pytest.mark.parametrize("number", [2**63, "0x" + "f" * 20_000])
+def test_numbers_that_nothing_counts_to_are_refused(tmp_path: Path, number: object) -> None:
+    with pytest.raises(BadPlan, match=r"plan.yaml, line 1: not YAML: .* cannot be read \(more than 63 bits\)"):
+        read_plan(write(tmp_path, f"seed: {number}\n{GOOD}"))
+    assert read_plan(write(tmp_path, f"seed: {2**63 - 1}\n{GOOD}")).seed == 2**63 - 1
 
 
 def test_what_is_trained_at_once_needs_no_order(tmp_path: Path) -> None:

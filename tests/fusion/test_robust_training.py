@@ -154,14 +154,30 @@ def test_out_of_memory_goes_on_with_smaller_parts_to_the_same_adapter(
         assert (value - roomy[name]).abs().mean() < 1e-5, name
 
 
-def test_what_does_not_fit_at_all_is_told() -> None:
+def no_room_on_a_cpu() -> RuntimeError:
+    """As torch itself tells it: three times the address space that a process has."""
+    with pytest.raises(RuntimeError) as caught:
+        torch.empty(3 * 2**46, dtype=torch.uint8)
+    return caught.value
+
+
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError("no room"), no_room_on_a_cpu()])
+def test_what_does_not_fit_at_all_is_told(error: RuntimeError) -> None:
     def never(size: int) -> None:
-        raise torch.OutOfMemoryError(f"no room for {size}")
+        raise error
 
     sizes: list[int] = []
     with pytest.raises(BadPlan, match="out of memory with a single sample"):
         halving(5, never, sizes.append)
     assert sizes == [3, 2, 1]
+
+
+def test_other_errors_are_no_lack_of_memory() -> None:
+    def wrong(size: int) -> None:
+        raise RuntimeError("shapes do not match")
+
+    with pytest.raises(RuntimeError, match="do not match"):
+        halving(5, wrong, lambda size: None)
 
 
 def test_a_half_done_batch_leaves_nothing_behind() -> None:
@@ -234,6 +250,22 @@ def test_a_picture_that_the_base_cannot_be_shown_is_named(base: str, monkeypatch
     monkeypatch.setattr(Picture, "__iter__", lambda self: iter([np.zeros((1, 1, 3), np.uint8)]))
     with pytest.raises(BadPlan, match=r"^wide.png: the image processor refuses"):
         trainer_of(plan, {"colors": Splits("classification", COLORS, wide, wide, wide, real=True)})
+
+
+def test_what_is_longer_than_the_base_reads_is_named(base: str) -> None:
+    splits = color_splits(labels=("red", "green", "blue " * 1100))
+    with pytest.raises(BadPlan, match=r"^a drawn picture: .* answer take \d{4,} tokens; .* has room for 1024$"):
+        trainer_of(plan_of(base, ("colors",)), {"colors": splits})
+
+
+@pytest.mark.parametrize(("words", "mark"), [("a <image>", "<image>"), ("<eos>", "<eos>"), ("\U0001f697", "<unk>")])
+def test_answers_that_are_no_words_to_the_base_are_refused(base: str, words: str, mark: str) -> None:
+    """Two that it knows no word of would be one to it, and each be right for the other."""
+    splits = color_splits(labels=(words, "green", "blue"))
+    with pytest.raises(BadPlan, match=rf"the answer '{words}' becomes {mark}, a mark and no word to the base model"):
+        trainer_of(plan_of(base, ("colors",)), {"colors": splits.in_words()})
+    if mark == "<unk>":
+        assert trainer_of(plan_of(base, ("colors",)), {"colors": splits}).domains["colors"].task.num_outputs == 3
 
 
 def test_a_layer_that_is_not_there_is_refused_by_name(base: str) -> None:

@@ -421,6 +421,12 @@ def test_what_a_function_may_say(monkeypatch: pytest.MonkeyPatch, said: object, 
         assert teacher.label([[]])[0].answer == want
 
 
+def test_a_function_that_ends_the_process_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys.modules[__name__], "by_luck", lambda frames: sys.exit(3))
+    told = refused(tmp_path, f"{{kind: callable, function: '{__name__}:by_luck', allow_code: true}}")
+    assert "`domains[0].teacher" in told and "it ended the process, with 3" in told
+
+
 # -- detectors --------------------------------------------------------------------------------------------------------
 
 
