@@ -55,14 +55,7 @@ def backward_in_parts(
     with torch.no_grad():
         seen = [read(part) for part in parts]
     outputs = [_leaves(one) for one in seen]
-    whole = Read(
-        torch.cat([one.last for one in outputs]),
-        [image for one in outputs for image in one.images],
-        [grids for one in outputs for grids in one.grids],
-        torch.cat([one.words for one in outputs]),
-        torch.cat([one.exact for one in outputs]),
-    )
-    loss = loss_of(whole)
+    loss = loss_of(Read.joined(outputs))
     loss.backward()
     for part, wanted in zip(parts, outputs, strict=True):
         again = read(part)

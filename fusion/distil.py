@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from fusion.check import Checked
 from fusion.objectives import HeadObjective, Read
 from fusion.plan import TrainingPlan
-from fusion.train import Domain, FrozenBase, LoraTrainer, Prepared
+from fusion.reading import Prepared, read_samples
+from fusion.train import Domain, FrozenBase
 from heads import TaskHead
 from vlora.adapters.peft_format import WEIGHTS_FILE, AdapterHeader
 from vlora.config import EngineConfig
@@ -175,11 +176,10 @@ class _Pair:
 
     def _read(self, which: str, samples: Sequence[Prepared]) -> Read:
         self._peft.set_adapter(which)
-        batch = [("", sample) for sample in samples]
         seen = [sample.embeddings for sample in samples]  # read from disk each time
         features = [rows for rows in seen if rows is not None]
         with torch.autocast(self._base.seam.device.type, torch.bfloat16, enabled=self._bfloat16):
-            return LoraTrainer.forward(self._base.seam, batch, features)
+            return read_samples(self._base.seam, samples, features)
 
 
 def _parts(samples: Sequence[Prepared]) -> list[Sequence[Prepared]]:

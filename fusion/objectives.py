@@ -31,6 +31,16 @@ class Read(NamedTuple):
     words: torch.Tensor
     exact: torch.Tensor
 
+    @classmethod
+    def joined(cls, parts: Sequence[Read]) -> Read:
+        return cls(
+            torch.cat([one.last for one in parts]),
+            [image for one in parts for image in one.images],
+            [grids for one in parts for grids in one.grids],
+            torch.cat([one.words for one in parts]),
+            torch.cat([one.exact for one in parts]),
+        )
+
     def of(self, rows: Sequence[int]) -> Read:
         return Read(
             self.last[rows],

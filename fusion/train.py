@@ -9,11 +9,10 @@ import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from peft import LoraConfig, get_peft_model
 from PIL import Image
 from torch import nn
@@ -27,10 +26,11 @@ from fusion.identity import hash_of_weights
 from fusion.objectives import HeadObjective, Objective, Read, answer_in_words, task_of
 from fusion.pack import Score
 from fusion.plan import DomainPlan, Plan
-from fusion.samples import Sample, Splits, Target, held_back
+from fusion.reading import Prepared, embed, read_samples
+from fusion.samples import Sample, Splits, held_back
 from fusion.tasks import MEANS
-from heads import Box, Grid, HeadSpec, TaskHead, save_heads
-from heads.boxes import Window, into_windows, out_of_windows
+from heads import HeadSpec, TaskHead, save_heads
+from heads.boxes import Window
 from vlora.errors import BadPlan, BadRequest
 from vlora.models import EncodedPrompt, InputProcessor, Region
 from vlora.models.grids import image_grids
@@ -41,7 +41,6 @@ from vlora.types import VisionInput
 
 _ENCODE_AT_ONCE = 64
 _SCORE_AT_ONCE = 50
-_IGNORE = -100
 _WARM_UP_STEPS = 10
 _LOOKS = 12  # at samples kept from training, within all steps of it
 _CURVE_POINTS = 24
@@ -50,36 +49,6 @@ _LONGER = 2  # times the longest answer to be learned: what is decoded is cut of
 
 State = dict[str, torch.Tensor]
 Made = TypeVar("Made")
-
-
-class Prepared(NamedTuple):
-    """One sample ready for training. ids [n] ends with the prompt; features of its pictures, or the pictures
-    themselves where the vision side is trained and they would not stay; grids: how these lie, picture by picture;
-    positions [1 or 3, n]; target: what is right, of whole pictures; windows: what of each picture the model is shown;
-    answer: the tokens of its answer in words, none where it has no words."""
-
-    ids: torch.Tensor
-    features: Features | None
-    vision: tuple[VisionInput, ...]
-    grids: tuple[Grid, ...]
-    positions: torch.Tensor
-    target: Target
-    windows: tuple[Window, ...]
-    answer: tuple[int, ...]
-
-    @property
-    def embeddings(self) -> torch.Tensor | None:
-        """Its features [placeholders, hidden], read now."""
-        return None if self.features is None else self.features.rows()
-
-    @property
-    def learned(self) -> Target:
-        """The target as far as the model can see it: boxes in shares of what is shown."""
-        return into_windows(boxes, self.windows) if (boxes := _boxes(self.target)) else self.target
-
-    def of_whole_pictures(self, answer: object) -> object:
-        """A head's answer as targets are told."""
-        return out_of_windows(boxes, self.windows) if (boxes := _boxes(answer)) else answer
 
 
 class Domain:
@@ -185,7 +154,7 @@ class FrozenBase:
     @torch.no_grad()
     def said(self, samples: Sequence[Prepared], limit: int) -> list[str]:
         """What the model as it is now says of each, token after token, as the engine would; in `limit` tokens."""
-        rows = [_embed(self.seam, one.ids, seen) for one, seen in zip(samples, self.features_of(samples), strict=True)]
+        rows = [embed(self.seam, one.ids, seen) for one, seen in zip(samples, self.features_of(samples), strict=True)]
         prompts = [Prompt(row, one.positions) for row, one in zip(rows, samples, strict=True)]
         return [self.processor.decode(tokens).strip() for tokens in greedy(self.seam, prompts, limit)]
 
@@ -522,45 +491,9 @@ class LoraTrainer:
         return loss
 
     def _read(self, batch: Sequence[tuple[str, Prepared]]) -> Read:
-        """One forward over prompts with their answers behind them."""
+        samples = [sample for _, sample in batch]
         with self._autocast():
-            return self.forward(self._base.seam, batch, self._base.features_of([sample for _, sample in batch]))
-
-    @staticmethod
-    def forward(seam: Seam, batch: Sequence[tuple[str, Prepared]], features: Sequence[torch.Tensor]) -> Read:
-        """What the model behind the seam, with whatever adapter is active, tells of samples and their features."""
-        device = seam.device
-        rows, positions, wanted, last = [], [], [], []
-        for (_, sample), seen in zip(batch, features, strict=True):
-            ids = torch.cat([sample.ids, torch.tensor(sample.answer[:-1], dtype=torch.long)])
-            rows.append(_embed(seam, ids, seen))
-            tail = torch.arange(len(ids) - len(sample.ids)) + sample.positions.max() + 1
-            positions.append(torch.cat([sample.positions, tail.expand(sample.positions.shape[0], -1)], 1).t())
-            last.append(len(sample.ids) - 1)
-            wanted.append(torch.tensor([_IGNORE] * (len(sample.ids) - 1) + list(sample.answer or (_IGNORE,))))
-        embeds = nn.utils.rnn.pad_sequence(rows, batch_first=True)
-        # Padding stands at the end, behind everything that is read: causal attention keeps it out without a mask.
-        places = nn.utils.rnn.pad_sequence(positions, batch_first=True).permute(2, 0, 1).to(device)
-        hidden = seam.text_model(
-            inputs_embeds=embeds, position_ids=places if seam.family.mrope else places[0], use_cache=False
-        ).last_hidden_state
-        targets = nn.utils.rnn.pad_sequence(wanted, batch_first=True, padding_value=_IGNORE).to(device)
-        answered = targets != _IGNORE
-        logits = seam.lm_head(hidden[answered]).float()
-        losses, hits = torch.zeros(targets.shape, device=device), torch.zeros_like(answered)
-        losses[answered] = F.cross_entropy(logits, targets[answered], reduction="none")
-        hits[answered] = logits.argmax(-1) == targets[answered]
-        counts = answered.sum(1)
-        return Read(
-            last=hidden[torch.arange(len(batch)), torch.tensor(last)],
-            images=[
-                hidden[row, (one.ids == seam.image_token_id).nonzero().flatten()] for row, (_, one) in enumerate(batch)
-            ],
-            grids=[one.grids for _, one in batch],
-            words=losses.sum(1) / counts.clamp(min=1),
-            # Every token right, given those before it: what greedy decoding would have said.
-            exact=(hits.sum(1) == counts) & (counts > 0),
-        )
+            return read_samples(self._base.seam, samples, self._base.features_of(samples))
 
     def _autocast(self) -> torch.autocast:
         enabled = self._plan.training.bfloat16
@@ -570,20 +503,8 @@ class LoraTrainer:
         return zlib.crc32(f"{self._plan.seed} {what}".encode())
 
 
-def _embed(seam: Seam, ids: torch.Tensor, seen: torch.Tensor) -> torch.Tensor:
-    """Embeddings of tokens [n, hidden], image features in their places."""
-    embeddings = seam.embed(ids.to(seam.device))
-    shown = (ids == seam.image_token_id).to(seam.device)[:, None]
-    return embeddings.masked_scatter(shown, seen.to(embeddings))
-
-
 def _name(sample: Sample) -> object:
     return getattr(sample.frames, "file", "a drawn picture")
-
-
-def _boxes(value: object) -> tuple[Box, ...]:
-    """Of what is no boxes, none."""
-    return tuple(each for each in value if isinstance(each, Box)) if isinstance(value, tuple) else ()
 
 
 def _window(shown: Region) -> Window:

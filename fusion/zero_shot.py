@@ -8,8 +8,9 @@ from collections.abc import Callable, Sequence
 from fusion.accumulate import halving
 from fusion.data.targets import reader
 from fusion.objectives import answer_in_words, metric_of_some, task_of
+from fusion.reading import Prepared
 from fusion.samples import Splits, Target
-from fusion.train import Domain, Prepared
+from fusion.train import Domain
 
 _LONGEST_LABEL = 8  # tokens that the base model may take for a short answer
 _ASKED = 100  # test samples of a domain: an answer in words takes many steps

@@ -17,8 +17,9 @@ from rich.console import Console
 from fusion.commands import fuse
 from fusion.hold import held
 from fusion.objectives import HeadObjective
+from fusion.reading import Prepared
 from fusion.samples import Target
-from fusion.train import LoraTrainer, Prepared
+from fusion.train import LoraTrainer
 from heads import Answer, Box, load_heads
 from tests.fusion.made import load_plan, picture, video, write_plan
 from tests.fusion.small import write_base

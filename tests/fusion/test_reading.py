@@ -1,0 +1,85 @@
+"""Samples of different lengths are read apart from each other, and nothing but the time it takes tells."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fusion import reading
+from fusion.reading import alike
+from fusion.samples import Sample, Splits
+from fusion.train import LoraTrainer
+from tests.fusion.small import COLORS, color_splits, picture, plan_of, trainer_of, write_base
+
+
+def clips(count: int, seed: int) -> list[Sample]:
+    """Three frames of one colour, then one of another."""
+    rng = np.random.default_rng(seed)
+    pairs = rng.permutation(list(itertools.permutations(range(3), 2)) * count)[:count]
+    return [
+        Sample((*(picture(first, rng) for _ in range(3)), picture(last, rng)), int(last))
+        for first, last in pairs.tolist()
+    ]
+
+
+@pytest.fixture(scope="module")
+def mixed(tmp_path_factory: pytest.TempPathFactory) -> LoraTrainer:
+    """Pictures and clips in one adapter, in float32."""
+    torch.set_num_threads(1)
+    moving = Splits("action", COLORS, clips(12, 0), clips(6, 1), clips(6, 2), real=False)
+    plan = plan_of(write_base(tmp_path_factory.mktemp("base")), ("colors", "clips"), bfloat16=False, steps=3)
+    trainer = trainer_of(plan, {"colors": color_splits(), "clips": moving})
+    trainer.fresh()
+    trainer.train_together(("colors", "clips"))
+    return trainer
+
+
+def gradients(trainer: LoraTrainer) -> tuple[list[float], dict[str, torch.Tensor]]:
+    """What is read of each sample of a mixed batch, and the gradients of its loss."""
+    rng = np.random.default_rng(0)
+    batch = [pair for _ in range(4) for name in ("clips", "colors") for pair in trainer._draw(rng, name, 1)]
+    parameters = {**trainer._lora, **{f"head {n}": p for n, h in trainer._heads.items() for p in h.parameters()}}
+    for parameter in parameters.values():
+        parameter.requires_grad_(True)
+        parameter.grad = None
+    found = trainer._read(batch)
+    trainer._loss_of(batch, found).backward()
+    each = torch.cat([found.last.sum(1), found.words, *(image.sum(1) for image in found.images)])
+    return each.tolist(), {name: p.grad.clone() for name, p in parameters.items() if p.grad is not None}
+
+
+def test_samples_of_other_lengths_change_no_gradient(mixed: LoraTrainer, monkeypatch: pytest.MonkeyPatch) -> None:
+    forwards: list[tuple[int, ...]] = []
+    hook = mixed._base.seam.text_model.register_forward_pre_hook(
+        lambda module, args, kwargs: forwards.append(kwargs["inputs_embeds"].shape[:2]), with_kwargs=True
+    )
+    apart, grouped = gradients(mixed)
+    (few, short), (many, long) = forwards
+    assert few == many == 4 and long > 2 * short
+    monkeypatch.setattr(reading, "alike", lambda lengths: [list(range(len(lengths)))])
+    padded, whole = gradients(mixed)
+    hook.remove()
+    assert forwards[2:] == [(8, long)]
+    assert apart == pytest.approx(padded, rel=1e-4, abs=1e-4)
+    assert grouped.keys() == whole.keys() and len(whole) > 25
+    for name, wanted in whole.items():
+        assert torch.allclose(grouped[name], wanted, rtol=1e-3, atol=1e-6 * max(1.0, float(wanted.abs().max()))), name
+
+
+@given(st.lists(st.integers(1, 2000), min_size=1, max_size=40))
+def test_every_row_once_and_beside_such_of_about_its_length(lengths: list[int]) -> None:
+    groups = alike(lengths)
+    assert sorted(row for rows in groups for row in rows) == list(range(len(lengths)))
+    for rows in groups:
+        assert max(lengths[row] for row in rows) <= 1.25 * min(lengths[row] for row in rows)
+    shortest = sorted(min(lengths[row] for row in rows) for rows in groups)
+    assert all(other > 1.25 * one for one, other in itertools.pairwise(shortest))
+
+
+def test_one_group_is_left_in_its_order() -> None:
+    assert alike([81, 80, 82]) == [[0, 1, 2]] and alike([300, 80, 81]) == [[1, 2], [0]]
