@@ -135,7 +135,9 @@ def _block(console: Console, title: str, rows: Mapping[str, str]) -> None:
 
 
 def _answered(domain: DomainCheck) -> str:
-    return "the language model in words" if domain.head == WORDS else f"a {domain.head} head"
+    if domain.head == WORDS:
+        return "the language model in words"
+    return f"{'an' if domain.head[0] in 'aeiou' else 'a'} {domain.head} head"
 
 
 def _frames(domain: DomainCheck) -> str:

@@ -124,7 +124,7 @@ def run(
                 side_by_side(jobs, workers, progress.silence)
 
         ahead([partial(trainings, (name,)) for name in first])
-        thresholds = thresholds_of(plan, trainings, teachers)
+        thresholds = thresholds_of(plan, trainings, teachers, progress.say)
         packing = packing_of(plan, domains, thresholds, trainings, progress.say, ahead)
         verdict = verdict_of(thresholds, trainings) if oracle else None
     tested: dict[str, list[object]] = {}

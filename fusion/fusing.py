@@ -26,16 +26,27 @@ class Verdict:
     optimum: Optimum | None
 
 
-def thresholds_of(plan: Plan, train: Train, teachers: Mapping[str, float]) -> dict[str, float]:
+def thresholds_of(
+    plan: Plan, train: Train, teachers: Mapping[str, float], say: Callable[[str], None] = lambda _: None
+) -> dict[str, float]:
     """What each domain must keep, fixed before anything is packed. Relative to a domain's teacher, whose validation
-    scores are `teachers`; or to itself alone: its validation score in an adapter of its own, less `minus`."""
+    scores are `teachers`; or to itself alone: its validation score in an adapter of its own, less `minus`.
+
+    say: told of thresholds that come to nothing, which every adapter keeps.
+    """
     thresholds = {}
     for domain in plan.domains:
         name, wanted = domain.name, domain.threshold
         known = threshold_before_training(domain, teachers.get(name))
         if known is None:
             assert isinstance(wanted, RelativeThreshold) and wanted.relative_to == "alone", "the plan's check saw to it"
-            known = max(0.0, train((name,)).scores[name].value - wanted.minus)
+            alone = train((name,)).scores[name].value
+            known = max(0.0, alone - wanted.minus)
+            if known == 0:
+                say(
+                    f"{name} reaches {alone:.3f} alone, and {wanted.minus:g} less is nothing: its promise is kept "
+                    "whatever it learns; train it longer, or set a smaller `minus` or a threshold"
+                )
         thresholds[name] = known
     return thresholds
 

@@ -32,9 +32,10 @@ def hash_of_weights(named: Iterable[tuple[str, torch.Tensor]]) -> str:
 
 
 def hash_of_processing(processor: InputProcessor) -> str:
-    """Of what turns pictures and questions into tokens: weights alone do not tell what they were shown."""
+    """Of what turns pictures and questions into tokens: weights alone do not tell what they were shown. Where it lies
+    does not count."""
     told = {
-        "config": processor.config.to_dict(),
+        "config": {name: value for name, value in processor.config.to_dict().items() if name != "_name_or_path"},
         "image processor": processor.image_processor.to_dict(),
         "chat template": processor.tokenizer.chat_template,
         "vocabulary": processor.tokenizer.get_vocab(),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -104,11 +105,13 @@ def test_a_changed_plan_or_changed_data_is_refused_by_name(tmp_path: Path) -> No
 
 
 def test_the_same_weights_shown_something_else_are_another_base(tmp_path: Path) -> None:
-    build_processor().save_pretrained(str(tmp_path))
-    build_model(seed=0).config.save_pretrained(str(tmp_path))
-    processor = InputProcessor.from_pretrained(str(tmp_path))
+    first, moved = tmp_path / "first", tmp_path / "moved"
+    build_processor().save_pretrained(str(first))
+    build_model(seed=0).config.save_pretrained(str(first))
+    shutil.copytree(first, moved)
+    processor = InputProcessor.from_pretrained(str(first))
     before = hash_of_processing(processor)
-    assert hash_of_processing(InputProcessor.from_pretrained(str(tmp_path))) == before
+    assert hash_of_processing(InputProcessor.from_pretrained(str(moved))) == before
     processor.tokenizer.chat_template += " "
     template = hash_of_processing(processor)
     processor.image_processor.image_mean = [0.1, 0.2, 0.3]

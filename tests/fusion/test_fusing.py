@@ -45,7 +45,9 @@ def plan(*order: str, minus: float = 0.1, **more: Any) -> Plan:
 
 def test_a_threshold_relative_to_itself_is_what_it_reaches_alone_less_something() -> None:
     assert thresholds_of(plan(minus=0.05), train, {}) == pytest.approx({"a": 0.9, "b": 0.65, "c": 0.8})
-    assert thresholds_of(plan(minus=0.9), train, {})["b"] == 0.0
+    told: list[str] = []
+    assert thresholds_of(plan(minus=0.75), train, {}, told.append)["b"] == 0.0
+    assert len(told) == 1 and told[0].startswith("b reaches 0.700 alone, and 0.75 less is nothing")
 
 
 def test_a_threshold_relative_to_a_teacher_needs_no_training() -> None:
