@@ -12,6 +12,8 @@ one rank are a `[keys, r, d]` view. Tensors start at multiples of 256 bytes; row
 
 from __future__ import annotations
 
+import array
+import functools
 import weakref
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
@@ -23,14 +25,41 @@ TENSOR_ALIGNMENT = 256
 ROW_ALIGNMENT = 16
 
 
-class Factors(NamedTuple):
-    """One adapter's two factors at one site: `delta = (x a^T) bt`. The adapter's scaling is folded into `bt` already.
+class FactorRows(NamedTuple):
+    """Where the rows of an adapter's two factors lie, as `struct Factors` in `compiled/lanes.cpp` has it.
 
-    a: [r, d_in], bt: [r, d_out]; any strides.
+    kind: (d_in, d_out, dtype, device). rank: 0 has nothing to add. address: of the numbers, which `kept` holds.
     """
 
+    kind: tuple[int, int, torch.dtype, torch.device]
+    rank: int
+    address: int
+    kept: array.array[int]
+
+
+class _Pair(NamedTuple):
     a: Tensor
     bt: Tensor
+
+
+class Factors(_Pair):
+    """One adapter's two factors at one site: `delta = (x a^T) bt`. The adapter's scaling is folded into `bt` already.
+
+    a: [r, d_in], bt: [r, d_out]; any strides. Their values may be written anew, but both stay where they are: what lies
+    elsewhere is other factors.
+    """
+
+    @functools.cached_property
+    def rows(self) -> FactorRows | None:
+        """Found once for as long as the adapter stays, whatever plans it takes part in. None for what does not lie row
+        by row, or does not belong together."""
+        a, bt = self
+        alike = a.dtype is bt.dtype and a.device == bt.device
+        if not (a.dim() == bt.dim() == 2 and len(a) == len(bt) and alike and a.stride(1) == bt.stride(1) == 1):
+            return None
+        numbers = a.data_ptr(), a.stride(0), bt.data_ptr(), bt.stride(0), len(a)
+        kept = array.array("q", numbers)
+        return FactorRows((a.shape[1], bt.shape[1], a.dtype, a.device), len(a), kept.buffer_info()[0], kept)
 
 
 class Site:

@@ -60,7 +60,7 @@ class Loop:
     """Segment loop of `addmm_`, from the site's own factors."""
 
     adds_transposed = False
-    add_all = None
+    add_all: Callable[[Tensor, Tensor, SiteGroup], None] | None = None
     refill = None
 
     def __init__(self, lanes: tuple[Lane, ...]) -> None:
@@ -86,9 +86,24 @@ class Unpacked(Loop):
         self._keys = frozenset(lane.key for lane in lanes)
 
     def __call__(self, y: Tensor, x: Tensor, site: Site, packed: Packed | None) -> None:
+        self._check(site, x)
+        super().__call__(y, x, site, packed)
+
+    def add_all(self, y: Tensor, x: Tensor, group: SiteGroup) -> None:
+        """Of no site before all have been looked at."""
+        for site in group.sites:
+            self._check(site, x)
+        rows = y if y.stride(1) == 1 else y.contiguous()
+        column = 0
+        for site in group.sites:
+            super().__call__(rows[:, column : column + site.d_out], x, site, None)
+            column += site.d_out
+        if rows is not y:
+            y.copy_(rows)
+
+    def _check(self, site: Site, x: Tensor) -> None:
         for key in self._keys & site.factors.keys():
             check_reads(site, key, site.factors[key], x)
-        super().__call__(y, x, site, packed)
 
 
 class Batched:

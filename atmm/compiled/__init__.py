@@ -33,7 +33,7 @@ _ARGUMENTS = {
     "merge": (*_MATRICES * 4, _FLOAT, _INT, _INT, _INT, _INT),
     "shrink": (_POINTER, _POINTER, _INT, _INT, _POINTER, _POINTER, _POINTER, _INT, _INT, _INT),
     "expand": (_POINTER, _INT, _INT, _POINTER, _POINTER, _POINTER, _INT, _INT, _INT),
-    "deltas": (_POINTER, _INT, _INT, _POINTER, _INT, _INT, _POINTER, _INT, _INT, _INT),
+    "deltas": (_POINTER, _INT, _INT, _POINTER, _INT, _INT, _POINTER, _INT, _POINTER, _INT, _INT, _INT),
 }
 _TYPES = {torch.bfloat16: "bfloat16", torch.float32: "float32"}
 

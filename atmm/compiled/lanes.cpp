@@ -1,12 +1,13 @@
 // Deltas of a thin batch: each lane's tokens read their own adapter's rows and nothing else, once.
 //
 // A lane at one site is (first token, tokens, where its rows start, how far they are apart, rank, place of its hidden
-// values), places counted in elements from a common base. Hidden values stay in float, [tokens, rank] per lane: nothing
-// is rounded between the two products.
+// values): the start in bytes from a common base, the rest in elements. Hidden values stay in float, [tokens, rank] per
+// lane: nothing is rounded between the two products.
 #include <omp.h>
 
 #include <algorithm>
 #include <memory>
+#include <vector>
 
 #include "vectors.h"
 
@@ -19,7 +20,7 @@ struct Lane {
   // The base may be zero: then `start` is an address.
   template <typename T>
   const T* rows(const T* base) const {
-    return reinterpret_cast<const T*>(reinterpret_cast<uintptr_t>(base) + start * sizeof(T));
+    return reinterpret_cast<const T*>(reinterpret_cast<uintptr_t>(base) + start);
   }
 };
 
@@ -225,14 +226,55 @@ void expand(T* y, int64_t y_token, int64_t y_feature, const float* hidden, const
   }
 }
 
-// A site of a group: its features begin at `first_feature` of y. Addresses of what shrink and expand take.
+// One adapter's factors at one site: addresses, elements between rows, rank.
+struct Factors {
+  uintptr_t a;
+  int64_t a_stride;
+  uintptr_t bt;
+  int64_t bt_stride, rank;
+};
+
+// Whose tokens, of the kernel's; whether to add or take away.
+struct Span {
+  int64_t first_token, tokens, sign;
+};
+
+// A site of a group: its features begin at `first_feature` of y. factors: for each span, null where there are none.
 struct Site {
   int64_t first_feature, d_out;
-  const Lane *shrunk, *expanded;
-  const float* signs;
-  float* hidden;
-  int64_t num_lanes;
+  const Factors* const* factors;
 };
+
+// Both products of all sites, from factors where they lie.
+template <typename T>
+void deltas(T* y, int64_t y_token, int64_t y_feature, const T* x, int64_t x_token, int64_t x_feature, const Site* sites,
+            int64_t num_sites, const Span* spans, int64_t num_spans, int64_t num_tokens, int64_t d_in) {
+  const auto floats = as_floats(x, x_token, x_feature, num_tokens, d_in);
+  std::vector<Lane> shrunk, expanded;
+  std::vector<float> signs;
+  std::unique_ptr<float[]> hidden;
+  int64_t room = 0;
+  for (const Site* site = sites; site < sites + num_sites; ++site) {
+    shrunk.clear();
+    expanded.clear();
+    signs.clear();
+    int64_t place = 0;
+    for (int64_t index = 0; index < num_spans; ++index) {
+      const Factors* factors = site->factors[index];
+      if (!factors) continue;
+      const Span& span = spans[index];
+      shrunk.push_back({span.first_token, span.tokens, int64_t(factors->a), factors->a_stride, factors->rank, place});
+      expanded.push_back({span.first_token, span.tokens, int64_t(factors->bt), factors->bt_stride, factors->rank, place});
+      signs.push_back(span.sign);
+      place += span.tokens * factors->rank;
+    }
+    if (place > room) hidden.reset(new float[room = place]);
+    const int64_t num_lanes = shrunk.size();
+    shrink<T>(hidden.get(), floats.get(), nullptr, shrunk.data(), signs.data(), num_lanes, d_in);
+    expand<T>(y + site->first_feature * y_feature, y_token, y_feature, hidden.get(), nullptr, expanded.data(),
+              num_lanes, num_tokens, site->d_out);
+  }
+}
 
 }  // namespace
 }  // namespace atmm
@@ -250,13 +292,8 @@ struct Site {
   }                                                                                                                    \
   extern "C" void atmm_deltas_##TYPE(T* y, int64_t y_token, int64_t y_feature, const T* x, int64_t x_token,            \
                                      int64_t x_feature, const atmm::Site* sites, int64_t num_sites,                    \
-                                     int64_t num_tokens, int64_t d_in) {                                               \
-    const auto floats = atmm::as_floats(x, x_token, x_feature, num_tokens, d_in);                                      \
-    for (const atmm::Site* site = sites; site < sites + num_sites; ++site) {                                           \
-      atmm::shrink<T>(site->hidden, floats.get(), nullptr, site->shrunk, site->signs, site->num_lanes, d_in);          \
-      atmm::expand<T>(y + site->first_feature * y_feature, y_token, y_feature, site->hidden, nullptr, site->expanded,  \
-                      site->num_lanes, num_tokens, site->d_out);                                                       \
-    }                                                                                                                  \
+                                     const atmm::Span* spans, int64_t num_spans, int64_t num_tokens, int64_t d_in) {   \
+    atmm::deltas(y, y_token, y_feature, x, x_token, x_feature, sites, num_sites, spans, num_spans, num_tokens, d_in);  \
   }
 
 ATMM_LANES(bfloat16, atmm::BFloat16)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import array
 import itertools
 import operator
 from collections.abc import Iterator, Sequence
@@ -35,6 +36,7 @@ class Compiled(GroupShares):
         self._shrink, self._expand = kernels.shrink[layout.dtype], kernels.expand[layout.dtype]
         self._num_tokens = survey.num_tokens
         a_stride, bt_strides = row_strides(layout)
+        size_of = layout.dtype.itemsize
         parts = [
             (index, lane, span)
             for index in survey.live
@@ -46,8 +48,8 @@ class Compiled(GroupShares):
         expanded: dict[int, list[tuple[Lane, Rows, int]]] = {index: [] for index in survey.live}
         for (index, lane, span), place in zip(parts, places, strict=True):
             row, bt_stride = layout.first_rows[index] + span.start, bt_strides[index]
-            shrunk.append((lane, Rows(row * a_stride, a_stride, span.rank), place))
-            expanded[index].append((lane, Rows(span.start * bt_stride, bt_stride, span.rank), place))
+            shrunk.append((lane, Rows(row * a_stride * size_of, a_stride, span.rank), place))
+            expanded[index].append((lane, Rows(span.start * bt_stride * size_of, bt_stride, span.rank), place))
         self._shrink_lanes = lane_table(shrunk, survey.start)
         self._lanes = {index: lane_table(own, survey.start) for index, own in expanded.items()}
         self._signs = torch.tensor([lane.sign for _, lane, _ in parts], dtype=torch.float32)
@@ -80,7 +82,8 @@ class Compiled(GroupShares):
 class Scattered:
     """The same from the sites' own factors: an adapter decodes from the moment it is loaded, and needs no second copy.
 
-    Only where `serves` holds. One object serves every site of a plan; a group's sites are served by one call.
+    Only where `serves` holds. One object serves every site of a plan; a group's sites are served by one call. What it
+    prepares for a site is little: an address for each lane, because requests come and go between steps.
     """
 
     adds_transposed = True
@@ -89,8 +92,11 @@ class Scattered:
     def __init__(self, lanes: Sequence[Lane]) -> None:
         self._start = min((lane.start for lane in lanes), default=0)
         self._stop = max((lane.stop for lane in lanes), default=0)
-        self._lanes = lanes
-        self._keys = tuple(dict.fromkeys(lane.key for lane in lanes))
+        self._keys = tuple(lane.key for lane in lanes)
+        numbers = itertools.chain.from_iterable(
+            (lane.start - self._start, lane.stop - lane.start, int(lane.sign)) for lane in lanes
+        )
+        self._spans = array.array("q", numbers)
         self._tables: dict[Site | SiteGroup, _Tables] = {}
 
     def __call__(self, y: Tensor, x: Tensor, site: Site, packed: Packed | None) -> None:
@@ -113,30 +119,51 @@ class Scattered:
         skipped = self._start * x.element_size()
         kernels.deltas[x.dtype](
             y.data_ptr() + skipped * y_token, y_token, y_feature, x.data_ptr() + skipped * x_token, x_token, x_feature,
-            tables.address, tables.num_sites, self._stop - self._start, x.shape[1],
+            tables.address, tables.num_sites, self._spans.buffer_info()[0], len(self._keys), self._stop - self._start,
+            x.shape[1],
         )  # fmt: skip
 
     def _factors_of(self, sites: Sequence[Site]) -> Iterator[Factors | None]:
         return itertools.chain.from_iterable(map(site.factors.get, self._keys) for site in sites)
 
     def _tables_of(self, whose: Site | SiteGroup, sites: Sequence[Site], x: Tensor) -> _Tables:
-        kept: list[Tensor] = []
-        rows: list[tuple[int, ...]] = []
-        copied = False
+        kept: list[array.array[int] | Factors] = []
+        numbers: list[int] = []
+        lasts = True
         column = 0
         for site in sites:
-            lanes = _SiteLanes.of(site, self._lanes, self._start, x)
-            if lanes.signs.numel():
-                tables = lanes.shrink, lanes.expand, lanes.signs, lanes.hidden
-                rows.append((column, site.d_out, *(table.data_ptr() for table in tables), lanes.signs.numel()))
-                kept += *tables, *lanes.copies
-                copied |= bool(lanes.copies)
+            factors, copies = self._addresses(site, x)
+            lasts = lasts and not copies
+            if any(factors):
+                addresses = array.array("q", factors)
+                numbers += column, site.d_out, addresses.buffer_info()[0]
+                kept += addresses, *copies
             column += site.d_out
-        table = torch.tensor(rows, dtype=torch.int64)
-        made = _Tables(tuple(self._factors_of(sites)), table.data_ptr(), len(rows), [table, *kept])
-        if not copied:  # a copy would not see what is written into the factors later
+        table = array.array("q", numbers)
+        kept.append(table)
+        made = _Tables(tuple(self._factors_of(sites)), table.buffer_info()[0], len(numbers) // 3, kept)
+        if lasts:  # a copy would not see what is written into the factors later
             self._tables[whose] = made
         return made
+
+    def _addresses(self, site: Site, x: Tensor) -> tuple[list[int], list[Factors]]:
+        """Of every lane's factors, 0 where it has none here; and copies of those that do not lie row by row."""
+        kind = site.d_in, site.d_out, x.dtype, x.device
+        addresses: list[int] = []
+        copies: list[Factors] = []
+        for key in self._keys:
+            factors = site.factors.get(key)
+            if factors is None:
+                addresses.append(0)
+                continue
+            rows = factors.rows
+            if rows is None or rows.kind != kind:
+                check_reads(site, key, factors, x)
+                copies.append(Factors(*(factor.contiguous() for factor in factors)))
+                rows = copies[-1].rows
+                assert rows is not None
+            addresses.append(rows.address if rows.rank else 0)
+        return addresses, copies
 
 
 class _Tables(NamedTuple):
@@ -146,43 +173,7 @@ class _Tables(NamedTuple):
     read: tuple[Factors | None, ...]
     address: int
     num_sites: int
-    kept: list[Tensor]
-
-
-class _SiteLanes(NamedTuple):
-    """One site's lanes. shrink, expand: tables of them, from address zero. copies: of factors that lie in no rows."""
-
-    shrink: Tensor
-    expand: Tensor
-    signs: Tensor
-    hidden: Tensor
-    copies: list[Tensor]
-
-    @classmethod
-    def of(cls, site: Site, lanes: Sequence[Lane], first_token: int, x: Tensor) -> _SiteLanes:
-        parts: list[tuple[Lane, Factors]] = []
-        copies: list[Tensor] = []
-        for lane in lanes:
-            factors = site.factors.get(lane.key)
-            if factors is None:
-                continue
-            check_reads(site, lane.key, factors, x)
-            a, bt = factors
-            if not a.shape[0]:
-                continue
-            if a.stride(1) != 1 or bt.stride(1) != 1:
-                factors = Factors(a.contiguous(), bt.contiguous())
-                copies += factors
-            parts.append((lane, factors))
-        places, size = hidden_places((lane, factors.a.shape[0]) for lane, factors in parts)
-        placed = [(lane, factors, place) for (lane, factors), place in zip(parts, places, strict=True)]
-        return cls(
-            lane_table([(lane, Rows.of(factors.a), place) for lane, factors, place in placed], first_token),
-            lane_table([(lane, Rows.of(factors.bt), place) for lane, factors, place in placed], first_token),
-            torch.tensor([lane.sign for lane, _ in parts], dtype=torch.float32),
-            torch.empty(size, dtype=torch.float32),
-            copies,
-        )
+    kept: list[array.array[int] | Factors]
 
 
 def serves(device: torch.device, dtype: torch.dtype) -> bool:

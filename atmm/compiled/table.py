@@ -13,7 +13,8 @@ from atmm.segments import Lane
 
 
 class Rows(NamedTuple):
-    """Where a factor's rows lie, in elements from a base that the kernel is given, or from address zero."""
+    """Where a factor's rows lie. start: in bytes from a base that the kernel is given, or from address zero. stride: in
+    elements."""
 
     start: int
     stride: int
@@ -22,7 +23,7 @@ class Rows(NamedTuple):
     @classmethod
     def of(cls, factor: Tensor) -> Rows:
         """From address zero. factor: [rank, d], each row's values adjacent; it must be kept."""
-        return cls(factor.data_ptr() // factor.element_size(), factor.stride(0), factor.shape[0])
+        return cls(factor.data_ptr(), factor.stride(0), factor.shape[0])
 
 
 def hidden_places(parts: Iterable[tuple[Lane, int]]) -> tuple[list[int], int]:

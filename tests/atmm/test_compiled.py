@@ -70,6 +70,34 @@ def test_adapters_are_read_where_they_lie_now() -> None:
 
 
 @needs_compiler
+def test_what_is_known_of_factors_serves_every_plan() -> None:
+    group = make_group({"a": 4, "b": 8, "c": 3})
+    known = {key: factors.rows for key, factors in group.sites[0].factors.items()}
+    for lanes in (segments({"a": 1, "b": 4}), segments({"b": 2, "c": 3}), [Lane("c", 0, 5), Lane("a", 1, 3, -1.0)]):
+        assert check_against_reference(group, SegmentPlan(5, lanes), *make_input(5, group, torch.float32)) > 0
+    assert all(factors.rows is known[key] for key, factors in group.sites[0].factors.items())
+    assert all(rows is not None for rows in known.values())
+
+
+@needs_compiler
+@pytest.mark.parametrize("packed", ("", "a"))
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16), ids=str)
+def test_factors_at_odd_addresses(dtype: torch.dtype, packed: str) -> None:
+    group = make_group({"a": 5}, dtype=dtype)
+    for site in group.sites:
+        odd = []
+        for factor in site.factors["a"]:
+            room = torch.zeros(factor.nbytes + 1, dtype=torch.uint8)
+            room[1:] = factor.reshape(-1).view(torch.uint8)
+            odd.append(torch.frombuffer(room.numpy(), dtype=dtype, offset=1).view(factor.shape))
+            assert odd[-1].data_ptr() % factor.element_size()
+        site.factors["a"] = Factors(*odd)
+    group.pack(packed)
+    x, outputs = make_input(3, group, dtype)
+    assert check_against_reference(group, SegmentPlan(3, [Lane("a", 0, 3)]), x, outputs) > 0
+
+
+@needs_compiler
 def test_adapters_of_another_dtype_are_refused() -> None:
     group = make_group({"a": 4}, dtype=torch.bfloat16)
     x, outputs = make_input(2, group, torch.float32)
