@@ -8,8 +8,10 @@ around the model.
 
 from __future__ import annotations
 
+import os
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -27,73 +29,112 @@ from vlora.models.loading import dummy_model
 from vlora.types import Mode, Request, SamplingParams
 
 _DTYPE = "bfloat16"
+_WARMUP = 5  # steps not counted; a set of adapters is packed when it has come back a few times
+_LONGEST = 64  # tokens of an answer: more than the steps of all its comparisons
 
 
 def run(quick: bool) -> Report:
     """Decode steps of a 0.5 B-parameter model, one thread. quick: one context and fewer rounds."""
     torch.set_num_threads(1)
     rounds = 3 if quick else 9
-    cpu = torch.device("cpu")
     # A model each: the engine changes its own, and the two engines' requests must not meet.
-    plain = dummy_model(half_billion_config(), _DTYPE, cpu, seed=0)
+    plain = dummy_model(half_billion_config(), _DTYPE, torch.device("cpu"), seed=0)
     shapes = language_shapes(plain)
-    rows: list[dict[str, Any]] = []
-    goals: list[Goal] = []
+    found = _Found(rounds)
     with tempfile.TemporaryDirectory() as folder:
         adapters = {
             f"r{rank}-{i}": write_adapter(Path(folder) / f"r{rank}-{i}", shapes, rank, seed=100 * rank + i)
             for rank, count in ((16, 4), (8, 16), (64, 16))
             for i in range(count)
         }
-        first, second = (_TimedEngine(adapters) for _ in range(2))
-        for context in (256,) if quick else (256, 1024):
-            for batch in (1, 4, 16):
-                steps = {
-                    "transformers": _transformers_step(plain, batch, context),
-                    "merged": first.decode_step(["r16-0"] * batch, context, Mode.MERGED),
-                }
-                seconds = interleaved(steps, rounds)
-                ratio = median_ratio(seconds["merged"], seconds["transformers"])
-                rows.append(_row("merged", "transformers", batch, context, seconds, ratio))
-                goals.append(
-                    Goal(
-                        f"merged / transformers, batch {batch}, context {context}",
-                        ratio,
-                        1.05 if batch == 1 else 0.9,
-                        True,
-                    )
-                )
-        for batch, rank, goal in ((4, 16, 1.2), (16, 8, 1.25)):
-            names = [f"r{rank}-{i}" for i in range(batch)]
-            steps = {
-                "merged": first.decode_step([names[0]] * batch, 256, Mode.MERGED),
-                "unmerged": second.decode_step(names, 256, Mode.UNMERGED),
-            }
-            seconds = interleaved(steps, rounds)
-            ratio = median_ratio(seconds["unmerged"], seconds["merged"])
-            rows.append(_row("unmerged", "merged", batch, 256, seconds, ratio))
-            goals.append(Goal(f"unmerged / merged, {batch} adapters of rank {rank}, batch {batch}", ratio, goal, True))
+        first = _TimedEngine({"r16-0": adapters["r16-0"]}, arena_bytes=2**30)
+        second = _TimedEngine(adapters, arena_bytes=7 * 2**30)  # half of it is for adapters and their packed copies
+        for context in (256,) if quick else (1024, 256):
+            merged = first.begin(["r16-0"] * 16, context, Mode.MERGED)
+            # From many to few: those who are left have their context already.
+            for batch, goal in ((16, 0.9), (4, 0.9), (1, 1.05)):
+                first.keep(batch)
+                name = f"merged / transformers, batch {batch}, context {context}"
+                theirs = _transformers_step(plain, batch, context)
+                found.compare(name, batch, context, {"merged": merged, "transformers": theirs}, goal)
+                if (batch, context) == (4, 256):
+                    steps = {"unmerged": second.begin([f"r16-{i}" for i in range(4)], 256), "merged": merged}
+                    found.compare("unmerged / merged, 4 adapters of rank 16, batch 4", 4, 256, steps, 1.2)
         # Without adapters; then with as many bytes of adapters as there are of weights.
-        steps = {
-            "merged": first.decode_step([None] * 16, 256, Mode.MERGED),
-            "unmerged": second.decode_step([f"r64-{i}" for i in range(16)], 256, Mode.UNMERGED),
-        }
-        seconds = interleaved(steps, rounds)
-        ratio = median_ratio(seconds["unmerged"], seconds["merged"])
+        none = first.begin([None] * 16, 256, Mode.MERGED)
         floor = 1 + 16 * _adapter_bytes(shapes, 64) / _weight_bytes(plain)
-        rows.append(_row("unmerged", "merged", 16, 256, seconds, ratio, floor))
-        kernels = "compiled" if atmm.load_kernels() else "plain"
-        goal = 1.6 if kernels == "compiled" else 2.1
-        goals.append(Goal(f"16 adapters of rank 64 / none, batch 16, {kernels} kernels", ratio, goal, True))
-        mixed = {
-            "PEFT mixed batch": _peft_step(plain, 16, 8, 256),
-            "unmerged": second.decode_step([f"r8-{i}" for i in range(16)], 256, Mode.UNMERGED),
-        }
-        seconds = interleaved(mixed, rounds)
-        ratio = median_ratio(seconds["PEFT mixed batch"], seconds["unmerged"])
-        rows.append(_row("unmerged", "PEFT mixed batch", 16, 256, seconds, 1 / ratio))
-        goals.append(Goal("PEFT mixed batch / unmerged, 16 adapters of rank 8", ratio, 2.5, False))
-    return Report("step", rows, goals)
+        names = [f"r64-{i}" for i in range(16)]
+        for kernels, goal in (("compiled", 1.6), ("plain", 2.1)):
+            if kernels == "compiled" and not atmm.load_kernels():
+                continue
+            with nullcontext() if kernels == "compiled" else _without_compiled_kernels():
+                steps = {"unmerged": second.begin(names, 256), "no adapters": none}
+                found.compare(
+                    f"16 adapters of rank 64 / none, batch 16, {kernels} kernels", 16, 256, steps, goal, floor
+                )
+        unmerged = second.begin([f"r8-{i}" for i in range(16)], 256)
+        floor = 1 + 16 * _adapter_bytes(shapes, 8) / _weight_bytes(plain)
+        steps = {"unmerged": unmerged, "no adapters": none}
+        found.compare("16 adapters of rank 8 / none, batch 16", 16, 256, steps, 1.25, floor)
+        # Last, because PEFT changes the model that it is given.
+        steps = {"PEFT mixed batch": _peft_step(plain, 16, 8, 256), "unmerged": unmerged}
+        name = "PEFT mixed batch / unmerged, 16 adapters of rank 8"
+        found.compare(name, 16, 256, steps, 2.5, at_most=False)
+    return Report("step", found.rows, found.goals)
+
+
+class _Found:
+    """What was measured so far."""
+
+    def __init__(self, rounds: int) -> None:
+        self._rounds = rounds
+        self.rows: list[dict[str, Any]] = []
+        self.goals: list[Goal] = []
+
+    def compare(
+        self,
+        name: str,
+        batch: int,
+        context: int,
+        steps: Mapping[str, Callable[[], None]],
+        goal: float,
+        bytes_ratio: float | None = None,
+        *,
+        at_most: bool = True,
+    ) -> None:
+        """One step over another, the first of two by name over the second. bytes_ratio: bytes of weights and adapters
+        over those of the baseline, the ratio of two steps bound by memory."""
+        seconds = interleaved(steps, self._rounds, warmup=_WARMUP)
+        what, baseline = steps
+        ratio = median_ratio(seconds[what], seconds[baseline])
+        self.goals.append(Goal(name, ratio, goal, at_most))
+        self.rows.append(
+            {
+                "what": what,
+                "baseline": baseline,
+                "batch": batch,
+                "context": context,
+                "ms": median_ms(seconds[what]),
+                "baseline ms": median_ms(seconds[baseline]),
+                "ratio": ratio,
+                "bytes ratio": bytes_ratio,
+            }
+        )
+
+
+@contextmanager
+def _without_compiled_kernels() -> Iterator[None]:
+    """As on a machine without a compiler."""
+    before = os.environ.get("ATMM_COMPILED")
+    os.environ["ATMM_COMPILED"] = "0"
+    atmm.load_kernels.cache_clear()
+    try:
+        yield
+    finally:
+        os.environ.pop("ATMM_COMPILED")
+        if before is not None:
+            os.environ["ATMM_COMPILED"] = before
+        atmm.load_kernels.cache_clear()
 
 
 def _adapter_bytes(shapes: Mapping[str, tuple[int, int]], rank: int) -> int:
@@ -106,37 +147,15 @@ def _weight_bytes(model: Any) -> int:
     return sum(parameter.numel() * parameter.element_size() for parameter in language.parameters())
 
 
-def _row(
-    what: str,
-    baseline: str,
-    batch: int,
-    context: int,
-    seconds: dict[str, list[float]],
-    ratio: float,
-    bytes_ratio: float | None = None,
-) -> dict[str, Any]:
-    """bytes_ratio: bytes of weights and adapters over those of the baseline, the ratio of two steps bound by memory."""
-    return {
-        "what": what,
-        "baseline": baseline,
-        "batch": batch,
-        "context": context,
-        "ms": median_ms(seconds[what]),
-        "baseline ms": median_ms(seconds[baseline]),
-        "ratio": ratio,
-        "bytes ratio": bytes_ratio,
-    }
-
-
 class _TimedEngine:
     """An engine with adapters loaded, whose decode steps can be run one at a time."""
 
-    def __init__(self, adapters: Mapping[str, str]) -> None:
+    def __init__(self, adapters: Mapping[str, str], arena_bytes: int) -> None:
         settings = EngineConfig(
             model="dummy",
             max_batch_size=16,
             max_step_tokens=2048,
-            arena_bytes=7 * 2**30,
+            arena_bytes=arena_bytes,
             merge_fidelity_floor=0.0,
             prefix_cache=False,  # the requests of a batch read KV of their own
         )
@@ -146,55 +165,72 @@ class _TimedEngine:
         for name, path in adapters.items():
             self._engine.load_adapter(name, path)
         self._ids: list[str] = []
+        self._num_begun = 0
 
-    def decode_step(self, adapters: Sequence[str | None], context: int, mode: Mode) -> Callable[[], None]:
-        """Prefill one request per adapter to `context` tokens, ending those before; the call returned runs one decode
-        step."""
-        engine = self._engine
-        for request_id in self._ids:
-            engine.cancel(request_id)
+    def begin(self, adapters: Sequence[str | None], context: int, mode: Mode = Mode.UNMERGED) -> Callable[[], None]:
+        """Prefill one request per adapter to `context` tokens, ending those before. The call returned runs one decode
+        step of them, or of those that are kept, in this mode."""
+        self.keep(0)
         generator = torch.Generator().manual_seed(0)
-        self._ids = [f"{adapter}-{place}" for place, adapter in enumerate(adapters)]
-        for request_id, adapter in zip(self._ids, adapters, strict=True):
+        for adapter in adapters:
             prompt = torch.randint(3, 1000, (context,), generator=generator).tolist()
-            sampling = SamplingParams(max_tokens=64, ignore_eos=True)
-            engine.add(Request(request_id=request_id, prompt_ids=tuple(prompt), adapter=adapter, sampling=sampling))
+            sampling = SamplingParams(max_tokens=_LONGEST, ignore_eos=True)
+            request_id = f"{self._num_begun}"
+            self._num_begun += 1
+            self._ids.append(request_id)
+            self._engine.add(
+                Request(request_id=request_id, prompt_ids=tuple(prompt), adapter=adapter, sampling=sampling)
+            )
         answered: set[str] = set()
         while len(answered) < len(self._ids):
-            answered.update(output.request_id for output in engine.step())
+            answered.update(output.request_id for output in self._engine.step())
+        in_another = 0
 
         def step() -> None:
+            nonlocal in_another
+            engine = self._engine
+            before = engine.stats().steps_by_mode.get(mode.value, 0)
             outputs = engine.step()
-            assert len(outputs) == len(self._ids)
-            ran = engine.stats().steps_by_mode.get(mode.value, 0)
-            assert ran > 0, f"no step ran {mode.value}"
+            assert len(outputs) == len(self._ids), f"{len(outputs)} of {len(self._ids)} requests were answered"
+            # While others are prepared requests wait, and who has waited long is not merged.
+            in_another += engine.stats().steps_by_mode.get(mode.value, 0) == before
+            assert in_another < _WARMUP, f"{in_another} steps did not run {mode.value}"
 
         return step
 
+    def keep(self, batch: int) -> None:
+        """End all requests but the first ones."""
+        for request_id in self._ids[batch:]:
+            self._engine.cancel(request_id)
+        del self._ids[batch:]
 
-@torch.no_grad()
-def _transformers_step(model: Any, batch: int, context: int) -> Callable[[], None]:
+
+def _filled_cache(config: Any, batch: int, context: int) -> DynamicCache:
+    """As if the context had been read: attention takes as long over any values."""
+    cache = DynamicCache(config=config)
+    heads, width = config.num_key_value_heads, config.hidden_size // config.num_attention_heads
     generator = torch.Generator().manual_seed(batch)
-    cache = DynamicCache(config=model.config.text_config)
-    prompt = torch.randint(3, 1000, (batch, context), generator=generator)
-    state = {"tokens": _next(model, prompt, cache, 0)}
+    for layer in range(config.num_hidden_layers):
+        keys, values = torch.randn(2, batch, heads, context, width, generator=generator).to(getattr(torch, _DTYPE))
+        cache.update(keys, values, layer)
+    return cache
 
+
+def _transformers_step(model: Any, batch: int, context: int, **extra: Any) -> Callable[[], None]:
+    cache = _filled_cache(model.config.text_config, batch, context)
+    tokens = torch.full((batch, 1), 3)
+
+    @torch.no_grad()
     def step() -> None:
-        with torch.no_grad():
-            state["tokens"] = _next(model, state["tokens"], cache, cache.get_seq_length())
+        positions = torch.full((3, batch, 1), cache.get_seq_length())
+        logits = model(
+            input_ids=tokens, position_ids=positions, past_key_values=cache, use_cache=True, logits_to_keep=1, **extra
+        ).logits
+        tokens.copy_(logits[:, -1].argmax(-1, keepdim=True))
 
     return step
 
 
-def _next(model: Any, ids: torch.Tensor, cache: DynamicCache, start: int, **extra: Any) -> torch.Tensor:
-    positions = torch.arange(start, start + ids.shape[1]).expand(3, ids.shape[0], -1)
-    logits = model(
-        input_ids=ids, position_ids=positions, past_key_values=cache, use_cache=True, logits_to_keep=1, **extra
-    ).logits
-    return logits[:, -1].argmax(-1, keepdim=True)
-
-
-@torch.no_grad()
 def _peft_step(plain: Any, batch: int, rank: int, context: int) -> Callable[[], None]:
     """PEFT's own mixed batch: one adapter per row through `adapter_names`."""
     targets = sorted({name.rpartition(".")[2] for name in language_shapes(plain)})
@@ -207,16 +243,7 @@ def _peft_step(plain: Any, batch: int, rank: int, context: int) -> Callable[[], 
             peft.add_adapter(f"a{i}", settings)
     assert peft is not None
     peft = peft.to(getattr(torch, _DTYPE)).eval()
-    names = [f"a{i}" for i in range(batch)]
-    cache = DynamicCache(config=plain.config.text_config)
-    prompt = torch.randint(3, 1000, (batch, context))
-    state = {"tokens": _next(peft, prompt, cache, 0, adapter_names=names)}
-
-    def step() -> None:
-        with torch.no_grad():
-            state["tokens"] = _next(peft, state["tokens"], cache, cache.get_seq_length(), adapter_names=names)
-
-    return step
+    return _transformers_step(peft, batch, context, adapter_names=[f"a{i}" for i in range(batch)])
 
 
 def _language_only(leaves: Sequence[str]) -> str:
