@@ -15,7 +15,7 @@ from atmm.sites import ROW_ALIGNMENT, Layout, Packed, Site, SiteGroup
 from atmm.survey import Survey
 from atmm.tiled.handles import Handle, handle
 from atmm.tiled.plan import Tiles, cut
-from atmm.tiled.tiling import Tiling, block_r, usual
+from atmm.tiled.tiling import Tiling, block_r, merge_blocks, usual
 
 # float32 products stay float32: tensor cores' shorter formats would change answers.
 _PRECISION = "ieee"
@@ -227,7 +227,7 @@ def merge(out: Tensor, base: Tensor, a: Tensor, bt: Tensor, scale: float) -> Non
     n, d_out, d_in = base.shape
     rank = a.shape[1]
     rows = block_r(rank)
-    block_n, block_k = 64, 128
+    block_n, block_k = merge_blocks(out.dtype.itemsize)
     kernel = handle(
         "merge",
         out.dtype,

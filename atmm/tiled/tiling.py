@@ -11,6 +11,9 @@ _SHARED_BYTES = 166_912  # of one block on compute capability 8.0, the least of 
 _MOST_SUMS = 128  # float32 sums in one thread's registers; more of them spill
 _MOST_SINGLE = 32 * 128  # sums of one single launch, which keeps hidden values beside them
 _MOST_SINGLE_INPUTS = 32 * (64 + 256)  # its sums and inputs; more spill on compute capability 9.0
+_FLOAT32_M, _FLOAT32_N = 16, 128  # largest blocks of float32
+_FLOAT32_SINGLE_N, _FLOAT32_SINGLE_K = 64, 128  # and of single launches
+_WORD = 16  # bytes that a thread loads at a time
 
 
 class Tiling(NamedTuple):
@@ -50,13 +53,22 @@ def block_r(rank: int) -> int:
 
 
 def fits(tiling: Tiling, itemsize: int) -> bool:
-    """Whether any rank can be computed so: enough shared memory and registers on every GPU served.
+    """Whether any rank can be computed so: enough shared memory and registers on every GPU served, and a whole word of
+    each factor for every thread.
 
-    Cut sums and single launches are for thin batches; with larger tiles they spill registers.
+    Cut sums and single launches are for thin batches; with larger tiles they spill registers. So do float32 products,
+    whose operands lie in registers: no tensor core computes them without rounding them first.
     """
     rows = block_r(64)
     shared = tiling.num_stages * tiling.block_k * (tiling.block_m + rows) * itemsize
     threads = 32 * tiling.num_warps
+    if block_r(1) * min(tiling.block_n, tiling.block_k) * itemsize < _WORD * threads:
+        return False
+    if itemsize == 4 and (tiling.block_m > _FLOAT32_M or tiling.block_n > _FLOAT32_N):
+        return False
+    too_wide = tiling.block_n > _FLOAT32_SINGLE_N or tiling.block_k > _FLOAT32_SINGLE_K
+    if itemsize == 4 and tiling.split_k == 0 and too_wide:
+        return False
     if tiling.split_k != 1 and tiling.block_m > 32:
         return False
     sums, inputs = tiling.block_m * tiling.block_n, tiling.block_m * tiling.block_k
@@ -90,7 +102,8 @@ def sensible(itemsize: int, d_in: int, longest: int, num_tokens: int) -> Iterato
 def usual(itemsize: int, d_in: int, longest: int, num_programs: int) -> Tiling:
     """The tiling taken where nobody has measured. num_programs: (tiles x rank blocks) of the shrink at split_k 1, for
     tiles of 64 tokens."""
-    block_m = 16 if longest <= 16 else 32 if longest <= 32 else 64
+    few = num_programs < _PROGRAMS  # sums are cut, which tiles of 64 tokens have no registers for
+    block_m = 16 if longest <= 16 or itemsize == 4 else 32 if longest <= 32 or few else 64
     block_k = _usual_block_k(itemsize)
     split_k = 1
     while num_programs * split_k < _PROGRAMS and split_k < _MOST_SPLIT and d_in >= 4 * split_k * block_k:
@@ -102,7 +115,14 @@ def all_usual(itemsize: int) -> Iterator[Tiling]:
     """Every tiling that `usual` may answer."""
     splits = [2**power for power in range(_MOST_SPLIT.bit_length())]
     for block_m, split_k in itertools.product((16, 32, 64), splits):
-        yield Tiling(block_m, 128, _usual_block_k(itemsize), split_k, 3)
+        tiling = Tiling(block_m, 128, _usual_block_k(itemsize), split_k, 3)
+        if fits(tiling, itemsize):
+            yield tiling
+
+
+def merge_blocks(itemsize: int) -> tuple[int, int]:
+    """Outputs and inputs of one block of a merge."""
+    return (64, 64) if itemsize == 4 else (64, 128)
 
 
 def _usual_block_k(itemsize: int) -> int:

@@ -16,7 +16,7 @@ from atmm.cold import Caches, factors_of
 from atmm.search import ADAPTERS, RANKS, TOKENS, Case, Shape, candidates, cases, error, measure, read, search
 from atmm.selection import rule
 from atmm.survey import Survey
-from atmm.tiled.tiling import Tiling, fits, sensible, space
+from atmm.tiled.tiling import Tiling, all_usual, fits, sensible, space, usual
 
 SMALL = [Shape(48, (40, 16, 16)), Shape(40, (48,))]
 
@@ -127,6 +127,14 @@ def test_tilings_too_large_are_left_out() -> None:
     prefill = list(sensible(2, 3584, longest=4096, num_tokens=8192))
     assert {tiling.split_k for tiling in prefill} == {1}
     assert set(decode) < set(space(2))
+
+
+@pytest.mark.parametrize("itemsize", (2, 4))
+def test_what_is_taken_unmeasured_is_of_the_space(itemsize: int) -> None:
+    known = set(space(itemsize))
+    assert set(all_usual(itemsize)) <= known
+    for d_in, longest, programs in itertools.product((16, 896, 18944), (1, 17, 33, 2048), (1, 4, 100, 5000)):
+        assert usual(itemsize, d_in, longest, programs) in set(all_usual(itemsize))
 
 
 def test_buckets_tell_even_from_ragged() -> None:

@@ -45,3 +45,32 @@ def test_kernels_compile_ahead_without_spilling(capability: int) -> None:
     for kernel in sample():
         facts = inspect(kernel, capability)
         assert not facts.faults, (kernel, facts)
+
+
+@pytest.mark.parametrize(
+    ("name", "warps", "itemsize", "changed", "words"),
+    (
+        ("shrink", 8, 2, {"BLOCK_M": 128, "BLOCK_R": 16, "BLOCK_K": 64}, "loads of 64 bits, 0 are no factors"),
+        ("expand", 8, 2, {"BLOCK_M": 128, "BLOCK_R": 16, "MAX_RANK": 16, "BLOCK_N": 64}, "loads of 64 bits"),
+        ("expand", 4, 2, {"LINE": 1}, "loads of 16 bits"),
+        ("expand", 4, 4, {"BLOCK_M": 64, "LINE": 4}, "bytes spilled"),
+    ),
+)
+def test_kernels_that_load_narrowly_or_spill_are_found_out(
+    name: str, warps: int, itemsize: int, changed: dict[str, int], words: str
+) -> None:
+    from atmm.tiled.lint import Kernel, inspect, kernels_of
+    from atmm.tiled.tiling import Tiling
+
+    (sound,) = (kernel for kernel in kernels_of(Tiling(16, 128, 128, 1, 3), 64) if kernel.name == name)
+    facts = inspect(Kernel(name, {**sound.sizes, **changed}, warps, itemsize=itemsize), 80)
+    assert any(words in fault for fault in facts.faults), facts
+
+
+@pytest.mark.parametrize("capability", (80, 90))
+def test_shared_memory_that_is_not_there_is_found_out(capability: int) -> None:
+    from atmm.tiled.lint import inspect, kernels_of
+    from atmm.tiled.tiling import Tiling
+
+    (shrink, _) = kernels_of(Tiling(64, 128, 256, 1, 4), 64)
+    assert any("of shared memory" in fault for fault in inspect(shrink, capability).faults)
