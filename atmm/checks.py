@@ -28,6 +28,8 @@ def check_tokens(y: Tensor, x: Tensor, site: Site, d_out: int, plan: SegmentPlan
             f"y is {tuple(y.shape)}; {site.name} and a plan of {plan.num_tokens} tokens make "
             f"[{plan.num_tokens}, {d_out}]"
         )
+    if 0 in y.stride() and any(size > 1 and not step for size, step in zip(y.shape, y.stride(), strict=True)):
+        raise ValueError(f"y has strides {y.stride()}; several of its values share one place, give each its own")
     dtype, device = x.dtype, x.device
     if y.dtype is not dtype or y.device != device:
         raise ValueError(f"y is {y.dtype} on {y.device} and x {dtype} on {device}; give one dtype on one device")

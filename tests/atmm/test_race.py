@@ -35,13 +35,18 @@ def test_who_falls_behind_is_not_timed_again() -> None:
     seconds = run(log, fast=(1.0,), near=(1.2,), behind=(2.0,))
     assert seconds == {"fast": 1.0, "near": 1.2, "behind": 2.0}
     assert log.count("fast") == log.count("near") == 1 + 9
-    assert log.count("behind") == 1 + 3
+    assert log.count("behind") == 1 + 2
+
+
+def test_who_is_slow_at_first_stays_in_the_race() -> None:
+    seconds = run([], late=(3.0, 3.0, 0.9, 0.8), steady=(1.0,))
+    assert seconds["late"] < seconds["steady"]
 
 
 def test_a_race_with_one_left_is_over() -> None:
     log: list[str] = []
     run(log, fast=(1.0,), behind=(2.0,))
-    assert len(log) == 2 * (1 + 3)
+    assert len(log) == 2 * (1 + 2)
 
 
 def test_a_lucky_call_does_not_win() -> None:
@@ -63,4 +68,4 @@ def test_long_calls_need_fewer_turns() -> None:
     log: list[str] = []
     calls = {name: scripted(1.0, log=log, name=name) for name in "ab"}
     race(calls, turns=9, in_race=1.3, enough_s=0.0)
-    assert len(log) == 2 * (1 + 3)
+    assert len(log) == 2 * (1 + 2)
