@@ -28,8 +28,7 @@ def check_tokens(y: Tensor, x: Tensor, site: Site, d_out: int, plan: SegmentPlan
             f"y is {tuple(y.shape)}; {site.name} and a plan of {plan.num_tokens} tokens make "
             f"[{plan.num_tokens}, {d_out}]"
         )
-    if 0 in y.stride() and any(size > 1 and not step for size, step in zip(y.shape, y.stride(), strict=True)):
-        raise ValueError(f"y has strides {y.stride()}; several of its values share one place, give each its own")
+    _check_places("y", y)
     dtype, device = x.dtype, x.device
     if y.dtype is not dtype or y.device != device:
         raise ValueError(f"y is {y.dtype} on {y.device} and x {dtype} on {device}; give one dtype on one device")
@@ -39,6 +38,12 @@ def check_tokens(y: Tensor, x: Tensor, site: Site, d_out: int, plan: SegmentPlan
             f"{site.name}: x is {dtype} on {device}, its packed adapters {packed.layout.dtype} on "
             f"{packed.layout.device}; load adapters in the model's dtype, on its device"
         )
+
+
+def _check_places(name: str, written: Tensor) -> None:
+    strides = written.stride()
+    if 0 in strides and any(size > 1 and not step for size, step in zip(written.shape, strides, strict=True)):
+        raise ValueError(f"{name} has strides {strides}; several of its values share one place, give each its own")
 
 
 def _check_dtype(name: str, dtype: torch.dtype) -> None:
@@ -64,6 +69,7 @@ def check_merge(out: Tensor, base: Tensor, a: Tensor, bt: Tensor) -> None:
             "one device"
         )
     _check_dtype("base", base.dtype)
+    _check_places("out", out)
 
 
 def check_heads(h: Tensor, rows: Sequence[HeadRows]) -> None:
@@ -83,4 +89,9 @@ def check_heads(h: Tensor, rows: Sequence[HeadRows]) -> None:
             raise ValueError(
                 f"rows[{place}].index is {tuple(index.shape)} in {index.dtype} on {index.device}; give one dimension "
                 f"of int64 on {h.device}"
+            )
+        # On a GPU asking would wait for all that is queued there.
+        if index.device.type == "cpu" and len(index) and not 0 <= int(index.min()) <= int(index.max()) < len(h):
+            raise ValueError(
+                f"rows[{place}].index goes from {int(index.min())} to {int(index.max())}; h has rows 0 to {len(h) - 1}"
             )

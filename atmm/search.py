@@ -41,8 +41,8 @@ _FEWEST_GROUPED = 256  # tokens; the grouped products are for prefill
 _TURNS = 7
 _NUM_RANDOM = 1_000_003  # prime, so that factors cut from the values one after the other differ
 _IN_THE_RACE = 1.25  # times the least seconds so far; slower candidates are not timed again
-_CLOSE = 1.15  # times the least seconds; who is no slower may be the fastest
-_FINAL_TURNS = 11
+_CLOSE = 1.1  # times the least seconds; who is no slower may be the fastest
+_FINAL_TURNS = 9
 _LONG_S = 0.015  # each candidate of a bucket is timed this long together before fewer turns will do
 
 

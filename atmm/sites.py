@@ -46,7 +46,8 @@ class Factors(_Pair):
     """One adapter's two factors at one site: `delta = (x a^T) bt`. The adapter's scaling is folded into `bt` already.
 
     a: [r, d_in], bt: [r, d_out]; any strides. Their values may be written anew, but both stay where they are: what lies
-    elsewhere is other factors.
+    elsewhere is other factors. All values are finite: where adapters are multiplied side by side, others' count zero
+    times, which an infinity does not survive.
     """
 
     @functools.cached_property

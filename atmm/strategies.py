@@ -20,7 +20,6 @@ grouped   CUTLASS's grouped products on a GPU, where they are built: a product p
 
 from __future__ import annotations
 
-import functools
 import os
 from collections.abc import Callable
 from typing import Protocol
@@ -160,9 +159,8 @@ class Stacked(GroupShares):
         self._columns = [
             (index, layout.first_rows[index], layout.first_rows[index] + layout.widths[index]) for index in survey.live
         ]
-        signs = _signs(survey)
+        signs, distinct = _signs(survey)
         kept = signs != 0
-        distinct = signs[kept].unique().tolist()
         self._alpha = distinct[0] if len(distinct) == 1 else 1.0
         self._bits = _BITS[layout.dtype.itemsize]
         self._keep = None if kept.all() else kept.to(self._bits).neg_().to(layout.device)
@@ -202,9 +200,9 @@ class Stacked(GroupShares):
 _BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-def _signs(survey: Survey) -> Tensor:
+def _signs(survey: Survey) -> tuple[Tensor, list[float]]:
     """[tokens of the survey, rows of the layout]: the sum of the signs with which a token meets an adapter; 0 is not
-    at all."""
+    at all. And the different ones but 0."""
     keys = {key: place for place, key in enumerate(survey.keys)}
     by_key = torch.zeros(survey.num_tokens, len(keys) + 1)  # the last column: packed, but without a lane
     for key, start, stop, sign in survey.lanes:
@@ -213,7 +211,7 @@ def _signs(survey: Survey) -> Tensor:
     for site in survey.layout.spans:
         for key, _, rank in site.values():
             columns += [keys.get(key, -1)] * rank
-    return by_key[:, columns]
+    return by_key[:, columns], by_key[by_key != 0].unique().tolist()
 
 
 class Gathered(GroupShares):
@@ -228,35 +226,26 @@ class Gathered(GroupShares):
     def __init__(self, survey: Survey) -> None:
         super().__init__(survey)
         layout = survey.layout
-        tensor = functools.partial(torch.tensor, dtype=torch.int64, device=layout.device)
-        by_token = _lanes_by_token(survey)
         # The shrink is made as `a x^T`, which oneDNN reads faster, and with two columns at least, for the same reason.
         self._num_columns = columns = max(2, survey.num_tokens)
-        own: list[int] = []  # places in the shrink [rows of the group, columns], by site, token, lane, rank
-        signs: list[float] = []
+        own: list[Tensor] = []  # places in the shrink [rows of the group, columns], by site, token, lane, rank
+        signs: list[Tensor] = []
         self._parts = []
         # By site: rows of its Bt, and where each token's start among them.
         self._bags: dict[int, tuple[Tensor, Tensor]] = {}
+        first = 0
         for index in survey.live:
-            spans = layout.spans[index]
-            first = len(own)
-            rows: list[int] = []
-            offsets: list[int] = []
-            for token, lanes in enumerate(by_token):
-                offsets.append(len(rows))
-                for key, sign in lanes:
-                    span = spans.get(key)
-                    if span is not None:
-                        first_row = layout.first_rows[index] + span.start
-                        own.extend(row * columns + token for row in range(first_row, first_row + span.rank))
-                        rows.extend(range(span.start, span.start + span.rank))
-                        signs.extend([sign] * span.rank)
-            self._parts.append((index, slice(first, len(own))))
-            self._bags[index] = tensor(rows), tensor(offsets)
-        self._own = tensor(own)
-        distinct = set(signs)
-        self._alpha = distinct.pop() if len(distinct) == 1 else 1.0
-        self._signs = torch.tensor(signs, dtype=layout.dtype, device=layout.device) if distinct else None
+            tokens, rows, site_signs, offsets = _weighed_rows(survey, index)
+            own.append((rows + layout.first_rows[index]) * columns + tokens)
+            signs.append(site_signs)
+            self._parts.append((index, slice(first, first + len(rows))))
+            first += len(rows)
+            self._bags[index] = rows.to(layout.device), offsets.to(layout.device)
+        self._own = torch.cat(own).to(layout.device)
+        all_signs = torch.cat(signs)
+        distinct = all_signs.unique().tolist()
+        self._alpha = distinct[0] if len(distinct) == 1 else 1.0
+        self._signs = all_signs.to(layout.device, layout.dtype) if len(distinct) > 1 else None
 
     def __call__(self, y: Tensor, x: Tensor, site: Site, packed: Packed | None) -> None:
         assert packed is not None
@@ -283,12 +272,30 @@ class Gathered(GroupShares):
 _SUM = 0  # mode of torch.embedding_bag
 
 
-def _lanes_by_token(survey: Survey) -> list[list[tuple[str, float]]]:
-    by_token: list[list[tuple[str, float]]] = [[] for _ in range(survey.num_tokens)]
-    for key, start, stop, sign in survey.lanes:
-        for token in range(start - survey.start, stop - survey.start):
-            by_token[token].append((key, sign))
-    return by_token
+def _weighed_rows(survey: Survey, site: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """What each token weighs of a site's Bt, token after token, lane after lane: its token, row and sign; and where
+    each token's begin."""
+    spans = survey.layout.spans[site]
+    lanes = [
+        (start - survey.start, stop - start, span.start, span.rank, int(sign))
+        for key, start, stop, sign in survey.lanes
+        if (span := spans.get(key)) is not None
+    ]
+    starts, lengths, first_rows, ranks, signs = torch.tensor(lanes, dtype=torch.int64).reshape(len(lanes), 5).unbind(1)
+    lane, token = _counted(lengths)
+    token += starts[lane]
+    in_order = token.argsort(stable=True)  # lanes may overlap
+    lane, token = lane[in_order], token[in_order]
+    place, row = _counted(ranks[lane])
+    lane, own = lane[place], token[place]
+    offsets = torch.bincount(own, minlength=survey.num_tokens).cumsum(0)
+    return own, row + first_rows[lane], signs[lane], torch.cat([offsets.new_zeros(1), offsets[:-1]])
+
+
+def _counted(counts: Tensor) -> tuple[Tensor, Tensor]:
+    """0 to counts[0], 0 to counts[1] and so on, one after the other: whose count, and the number."""
+    whose = torch.repeat_interleave(counts)
+    return whose, torch.arange(len(whose)) - (counts.cumsum(0) - counts)[whose]
 
 
 def _compiled(survey: Survey) -> Strategy:

@@ -100,6 +100,7 @@ BAD_MERGES: dict[str, tuple[Callable[[dict[str, Tensor]], None], str]] = {
     "another out": (lambda t: t.update(out=t["out"][:, 1:]), r"out \(2, 5, 5\)"),
     "another dtype": (lambda t: t.update(a=t["a"].half()), r"a torch.float16.*give one dtype"),
     "another device": (lambda t: t.update(bt=t["bt"].to("meta")), r"bt on meta.*give one device"),
+    "one row for all": (lambda t: t.update(out=t["out"][:, :1].expand(2, 6, 5)), r"out has strides \(30, 0, 1\)"),
     "unknown dtype": (lambda t: t.update({name: tensor.int() for name, tensor in t.items()}), "base is torch.int32"),
 }
 
@@ -121,6 +122,11 @@ def test_merges_that_do_not_fit(bad: str) -> None:
     (
         (HeadRows(torch.zeros(3, 11), None, torch.tensor([0])), r"rows\[1\]\.weight is \(3, 11\).*\[c, 12\]"),
         (HeadRows(torch.zeros(3, 12), torch.zeros(4), torch.tensor([0])), r"rows\[1\]\.bias is \(4,\)"),
+        (
+            HeadRows(torch.zeros(3, 12), None, torch.tensor([2, 7])),
+            r"rows\[1\]\.index goes from 2 to 7; h has rows 0 to 6",
+        ),
+        (HeadRows(torch.zeros(3, 12), None, torch.tensor([-1])), r"rows\[1\]\.index goes from -1 to -1"),
         (HeadRows(torch.zeros(3, 12), None, torch.tensor([0.5])), r"rows\[1\]\.index is \(1,\) in torch.float32"),
         (HeadRows(torch.zeros(3, 12, device="meta"), None, torch.tensor([0])), r"rows\[1\]\.weight .* on meta"),
     ),
