@@ -56,7 +56,9 @@ class Factors(_Pair):
         by row, or does not belong together."""
         a, bt = self
         alike = a.dtype is bt.dtype and a.device == bt.device
-        if not (a.dim() == bt.dim() == 2 and len(a) == len(bt) and alike and a.stride(1) == bt.stride(1) == 1):
+        if not (a.dim() == bt.dim() == 2 and len(a) == len(bt) and alike):
+            return None
+        if any(factor.stride(1) != 1 and len(factor) and factor.shape[1] > 1 for factor in self):
             return None
         numbers = a.data_ptr(), a.stride(0), bt.data_ptr(), bt.stride(0), len(a)
         kept = array.array("q", numbers)

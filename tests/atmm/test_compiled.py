@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from atmm import Factors, Lane, SegmentPlan, add_delta, compiled, merge, reference
+from atmm import Factors, Lane, SegmentPlan, Site, SiteGroup, add_delta, compiled, merge, reference
 from atmm.compiled.lanes import Compiled, Scattered
 from tests.atmm.cases import check_against_reference, make_group, make_input, segments
 
@@ -95,6 +95,18 @@ def test_factors_at_odd_addresses(dtype: torch.dtype, packed: str) -> None:
     group.pack(packed)
     x, outputs = make_input(3, group, dtype)
     assert check_against_reference(group, SegmentPlan(3, [Lane("a", 0, 3)]), x, outputs) > 0
+
+
+@needs_compiler
+def test_columns_of_one_value_and_no_rows_lie_in_rows() -> None:
+    site = Site("site", 1, 5)
+    group = SiteGroup([site])
+    site.factors["a"] = Factors(torch.randn(1, 3).t(), torch.randn(3, 5))
+    site.factors["b"] = Factors(torch.empty(1, 0).t(), torch.empty(5, 0).t())
+    x, outputs = make_input(4, group, torch.float32)
+    plan = SegmentPlan(4, [Lane("a", 0, 2), Lane("b", 2, 4)])
+    assert check_against_reference(group, plan, x, outputs) > 0
+    assert all(factors.rows is not None for factors in site.factors.values())
 
 
 @needs_compiler
