@@ -116,6 +116,10 @@ BAD_BLOCKS = {
         {"nblocks": 2, "target_modules_bd_a": ["q_proj"], "target_modules_bd_b": ["q_"]},
         "names 'q_proj' both in target_modules_bd_a and target_modules_bd_b",
     ),
+    "no divisor of the inputs": (
+        {"nblocks": 3, "target_modules_bd_a": ["q_proj"]},
+        "declared to have 3 blocks, which do not divide the 64 inputs",
+    ),
     "other shapes": ({"nblocks": 2, "target_modules_bd_b": ["q_proj"]}, r"expected \[r, in\] and \[out, r / 2\]"),
 }
 

@@ -259,6 +259,11 @@ def _target(
             f"{path}: factors of {module!r} have shapes {shape_a} and {shape_b}; expected [r, in{_per(cut_a)}] and "
             f"[out, r{_per(cut_b)}]"
         )
+    if expected.d_in % cut_a:
+        raise BadAdapter(
+            f"{path}: {module!r} is declared to have {cut_a} blocks, which do not divide the {expected.d_in} inputs of "
+            "this base model's layer"
+        )
     if (shape_a[1] * cut_a, shape_b[0]) != (expected.d_in, expected.d_out):
         raise BadAdapter(
             f"{path}: {module!r} maps {shape_a[1] * cut_a} to {shape_b[0]}, but this base model's layer maps "
