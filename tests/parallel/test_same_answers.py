@@ -64,7 +64,7 @@ class Family:
         model = build_model(family)
         self.checkpoint = str(folder / "model")
         model.save_pretrained(self.checkpoint)
-        oracle = Oracle(family, model)
+        self.oracle = oracle = Oracle(family, model)
         add_blocks(oracle, "blocks4", 4)
         spec = HeadSpec(
             name="kind", task="classification", labels=("a", "b"), prompt="which", num_frames=1, hidden_size=HIDDEN

@@ -1,0 +1,105 @@
+"""Ranks live through what a busy server does, all at once: answers that are given up between two steps, adapters that
+go while they are used or brought, preemption, reuse of prompts, chunked prompts and switches. Who is answered, is
+answered as plain transformers + PEFT do."""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections.abc import Iterator
+
+import pytest
+
+from tests.harness import FixedModes, Recorded
+from tests.parallel.test_same_answers import Family
+from vlora.types import Mode, Request, RequestOutput, SamplingParams
+
+NUM_REQUESTS = 28
+NUM_TOKENS = 60
+MODES = [(Mode.MIXED, "wide8"), (Mode.UNMERGED, None), (Mode.MIXED, "blocks4"), (Mode.MIXED, "patterned16")]
+
+
+@pytest.fixture(scope="module")
+def family(tmp_path_factory: pytest.TempPathFactory) -> Family:
+    return Family("llava", tmp_path_factory.mktemp("llava"))
+
+
+@pytest.fixture
+def recorded(family: Family) -> Iterator[Recorded]:
+    made = Recorded(
+        copy.copy(family),
+        FixedModes(*MODES[0], plan=MODES),
+        checkpoint=family.checkpoint,
+        max_step_tokens=48,
+        scarce_memory=True,
+        background=True,
+        tensor_parallel=2,
+        sharding=("wide8=slora", "patterned16=slora", "*=replicated"),
+        threads=1,
+    )
+    yield made
+    made.engine.close()
+
+
+def test_who_is_answered_is_answered_rightly(family: Family, recorded: Recorded) -> None:
+    draws = random.Random(4)
+    wanted = [family.oracle.generate(prompt, adapter, NUM_TOKENS)[0] for adapter, prompt in family.cases]
+    engine = recorded.engine
+    asked: dict[str, int] = {}  # case by request
+    outputs: dict[str, list[RequestOutput]] = {}
+    given_up = unloaded = 0
+
+    def take(told: tuple[RequestOutput, ...]) -> None:
+        for output in told:
+            outputs[output.request_id].append(output)
+
+    def is_over(name: str) -> bool:
+        return bool(outputs[name]) and outputs[name][-1].finished
+
+    def ask() -> None:
+        name, case = f"r{len(asked)}", draws.randrange(len(family.cases))
+        adapter, prompt = family.cases[case]
+        asked[name], outputs[name] = case, []
+        engine.add(
+            Request(
+                request_id=name,
+                prompt_ids=prompt.prompt_ids,
+                vision=prompt.vision,
+                adapter=adapter,
+                sampling=SamplingParams(max_tokens=NUM_TOKENS, ignore_eos=True),
+            )
+        )
+
+    while engine.has_work or len(asked) < NUM_REQUESTS:
+        if len(asked) < NUM_REQUESTS:
+            for _ in range(draws.choice((1, 2, 3))):
+                ask()
+        living = [name for name in asked if not is_over(name)]
+        if living and draws.random() < 0.02:
+            given_up += 1
+            output = engine.cancel(draws.choice(living))
+            assert output is not None
+            take((output,))
+        if draws.random() < 0.015:
+            unloaded += 1
+            name = draws.choice(list(family.adapters))
+            take(engine.unload_adapter(name))
+            engine.register_adapters({name: family.adapters[name]})
+        take(engine.step())
+        engine.check_integrity()
+
+    answered = 0
+    for name, case in asked.items():
+        assert is_over(name)
+        if outputs[name][-1].finish_reason == "length":
+            answered += 1
+            assert [token for output in outputs[name] for token in output.token_ids] == wanted[case]
+        else:
+            error = outputs[name][-1].error  # given up, or its adapter was unloaded: nothing else went wrong
+            assert error is not None and error.code in ("cancelled", "aborted"), error
+    stats = engine.stats()
+    cached = [out[-1].timings.num_cached_tokens for out in outputs.values() if out[-1].timings is not None]
+    assert answered > NUM_REQUESTS // 3 and given_up > 1 and unloaded > 1
+    assert stats.num_switches > 0 and any(cached)
+    assert not engine._runner._told and not engine._runner._new, "the others keep requests that are over"
+    assert stats.num_preemptions > 0
