@@ -6,10 +6,10 @@ requests, no models.
 
 from atmm.ahead import compile_ahead
 from atmm.compiled import library as load_kernels
+from atmm.divided import gains_from_copies
 from atmm.head_rows import HeadRows
 from atmm.operator import add_delta, add_deltas, head_logits, merge
 from atmm.segments import Lane, SegmentPlan
-from atmm.selection import reads_in_place
 from atmm.sites import Factors, Site, SiteGroup
 from atmm.strategies import STRATEGIES
 
@@ -24,8 +24,8 @@ __all__ = [
     "add_delta",
     "add_deltas",
     "compile_ahead",
+    "gains_from_copies",
     "head_logits",
     "load_kernels",
     "merge",
-    "reads_in_place",
 ]

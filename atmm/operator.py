@@ -14,7 +14,8 @@ from torch import Tensor
 
 from atmm.checks import check_heads, check_merge, check_tokens
 from atmm.compiled import library
-from atmm.compiled.lanes import Scattered
+from atmm.compiled.lanes import Scattered, serves
+from atmm.divided import Divided
 from atmm.head_rows import HeadRows
 from atmm.segments import SegmentPlan
 from atmm.selection import choose, reads_in_place
@@ -135,7 +136,9 @@ def _prepare(plan: SegmentPlan, packed: Packed | None, x: Tensor, y: Tensor, sit
     if plan.room is not None and x.is_cuda and (missing or packed is None):
         raise ValueError(f"{site.name}: a plan with room needs packed copies of what it may hold; pack the group")
     if missing or packed is None:
-        if plan.strategy in (None, "compiled") and reads_in_place(plan.num_tokens, x.device, x.dtype):
+        if plan.strategy is None and serves(x.device, x.dtype):
+            return Divided(plan.lanes)
+        if plan.strategy == "compiled" and reads_in_place(plan.num_tokens, x.device, x.dtype):
             return Scattered(plan.lanes)
         if plan.strategy not in (None, "loop"):
             raise ValueError(

@@ -21,7 +21,7 @@ grouped   CUTLASS's grouped products on a GPU, where they are built: a product p
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import torch
@@ -85,13 +85,12 @@ class Unpacked(Loop):
         self._keys = frozenset(lane.key for lane in lanes)
 
     def __call__(self, y: Tensor, x: Tensor, site: Site, packed: Packed | None) -> None:
-        self._check(site, x)
+        self.check((site,), x)
         super().__call__(y, x, site, packed)
 
     def add_all(self, y: Tensor, x: Tensor, group: SiteGroup) -> None:
         """Of no site before all have been looked at."""
-        for site in group.sites:
-            self._check(site, x)
+        self.check(group.sites, x)
         rows = y if y.stride(1) == 1 else y.contiguous()
         column = 0
         for site in group.sites:
@@ -100,9 +99,11 @@ class Unpacked(Loop):
         if rows is not y:
             y.copy_(rows)
 
-    def _check(self, site: Site, x: Tensor) -> None:
-        for key in self._keys & site.factors.keys():
-            check_reads(site, key, site.factors[key], x)
+    def check(self, sites: Sequence[Site], x: Tensor) -> None:
+        """Raises ValueError for factors of these sites that do not fit them or x."""
+        for site in sites:
+            for key in self._keys & site.factors.keys():
+                check_reads(site, key, site.factors[key], x)
 
 
 class Batched:

@@ -180,7 +180,6 @@ def ahead() -> Iterator[list[str]]:
     handle.cache_clear()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(atmm.operator, "choose", lambda survey, transposed: "tiled")
-        patch.setattr(atmm.operator, "reads_in_place", lambda *shape: False)
         patch.setattr(atmm.strategies, "triton_interprets", lambda: True)
         group = make_group({}, d_in=256, d_outs=(128, 64), dtype=torch.bfloat16)
         # A third of the space is compiled here, and as much of it drawn: all takes a minute.

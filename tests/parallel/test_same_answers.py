@@ -174,7 +174,7 @@ def test_what_ranks_say_is_what_the_formulas_say(team: Team) -> None:
 @on(("qwen2_vl", 2))
 def test_packed_copies_on_all_ranks(team: Team, monkeypatch: pytest.MonkeyPatch) -> None:
     """As if decoding did not read adapters where they lie: the set of a batch is packed once it came back."""
-    monkeypatch.setattr("atmm.reads_in_place", lambda *_: False)
+    monkeypatch.setattr("atmm.gains_from_copies", lambda *_: True)
     team.check(Mode.UNMERGED)
     packed = team.recorded.engine._bank._packed
     assert packed is not None and {key.rpartition("@")[0] for key in packed.keys} == set(team.adapters)

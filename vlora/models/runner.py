@@ -194,7 +194,7 @@ class ModelRunner:
         visual_mask, deepstack = packed.place_visuals(embeddings)
         lanes = packed.lanes(batch.mode, merged)
         leads = self._group is None or self._group.leads
-        if leads and not atmm.reads_in_place(len(packed.token_ids), device, seam.dtype):
+        if leads and atmm.gains_from_copies(lanes, device, seam.dtype):
             self._bank.pack_for(lane.key for lane in lanes)
         step = StepAttention(
             cache=self._cache,

@@ -16,8 +16,8 @@ _SWEEPS = 4  # per sample; the fit starts from the last one, so a few suffice
 # several of one unmerged; merged steps would never tell.
 _SWEEP_ORDER = (6, 5, 3, 2, 1, 0, 4)
 _FORGOTTEN = 1e-12  # a feature last seen so long ago that its coefficient is left alone
-# A step of more tokens is wide: there a CPU multiplies with each adapter by itself, while it reads those of a narrow
-# one where they lie, row by row, all in one go (`atmm.selection`).
+# A step of more tokens is wide: it holds a prompt, whose adapter a CPU multiplies with by itself, while it reads those
+# of short lanes where they lie, row by row, all in one go (`atmm.divided`).
 NARROW = 32
 
 
