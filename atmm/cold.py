@@ -10,6 +10,7 @@ from torch import Tensor
 
 from atmm.compiled import library
 from atmm.sites import SiteGroup
+from atmm.strategies import NEED_NO_COPY
 
 _OWN_CACHES_BYTES = 4 * 2**20  # more than a core has to itself
 _ALL_CACHES_BYTES = 256 * 2**20  # more than most machines have; only where lines cannot be evicted one by one
@@ -41,6 +42,18 @@ class Caches:
 
 def factors_of(group: SiteGroup) -> list[Tensor]:
     """All that a group's deltas are computed from: its sites' factors and their packed copy."""
-    found = [tensor for site in group.sites for factors in site.factors.values() for tensor in factors]
+    return [*_own(group), *_copied(group)]
+
+
+def read_by(strategy: str, group: SiteGroup) -> list[Tensor]:
+    """What of that a strategy reads."""
+    return _own(group) if strategy in NEED_NO_COPY else _copied(group)
+
+
+def _own(group: SiteGroup) -> list[Tensor]:
+    return [tensor for site in group.sites for factors in site.factors.values() for tensor in factors]
+
+
+def _copied(group: SiteGroup) -> list[Tensor]:
     packed = group.packed
-    return found if packed is None else [*found, packed.a, *packed.bts, *packed.bs]
+    return [] if packed is None else [packed.a, *packed.bts, *packed.bs]

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from atmm.compiled.lanes import Scattered, serves
+from atmm.loop import Loop
 from atmm.segments import Lane
 from atmm.sites import Packed, Site, SiteGroup
-from atmm.strategies import Unpacked
 
 # Tokens of a lane up to which it costs the compiled kernels less to read its adapter's rows anew for each than it costs
 # two products to be called (docs/decisions.md, 2026-11-22).
@@ -28,7 +28,7 @@ class Divided:
 
     def __init__(self, lanes: Sequence[Lane]) -> None:
         self._short = Scattered([lane for lane in lanes if not _is_long(lane)])
-        self._long = Unpacked(tuple(filter(_is_long, lanes)))
+        self._long = Loop(tuple(filter(_is_long, lanes)))
 
     def __call__(self, y: Tensor, x: Tensor, site: Site, packed: Packed | None) -> None:
         self._long.check((site,), x)
@@ -40,6 +40,11 @@ class Divided:
         self._long.check(group.sites, x)
         self._short.add_all(y, x, group)
         self._long.add_all(y, x, group)
+
+
+def divides(lanes: Sequence[Lane]) -> bool:
+    """Whether some of the lanes are short and others long: elsewhere this is one way or the other."""
+    return 0 < sum(map(_is_long, lanes)) < len(lanes)
 
 
 def gains_from_copies(lanes: Sequence[Lane], device: torch.device, dtype: torch.dtype) -> bool:

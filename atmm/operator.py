@@ -17,10 +17,11 @@ from atmm.compiled import library
 from atmm.compiled.lanes import Scattered, serves
 from atmm.divided import Divided
 from atmm.head_rows import HeadRows
+from atmm.loop import Loop, Unpacked
 from atmm.segments import SegmentPlan
-from atmm.selection import choose, reads_in_place
+from atmm.selection import choose
 from atmm.sites import Packed, Site, SiteGroup
-from atmm.strategies import STRATEGIES, Loop, Strategy, Unpacked, known, lies_transposed, prepare
+from atmm.strategies import NEED_NO_COPY, STRATEGIES, Strategy, known, lies_transposed, prepare
 from atmm.survey import Survey
 
 # Ranks up to which one compiled pass over the weights beats torch's two, whose arithmetic is faster (docs/decisions.md,
@@ -136,11 +137,12 @@ def _prepare(plan: SegmentPlan, packed: Packed | None, x: Tensor, y: Tensor, sit
     if plan.room is not None and x.is_cuda and (missing or packed is None):
         raise ValueError(f"{site.name}: a plan with room needs packed copies of what it may hold; pack the group")
     if missing or packed is None:
-        if plan.strategy is None and serves(x.device, x.dtype):
+        serving = serves(x.device, x.dtype)
+        if plan.strategy in (None, "divided") and serving:
             return Divided(plan.lanes)
-        if plan.strategy == "compiled" and reads_in_place(plan.num_tokens, x.device, x.dtype):
+        if plan.strategy == "compiled" and serving:
             return Scattered(plan.lanes)
-        if plan.strategy not in (None, "loop"):
+        if plan.strategy is not None and plan.strategy not in NEED_NO_COPY:
             raise ValueError(
                 f"{site.name}: strategy {plan.strategy!r} needs a packed copy of {', '.join(missing)}; "
                 "pack the group, or use 'loop'"

@@ -20,8 +20,9 @@ from torch import Tensor
 
 from atmm import reference
 from atmm.bucket import Bucket, Evenness
-from atmm.cold import Caches, factors_of
+from atmm.cold import Caches, read_by
 from atmm.compiled.lanes import serves
+from atmm.divided import divides
 from atmm.grouped.lanes import serves as built
 from atmm.grouped.tiling import sensible as grouped_tiles
 from atmm.operator import add_delta, add_deltas
@@ -188,14 +189,15 @@ def measure(case: Case, group: SiteGroup, device: str) -> Finding:
     x, outputs = case.input(device)
     if x.is_cuda:
         outputs = [torch.cat(outputs, 1)]  # there the engine serves a group at once
-    caches, factors = _caches(device, x.dtype), factors_of(group)
+    caches = _caches(device, x.dtype)
     transposed = comes_transposed(x)
 
-    def timed(plan: SegmentPlan) -> float:
+    def timed(plan: SegmentPlan, factors: Sequence[Tensor]) -> float:
         caches.forget(factors)
         return _time(group, plan, x, outputs)
 
-    calls = {name: functools.partial(timed, case.plan(name)) for name in candidates(survey, transposed)}
+    names = candidates(survey, transposed)
+    calls = {name: functools.partial(timed, case.plan(name), read_by(name, group)) for name in names}
     ruled = rule(survey, transposed)
     seconds = race(calls, _TURNS, _IN_THE_RACE, _LONG_S)
     best = min(seconds.values())
@@ -217,6 +219,8 @@ def candidates(survey: Survey, transposed: bool) -> list[str]:
     names = [name for name, seconds in estimates.items() if seconds <= _MOST_ESTIMATED * least]
     if serves(layout.device, layout.dtype) and survey.num_tokens <= _MOST_COMPILED:
         names.append("compiled")
+    if serves(layout.device, layout.dtype) and divides(survey.lanes):
+        names.append("divided")
     if layout.device.type == "cuda":
         from atmm.tiled.tiling import sensible
 

@@ -14,6 +14,7 @@ import torch
 
 from atmm.bucket import Bucket
 from atmm.compiled.lanes import serves
+from atmm.divided import divides
 from atmm.strategies import served
 from atmm.survey import Survey
 from atmm.tables import table_for
@@ -41,10 +42,13 @@ def choose(survey: Survey, transposed: bool = False) -> str:
 
 
 def rule(survey: Survey, transposed: bool = False) -> str:
-    """What is chosen where nobody has measured: the compiled kernels for thin batches, else the least estimate."""
+    """What is chosen where nobody has measured: the compiled kernels for thin batches and short lanes, else the least
+    estimate."""
     layout = survey.layout
     if reads_in_place(survey.num_tokens, layout.device, layout.dtype):
         return "compiled"
+    if divides(survey.lanes) and serves(layout.device, layout.dtype):
+        return "divided"
     if transposed and max(layout.widths) <= _WIDEST_TRANSPOSED:
         return "gathered" if survey.num_tokens * max(layout.d_outs) <= _FEW_VALUES else "stacked"
     seconds = estimate(survey)

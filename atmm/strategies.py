@@ -14,6 +14,8 @@ tiled     Triton kernels on a GPU: tiles of tokens against their own adapter's r
           registers. With the sizes of its tiles behind the name where a search has chosen them.
 compiled  on a CPU with a compiler: each token reads its own rows and no others, in both products, and a call costs
           little. For decoding, where it is bound by the adapters' bytes.
+divided   on a CPU with a compiler: short lanes by its kernels and long ones by two products, both from the sites' own
+          factors. For prompts beside requests that decode. Needs no packed copy.
 grouped   CUTLASS's grouped products on a GPU, where they are built: a product per lane. Always with the sizes of its
           tiles behind the name. For prefill.
 """
@@ -21,7 +23,7 @@ grouped   CUTLASS's grouped products on a GPU, where they are built: a product p
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Protocol
 
 import torch
@@ -29,11 +31,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from atmm.compiled.lanes import Compiled, serves
+from atmm.divided import Divided
 from atmm.grouped import lanes as grouped
+from atmm.loop import Loop
 from atmm.processor import prefers_weight_left
-from atmm.segments import Lane, SegmentPlan
+from atmm.segments import SegmentPlan
 from atmm.shares import GroupShares
-from atmm.sites import Layout, Packed, Site, SiteGroup, check_reads
+from atmm.sites import Layout, Packed, Site, SiteGroup
 from atmm.survey import Survey
 
 
@@ -53,57 +57,6 @@ class Strategy(Protocol):
         strategy had better be prepared anew."""
 
     def __call__(self, y: Tensor, x: Tensor, site: Site, packed: Packed | None) -> None: ...
-
-
-class Loop:
-    """Segment loop of `addmm_`, from the site's own factors."""
-
-    adds_transposed = False
-    add_all: Callable[[Tensor, Tensor, SiteGroup], None] | None = None
-    refill = None
-
-    def __init__(self, lanes: tuple[Lane, ...]) -> None:
-        self._lanes = lanes
-
-    @classmethod
-    def prepare(cls, survey: Survey) -> Loop:
-        return cls(survey.lanes)
-
-    def __call__(self, y: Tensor, x: Tensor, site: Site, packed: Packed | None) -> None:
-        factors_of = site.factors
-        for key, start, stop, sign in self._lanes:
-            factors = factors_of.get(key)
-            if factors is not None:
-                y[start:stop].addmm_(F.linear(x[start:stop], factors.a), factors.bt, alpha=sign)
-
-
-class Unpacked(Loop):
-    """The same for plans with adapters that are not packed: nobody has looked at their factors yet."""
-
-    def __init__(self, lanes: tuple[Lane, ...]) -> None:
-        super().__init__(lanes)
-        self._keys = frozenset(lane.key for lane in lanes)
-
-    def __call__(self, y: Tensor, x: Tensor, site: Site, packed: Packed | None) -> None:
-        self.check((site,), x)
-        super().__call__(y, x, site, packed)
-
-    def add_all(self, y: Tensor, x: Tensor, group: SiteGroup) -> None:
-        """Of no site before all have been looked at."""
-        self.check(group.sites, x)
-        rows = y if y.stride(1) == 1 else y.contiguous()
-        column = 0
-        for site in group.sites:
-            super().__call__(rows[:, column : column + site.d_out], x, site, None)
-            column += site.d_out
-        if rows is not y:
-            y.copy_(rows)
-
-    def check(self, sites: Sequence[Site], x: Tensor) -> None:
-        """Raises ValueError for factors of these sites that do not fit them or x."""
-        for site in sites:
-            for key in self._keys & site.factors.keys():
-                check_reads(site, key, site.factors[key], x)
 
 
 class Batched:
@@ -304,6 +257,12 @@ def _compiled(survey: Survey) -> Strategy:
     return Compiled(survey) if serves(survey.layout.device, survey.layout.dtype) else Gathered(survey)
 
 
+def _divided(survey: Survey) -> Strategy:
+    """The same: without the kernels every lane is a long one."""
+    serving = serves(survey.layout.device, survey.layout.dtype)
+    return Divided(survey.lanes) if serving else Loop(survey.lanes)
+
+
 def _tiled(survey: Survey, name: str = "tiled") -> Strategy:
     """The Triton kernels, or where they cannot run the strategy that is nearest to them."""
     if survey.layout.device.type == "cuda" or triton_interprets():
@@ -320,13 +279,18 @@ def triton_interprets() -> bool:
 
 
 STRATEGIES: dict[str, Callable[[Survey], Strategy]] = {
-    "loop": Loop.prepare,
+    "loop": lambda survey: Loop(survey.lanes),
     "batched": Batched,
     "stacked": Stacked,
     "gathered": Gathered,
     "compiled": _compiled,
+    "divided": _divided,
     "tiled": _tiled,
 }
+
+
+NEED_NO_COPY = frozenset({"loop", "divided"})
+"""Those that read the sites' own factors, packed or not."""
 
 
 def known(name: str) -> bool:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from atmm import Factors, Lane, SegmentPlan, add_delta, add_deltas, gains_from_copies
-from atmm.divided import SHORT, Divided
+from atmm import Factors, Lane, SegmentPlan, add_delta, add_deltas, gains_from_copies, loop
+from atmm.divided import SHORT, Divided, divides
+from atmm.selection import rule
+from atmm.survey import Survey
 from tests.atmm.cases import check_against_reference, make_group, make_input, segments
 from tests.atmm.test_compiled import needs_compiler
 
@@ -47,6 +49,33 @@ def test_nothing_is_added_where_either_kind_has_bad_factors(bad: str) -> None:
     with pytest.raises(ValueError, match=bad):
         add_delta(outputs[-1], x, last, SegmentPlan(40, plan.lanes))
     assert torch.equal(outputs[-1], before)
+
+
+@needs_compiler
+@pytest.mark.parametrize("together", (False, True))
+def test_a_long_lane_s_factors_are_looked_at_once_a_site(together: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    looked: list[str] = []
+    monkeypatch.setattr(loop, "check_reads", lambda site, key, *_: looked.append(f"{site.name} {key}"))
+    group = make_group({"short": 4, "long": 8})
+    plan = SegmentPlan(40, segments({"short": 4, "long": 36}))
+    x, outputs = make_input(40, group, torch.float32)
+    if together:
+        add_deltas(torch.cat(outputs, 1), x, group, plan)
+    else:
+        for site, y in zip(group.sites, outputs, strict=True):
+            add_delta(y, x, site, plan)
+    assert looked == [f"{site.name} long" for site in group.sites]
+
+
+@needs_compiler
+def test_it_is_the_rule_for_packed_adapters_of_short_and_long_lanes() -> None:
+    group = make_group({key: 4 for key in "abcd"})
+    group.pack("abcd")
+    assert group.packed is not None
+    for lengths, expected in (((1, 1, 1, 64), True), ((1, 1, 1, 2), False), ((64, 64, 64, 64), False)):
+        plan = SegmentPlan(sum(lengths), segments(dict(zip("abcd", lengths, strict=True))))
+        assert divides(plan.lanes) == expected
+        assert (rule(Survey(plan, group.packed.layout)) == "divided") == expected
 
 
 @needs_compiler

@@ -12,7 +12,9 @@ from hypothesis import strategies as st
 
 from atmm import STRATEGIES
 from atmm.bucket import Bucket, Evenness
-from atmm.cold import Caches, factors_of
+from atmm.cold import Caches, factors_of, read_by
+from atmm.compiled.lanes import serves
+from atmm.operator import add_delta
 from atmm.search import ADAPTERS, RANKS, TOKENS, Case, Shape, candidates, cases, error, measure, read, search
 from atmm.selection import rule
 from atmm.survey import Survey
@@ -76,6 +78,34 @@ def test_what_leaves_the_caches_is_as_it_was() -> None:
     Caches("cpu", torch.float32).forget(factors)
     assert len(factors) == 2 * 2 * 3 + 1 + 3 + len(group.packed.bs if group.packed else ())
     assert all(torch.equal(now, then) for now, then in zip(factors, before, strict=True))
+
+
+def test_what_a_strategy_reads_is_what_moves_its_outputs() -> None:
+    case = Case(SMALL[0], 8, "float32", 2, 24, False)
+    for name in ("loop", "divided", "batched", "stacked", "gathered", "compiled"):
+        group = case.group("cpu")
+        x, before = case.input("cpu")
+        _, after = case.input("cpu")
+        add_delta(before[0], x, group.sites[0], case.plan(name))
+        read = {id(tensor) for tensor in read_by(name, group)}
+        for tensor in factors_of(group):
+            if id(tensor) not in read:
+                tensor.fill_(float("nan"))
+        add_delta(after[0], x, group.sites[0], case.plan(name))
+        assert torch.equal(before[0], after[0])
+        for tensor in read_by(name, group):
+            tensor.fill_(float("nan"))
+        add_delta(after[0], x, group.sites[0], case.plan(name))
+        assert after[0].isnan().any()
+
+
+def test_divided_is_timed_where_some_lanes_are_short_and_some_long() -> None:
+    for case, expected in (
+        (Case(SMALL[0], 8, "float32", 4, 64, False), serves(torch.device("cpu"), torch.float32)),
+        (Case(SMALL[0], 8, "float32", 4, 64, True), False),
+        (Case(SMALL[0], 8, "float32", 4, 8, False), False),
+    ):
+        assert ("divided" in candidates(survey_of(case), transposed=False)) == expected
 
 
 def test_a_stopped_search_goes_on(tmp_path: Path) -> None:

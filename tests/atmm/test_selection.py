@@ -166,7 +166,7 @@ def test_an_unknown_strategy_is_refused_by_name() -> None:
         operator.add_delta(outputs[0], x, group.sites[0], SegmentPlan(2, [Lane("a", 0, 2)], "fastest"))
 
 
-@pytest.mark.parametrize("strategy", [name for name in STRATEGIES if name not in ("loop", "compiled")])
+@pytest.mark.parametrize("strategy", [name for name in STRATEGIES if name not in ("loop", "divided", "compiled")])
 def test_a_strategy_that_needs_a_packed_copy_says_so(strategy: str) -> None:
     group = make_group({"a": 4, "b": 4})
     x, outputs = make_input(2, group, torch.float32)

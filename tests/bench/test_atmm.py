@@ -5,6 +5,8 @@ from __future__ import annotations
 import functools
 import itertools
 import json
+import random
+import statistics
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -49,18 +51,36 @@ def test_a_choice_far_behind_is_raced_again_and_what_it_takes_then_counts() -> N
 def test_spread_is_of_all_cells_together_and_of_none_because_it_takes_longer() -> None:
     steady, uneven = [1.0] * 20, [1.0] * 18 + [2.0, 2.0]
     cells = [{"chosen": uneven, "a": steady, "b": [100 * taken for taken in steady]}]
-    assert bench._spread(cells) == {"chosen": 2.0, "others": 1.0}
+    assert bench.Spread.of(cells) == (2.0, 1.0, 0.0)
     cells += [{"chosen": steady, "a": steady}] * 3
-    assert bench._spread(cells) == {"chosen": 1.0, "others": 1.0}  # two of eighty calls
+    spread = bench.Spread.of(cells)
+    assert spread[:2] == (1.0, 1.0)  # two of eighty calls
+    assert spread.error > 0.1  # but of other cells it might have been more
+
+
+def test_the_error_of_a_spread_is_how_much_it_varies_between_runs() -> None:
+    def run(seed: int) -> bench.Spread:
+        draw = random.Random(seed)
+        return bench.Spread.of(
+            [
+                {name: [draw.lognormvariate(0, 0.1) for _ in range(9)] for name in ("chosen", "a", "b")}
+                for _ in range(60)
+            ]
+        )
+
+    runs = [run(seed) for seed in range(20)]
+    varied = statistics.stdev(spread.chosen / spread.others for spread in runs)
+    assert varied / 2 < statistics.fmean(spread.error for spread in runs) < 2 * varied
 
 
 @pytest.mark.parametrize("kept", sorted(RESULTS.glob("atmm_*.json")), ids=lambda path: path.stem)
 def test_what_is_stated_follows_from_the_cells_that_are_kept(kept: Path) -> None:
     found = json.loads(kept.read_text())
-    spread = found.get("spread")
-    stated = [goal.as_dict() for goal in bench._goals(found["rows"], spread or {"chosen": 1.0, "others": 1.0})]
-    kept_goals = found["goals"]
-    if spread is None:  # measured when spread was taken cell by cell
+    # Older ones took spread cell by cell, or told no error of it.
+    told = "error" in found.get("spread", {})
+    spread = bench.Spread(**found["spread"]) if told else bench.Spread(1.0, 1.0, 0.0)
+    stated, kept_goals = [goal.as_dict() for goal in bench._goals(found["rows"], spread)], found["goals"]
+    if not told:
         stated, kept_goals = ([goal for goal in goals if "p95" not in goal["name"]] for goals in (stated, kept_goals))
     assert stated == kept_goals
     assert found["env"]["machine"] and found["env"]["commit"]

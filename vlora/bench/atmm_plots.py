@@ -17,7 +17,7 @@ _OTHERS = (
     *("PEFT layer", "gather and bmm", "padded einsum", "plain loop"),  # on a CPU
     *("bgmv", "sgmv", "mbgmm", "vllm", "sglang", "einsum"),  # on a GPU
 )
-_STRATEGIES = "loop", "batched", "stacked", "gathered", "compiled", "tiled", "grouped"
+_STRATEGIES = "loop", "batched", "stacked", "gathered", "compiled", "tiled", "grouped", "divided"
 _COLORS = {name: f"C{index}" for index, name in enumerate(_STRATEGIES)}
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections import Counter
 from collections.abc import Mapping, Sequence
 
 import numpy as np
@@ -27,6 +28,22 @@ class Row:
     first: int
     last: int
     context: np.ndarray
+
+
+def lane_by_lane(items: Sequence[BatchItem], merged: str | None) -> list[BatchItem]:
+    """The order of a packed batch: tokens of one adapter side by side, so that they make one lane.
+
+    Short lanes come before long ones: what the decode kernels read is then a narrow range of the batch. The merged
+    adapter's tokens go last, so that all others, which share the deLoRA lane, are side by side too.
+    """
+    num_tokens: Counter[str | None] = Counter()
+    for item in items:
+        num_tokens[item.adapter] += item.num_tokens
+
+    def place(item: BatchItem) -> tuple[bool, int, str]:
+        return item.adapter is not None and item.adapter == merged, num_tokens[item.adapter], item.adapter or ""
+
+    return sorted(items, key=place)
 
 
 class ForwardBatch:

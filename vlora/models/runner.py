@@ -14,7 +14,7 @@ from vlora.errors import BadRequest, StepFailed, VLoraError
 from vlora.memory.arena import PAGE_BYTES, Arena
 from vlora.models.attention import DecodeRows, KVCache, PrefillSpan, StepAttention, decode_rows
 from vlora.models.bank import AdapterBank
-from vlora.models.forward import ForwardBatch, Row
+from vlora.models.forward import ForwardBatch, Row, lane_by_lane
 from vlora.models.grammar import Cursor, hold
 from vlora.models.head_reading import read_heads
 from vlora.models.product import linear
@@ -183,13 +183,8 @@ class ModelRunner:
         """The packed batch and its hidden states [T, hidden]."""
         seam = self._seam
         device = seam.device
-        # Tokens of one adapter side by side make one lane; the merged adapter's go last, so that all others, which
-        # share the deLoRA lane, are side by side too.
         merged = batch.merged_adapter
-        ordered = sorted(
-            items, key=lambda item: (item.adapter is not None and item.adapter == merged, item.adapter or "")
-        )
-        packed = ForwardBatch(self._states, ordered, self._block_size, self._block_rows)
+        packed = ForwardBatch(self._states, lane_by_lane(items, merged), self._block_size, self._block_rows)
         embeddings = seam.embed(torch.from_numpy(packed.token_ids).to(device))
         visual_mask, deepstack = packed.place_visuals(embeddings)
         lanes = packed.lanes(batch.mode, merged)

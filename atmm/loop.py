@@ -1,0 +1,64 @@
+"""The strategy that is right everywhere: lane by lane, two products, from the sites' own factors."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from atmm.segments import Lane
+from atmm.sites import Packed, Site, SiteGroup, check_reads
+
+
+class Loop:
+    """Segment loop of `addmm_`. For plans whose factors somebody has looked at: who packed them, or `check`."""
+
+    adds_transposed = False
+    refill = None
+
+    def __init__(self, lanes: Sequence[Lane]) -> None:
+        self._lanes = tuple(lanes)
+        self._keys = frozenset(lane.key for lane in lanes)
+
+    def __call__(self, y: Tensor, x: Tensor, site: Site, packed: Packed | None) -> None:
+        factors_of = site.factors
+        for key, start, stop, sign in self._lanes:
+            factors = factors_of.get(key)
+            if factors is not None:
+                y[start:stop].addmm_(F.linear(x[start:stop], factors.a), factors.bt, alpha=sign)
+
+    def add_all(self, y: Tensor, x: Tensor, group: SiteGroup) -> None:
+        """For the whole group at once. y: [T, sum of d_out], the sites' outputs side by side."""
+        rows = y if y.stride(1) == 1 else y.contiguous()
+        column = 0
+        for site in group.sites:
+            self(rows[:, column : column + site.d_out], x, site, None)
+            column += site.d_out
+        if rows is not y:
+            y.copy_(rows)
+
+    def check(self, sites: Sequence[Site], x: Tensor) -> None:
+        """Raises ValueError for factors of these sites that do not fit them or x."""
+        for site in sites:
+            for key in self._keys & site.factors.keys():
+                check_reads(site, key, site.factors[key], x)
+
+
+class Unpacked:
+    """The same for plans with adapters that are not packed: nobody has looked at their factors yet."""
+
+    adds_transposed = False
+    refill = None
+
+    def __init__(self, lanes: Sequence[Lane]) -> None:
+        self._loop = Loop(lanes)
+
+    def __call__(self, y: Tensor, x: Tensor, site: Site, packed: Packed | None) -> None:
+        self._loop.check((site,), x)
+        self._loop(y, x, site, packed)
+
+    def add_all(self, y: Tensor, x: Tensor, group: SiteGroup) -> None:
+        """Of no site before all have been looked at."""
+        self._loop.check(group.sites, x)
+        self._loop.add_all(y, x, group)
