@@ -217,10 +217,11 @@ def candidates(survey: Survey, transposed: bool) -> list[str]:
     estimates = estimate(survey)
     least = min(estimates.values())
     names = [name for name, seconds in estimates.items() if seconds <= _MOST_ESTIMATED * least]
-    if serves(layout.device, layout.dtype) and survey.num_tokens <= _MOST_COMPILED:
-        names.append("compiled")
-    if serves(layout.device, layout.dtype) and divides(survey.lanes):
-        names.append("divided")
+    if serves(layout.device, layout.dtype):
+        if survey.num_tokens <= _MOST_COMPILED:
+            names.append("compiled")
+        if divides(survey.lanes):
+            names.append("divided")
     if layout.device.type == "cuda":
         from atmm.tiled.tiling import sensible
 

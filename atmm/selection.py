@@ -42,8 +42,8 @@ def choose(survey: Survey, transposed: bool = False) -> str:
 
 
 def rule(survey: Survey, transposed: bool = False) -> str:
-    """What is chosen where nobody has measured: the compiled kernels for thin batches and short lanes, else the least
-    estimate."""
+    """What is chosen where nobody has measured: the compiled kernels for thin batches, and for the short of lanes that
+    are not all alike, else the least estimate."""
     layout = survey.layout
     if reads_in_place(survey.num_tokens, layout.device, layout.dtype):
         return "compiled"

@@ -30,6 +30,7 @@ KINDS = {
     "even": (12, segments({"a": 4, "b": 4, "c": 4})),
     "decode": (3, segments({"a": 1, "b": 1, "c": 1})),
     "ragged": (13, segments({"c": 8, "a": 1, "b": 4})),
+    "short and long": (29, segments({"a": 1, "b": 24, "c": 4})),
     "empty segment": (6, segments({"a": 3, "b": 0, "c": 3})),
     "base tokens around": (12, segments({"b": 2, "c": 2}, start=5)),
     "base tokens between": (9, [Lane("a", 0, 2), Lane("b", 4, 6), Lane("a", 7, 9)]),

@@ -113,8 +113,8 @@ def _measure(case: Case, rounds: int) -> tuple[dict[str, Any], dict[str, list[fl
     if case.num_tokens * case.rank * (site.d_in + site.d_out) * x.element_size() <= _MOST_GATHERED_BYTES:
         calls["gather and bmm"] = _gather_bmm(a, bt, plan, x, rows)
     caches = Caches("cpu", x.dtype)
-    # Strategies among themselves as the search meets them, by the thread's own seconds: a choice one turn in twenty of
-    # which another process interrupted is no worse a choice. Against others what counts is the time that passes.
+    # Strategies among themselves as the search meets them, by CPU seconds: what the machine's other work takes is no
+    # part of a choice. Against other ways to add deltas the time that passes counts.
     among = {name: _cold(call, caches, read_by(name, group), time.process_time) for name, call in strategies.items()}
     by_strategy = _raced(among, chosen, _TURNS_PER_ROUND * rounds)
     best = min(by_strategy, key=by_strategy.__getitem__)
