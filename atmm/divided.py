@@ -20,7 +20,8 @@ SHORT = 8
 class Divided:
     """Short lanes by the compiled kernels, all in one call, and long ones by two products each.
 
-    Only where `serves` of the compiled kernels holds.
+    The kernels pass over every token between the first short lane and the last: batches are best sorted by the lengths
+    of their lanes. Only where `serves` of the compiled kernels holds.
     """
 
     adds_transposed = False
