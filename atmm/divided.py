@@ -43,14 +43,14 @@ class Divided:
         self._long.add_all(y, x, group)
 
 
-def divides(lanes: Sequence[Lane]) -> bool:
-    """Whether some of the lanes are short and others long: elsewhere this is one way or the other."""
-    return 0 < sum(map(_is_long, lanes)) < len(lanes)
-
-
 def gains_from_copies(lanes: Sequence[Lane], device: torch.device, dtype: torch.dtype) -> bool:
     """Whether packed copies of their adapters could make such lanes faster: of long ones, which then share products."""
     return not serves(device, dtype) or sum(map(_is_long, lanes)) > 1
+
+
+def divides(lanes: Sequence[Lane]) -> bool:
+    """Whether some of the lanes are short and others long: elsewhere this is one way or the other."""
+    return 0 < sum(map(_is_long, lanes)) < len(lanes)
 
 
 def _is_long(lane: Lane) -> bool:
