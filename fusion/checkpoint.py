@@ -21,6 +21,7 @@ from fusion.pack import Score, Trained
 from vlora.errors import BadPlan
 
 _UNFINISHED = "unfinished-"
+_MADE_OF = "run.json"
 State = dict[str, torch.Tensor]
 
 
@@ -30,13 +31,13 @@ class Checkpoint:
     def __init__(self, folder: Path, identity: Mapping[str, str], *, resume: bool) -> None:
         """Go on with what is in the folder, or begin anew. Raises BadPlan, by name, where it came of something else."""
         self._folder = folder
-        made_of = folder / "run.json"
+        made_of = folder / _MADE_OF
         if resume and made_of.exists():
-            _refuse_others(made_of, identity)
+            refuse_others(folder, identity)
         else:
             shutil.rmtree(folder, ignore_errors=True)
             folder.mkdir(parents=True)
-            temporary = folder / f"{_UNFINISHED}run.json"
+            temporary = folder / f"{_UNFINISHED}{_MADE_OF}"
             _write_through(temporary, json.dumps(dict(identity), indent=1).encode())
             temporary.rename(made_of)
             _sync(folder)
@@ -85,9 +86,13 @@ class Checkpoint:
         return self._folder / hashlib.sha256(key.encode()).hexdigest()[:24]
 
 
-def _refuse_others(made_of: Path, identity: Mapping[str, str]) -> None:
+def refuse_others(folder: Path, identity: Mapping[str, str]) -> None:
+    """Raises BadPlan, by name, where trainings in the folder came of something else, or cannot be told."""
+    made_of = folder / _MADE_OF
     try:
         before = json.loads(made_of.read_text())
+    except FileNotFoundError:
+        return
     except ValueError as error:
         raise _damaged(made_of) from error
     if not isinstance(before, dict):

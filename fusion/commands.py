@@ -14,7 +14,7 @@ import cv2
 from rich.console import Console
 
 from fusion.check import Checked, as_json, check, tell
-from fusion.checkpoint import Checkpoint, State
+from fusion.checkpoint import Checkpoint, State, refuse_others
 from fusion.embedded import checkpoint_path
 from fusion.fusing import Verdict, packing_of, state_of, surely_alone, thresholds_of, verdict_of
 from fusion.hold import held
@@ -101,9 +101,9 @@ def run(
     processor = InputProcessor.from_pretrained(base_path)
     model = load_model(EngineConfig(model=base_path, device=device, dtype="float32"))
     base = FrozenBase(model, processor, features=out / "features", train_vision=plan.lora.vision)
-    # Before anything takes long: what cannot be resumed is told at once.
     identity = identity_of(plan, splits, base.weights, hash_of_processing(processor), device)
-    checkpoint = Checkpoint(out / "checkpoint", identity, resume=resume)
+    if resume:  # what cannot be resumed is told before anything takes long
+        refuse_others(out / "checkpoint", identity)
     domains = prepared(checked, base)
     console.print(f"asking the base model {base_path} without adapters")
     with console.status("asking"):
@@ -114,6 +114,7 @@ def run(
     several = workers > 1
     with one_thread() if several else nullcontext(), Progress(console, count) as progress:
         trainer = LoraTrainer(base, domains, plan, progress=progress.step, say=progress.say)
+        checkpoint = Checkpoint(out / "checkpoint", identity, resume=resume)  # a plan refused till now cleared nothing
         trainings = Trainings(
             trainer, checkpoint, rehearsal=plan.training.rehearsal, starting=progress.begin, made=progress.end
         )

@@ -116,9 +116,9 @@ def pack(
                 adapters = {
                     (*held, domain) if a == held else a: trained if a == held else t for a, t in adapters.items()
                 }
-                say(f"{domain} joins {_list(held)}: {told(trained.scores)}")
+                say(f"{domain} joins {_list(held)}: {told(trained.scores, thresholds)}")
                 break
-            say(f"rolled back: with {domain} in {_list(held)}, below threshold: {told(broken)}")
+            say(f"rolled back: with {domain} in {_list(held)}, below threshold: {told(broken, thresholds)}")
         else:
             trained = train((domain,))
             broken = broken_in(trained.scores, thresholds)
@@ -126,9 +126,9 @@ def pack(
             adapters[(domain,)] = trained
             missed.update(broken)
             say(
-                f"{domain} misses its threshold {thresholds[domain]:.3f} even alone: {told(broken)}"
+                f"{domain} misses its threshold even alone: {told(broken, thresholds)}"
                 if broken
-                else f"{domain} opens adapter {len(adapters)}: {told(trained.scores)}"
+                else f"{domain} opens adapter {len(adapters)}: {told(trained.scores, thresholds)}"
             )
         if best is not None and (len(missed), len(adapters)) > best.rank[:2]:
             return None
@@ -176,13 +176,13 @@ def pack_in_sequence(
         broken = broken_in(trained.scores, thresholds)
         steps.append(Step((domain,), held, trained, broken, kept=not (held and broken)))
         if current is not None and broken:
-            say(f"rolled back: with {domain} in {_list(held)}, below threshold: {told(broken)}")
+            say(f"rolled back: with {domain} in {_list(held)}, below threshold: {told(broken, thresholds)}")
             closed[held] = current
             held = ()
             trained = train((domain,))
             steps.append(Step((domain,), (), trained, broken_in(trained.scores, thresholds), kept=True))
         held, current = (*held, domain), trained
-        say(f"{_list(held)}: {told(trained.scores)}")
+        say(f"{_list(held)}: {told(trained.scores, thresholds)}")
     if current is not None:
         closed[held] = current
     missed = {
@@ -228,6 +228,9 @@ def _list(names: Sequence[str]) -> str:
     return ", ".join(names)
 
 
-def told(scores: Mapping[str, Score]) -> str:
+def told(scores: Mapping[str, Score], thresholds: Mapping[str, float]) -> str:
     """For people."""
-    return ", ".join(f"{name} {score.value:.3f} (at least {score.lower:.3f})" for name, score in scores.items())
+    return ", ".join(
+        f"{name} {score.value:.3f} (surely {score.lower:.3f}, promised {thresholds[name]:.3f})"
+        for name, score in scores.items()
+    )

@@ -78,9 +78,9 @@ class _Found:
         if broken:
             self._failed.append(together)
             why = "misses its threshold even alone" if len(names) == 1 else "do not fit into one adapter"
-            self._say(f"{', '.join(names)} {why}: {told(broken)}")
+            self._say(f"{', '.join(names)} {why}: {told(broken, self._thresholds)}")
         else:
-            self._say(f"{', '.join(names)} in one adapter: {told(trained.scores)}")
+            self._say(f"{', '.join(names)} in one adapter: {told(trained.scores, self._thresholds)}")
         return broken
 
     def unites(self, one: Set, other: Set) -> bool:

@@ -147,3 +147,18 @@ def test_a_run_of_other_data_is_not_resumed(made: Path) -> None:
     with pytest.raises(BadPlan, match=r"data of colors: was") as refused:
         run(plan, out, resume=True)
     assert "data of others" not in str(refused.value)
+
+
+def test_a_plan_that_is_refused_takes_nothing_from_an_earlier_run(made: Path) -> None:
+    plan, out = write_plan(made, steps=1), made / "kept"
+    finished(plan, out)
+    before = num_trained(out)
+    good = plan.read_text()
+    for asked, instead, told in (
+        ("{rank: 2}", "{rank: 2, targets: [p_proj]}", "p_proj"),  # a linear layer it has not
+        ('"what color ?"', f'"{"what " * 5000}?"', "tokens"),  # more than it has positions for
+    ):
+        plan.write_text(good.replace(asked, instead))
+        with pytest.raises(BadPlan, match=told):
+            run(plan, out)
+        assert num_trained(out) == before > 0
