@@ -70,7 +70,7 @@ def _wins(rows: Sequence[Row], path: Path) -> None:
                 width = 0.94 / len(level)
                 left = place[0] - 0.47 + number * width, place[1] - 0.44
                 panel.add_patch(pyplot.Rectangle(left, width, 0.88, color=_COLORS[kind], alpha=0.4, linewidth=0))
-            told = f"{' = '.join(level)}\nslora / replicated {row['slora / replicated']:.2f}"
+            told = "\n= ".join(level) + f"\n\nslora / replicated\n{row['slora / replicated']:.2f}"
             panel.text(*place, told, ha="center", va="center", fontsize=7)
         panel.set(title=f"{step[0]}, batch {step[1]}", xlabel="rank (of dense factors)")
         panel.set_xticks(range(len(ranks)), [str(rank) for rank in ranks])
