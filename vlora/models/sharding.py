@@ -18,7 +18,7 @@ from vlora.models.seam import Seam
 from vlora.models.split_sites import ReducedLayer, gathered
 from vlora.parallel import Group, ShardPlan
 
-_SAMPLE = 64  # values of each tensor that a fingerprint reads
+_SAMPLE = 64  # values of each tensor that a fingerprint reads, spread over all of it
 
 
 class RowParallelLinear(AdaptedLinear):
@@ -85,5 +85,7 @@ def fingerprint(model: Any) -> str:
     digest = hashlib.blake2b(digest_size=16)
     for name, tensor in model.state_dict().items():
         digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode())
-        digest.update(tensor.flatten()[:_SAMPLE].contiguous().view(torch.uint8).cpu().numpy().tobytes())
+        values = tensor.flatten()
+        sample = values[:: -(-len(values) // _SAMPLE) or 1].contiguous()
+        digest.update(sample.view(torch.uint8).cpu().numpy().tobytes())
     return digest.hexdigest()
