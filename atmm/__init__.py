@@ -6,7 +6,7 @@ requests, no models.
 
 from atmm.ahead import compile_ahead
 from atmm.compiled import library as load_kernels
-from atmm.divided import gains_from_copies
+from atmm.divided import gains_from_copies, longest_short_lane
 from atmm.head_rows import HeadRows
 from atmm.operator import add_delta, add_deltas, head_logits, merge
 from atmm.segments import Lane, SegmentPlan
@@ -27,5 +27,6 @@ __all__ = [
     "gains_from_copies",
     "head_logits",
     "load_kernels",
+    "longest_short_lane",
     "merge",
 ]

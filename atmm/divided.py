@@ -43,6 +43,11 @@ class Divided:
         self._long.add_all(y, x, group)
 
 
+def longest_short_lane(device: torch.device, dtype: torch.dtype) -> int:
+    """Most tokens of a lane that is computed as short ones are; 0 where all are computed alike."""
+    return SHORT if serves(device, dtype) else 0
+
+
 def gains_from_copies(lanes: Sequence[Lane], device: torch.device, dtype: torch.dtype) -> bool:
     """Whether packed copies of their adapters could make such lanes faster: of long ones, which then share products."""
     return not serves(device, dtype) or sum(map(_is_long, lanes)) > 1

@@ -7,28 +7,32 @@ import random
 import pytest
 import torch
 
+import atmm
 from vlora.bench import fit as fitting
 from vlora.bench.dummy import small_config
 from vlora.bench.fit import Sample, fit, fitted
 from vlora.bench.models import Model
 from vlora.orchestrator import Costs, StepSize
 
-TRUE = Costs(0.1, 1e-3, 8e-4, 2e-4, 2e-6, 4e-3, 1.2e-2)
+TRUE = Costs(0.1, 1e-3, 8e-4, 2e-4, 2e-6, 4e-3, 1.2e-2, short_lane=8)
 
 
 def some_size(draws: random.Random) -> StepSize:
-    requests, each = draws.randint(1, 32), draws.choice([0, 1, 2])
-    tokens = requests + (draws.randint(50, 500) if draws.random() < 0.3 else 0)
-    adapters = draws.randint(1, min(requests, 8)) + each - 1 if each else 0
-    return StepSize(tokens, each * tokens, draws.randint(0, 9000), adapters)
+    requests, merged = draws.randint(1, 32), draws.choice([None, "a0"])
+    each = [1] * requests
+    if draws.random() < 0.3:
+        each[0] = draws.randint(50, 500)
+    num_adapters = draws.randint(1, 8)
+    items = [(f"a{draws.randrange(num_adapters)}", num_tokens) for num_tokens in each]
+    return StepSize.holding(items, merged, draws.randint(0, 9000))
 
 
 def test_a_linear_machine_is_found_through_noise() -> None:
     draws = random.Random(0)
     samples = [
-        Sample(size, TRUE.step_s(*size) * draws.gauss(1, 0.02)) for size in (some_size(draws) for _ in range(300))
+        Sample(size, TRUE.step_s(size) * draws.gauss(1, 0.02)) for size in (some_size(draws) for _ in range(300))
     ]
-    found = fitted(samples)
+    found = fitted(samples, TRUE.short_lane)
     assert found[:7] == pytest.approx(TRUE[:7], rel=0.15, abs=1e-6)
     assert found.merge_s == found.back_s == 0
 
@@ -36,24 +40,26 @@ def test_a_linear_machine_is_found_through_noise() -> None:
 def test_decoding_counts_as_much_as_prompts() -> None:
     """A token costs less in a small step than in a large one. What is off by a third of a step of decoding is nothing
     beside one of prompts, and it is steps of decoding that a run is made of."""
-    small, large = StepSize(16, 0, 3200, 0), StepSize(512, 0, 0, 0)
-    samples = [Sample(small, 0.1), Sample(StepSize(32, 0, 6400, 0), 0.11)] * 3 + [Sample(large, 1.0)] * 3
-    found = fitted(samples)
-    assert found.step_s(*small) == pytest.approx(0.1, rel=0.1)
+    small, large = StepSize(16, (), 3200), StepSize(512, (), 0)
+    samples = [Sample(small, 0.1), Sample(StepSize(32, (), 6400), 0.11)] * 3 + [Sample(large, 1.0)] * 3
+    found = fitted(samples, 8)
+    assert found.step_s(small) == pytest.approx(0.1, rel=0.1)
 
 
 def test_no_price_is_below_nothing() -> None:
-    samples = [Sample(StepSize(n, 0, 0, 0), 0.2 - 1e-4 * n) for n in (1, 100, 500)]
-    assert min(fitted(samples)) >= 0
+    samples = [Sample(StepSize(n, (), 0), 0.2 - 1e-4 * n) for n in (1, 100, 500)]
+    assert min(fitted(samples, 8)) >= 0
 
 
 def test_every_kind_of_step_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fitting, "_BATCHES", ((1, 8), (4, 16)))
     found = fit(Model("small", small_config, 256 * 2**20), torch.device("cpu"), decode_steps=1)
     sizes = {sample.size for sample in found.samples}
-    prompts = {(size.num_tokens, size.num_lane_tokens, size.num_adapters) for size in sizes}
-    assert {(64, 0, 0), (64, 64, 4), (64, 64, 2)} <= prompts, "no lane, adapters of their own, shared ones"
-    assert (64, 64, 3) in prompts, "two with two lanes each beside two that are merged, whose adapter is read, too"
-    assert StepSize(4 + 16, 0, 4 * 17, 0) in sizes, "a prompt joins four who decode"
+    prompts = {size.lanes for size in sizes if size.num_tokens == 64}
+    assert {(), (16,) * 4, (32, 32)} <= prompts, "no lane, adapters of their own, shared ones"
+    assert (16, 16, 32) in prompts, "two with two lanes each beside two that are merged, whose adapter is read, too"
+    assert StepSize(4 + 16, (), 4 * 17) in sizes, "a prompt joins four who decode"
+    assert StepSize(4 + 16, (1, 1, 1, 17), 4 * 17) in sizes, "beside whose lanes its own is long"
+    assert found.costs.short_lane == atmm.longest_short_lane(torch.device("cpu"), torch.bfloat16)
     assert found.costs.base_s > 0 and found.costs.merge_s > 0 and found.load_s > 0
     assert found.error < 0.5

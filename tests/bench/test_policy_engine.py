@@ -21,7 +21,7 @@ CPU = torch.device("cpu")
 
 
 def test_both_policies_answer_every_arrival_on_the_engine_and_in_the_simulator() -> None:
-    costs = Costs(base_s=0.01, token_s=1e-4, lane_s=2e-3, wide_lane_s=1e-4, merge_s=0.01)
+    costs = Costs(base_s=0.01, token_s=1e-4, lane_s=2e-3, long_lane_s=1e-4, merge_s=0.01, short_lane=8)
     (point,) = confirm(costs, SMALL, 4, CPU, skews=(0.6,), repeats=2, num_requests=12, once=Journal(None, None).once)
     assert point.skew == 0.6 and point.requests_s > 0
     assert len(point.baseline_ms) == len(point.ours_ms) == len(point.floor_ms) == len(point.simulated) == 2
@@ -79,12 +79,19 @@ def test_engines_side_by_side_are_at_the_same_place_of_the_same_arrivals() -> No
 def test_the_twin_on_paper_has_the_same_past() -> None:
     """Whoever begins without a past has to find out first what merging saves."""
     costs = Costs(
-        base_s=0.1, token_s=1e-3, lane_s=5e-3, wide_lane_s=1e-4, adapter_s=5e-3, wide_adapter_s=1e-2, merge_s=0.2
+        base_s=0.1,
+        token_s=1e-3,
+        lane_s=5e-3,
+        long_lane_s=1e-4,
+        adapter_s=5e-3,
+        long_adapter_s=1e-2,
+        merge_s=0.2,
+        short_lane=8,
     )
     arrivals = policy_engine._arrivals(40, 5.0, 0.6, seed=1)
     twin = policy_engine._Paper(costs, "vlora_cost")
     first, second = twin.latency_ms(arrivals), twin.latency_ms(arrivals)
-    assert twin._replica.scheduler._cost.costs.step_s(32, 0, 0, 0) == pytest.approx(0.132, rel=0.02)
+    assert twin._replica.scheduler._cost.costs.merged_s(32, 0) == pytest.approx(0.132, rel=0.02)
     assert second == pytest.approx(first, rel=0.2)
 
 

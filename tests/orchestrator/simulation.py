@@ -24,7 +24,6 @@ from vlora.orchestrator import (
     bring_wanted,
     give_way_to_kv,
 )
-from vlora.orchestrator.cost import NARROW
 from vlora.simulator.loader import Loader
 from vlora.types import (
     Batch,
@@ -42,6 +41,7 @@ from vlora.types import (
 EOS = 0
 VOCABULARY = 40
 IMAGE = 1000  # placeholder token
+SHORT_LANE = 4  # tokens
 
 
 class FakeClock:
@@ -54,12 +54,12 @@ class FakeClock:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Speed:
-    """Seconds of the fake machine. wide_adapter: of each adapter read in a step of more than `NARROW` tokens."""
+    """Seconds of the fake machine. long_lane: of each lane of more than `SHORT_LANE` tokens."""
 
     step: float = 0.01
     token: float = 0.001
     lane: float = 0.0005
-    wide_adapter: float = 0.0
+    long_lane: float = 0.0
     context: float = 0.00001
     merge: float = 0.02
 
@@ -162,8 +162,7 @@ class FakeRunner:
                 content.append(tokens[item.request_id])
         speed = self.speed
         step_s = speed.step + speed.token * batch.num_tokens + speed.lane * lanes + speed.context * context
-        if batch.num_tokens > NARROW:
-            step_s += speed.wide_adapter * StepSize.of(batch).num_adapters
+        step_s += speed.long_lane * sum(tokens > SHORT_LANE for tokens in StepSize.of(batch).lanes)
         self.clock.now += step_s + switch_s
         return StepResult(
             tokens=tokens, heads=heads, errors=errors, step_s=step_s, switch_s=switch_s, switched=switched
@@ -262,7 +261,7 @@ class Simulation:
             max_step_tokens=machine.max_step_tokens,
             theta_s=machine.theta_s,
             eos_ids=frozenset({EOS}),
-            cost=CostModel(),
+            cost=CostModel(SHORT_LANE),
             clock=self.clock,
             weights=machine.weights,
             tenant_weights=machine.tenant_weights,

@@ -10,7 +10,9 @@ from vlora.simulator import MEASURED, Arrival, Box, read_costs, replay
 from vlora.simulator.workloads import Hottest, Video
 from vlora.types import Mode
 
-COSTS = Costs(base_s=0.1, token_s=0.001, lane_s=0.0053, wide_lane_s=0.0003, wide_adapter_s=0.005, merge_s=0.25)
+COSTS = Costs(
+    base_s=0.1, token_s=0.001, lane_s=0.0053, long_lane_s=0.0003, long_adapter_s=0.04, merge_s=0.25, short_lane=8
+)
 THETA_S = 2.0
 
 
@@ -80,7 +82,7 @@ def test_an_urgent_request_runs_at_once_however_short_it_has_waited() -> None:
 
 def test_a_prompt_is_no_reason_to_put_its_half_off() -> None:
     """Sixteen against fifteen take turns, and the merged half goes first although one of it brings a prompt."""
-    prompt, dear = Candidate("prompt", "a", 0.0, 256), COSTS._replace(base_s=0.05, wide_lane_s=COSTS.lane_s)
+    prompt, dear = Candidate("prompt", "a", 0.0, 256), COSTS._replace(base_s=0.05, short_lane=512)
     chosen = decide([*decoding("a", 16), prompt, *decoding("b", 15)], state("a", dear))
     assert (chosen.mode, chosen.merged_adapter) == (Mode.MERGED, "a")
     assert "prompt" in chosen.order and len(chosen.order) == 17
@@ -89,14 +91,14 @@ def test_a_prompt_is_no_reason_to_put_its_half_off() -> None:
 def test_an_adapter_is_read_once_however_many_want_it() -> None:
     """Ten want a, which is at hand: mixed mode saves them ten lanes for two more, but not the reading of a."""
     ready = [*decoding("a", 10), *decoding("b", 1), *decoding("c", 1)]
-    lanes, reads = COSTS, COSTS._replace(lane_s=0.0, adapter_s=0.01)
+    lanes, reads = COSTS._replace(short_lane=512), COSTS._replace(lane_s=0.0, adapter_s=0.01, short_lane=512)
     assert decide(ready, state("a", lanes)).mode is Mode.MIXED
     assert decide(ready, state("a", reads)).mode is Mode.UNMERGED
 
 
 def test_a_long_prompt_reads_its_adapter_in_every_step_it_takes() -> None:
     """Three readings are dearer than a merge: it is merged for at once, not after a step without."""
-    reads = COSTS._replace(wide_lane_s=0.0, wide_adapter_s=0.1)
+    reads = COSTS._replace(long_lane_s=0.0, long_adapter_s=0.1)
     assert decide([chunk("a")], state("b", reads)).merged_adapter == "a"
 
 
@@ -111,7 +113,7 @@ BOUNDED = ("vlora_cost", "vlora", "dlora", "unmerged_only")
 @pytest.mark.parametrize("streams, load", [(4, 1.2), (16, 1.2)])
 def test_video_of_many_streams_is_never_behind_a_policy_with_a_bound(streams: int, load: float) -> None:
     costs, _ = read_costs(MEASURED)
-    chunk_s = 1536 * (costs.token_s + costs.wide_lane_s) + 3 * costs.base_s
+    chunk_s = 3 * (costs.merged_s(512, 0) + costs.lanes_s(512))
     stretch = streams * chunk_s / load
     arrivals = [
         each._replace(time_s=each.time_s * stretch) for each in Video(streams=streams).arrivals(150, streams, seed=0)

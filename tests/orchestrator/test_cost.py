@@ -8,164 +8,185 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from atmm import selection
 from vlora.orchestrator import CostModel, Costs, StepSize
-from vlora.orchestrator.cost import NARROW
+from vlora.types import Batch, BatchItem, Mode
 
-Step = tuple[int, int, int, int]
-
-
-def seconds(tokens: int, lane_tokens: int, context: int, adapters: int, slow: float = 1.0) -> float:
-    lane_s, adapter_s = (0.0003, 0.012) if tokens > NARROW else (0.002, 0.004)
-    return slow * (0.05 + 0.0008 * tokens + lane_s * lane_tokens + 2e-6 * context + adapter_s * adapters)
-
-
-def some_step(draws: random.Random) -> Step:
-    """A few requests decode, or one or two of them bring prompts."""
-    requests, each = draws.randint(1, 16), draws.choice([0, 1, 2])
-    tokens = requests + (draws.choice([10, draws.randint(50, 512)]) if draws.random() < 0.4 else 0)
-    adapters = draws.randint(1, requests) + each - 1 if each else 0
-    return tokens, each * tokens, draws.randint(0, 16000), adapters
+TRUE = Costs(
+    base_s=0.05,
+    token_s=0.0008,
+    lane_s=0.002,
+    long_lane_s=0.0003,
+    context_token_s=2e-6,
+    adapter_s=0.004,
+    long_adapter_s=0.017,
+    short_lane=8,
+)
 
 
-def learn(cost: CostModel, step: Step, seconds: float) -> None:
-    cost.observe_step(StepSize(*step), seconds)
+def step(tokens: int, lanes: tuple[int, ...] = (), context: int = 0) -> StepSize:
+    return StepSize(tokens, lanes, context)
 
 
-def relative_error(cost: CostModel, step: Step, slow: float = 1.0) -> float:
-    return abs(cost.costs.step_s(*step) / seconds(*step, slow) - 1)
+def some_step(draws: random.Random) -> StepSize:
+    """A few requests decode, or one of them brings a prompt, unmerged, mixed or merged alone."""
+    requests, num_adapters = draws.randint(1, 16), draws.randint(1, 16)
+    each = [1] * requests
+    if draws.random() < 0.4:
+        each[0] = draws.choice([10, draws.randint(50, 512)])
+    names = [f"a{draws.randrange(num_adapters)}" for _ in each]
+    merged = draws.choice([None, "a0"])
+    if draws.random() < 0.3:
+        names, merged = ["a0"] * requests, "a0"
+    return StepSize.holding(zip(names, each, strict=True), merged, draws.randint(0, 16000))
+
+
+def learn(cost: CostModel, size: StepSize, slow: float = 1.0) -> None:
+    cost.observe_step(size, slow * TRUE.step_s(size))
+
+
+def relative_error(cost: CostModel, size: StepSize, slow: float = 1.0) -> float:
+    return abs(cost.costs.step_s(size) / (slow * TRUE.step_s(size)) - 1)
+
+
+def batch(merged: str | None, *items: tuple[str | None, int]) -> Batch:
+    placed = [BatchItem(f"r{i}", adapter, 100, tokens, (0,), True) for i, (adapter, tokens) in enumerate(items)]
+    return Batch(Mode.UNMERGED if merged is None else Mode.MIXED, merged, tuple(placed), ())
+
+
+def test_an_adapter_s_tokens_are_one_lane_and_the_others_share_the_branch() -> None:
+    items = (("a", 1), ("b", 30), (None, 4), ("a", 2), ("b", 1))
+    assert StepSize.of(batch(None, *items)) == StepSize(38, (3, 31), 500)
+    assert StepSize.of(batch("b", *items)) == StepSize(38, (3, 7), 500), "a's lane, and the branch of a and the base"
+    assert StepSize.of(batch("c", *items)) == StepSize(38, (3, 31, 38), 500)
+    assert StepSize.of(batch("a", ("a", 5))) == StepSize(5, (), 100)
+    assert StepSize.of(batch(None, (None, 5))) == StepSize(5, (), 100)
+
+
+def test_a_lane_is_priced_by_its_own_length() -> None:
+    short, long, longer = (TRUE.lanes_s(length) for length in (8, 9, 10))
+    assert short == pytest.approx(0.004 + 8 * 0.002)
+    assert (long, longer - long) == (pytest.approx(0.017 + 9 * 0.0003), pytest.approx(0.0003))
+    beside = TRUE.step_s(step(48, (1, 1, 1, 45)))
+    assert beside == pytest.approx(TRUE.step_s(step(45, (45,))) + 3 * (0.0008 + 0.004 + 0.002)), "whatever it is beside"
+    assert TRUE.lanes_s(24, 3) == pytest.approx(3 * TRUE.lanes_s(8)), "several alike"
+    assert TRUE.lanes_s(27, 3) == pytest.approx(3 * TRUE.lanes_s(9))
+    assert TRUE.lanes_s(0, 0) == 0
+
+
+def test_where_all_lanes_are_computed_alike_none_is_short() -> None:
+    alike = TRUE._replace(short_lane=0)
+    assert alike.lanes_s(1) == pytest.approx(0.0173)
+    assert step(9, (1, 8)).features(0)[2:] == (0, 9, 0, 0, 2)
 
 
 def test_nothing_is_assumed_before_the_first_sample() -> None:
-    cost = CostModel()
-    assert cost.costs.step_s(512, 1024, 10_000, 4) == 0.0
+    cost = CostModel(8)
+    assert cost.costs.step_s(step(512, (256, 256, 512), 10_000)) == 0.0
     assert cost.switch_s == 0.0
 
 
 def test_one_sample_is_enough_to_expect_the_same_again() -> None:
-    cost = CostModel()
-    learn(cost, (16, 16, 4000, 8), 0.2)
-    assert abs(cost.costs.step_s(16, 16, 4000, 8) - 0.2) < 0.01
+    cost = CostModel(8)
+    cost.observe_step(step(16, (2,) * 8, 4000), 0.2)
+    assert abs(cost.costs.step_s(step(16, (2,) * 8, 4000)) - 0.2) < 0.01
 
 
 def test_what_cannot_be_told_apart_is_put_down_to_lanes_until_a_merged_step_tells() -> None:
-    cost = CostModel()
-    unmerged, merged = (512, 512, 0, 1), (512, 0, 0, 0)
+    cost = CostModel(8)
+    unmerged, merged = step(512, (512,)), step(512)
     for _ in range(50):
-        learn(cost, unmerged, seconds(*unmerged))
-    assert cost.costs.step_s(*unmerged) > 2 * cost.costs.step_s(*merged), "so that merging is tried"
+        learn(cost, unmerged)
+    assert cost.costs.step_s(unmerged) > 2 * cost.costs.step_s(merged), "so that merging is tried"
     for _ in range(20):
-        learn(cost, merged, seconds(*merged))
+        learn(cost, merged)
     assert relative_error(cost, merged) < 0.05
     assert relative_error(cost, unmerged) < 0.1
 
 
 def test_an_adapter_that_many_want_is_read_once() -> None:
-    """Sixteen requests decode with as many adapters, or with one, or merged: three prices, each learned."""
-    cost = CostModel()
-    steps = [(16, 16, 0, 16), (16, 16, 0, 1), (16, 0, 0, 0), (300, 300, 0, 2)]
+    """Eight requests decode with as many adapters, or with one, or merged: three prices, each learned."""
+    cost = CostModel(8)
+    steps = [step(8, (1,) * 8), step(8, (8,)), step(8), step(300, (150, 150))]
     for _ in range(100):
-        for step in steps:
-            learn(cost, step, seconds(*step))
-    assert max(relative_error(cost, step) for step in steps) < 0.02
-    apart, together = (cost.costs.step_s(*step) for step in steps[:2])
-    assert abs(apart - together - 15 * 0.004) < 0.005
+        for each in steps:
+            learn(cost, each)
+    assert max(relative_error(cost, each) for each in steps) < 0.02
+    apart, together = (cost.costs.step_s(each) for each in steps[:2])
+    assert abs(apart - together - 7 * 0.004) < 0.003
 
 
-def test_lanes_and_adapters_have_other_prices_in_wide_steps() -> None:
-    """A prompt that joins those who decode makes their adapters dear, and its lanes cheap: all four prices are learned,
-    and expected of steps that were never seen."""
+def test_long_lanes_have_prices_of_their_own() -> None:
+    """Learned from prompts that join those who decode, and expected of steps that were never seen."""
     draws = random.Random(3)
-    cost = CostModel()
+    cost = CostModel(8)
     for _ in range(300):
-        requests = draws.randint(1, 16)
-        tokens = requests + draws.choice([0, 0, 0, 12, 40, 300])
-        each = draws.choice([0, 1, 1, 2])
-        step = (tokens, each * tokens, 0, draws.randint(1, requests) + each - 1 if each else 0)
-        learn(cost, step, seconds(*step) * draws.gauss(1, 0.02))
-    assert cost.costs.lane_prices(NARROW) == pytest.approx((0.002, 0.004), rel=0.15)
-    assert cost.costs.lane_prices(NARROW + 1) == pytest.approx((0.0003, 0.012), rel=0.15)
-    for step in ((32, 32, 0, 12), (33, 33, 0, 12), (100, 100, 0, 9), (512, 512, 0, 4)):
-        assert relative_error(cost, step) < 0.05
-
-
-def test_several_steps_at_once_are_each_as_wide_as_in_the_mean() -> None:
-    costs = Costs(base_s=0.1, token_s=0.001, lane_s=0.003, wide_lane_s=0.001, adapter_s=0.004, wide_adapter_s=0.008)
-    narrow, wide = costs.step_s(32, 32, 0, 3), costs.step_s(40, 40, 0, 3)
-    assert costs.step_s(96, 96, 0, 9, num_steps=3) == pytest.approx(3 * narrow)
-    assert costs.step_s(120, 120, 0, 9, num_steps=3) == pytest.approx(3 * wide)
-
-
-def test_narrow_is_what_the_compiled_kernels_read_in_place() -> None:
-    assert NARROW == selection._COMPILED_TOKENS
+        size = some_step(draws)
+        learn(cost, size, draws.gauss(1, 0.02))
+    assert cost.costs.lanes_s(8) == pytest.approx(TRUE.lanes_s(8), rel=0.15)
+    assert cost.costs.lanes_s(9) == pytest.approx(TRUE.lanes_s(9), rel=0.15)
+    assert cost.costs.lanes_s(400) == pytest.approx(TRUE.lanes_s(400), rel=0.15)
+    for size in (step(32, (2,) * 16), step(33, (1,) * 24 + (9,)), step(100, (1,) * 8 + (92,)), step(512, (128,) * 4)):
+        assert relative_error(cost, size) < 0.05
 
 
 def test_a_linear_machine_is_learned_through_noise() -> None:
     draws = random.Random(0)
-    cost = CostModel()
+    cost = CostModel(8)
     for _ in range(200):
-        step = some_step(draws)
-        learn(cost, step, seconds(*step) * draws.gauss(1, 0.05))
+        learn(cost, some_step(draws), draws.gauss(1, 0.05))
     assert max(relative_error(cost, some_step(draws)) for _ in range(100)) < 0.1
 
 
 def test_a_machine_that_slows_down_is_followed_within_a_hundred_steps() -> None:
     draws = random.Random(1)
-    cost = CostModel()
+    cost = CostModel(8)
     for _ in range(300):
-        step = some_step(draws)
-        learn(cost, step, seconds(*step))
-    assert relative_error(cost, (8, 8, 8000, 4), slow=2) > 0.4
+        learn(cost, some_step(draws))
+    assert relative_error(cost, step(8, (2,) * 4, 8000), slow=2) > 0.4
     for _ in range(100):
-        step = some_step(draws)
-        learn(cost, step, seconds(*step, slow=2))
-    assert relative_error(cost, (8, 8, 8000, 4), slow=2) < 0.15
-    assert relative_error(cost, (512, 512, 0, 3), slow=2) < 0.15
+        learn(cost, some_step(draws), slow=2)
+    assert relative_error(cost, step(8, (2,) * 4, 8000), slow=2) < 0.15
+    assert relative_error(cost, step(512, (200, 200, 112)), slow=2) < 0.15
 
 
 def test_long_decoding_does_not_make_it_forget_that_prompts_are_dear() -> None:
     draws = random.Random(2)
-    cost = CostModel()
+    cost = CostModel(8)
     for _ in range(100):
-        step = some_step(draws)
-        learn(cost, step, seconds(*step))
+        learn(cost, some_step(draws))
     for i in range(5000):
-        step = (16, 16, 16 * i, 8)
-        learn(cost, step, seconds(*step))
-    assert relative_error(cost, (16, 16, 80_000, 8)) < 0.01
-    assert relative_error(cost, (512, 512, 0, 3)) < 0.5
+        learn(cost, step(16, (2,) * 8, 16 * i))
+    assert relative_error(cost, step(16, (2,) * 8, 80_000)) < 0.01
+    assert relative_error(cost, step(512, (200, 200, 112))) < 0.5
+
+
+sizes = st.builds(
+    lambda tokens, lanes, context: StepSize(tokens, tuple(lanes), context),
+    st.integers(1, 600),
+    st.lists(st.integers(1, 600), max_size=20),
+    st.integers(0, 10**6),
+)
 
 
 @settings(max_examples=60)
-@given(
-    samples=st.lists(
-        st.tuples(
-            st.integers(1, 600),
-            st.integers(0, 1200),
-            st.integers(0, 10**6),
-            st.integers(0, 64),
-            st.floats(1e-5, 100),
-        ),
-        max_size=40,
-    ),
-    asked=st.tuples(
-        st.integers(0, 600).filter(lambda tokens: tokens != NARROW),
-        st.integers(0, 1200),
-        st.integers(0, 10**6),
-        st.integers(0, 64),
-    ),
-)
+@given(samples=st.lists(st.tuples(sizes, st.floats(1e-5, 100)), max_size=40), asked=sizes, more=st.integers(1, 600))
 def test_estimates_are_never_negative_and_never_fall_as_steps_grow(
-    samples: list[tuple[int, int, int, int, float]], asked: Step
+    samples: list[tuple[StepSize, float]], asked: StepSize, more: int
 ) -> None:
-    """As long as they stay narrow."""
-    cost = CostModel()
-    for sample in samples:
-        learn(cost, sample[:4], sample[4])
-        estimate = cost.costs.step_s(*asked)
+    """By tokens, context, a lane more, or a token in a lane that stays short, or long."""
+    cost = CostModel(8)
+    for size, seconds in samples:
+        cost.observe_step(size, seconds)
+        estimate = cost.costs.step_s(asked)
         assert 0 <= estimate < 1e5
-        for place in range(4):
-            assert estimate <= cost.costs.step_s(*(count + (i == place) for i, count in enumerate(asked)))
+        lanes = asked.lanes
+        longer = [(*lanes[:i], lane + 1, *lanes[i + 1 :]) for i, lane in enumerate(lanes) if lane != 8]
+        for larger in (
+            asked._replace(num_tokens=asked.num_tokens + more),
+            asked._replace(num_context=asked.num_context + more),
+            *(asked._replace(lanes=each) for each in ((*lanes, more), *longer)),
+        ):
+            assert estimate <= cost.costs.step_s(larger) * (1 + 1e-12)
 
 
 def test_switches_are_averaged_with_the_newest_counting_most() -> None:

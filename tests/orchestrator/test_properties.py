@@ -40,9 +40,7 @@ def machines(draw: st.DrawFn) -> Machine:
         adapters=ADAPTERS,
         lossy=frozenset(draw(st.sets(st.sampled_from("abcd"), max_size=2))),
         load_s=draw(st.sampled_from([0.0, 0.0, 0.02, 0.3])),
-        speed=Speed(
-            merge=draw(st.sampled_from([0.0, 0.02, 0.3])), wide_adapter=draw(st.sampled_from([0.0, 0.0, 0.02]))
-        ),
+        speed=Speed(merge=draw(st.sampled_from([0.0, 0.02, 0.3])), long_lane=draw(st.sampled_from([0.0, 0.0, 0.02]))),
         prefix_cache=draw(st.booleans()),
         weights=draw(st.sampled_from([{}, {"*": 1.0}, {"a": 3.0, "c": 0.2}])),
         tenant_weights=draw(st.sampled_from([{}, {}, {"x": 2.0}])),

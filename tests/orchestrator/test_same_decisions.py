@@ -24,7 +24,7 @@ class PlainCostModel(CostModel):
     @property
     def costs(self) -> Costs:
         each = [weight * unit for weight, unit in zip(self._weights, _UNITS, strict=True)]
-        return Costs(*each, self._switch_s or 0.0, self._back_s or 0.0)
+        return Costs(*each, self._switch_s or 0.0, self._back_s or 0.0, self._short_lane)
 
 
 class PlainScheduler(Scheduler):
@@ -49,22 +49,25 @@ class PlainScheduler(Scheduler):
     def _theta(self, ready: Sequence[Tracked], merged: str | None, costs: Costs) -> float:
         tokens = min(sum(t.new_tokens for t in ready), self._max_step_tokens)
         context = sum(heapq.nlargest(self._max_batch_size, (t.cached_len for t in ready)))
-        each = 1 if merged is None else 2
-        lanes = each * min(len(ready), self._max_batch_size)
-        adapters = min(len({t.adapter for t in ready}) + (merged is not None), lanes)
-        return max(self._theta_s, 2 * (costs.step_s(tokens, each * tokens, context, adapters) + costs.merge_s))
+        lanes = min(len({t.adapter for t in ready}), self._max_batch_size)
+        step_s = costs.merged_s(tokens, context) + costs.lanes_s(tokens, lanes)
+        if merged is not None:
+            step_s += costs.lanes_s(tokens, 1)
+        return max(self._theta_s, 2 * (step_s + costs.merge_s))
 
     def _credits(self, requests: Iterable[Tracked], now: float, merged: str | None) -> list[float]:
         costs = self._cost.costs
         credits = []
         for t in requests:
             lanes = 0 if t.adapter == merged else (t.adapter is not None) + (merged is not None)
-            lane_s, adapter_s = costs.lane_prices(t.new_tokens)
+            tokens = min(t.new_tokens, self._max_step_tokens)
+            short = tokens <= costs.short_lane
+            lane_s, adapter_s = (costs.lane_s, costs.adapter_s) if short else (costs.long_lane_s, costs.long_adapter_s)
             fixed_s = costs.base_s + lanes * adapter_s
             if t.adapter != merged and merged is not None:
                 fixed_s += costs.merge_s
             token_s = costs.token_s + lanes * lane_s
-            own_s = fixed_s + token_s * min(t.new_tokens, self._max_step_tokens) + costs.context_token_s * t.cached_len
+            own_s = fixed_s + token_s * tokens + costs.context_token_s * t.cached_len
             credits.append(now - t.last_ran_s + own_s)
         return credits
 

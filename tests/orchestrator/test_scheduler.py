@@ -10,7 +10,7 @@ import pytest
 
 from tests.orchestrator.simulation import EOS, Machine, Simulation, Speed, make_request, token_at
 from vlora.errors import PromptTooLong
-from vlora.orchestrator import Candidate, Decision, PolicyState
+from vlora.orchestrator import Candidate, Decision, PolicyState, StepSize
 from vlora.orchestrator.tracked import Tracked
 from vlora.types import Batch, ErrorValue, MemoryView, Mode, RequestOutput
 
@@ -451,16 +451,15 @@ def test_credit_is_the_wait_and_the_next_step_and_the_switch_it_would_take() -> 
 def test_the_cost_model_is_told_what_was_in_each_step() -> None:
     simulation = box(Mixed())
     cost = simulation.scheduler._cost
-    told: list[tuple[float, ...]] = []
+    told: list[tuple[StepSize, float]] = []
     cost.observe_step = lambda *sample: told.append(sample)  # type: ignore[method-assign]
     simulation.add(
         make_request("x", "a", prompt=3), make_request("y", "b", prompt=5), make_request("z", None, prompt=2)
     )
     simulation.step()
     simulation.step()
-    # A token of the merged adapter has no lane, one of the base model the deLoRA lane, one of another adapter both: two
-    # adapters are read.
-    assert told == [((10, 0 * 3 + 2 * 5 + 1 * 2, 0, 2), 1.0), ((3, 0 + 2 + 1, 10, 2), 1.0)]
+    # The merged adapter's tokens have no lane, the other adapter's their own, and all but the former share the branch.
+    assert told == [((10, (5, 5 + 2), 0), 1.0), ((3, (1, 1 + 1), 10), 1.0)]
 
 
 def test_only_merges_count_as_the_price_of_a_switch() -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from vlora.errors import BadConfig
 from vlora.orchestrator import Costs
 from vlora.orchestrator.cheapest_plan import CheapestPlan
 from vlora.orchestrator.policy import Candidate, PolicyState
@@ -17,7 +18,7 @@ from vlora.simulator.replica import Box, Replica
 from vlora.simulator.workloads import make_workload
 from vlora.types import Mode
 
-SHADOW = Costs(base_s=0.1, token_s=0.001, lane_s=0.0045, wide_lane_s=0.0005, merge_s=0.2)
+SHADOW = Costs(base_s=0.1, token_s=0.001, lane_s=0.0045, long_lane_s=0.0005, merge_s=0.2, short_lane=8)
 IN_PLACE = SHADOW._replace(back_s=0.15)
 
 
@@ -82,9 +83,17 @@ def test_the_cost_policy_switches_less_in_place() -> None:
     assert measures[IN_PLACE]["switches"] < measures[SHADOW]["switches"]
 
 
+@pytest.mark.parametrize("border", [-1, 2.5, True, "8", None])
+def test_a_border_that_is_no_number_of_tokens_is_refused(border: object, tmp_path: Path) -> None:
+    path = tmp_path / "costs.json"
+    path.write_text(json.dumps({"costs": {**SHADOW._asdict(), "load_s": 0.1, "short_lane": border}}))
+    with pytest.raises(BadConfig, match=r"short_lane is .* a whole number of tokens"):
+        read_costs(path)
+
+
 def test_costs_files_from_before_are_machines_with_a_shadow(tmp_path: Path) -> None:
     values = {**SHADOW._asdict(), "load_s": 0.1}
-    del values["back_s"]
+    del values["back_s"], values["short_lane"]
     path = tmp_path / "costs.json"
     path.write_text(json.dumps({"costs": values}))
-    assert read_costs(path) == (SHADOW, 0.1)
+    assert read_costs(path) == (SHADOW._replace(short_lane=0), 0.1)

@@ -15,7 +15,7 @@ from vlora.simulator import MEASURED, Arrival, Box, make_workload, read_costs, r
 from vlora.simulator.commands import lines, simulate
 from vlora.simulator.replica import Replica
 
-COSTS = Costs(base_s=0.1, token_s=0.001, lane_s=0.0045, wide_lane_s=0.0005, merge_s=0.2)
+COSTS = Costs(base_s=0.1, token_s=0.001, lane_s=0.0045, long_lane_s=0.0005, merge_s=0.2, short_lane=8)
 
 
 @pytest.mark.parametrize("policy", POLICIES)

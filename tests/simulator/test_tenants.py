@@ -14,7 +14,7 @@ from vlora.simulator.replica import Replica
 from vlora.simulator.tenants import contested_shares
 from vlora.simulator.workloads import among_tenants
 
-COSTS = Costs(base_s=0.1, token_s=0.001, lane_s=0.0045, wide_lane_s=0.0005, merge_s=0.2)
+COSTS = Costs(base_s=0.1, token_s=0.001, lane_s=0.0045, long_lane_s=0.0005, merge_s=0.2, short_lane=8)
 BOUNDED = sorted(POLICIES.keys() - {"merged_only"})
 
 

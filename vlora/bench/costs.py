@@ -18,11 +18,10 @@ def run(quick: bool, model: str = "qwen2-0.5b", device: str = "cpu") -> Report:
     rows: list[dict[str, Any]] = [
         {
             "tokens": size.num_tokens,
-            "lane tokens": size.num_lane_tokens,
+            "lanes": size.lanes,
             "context": size.num_context,
-            "adapters": size.num_adapters,
             "ms": 1e3 * seconds,
-            "fitted ms": 1e3 * found.costs.step_s(*size),
+            "fitted ms": 1e3 * found.costs.step_s(size),
         }
         for size, seconds in found.samples
     ]

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from scipy.optimize import nnls
 
+import atmm
 from vlora.bench.dummy import language_shapes, write_adapter
 from vlora.bench.models import Model
 from vlora.bench.timing import work_seconds
@@ -78,20 +79,20 @@ def fit(model: Model, device: torch.device, decode_steps: int) -> Fit:
         for adapters, merging in mixes:
             machine.steps(adapters, 1, 1, merging=merging)  # plans and caches as steady work finds them
             samples += machine.steps(adapters, prompt, decode_steps, merging=merging, joining=prompt)
-    costs = fitted(samples)._replace(merge_s=merge_s)
-    errors = [abs(costs.step_s(*sample.size) / sample.seconds - 1) for sample in samples]
+    costs = fitted(samples, machine.short_lane)._replace(merge_s=merge_s)
+    errors = [abs(costs.step_s(sample.size) / sample.seconds - 1) for sample in samples]
     return Fit(costs, load_s, statistics.median(errors), tuple(samples))
 
 
-def fitted(samples: Sequence[Sample]) -> Costs:
+def fitted(samples: Sequence[Sample], short_lane: int) -> Costs:
     """The costs of a step, none of them negative, that are off by the least share: a run has many short steps of
     decoding for each long one of prompts, and seconds alone would count the latter."""
     seconds = np.array([sample.seconds for sample in samples])
-    features = np.array([sample.size.features for sample in samples])
+    features = np.array([sample.size.features(short_lane) for sample in samples])
     scale = features.max(axis=0)  # near 1, which keeps the problem well conditioned
     scale[scale == 0] = 1
     weights, _ = nnls(features / scale / seconds[:, None], np.ones(len(samples)))
-    return Costs(*(float(weight) for weight in weights / scale))
+    return Costs(*(float(weight) for weight in weights / scale), short_lane=short_lane)
 
 
 class _Told:
@@ -135,6 +136,7 @@ class _Machine:
         )
         self._clock = work_seconds(device)
         self._told, self._sizes = _Told(), _Sizes()
+        self.short_lane = atmm.longest_short_lane(device, built.dtype)
         self._engine = Engine(settings, model=built, executor=Inline(), policy=self._told, cost=self._sizes)
         self._numbers = itertools.count()
         self.names = [f"a{i}" for i in range(_NUM_ADAPTERS)]

@@ -191,11 +191,9 @@ def _capacity(costs: Costs, prompt: int, answer: int, shares: Sequence[float]) -
     size = EngineConfig.max_batch_size
     different = sum(1 - (1 - share) ** size for share in shares)
     prompts_a_step = max(1.0, EngineConfig.max_step_tokens / prompt)
-    lane_s, adapter_s = costs.lane_prices(prompt)
-    prompt_s = prompt * (costs.token_s + lane_s) + costs.base_s / prompts_a_step + adapter_s
-    lane_s, adapter_s = costs.lane_prices(size)
-    each = costs.token_s + lane_s + (costs.base_s + different * adapter_s) / size
-    return 1 / (prompt_s + answer * (each + costs.context_token_s * (prompt + answer / 2)))
+    prompt_s = costs.merged_s(prompt, 0, 1 / prompts_a_step) + costs.lanes_s(prompt)
+    step_s = costs.merged_s(size, size * (prompt + answer / 2)) + costs.lanes_s(size, different)
+    return 1 / (prompt_s + answer * step_s / size)
 
 
 def decision_ms(policy: str, costs: Costs, num_waiting: int = 1000, **settings: Any) -> float:

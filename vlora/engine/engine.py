@@ -89,7 +89,7 @@ class Engine:
         self.config = config
         self._team: Team | None = None
         try:
-            self._build(policy, cost or CostModel(), model, clock, executor)
+            self._build(policy, cost, model, clock, executor)
         except BaseException as error:
             if self._team is not None:
                 # A collective that failed says little; the rank that left it has said why.
@@ -102,7 +102,7 @@ class Engine:
     def _build(
         self,
         policy: Policy,
-        cost: CostModel,
+        cost: CostModel | None,
         model: object | None,
         clock: Callable[[], float],
         executor: Executor | None,
@@ -158,7 +158,7 @@ class Engine:
             max_step_tokens=config.max_step_tokens,
             theta_s=config.theta_s,
             eos_ids=seam.eos_ids,
-            cost=cost,
+            cost=cost or CostModel(atmm.longest_short_lane(seam.device, seam.dtype)),
             clock=clock,
             weights=config.weights,
             tenant_weights=config.tenant_weights,

@@ -64,6 +64,7 @@ class Load:
         new_tokens = [t.new_tokens for t in accepted]
         self._num_decoding = min(new_tokens.count(1), max_batch_size - 1)
         self._prompts = sum(new_tokens) - new_tokens.count(1)
+        self._num_prompts = len(new_tokens) - new_tokens.count(1)
         self._context = sum(t.cached_len for t in accepted)
         self._tokens_a_step = max_step_tokens - self._num_decoding
         self._known: dict[int, float] = {}
@@ -112,6 +113,7 @@ class Load:
         self._num_bounded += 1
         self._due += tracked.new_tokens
         self._prompts += tracked.new_tokens
+        self._num_prompts += 1
         self._free_blocks -= -(-tracked.new_tokens // self._block_size)
         self._known.clear()
         if tracked.adapter is not None:
@@ -124,9 +126,15 @@ class Load:
             num_steps * self._max_step_tokens,
             num_steps * self._num_decoding + max(due, self._prompts + new_tokens),
         )
-        a_step = min(self._num_accepted + 1, self._max_batch_size)
-        adapters = num_steps * min(len(self._needed) + 1, a_step)
-        return self._costs.step_s(tokens, tokens, num_steps * self._context, adapters, num_steps)
+        decoding = num_steps * self._num_decoding
+        # As if nobody shared a lane who decodes; prompts have one each, or one a step where they are longer than that.
+        decoding_lanes = num_steps * min(len(self._needed), self._num_decoding)
+        prompt_lanes = min(max(num_steps, self._num_prompts + 1), num_steps * (len(self._needed) + 1))
+        return (
+            self._costs.merged_s(tokens, num_steps * self._context, num_steps)
+            + self._costs.lanes_s(decoding, decoding_lanes)
+            + self._costs.lanes_s(tokens - decoding, prompt_lanes)
+        )
 
 
 class Admission:

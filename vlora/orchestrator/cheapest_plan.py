@@ -7,39 +7,23 @@ from collections.abc import Mapping, Sequence
 from operator import sub
 from typing import NamedTuple
 
-from vlora.orchestrator.narrow_steps import token_limit
 from vlora.orchestrator.policy import Candidate, Decision, PolicyState
 from vlora.types import Mode
 
 
 class _Work(NamedTuple):
-    """What some requests need until each has its next answer: the cost model's features, by mode.
+    """What some requests need until each has its next answer.
 
-    adapters: different ones that have a lane. prompts: requests that do not decode yet. heads: requests whose next
-    answer is their only one.
+    steps: of each request, added up; a long prompt takes several. prompts: requests that do not decode yet. heads:
+    requests whose next answer is their only one.
     """
 
     requests: int
     tokens: int
     context: int
-    lane_tokens: int = 0
-    lanes: int = 0
-    adapters: int = 0
-    prompts: int = 0
-    heads: int = 0
-
-    def beside(self, own: _Work) -> _Work:
-        """The same work and `own` with it, over the weights that only `own` wants: a lane more for each other token."""
-        return _Work(
-            self.requests + own.requests,
-            self.tokens + own.tokens,
-            self.context + own.context,
-            self.lane_tokens + self.tokens,
-            self.lanes + self.requests,
-            self.adapters,
-            self.prompts + own.prompts,
-            self.heads + own.heads,
-        )
+    steps: int
+    prompts: int
+    heads: int
 
     def minus(self, part: _Work) -> _Work:
         return _Work._make(map(sub, self, part))
@@ -87,14 +71,13 @@ class CheapestPlan:
         works = _works(ready, state.max_step_tokens)
         total = _Work(*map(sum, zip(*works.values(), strict=True)))
         starving = _starving(ready, state)
-        num_steps = _num_steps(total, state)
-        reads = sum([_num_reads(work, num_steps) for work in works.values()])
-        unmerged_s = _seconds(total, state, reads) + _place_s(None, state)
+        lanes_s = _lanes_s(works, _num_steps(total, state), state)
+        unmerged_s = _merged_s(total, state) + lanes_s + _place_s(None, state)
         unmerged = _Plan(_mean_s(state, (total, unmerged_s)), None)
         alone_s = {adapter: _alone_s(adapter, work, state) for adapter, work in works.items()}
         round_s = sum(alone_s.values())
         plans = [
-            _best_with(adapter, works[adapter], total, round_s - alone_s[adapter], state)
+            _best_with(adapter, works, total, lanes_s, round_s - alone_s[adapter], state)
             for adapter in _worth_merging(works, (starving or ready)[0], state)
         ]
         at_hand = (state.merged_adapter, state.shadow_adapter)
@@ -129,7 +112,6 @@ def _starving(ready: Sequence[Candidate], state: PolicyState) -> list[Candidate]
 def _works(ready: Sequence[Candidate], max_step_tokens: int) -> dict[str | None, _Work]:
     sums: dict[str | None, list[int]] = {}
     for _, adapter, _, new_tokens, cached_len, head, _, _ in ready:
-        # A prompt of many steps has its lane in each of them.
         num_steps = 1 if new_tokens <= max_step_tokens else -(-new_tokens // max_step_tokens)
         found = sums.get(adapter)
         if found is None:
@@ -141,12 +123,7 @@ def _works(ready: Sequence[Candidate], max_step_tokens: int) -> dict[str | None,
             found[3] += num_steps
             found[4] += new_tokens > 1
             found[5] += head
-    return {
-        adapter: _Work(
-            requests, tokens, context, *((0, 0, 0) if adapter is None else (tokens, lanes, 1)), prompts, heads
-        )
-        for adapter, (requests, tokens, context, lanes, prompts, heads) in sums.items()
-    }
+    return {adapter: _Work._make(found) for adapter, found in sums.items()}
 
 
 def _worth_merging(works: Mapping[str | None, _Work], first: Candidate, state: PolicyState) -> list[str]:
@@ -163,7 +140,7 @@ def _alone_s(adapter: str | None, work: _Work, state: PolicyState) -> float:
     """Predicted time for one adapter's requests in steps of their own, after another's: merging included where it may
     be merged, for whoever was merged before has taken the place of its merged weights."""
     if adapter is None or adapter not in state.mergeable:
-        return _seconds(work, state) + state.costs.back_s
+        return _unmerged_s({adapter: work}, work, state) + state.costs.back_s
     return _merged_s(work, state) + state.costs.merge_s
 
 
@@ -174,15 +151,22 @@ def _place_s(merged: str | None, state: PolicyState) -> float:
     return state.costs.back_s if merged is None else state.costs.merge_s
 
 
-def _best_with(adapter: str, own: _Work, total: _Work, others_alone_s: float, state: PolicyState) -> _Plan:
-    """The cheapest plan that has `adapter` merged, merging it not included."""
+def _best_with(
+    adapter: str,
+    works: Mapping[str | None, _Work],
+    total: _Work,
+    lanes_s: float,
+    others_alone_s: float,
+    state: PolicyState,
+) -> _Plan:
+    """The cheapest plan that has `adapter` merged, merging it not included. lanes_s: all lanes together, unmerged."""
+    own, num_steps = works[adapter], _num_steps(total, state)
     others = total.minus(own)
     own_s = _merged_s(own, state)
-    others_s = _seconds(others, state) + state.costs.round_trip_s
-    together = others.beside(own)
-    num_steps = _num_steps(together, state)
-    branch = num_steps if others.requests else 0.0  # the merged adapter is read for the others' sake
-    together_s = _seconds(together, state, _num_reads(others, num_steps) + branch)
+    others_s = _unmerged_s(_without(adapter, works), others, state) + state.costs.round_trip_s
+    # The others' tokens have the lane that takes the merged adapter away.
+    branch_s = state.costs.lanes_s(others.tokens, num_steps) if others.requests else 0.0
+    together_s = _merged_s(total, state) + lanes_s - _lanes_s({adapter: own}, num_steps, state) + branch_s
     return min(
         _Plan(_mean_s(state, (total, together_s)), adapter),
         _Plan(_mean_s(state, (own, own_s), (others, others_s)), adapter, split=True),
@@ -219,11 +203,10 @@ def _decision(
         tokens -= c.new_tokens
     chosen += [c for c in starving if c.request_id not in seated]
     order = tuple(c.request_id for c in chosen)
-    limit = token_limit(chosen, merged, state.costs)
     if merged is None:
-        return Decision(Mode.UNMERGED, None, order, max_tokens=limit)
+        return Decision(Mode.UNMERGED, None, order)
     alone = all(c.adapter == merged for c in chosen)
-    return Decision(Mode.MERGED if alone else Mode.MIXED, merged, order, max_tokens=limit)
+    return Decision(Mode.MERGED if alone else Mode.MIXED, merged, order)
 
 
 def _turn(
@@ -250,10 +233,11 @@ def _turn(
         own_turn = plan.merged in starving_of
     else:
         work = works[plan.merged]
-        rest, rest_s = (
-            (works[first], _alone_s(first, works[first], state))
+        rest = works[first] if one else total.minus(work)
+        rest_s = (
+            _alone_s(first, rest, state)
             if one
-            else (total.minus(work), _seconds(total.minus(work), state) + _place_s(None, state))
+            else _unmerged_s(_without(plan.merged, works), rest, state) + _place_s(None, state)
         )
         own_s = _merged_s(work, state) + _place_s(plan.merged, state)
         own_turn = _rate(work, own_s, state) >= _rate(rest, rest_s, state)
@@ -281,33 +265,37 @@ def _mean_s(state: PolicyState, *parts: tuple[_Work, float]) -> float:
     return round_s - saved_s / sum([work.requests for work, _ in parts])
 
 
-def _seconds(work: _Work, state: PolicyState, num_reads: float | None = None) -> float:
-    """Predicted time for all of it. num_reads: of adapters, if known better than from the numbers of adapters and
-    lanes."""
-    if not work.requests:
+def _without(adapter: str | None, works: Mapping[str | None, _Work]) -> dict[str | None, _Work]:
+    return {other: work for other, work in works.items() if other != adapter}
+
+
+def _unmerged_s(works: Mapping[str | None, _Work], total: _Work, state: PolicyState) -> float:
+    """Predicted time for all of these together over W0. total: their sum."""
+    if not total.requests:
         return 0.0
-    num_steps = _num_steps(work, state)
-    if num_reads is None:
-        num_reads = _num_reads(work, num_steps)
-    return state.costs.step_s(work.tokens, work.lane_tokens, work.context, num_reads, num_steps)
-
-
-def _num_reads(work: _Work, num_steps: float) -> float:
-    """How often adapters are read in all: each once in a step for all its lanes there.
-
-    A request's lanes are in steps of their own, as many as its prompt takes; where these are among all steps is as good
-    as drawn. All adapters count as equally wanted, all requests as equally long.
-    """
-    if not work.lanes:
-        return 0.0
-    lanes_each = max(1.0, work.lanes / work.requests)
-    requests_each = work.lanes / lanes_each / work.adapters
-    return work.adapters * num_steps * (1 - max(0.0, 1 - lanes_each / num_steps) ** requests_each)
+    return _merged_s(total, state) + _lanes_s(works, _num_steps(total, state), state)
 
 
 def _merged_s(work: _Work, state: PolicyState) -> float:
-    """The same with its own weights in place."""
-    return state.costs.step_s(work.tokens, 0, work.context, 0, _num_steps(work, state))
+    """Predicted time for all of it with its own weights in place."""
+    return state.costs.merged_s(work.tokens, work.context, _num_steps(work, state))
+
+
+def _lanes_s(works: Mapping[str | None, _Work], num_steps: float, state: PolicyState) -> float:
+    """Predicted time for everybody's own lanes when all of these share so many steps.
+
+    An adapter has one lane in a step for all its requests there. A request is in as many steps as its prompt takes; in
+    which of them all is as good as drawn. An adapter's requests count as equally long.
+    """
+    lanes_s = state.costs.lanes_s
+    seconds = 0.0
+    for adapter, (num_requests, tokens, _, steps, _, _) in works.items():
+        if adapter is None:
+            continue
+        left_out = 1 - steps / num_requests / num_steps  # of all steps, by one request
+        num_lanes = num_steps * (1 - left_out**num_requests) if left_out > 0 else num_steps
+        seconds += lanes_s(tokens, num_lanes)
+    return seconds
 
 
 def _num_steps(work: _Work, state: PolicyState) -> float:

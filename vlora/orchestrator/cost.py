@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from operator import mul
 from typing import NamedTuple
 
@@ -16,15 +17,16 @@ _SWEEPS = 4  # per sample; the fit starts from the last one, so a few suffice
 # several of one unmerged; merged steps would never tell.
 _SWEEP_ORDER = (6, 5, 3, 2, 1, 0, 4)
 _FORGOTTEN = 1e-12  # a feature last seen so long ago that its coefficient is left alone
-# A step of more tokens is wide: it holds a prompt, whose adapter a CPU multiplies with by itself, while it reads those
-# of short lanes where they lie, row by row, all in one go (`atmm.divided`).
-NARROW = 32
 
 
 class Costs(NamedTuple):
-    """What a machine takes, in seconds: a step without tokens, then each of what `StepSize` counts.
+    """What a machine takes, in seconds: a step without tokens, a token, a token's lane, a token of context, an adapter.
 
-    lane_s, adapter_s: of a narrow step, which has at most `NARROW` tokens; wide_lane_s, wide_adapter_s: of a wide one.
+    An adapter's tokens lie side by side in a step: they are one lane, for which the adapter is read once. Lanes of at
+    most `short_lane` tokens are short. On a CPU they are computed in another way than long ones (`atmm.divided`), so
+    both have prices of their own; where all lanes are computed alike, none is short.
+
+    lane_s, adapter_s: of short lanes; long_lane_s, long_adapter_s: of long ones.
     merge_s: putting another adapter into the weights. back_s: going back to W0; 0 where a shadow copy keeps both W0 and
     the weights merged last, so that going between the two is free.
     """
@@ -32,79 +34,76 @@ class Costs(NamedTuple):
     base_s: float = 0.0
     token_s: float = 0.0
     lane_s: float = 0.0
-    wide_lane_s: float = 0.0
+    long_lane_s: float = 0.0
     context_token_s: float = 0.0
     adapter_s: float = 0.0
-    wide_adapter_s: float = 0.0
+    long_adapter_s: float = 0.0
     merge_s: float = 0.0
     back_s: float = 0.0
+    short_lane: int = 0
 
     @property
     def round_trip_s(self) -> float:
         """Leaving merged weights for W0 and coming back."""
         return self.back_s + self.merge_s if self.back_s else 0.0
 
-    def lane_prices(self, num_tokens: float) -> tuple[float, float]:
-        """Seconds of a token's lane, and of reading one adapter, in a step of so many tokens."""
-        if num_tokens > NARROW:
-            return self.wide_lane_s, self.wide_adapter_s
-        return self.lane_s, self.adapter_s
+    def merged_s(self, num_tokens: float, num_context: float, num_steps: float = 1.0) -> float:
+        """Seconds of steps that have so much together, without their lanes."""
+        return self.base_s * num_steps + self.token_s * num_tokens + self.context_token_s * num_context
 
-    def step_s(
-        self,
-        num_tokens: float,
-        num_lane_tokens: float,
-        num_context: float,
-        num_adapters: float,
-        num_steps: float = 1.0,
-    ) -> float:
-        """Seconds of a step, merging not included; or of several alike, which have all this together."""
-        lane_s, adapter_s = self.lane_prices(num_tokens / num_steps)
-        return (
-            self.base_s * num_steps
-            + self.token_s * num_tokens
-            + lane_s * num_lane_tokens
-            + self.context_token_s * num_context
-            + adapter_s * num_adapters
-        )
+    def lanes_s(self, num_tokens: float, num_lanes: float = 1.0) -> float:
+        """Seconds of so many lanes that have so many tokens together, all of one length."""
+        if num_tokens > self.short_lane * num_lanes:
+            return self.long_adapter_s * num_lanes + self.long_lane_s * num_tokens
+        return self.adapter_s * num_lanes + self.lane_s * num_tokens
+
+    def step_s(self, size: StepSize) -> float:
+        """Seconds of a step, merging not included."""
+        return self.merged_s(size.num_tokens, size.num_context) + sum(map(self.lanes_s, size.lanes))
 
 
 class StepSize(NamedTuple):
     """What is in a step.
 
-    tokens: computed in it. lane tokens: (token, lane) pairs, so a token with the deLoRA branch and its own adapter
-    counts twice. context: tokens whose KV was in place before and is read. adapters: different ones that have a lane,
-    the merged one's deLoRA branch included: each is read once, however many requests want it.
+    num_tokens: computed in it. lanes: tokens of each lane, one for each different adapter that is read, the merged
+    one's deLoRA branch included: it has all tokens that have not the merged adapter. num_context: tokens whose KV was
+    in place before and is read.
     """
 
     num_tokens: int
-    num_lane_tokens: int
+    lanes: tuple[int, ...]
     num_context: int
-    num_adapters: int
 
     @classmethod
     def of(cls, batch: Batch) -> StepSize:
-        merged = batch.merged_adapter
-        tokens = lane_tokens = context = 0
-        read: set[str | None] = set()
-        for item in batch.items:
-            tokens += item.num_tokens
-            context += item.start
-            if item.adapter != merged:
-                lane_tokens += num_lanes(item.adapter, merged) * item.num_tokens
-                read.add(item.adapter)
-        if read:
-            read.add(merged)
-            read.discard(None)
-        return cls(tokens, lane_tokens, context, len(read))
+        context = sum([item.start for item in batch.items])
+        return cls.holding([(item.adapter, item.num_tokens) for item in batch.items], batch.merged_adapter, context)
 
-    @property
-    def features(self) -> tuple[float, ...]:
+    @classmethod
+    def holding(cls, items: Iterable[tuple[str | None, int]], merged: str | None, num_context: int) -> StepSize:
+        """items: adapter and tokens of each request."""
+        by_adapter: dict[str | None, int] = {}
+        for adapter, num_tokens in items:
+            by_adapter[adapter] = by_adapter.get(adapter, 0) + num_tokens
+        total = sum(by_adapter.values())
+        others = total - by_adapter.pop(merged, 0)
+        by_adapter.pop(None, None)
+        branch = (others,) if others and merged is not None else ()
+        return cls(total, (*by_adapter.values(), *branch), num_context)
+
+    def features(self, short_lane: int) -> tuple[float, ...]:
         """How often each of `Costs` counts, as far as they are of a step."""
-        tokens, lane_tokens, context, adapters = self
-        if tokens > NARROW:
-            return 1.0, tokens, 0.0, lane_tokens, context, 0.0, adapters
-        return 1.0, tokens, lane_tokens, 0.0, context, adapters, 0.0
+        short = [lane for lane in self.lanes if lane <= short_lane]
+        num_short, short_tokens = len(short), sum(short)
+        return (
+            1.0,
+            self.num_tokens,
+            short_tokens,
+            sum(self.lanes) - short_tokens,
+            self.num_context,
+            num_short,
+            len(self.lanes) - num_short,
+        )
 
 
 def num_lanes(adapter: str | None, merged: str | None) -> int:
@@ -116,21 +115,23 @@ def num_lanes(adapter: str | None, merged: str | None) -> int:
 
 class CostModel:
     """Learns `Costs`: a step linear in (1, tokens, lane tokens, context tokens, adapters) with no negative coefficient,
-    those of lanes and adapters being others in wide steps than in narrow ones.
+    those of lanes and adapters being others for long lanes than for short ones.
 
     Online non-negative least squares: forgetting normal equations, coordinate descent from the last solution. No
-    coefficient can be negative, so neither can an estimate, and of steps that are both narrow or both wide a larger one
-    never looks cheaper than a smaller one.
+    coefficient can be negative, so neither can an estimate, and a step never looks cheaper than one that lacks some of
+    its lanes, or whose lanes are shorter and on the same side of the border.
     Before the first sample every estimate is 0: nothing is known, so nothing is assumed.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, short_lane: int = 0) -> None:
+        """short_lane: tokens up to which a lane is short on this machine."""
+        self._short_lane = short_lane
         self._gram = [[0.0] * _NUM for _ in range(_NUM)]
         self._moment = [0.0] * _NUM
         self._weights = [0.0] * _NUM
         self._switch_s: float | None = None
         self._back_s: float | None = None
-        self._costs = Costs()
+        self._costs = Costs(short_lane=short_lane)
 
     @property
     def switch_s(self) -> float:
@@ -144,7 +145,7 @@ class CostModel:
 
     def observe_step(self, size: StepSize, seconds: float) -> None:
         """Learn from a step that took `seconds`, switching not included."""
-        features = tuple(map(mul, size.features, _UNITS))
+        features = tuple(map(mul, size.features(self._short_lane), _UNITS))
         weights, moment = self._weights, self._moment
         for i, (row, feature) in enumerate(zip(self._gram, features, strict=True)):
             row[:] = [_FORGET * old + feature * other for old, other in zip(row, features, strict=True)]
@@ -167,7 +168,8 @@ class CostModel:
         self._expect()
 
     def _expect(self) -> None:
-        self._costs = Costs._make((*map(mul, self._weights, _UNITS), self.switch_s, self._back_s or 0.0))
+        each = map(mul, self._weights, _UNITS)
+        self._costs = Costs._make((*each, self.switch_s, self._back_s or 0.0, self._short_lane))
 
 
 def _smoothed(average: float | None, newest: float) -> float:

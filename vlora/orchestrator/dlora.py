@@ -6,9 +6,11 @@ Source: B. Wu et al., dLoRA (OSDI 2024), dynamic batching, after its published a
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from vlora.orchestrator.cost import StepSize
 from vlora.orchestrator.groups import in_order, largest_group, starving_first
 from vlora.orchestrator.policy import Candidate, Decision, PolicyState
 from vlora.types import Mode
@@ -90,8 +92,12 @@ class DLora:
 
 def _step_s(batch: Sequence[Candidate], merged: str | None, state: PolicyState) -> float:
     """Predicted seconds of a step of `batch`, whose requests are all of the merged adapter or all over W0."""
-    tokens = min(sum(c.new_tokens for c in batch), state.max_step_tokens)
-    adapted = [c for c in batch if c.adapter is not None and merged is None]
-    lane_tokens = min(sum(c.new_tokens for c in adapted), tokens)
-    context, adapters = sum(c.cached_len for c in batch), len({c.adapter for c in adapted})
-    return state.costs.step_s(tokens, lane_tokens, context, adapters)
+    left = state.max_step_tokens
+    items: list[tuple[str | None, int]] = []
+    for c in sorted(batch, key=_new_tokens):  # those that decode are served beside any prompt
+        items.append((c.adapter, min(c.new_tokens, left)))
+        left -= items[-1][1]
+    return state.costs.step_s(StepSize.holding(items, merged, sum([c.cached_len for c in batch])))
+
+
+_new_tokens = operator.attrgetter("new_tokens")

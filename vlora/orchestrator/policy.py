@@ -54,7 +54,6 @@ class Decision(NamedTuple):
     """order: the requests to run, most important first, at most max_batch_size; token and block budgets cut it last.
 
     merged_adapter None is W0, which is what base-model requests need: for them W0 is the merged form.
-    max_tokens: of the step, at least one for each in the order; None for the whole budget.
     carried: handed back in the next decision's `PolicyState`, for policies that learn: they hold no state themselves.
     """
 
@@ -62,7 +61,6 @@ class Decision(NamedTuple):
     merged_adapter: str | None
     order: tuple[str, ...]
     carried: Any = None
-    max_tokens: int | None = None
 
 
 class Policy(Protocol):

@@ -15,7 +15,7 @@ from vlora.errors import Aborted, DeadlineMissed, DeadlineUnreachable, PromptToo
 from vlora.memory.books import BlockTables
 from vlora.orchestrator.admission import Admission, Load
 from vlora.orchestrator.budgets import grant_blocks, share_tokens
-from vlora.orchestrator.cost import NARROW, CostModel, Costs, StepSize, num_lanes
+from vlora.orchestrator.cost import CostModel, Costs, StepSize, num_lanes
 from vlora.orchestrator.counting import Counters
 from vlora.orchestrator.policy import Candidate, Decision, Policy, PolicyState
 from vlora.orchestrator.reuse import look_up
@@ -364,9 +364,9 @@ class Scheduler:
 
     def _credits(self, requests: Iterable[Tracked], now: float, merged: str | None) -> list[float]:
         costs, limit = self._cost.costs, self._max_step_tokens
-        # The step's cost by number of lanes, fixed and for each token, narrow and wide: this runs for every request in
+        # The step's cost by number of lanes, fixed and for each token, short and long: this runs for every request in
         # every step.
-        prices = (costs.lane_prices(NARROW), costs.lane_prices(NARROW + 1))
+        prices, short = ((costs.lane_s, costs.adapter_s), (costs.long_lane_s, costs.long_adapter_s)), costs.short_lane
         lanes = [
             [(costs.base_s + n * adapter_s, costs.token_s + n * lane_s) for lane_s, adapter_s in prices]
             for n in range(3)
@@ -378,8 +378,10 @@ class Scheduler:
         for t in requests:
             adapter, cached = t.adapter, t.cached_len
             tokens = t.device_len - cached
-            fixed_s, token_s = (own if adapter == merged else base if adapter is None else other)[tokens > NARROW]
-            own_s = fixed_s + token_s * (tokens if tokens < limit else limit) + context_s * cached
+            if tokens > limit:
+                tokens = limit
+            fixed_s, token_s = (own if adapter == merged else base if adapter is None else other)[tokens > short]
+            own_s = fixed_s + token_s * tokens + context_s * cached
             credits.append(now - t.last_ran_s + own_s)
         return credits
 
@@ -390,10 +392,9 @@ class Scheduler:
         """
         tokens = min(sum([t.device_len - t.cached_len for t in ready]), self._max_step_tokens)
         context = sum(sorted([t.cached_len for t in ready], reverse=True)[: self._max_batch_size])
-        each = 1 if merged is None else 2
-        lanes = each * min(len(ready), self._max_batch_size)
-        adapters = min(len({t.adapter for t in ready}) + each - 1, lanes)
-        step_s = costs.step_s(tokens, each * tokens, context, adapters)
+        lanes = min(len({t.adapter for t in ready}), self._max_batch_size)
+        branch_s = 0.0 if merged is None else costs.lanes_s(tokens)
+        step_s = costs.merged_s(tokens, context) + costs.lanes_s(tokens, lanes) + branch_s
         return max(self._theta_s, 2 * (step_s + costs.merge_s))
 
     def _fit(self, decision: Decision, starving: set[str], ready: Sequence[Tracked], now: float) -> Batch | None:
@@ -402,11 +403,7 @@ class Scheduler:
         merged = decision.merged_adapter
         if decision.mode is Mode.MERGED:
             assert all(t.adapter == merged for t in order), "merged mode serves one adapter"
-        most = self._max_step_tokens
-        if decision.max_tokens is not None:
-            assert decision.max_tokens >= len(order), "the policy left somebody without a token"
-            most = min(most, decision.max_tokens)
-        shares = share_tokens(order, starving, most)
+        shares = share_tokens(order, starving, self._max_step_tokens)
         items, preempted = grant_blocks(order, shares, self._tables, self._tracked, ready)
         if not items:
             return None

@@ -86,7 +86,7 @@ class Replica:
             max_step_tokens=box.max_step_tokens,
             theta_s=box.theta_s,
             eos_ids=frozenset(),
-            cost=CostModel(),
+            cost=CostModel(box.costs.short_lane),
             clock=self.clock,
             weights=box.settings().weights,
             tenant_weights=box.settings().tenant_weights,
