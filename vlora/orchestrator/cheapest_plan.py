@@ -47,6 +47,9 @@ class CheapestPlan:
     """Compares, for the requests that are ready, the predicted mean time until they have what they wait for: one that
     goes on, the end of the round in which each has its next answer; a head's, its only answer.
 
+    Where more are ready than a batch takes, only a batch of those whose turn it is counts: the others wait in any case,
+    and to let halves take turns for their sake would end everybody later.
+
     - unmerged: all together over W0, a lane for each token of an adapter;
     - mixed(a): all together over `W0 + delta_a`: no lane for a's tokens, two for another adapter's, one for the base
       model's. Cheaper than unmerged where a has more than half of the lanes;
@@ -68,9 +71,10 @@ class CheapestPlan:
     """
 
     def decide(self, ready: Sequence[Candidate], state: PolicyState) -> Decision:
-        works = _works(ready, state.max_step_tokens)
-        total = _Work(*map(sum, zip(*works.values(), strict=True)))
         starving = _starving(ready, state)
+        batch = _first_batch(ready, starving, state)
+        works = _works(batch, state.max_step_tokens)
+        total = _Work(*map(sum, zip(*works.values(), strict=True)))
         lanes_s = _lanes_s(works, _num_steps(total, state), state)
         unmerged_s = _merged_s(total, state) + lanes_s + _place_s(None, state)
         unmerged = _Plan(_mean_s(state, (total, unmerged_s)), None)
@@ -84,7 +88,7 @@ class CheapestPlan:
         chosen = min([unmerged, *(plan for plan in plans if plan.merged in at_hand)], key=lambda plan: plan.mean_s)
         missed: dict[str | None, float] = {}
         # The time is until all have answered, which may take many steps; only this step's part of it is missed now.
-        num_steps = max(1.0, total.requests / state.max_batch_size, total.tokens / state.max_step_tokens)
+        num_steps = max(1.0, total.tokens / state.max_step_tokens)
         carried: Mapping[str | None, float] = state.carried or {}
         affordable = []
         for plan in plans:
@@ -95,7 +99,7 @@ class CheapestPlan:
                 else:
                     missed[plan.merged] = max(0.0, missed_s + gain_s / num_steps)
         chosen = min([chosen, *affordable], key=lambda plan: plan.mean_s)
-        return _decision(chosen, works, total, starving, ready, state)._replace(carried=missed)
+        return _decision(chosen, works, total, starving, batch, ready, state)._replace(carried=missed)
 
 
 def _starving(ready: Sequence[Candidate], state: PolicyState) -> list[Candidate]:
@@ -109,9 +113,24 @@ def _starving(ready: Sequence[Candidate], state: PolicyState) -> list[Candidate]
     return starving[: state.max_batch_size]
 
 
-def _works(ready: Sequence[Candidate], max_step_tokens: int) -> dict[str | None, _Work]:
+def _first_batch(ready: Sequence[Candidate], starving: Sequence[Candidate], state: PolicyState) -> Sequence[Candidate]:
+    """Those who starve, and the first of the others, as many as a batch takes."""
+    if len(ready) <= state.max_batch_size:
+        return ready
+    starving_ids, seats = {c.request_id for c in starving}, state.max_batch_size - len(starving)
+    batch: list[Candidate] = []
+    for c in ready:
+        if c.request_id in starving_ids:
+            batch.append(c)
+        elif seats:
+            seats -= 1
+            batch.append(c)
+    return batch
+
+
+def _works(requests: Sequence[Candidate], max_step_tokens: int) -> dict[str | None, _Work]:
     sums: dict[str | None, list[int]] = {}
-    for _, adapter, _, new_tokens, cached_len, head, _, _ in ready:
+    for _, adapter, _, new_tokens, cached_len, head, _, _ in requests:
         num_steps = 1 if new_tokens <= max_step_tokens else -(-new_tokens // max_step_tokens)
         found = sums.get(adapter)
         if found is None:
@@ -166,7 +185,7 @@ def _best_with(
     others_s = _unmerged_s(_without(adapter, works), others, state) + state.costs.round_trip_s
     # The others' tokens have the lane that takes the merged adapter away.
     branch_s = state.costs.lanes_s(others.tokens, num_steps) if others.requests else 0.0
-    together_s = _merged_s(total, state) + lanes_s - _lanes_s({adapter: own}, num_steps, state) + branch_s
+    together_s = _merged_s(total, state) + (lanes_s - _lanes_s({adapter: own}, num_steps, state)) + branch_s
     return min(
         _Plan(_mean_s(state, (total, together_s)), adapter),
         _Plan(_mean_s(state, (own, own_s), (others, others_s)), adapter, split=True),
@@ -180,12 +199,13 @@ def _decision(
     works: Mapping[str | None, _Work],
     total: _Work,
     starving: Sequence[Candidate],
+    batch: Sequence[Candidate],
     ready: Sequence[Candidate],
     state: PolicyState,
 ) -> Decision:
     """Who runs now, with which weights: the turn's half behind those who lead it, then guests."""
     leading = [c for c in starving if c.new_tokens == 1 or c.urgent]
-    merged, half = _turn(plan, works, total, leading, ready, state)
+    merged, half = _turn(plan, works, total, leading, batch, ready, state)
     chosen = list(leading)
     seated = {c.request_id for c in leading}
     starving_ids = {c.request_id for c in starving}
@@ -214,20 +234,15 @@ def _turn(
     works: Mapping[str | None, _Work],
     total: _Work,
     starving: Sequence[Candidate],
+    batch: Sequence[Candidate],
     ready: Sequence[Candidate],
     state: PolicyState,
 ) -> tuple[str | None, Sequence[Candidate]]:
     """The weights to have in place, and whose turn it is. A half that not all starving requests are in has to wait."""
     if not plan.split:
         return plan.merged, ready
-    own: list[Candidate] = []
-    others: list[Candidate] = []
-    for c in ready:
-        (own if c.adapter == plan.merged else others).append(c)
-    if not others:
-        return plan.merged, own
     starving_of = {c.adapter for c in starving}
-    first = (starving or others)[0].adapter
+    first = starving[0].adapter if starving else next(c.adapter for c in batch if c.adapter != plan.merged)
     one = plan.one_by_one and first in state.mergeable and first != plan.merged and starving_of <= {first}
     if starving_of and (plan.merged not in starving_of or len(starving_of) == 1):
         own_turn = plan.merged in starving_of
@@ -242,10 +257,10 @@ def _turn(
         own_s = _merged_s(work, state) + _place_s(plan.merged, state)
         own_turn = _rate(work, own_s, state) >= _rate(rest, rest_s, state)
     if own_turn:
-        return plan.merged, own
+        return plan.merged, [c for c in ready if c.adapter == plan.merged]
     if one:
-        return first, [c for c in others if c.adapter == first]
-    return None, others
+        return first, [c for c in ready if c.adapter == first]
+    return None, [c for c in ready if c.adapter != plan.merged]
 
 
 def _mean_s(state: PolicyState, *parts: tuple[_Work, float]) -> float:
@@ -299,10 +314,9 @@ def _lanes_s(works: Mapping[str | None, _Work], num_steps: float, state: PolicyS
 
 
 def _num_steps(work: _Work, state: PolicyState) -> float:
-    """How many steps it takes, in fractions. Of those that only the token budget makes necessary, prompts bear their
-    share: those who decode go on meanwhile."""
-    by_tokens = 1 + (work.tokens / state.max_step_tokens - 1) * work.prompts / work.requests
-    return max(1.0, work.requests / state.max_batch_size, by_tokens)
+    """How many steps it takes, in fractions. Of those beyond the first, which only the token budget makes necessary,
+    prompts bear their share: those who decode go on meanwhile."""
+    return max(1.0, 1 + (work.tokens / state.max_step_tokens - 1) * work.prompts / work.requests)
 
 
 def _rate(work: _Work, seconds: float, state: PolicyState) -> float:
