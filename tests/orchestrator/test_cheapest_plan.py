@@ -121,10 +121,19 @@ def test_video_of_many_streams_is_never_behind_a_policy_with_a_bound(streams: in
     assert_ahead(arrivals, costs)
 
 
-def test_two_adapters_alike_in_overload_are_not_behind_a_policy_with_a_bound() -> None:
+@pytest.mark.parametrize("skew, num_adapters", [(0.5, 2), (0.2, 20)])
+def test_adapters_alike_in_overload_are_not_behind_a_policy_with_a_bound(skew: float, num_adapters: int) -> None:
     costs, _ = read_costs(MEASURED)
     lengths = {"prompt_min": 64, "prompt_max": 128, "answer_min": 50, "answer_max": 100}
-    assert_ahead(list(Hottest(rate=1.6, skew=0.5, **lengths).arrivals(150, 2, seed=0)), costs)
+    assert_ahead(list(Hottest(rate=1.6, skew=skew, **lengths).arrivals(200, num_adapters, seed=0)), costs)
+
+
+def test_only_a_batch_counts_of_those_whose_turn_it_is() -> None:
+    """Beyond it wait a hundred who would have halves take turns."""
+    first = [each for name in "abcd" for each in decoding(name, 8)]
+    behind = [each._replace(request_id=f"behind-{i}") for i, each in enumerate(decoding("a", 100))]
+    alone, crowd = decide(first, state("a")), decide([*first, *behind], state("a"))
+    assert (alone.mode, alone.merged_adapter, alone.order) == (crowd.mode, crowd.merged_adapter, crowd.order)
 
 
 def assert_ahead(arrivals: list[Arrival], costs: Costs) -> None:

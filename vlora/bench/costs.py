@@ -27,7 +27,7 @@ def run(quick: bool, model: str = "qwen2-0.5b", device: str = "cpu") -> Report:
     ]
     errors = sorted(abs(row["fitted ms"] / row["ms"] - 1) for row in rows)
     goals = [
-        Goal(f"median of |fitted / timed - 1| over {len(rows)} steps", statistics.median(errors), 0.1, True),
+        Goal(f"median relative error of what is fitted over {len(rows)} steps", statistics.median(errors), 0.1, True),
         Goal("90th percentile of it", errors[int(0.9 * len(errors))], 0.3, True),
     ]
     return Report("costs", rows, goals, found=stated(found, model))
