@@ -92,7 +92,7 @@ def fitted(samples: Sequence[Sample], short_lane: int) -> Costs:
     scale = features.max(axis=0)  # near 1, which keeps the problem well conditioned
     scale[scale == 0] = 1
     weights, _ = nnls(features / scale / seconds[:, None], np.ones(len(samples)))
-    return Costs(*(float(weight) for weight in weights / scale))._replace(short_lane=short_lane)
+    return Costs._make((*map(float, weights / scale), 0.0, 0.0, short_lane))  # nothing of merging
 
 
 class _Told:
