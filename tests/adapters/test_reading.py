@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import shutil
 from collections.abc import Callable
@@ -59,6 +60,25 @@ def edit_tensors(folder: Path, change: Callable[[dict[str, torch.Tensor]], None]
     tensors = load_file(str(file))
     change(tensors)
     save_file(tensors, str(file))
+
+
+def test_what_collections_walk_through_does_not_grow_with_an_adapters_layers(
+    folders: dict[str, str], sites: dict[str, SiteShape]
+) -> None:
+    def objects(folder: str) -> float:
+        """Of each adapter more, registered and read."""
+        registry = AdapterRegistry(sites, torch.float32, 64)
+        counts = []
+        for number in range(3):
+            registry.load(f"a{number}", folder)
+            gc.collect()
+            counts.append(len(gc.get_objects()))
+        return counts[2] - counts[1]
+
+    narrow, wide = (len(read_header(Path(folders[name]), sites, 64).targets) for name in ("narrow4", "wide8"))
+    assert wide > 2 * narrow
+    # A registration, its header, the content and their dicts and tensors; nothing for each layer.
+    assert objects(folders["wide8"]) <= objects(folders["narrow4"]) <= 16
 
 
 def test_scaling_rank_and_alpha_patterns(folders: dict[str, str], registry: AdapterRegistry) -> None:

@@ -26,20 +26,26 @@ Measure = Callable[[Mapping[str, HostFactors]], float]
 class HostAdapter:
     """One registered content. key: what every cache and table on the device is keyed by, never the name alone.
 
-    version: hash of the folder's content. run: all factors as bytes, as they will lie in the arena; `factors` are views
-    of it. merged: by layer, what merging reads instead, where `factors` are split over ranks.
+    version: hash of the folder's content. run: all factors as bytes, as they will lie in the arena, being values of
+    `dtype`. merged: by layer, what merging reads instead, where `factors` are split over ranks.
     """
 
     key: str
     version: str
     run: torch.Tensor
+    dtype: torch.dtype
     shapes: Mapping[str, FactorShape]
-    factors: Mapping[str, HostFactors]
     heads: Mapping[str, TaskHead]
     rank: int
     touches_vision: bool
     merge_fidelity: float
     merged: Mapping[str, HostFactors] = dataclasses.field(default_factory=dict)
+
+    @property
+    def factors(self) -> dict[str, HostFactors]:
+        """Views of the run, made anew: kept, those of thousands of adapters are a million objects that garbage
+        collection walks through between two steps."""
+        return carve(self.run, self.shapes, self.dtype)
 
 
 def load_adapter(key: str, header: AdapterHeader, dtype: torch.dtype, measure: Measure) -> HostAdapter:
@@ -72,8 +78,8 @@ def load_adapter(key: str, header: AdapterHeader, dtype: torch.dtype, measure: M
         key=key,
         version=version,
         run=run,
+        dtype=dtype,
         shapes=shapes,
-        factors=factors,
         heads=header.heads,
         rank=header.rank,
         touches_vision=header.touches_vision,

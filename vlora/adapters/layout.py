@@ -6,8 +6,9 @@ neighbouring layers of one rank are then one strided view [layers, rank, dim], w
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import torch
@@ -32,21 +33,41 @@ def aligned(num_bytes: int) -> int:
 
 def run_bytes(shapes: Mapping[str, FactorShape], dtype: torch.dtype) -> int:
     """Bytes of a run that holds factors of these shapes, by layer."""
-    return sum(aligned(math.prod(size) * dtype.itemsize) for _, _, size in _tensors(shapes))
+    return _layout(tuple(shapes.values()), dtype).num_bytes
 
 
 def carve(run: torch.Tensor, shapes: Mapping[str, FactorShape], dtype: torch.dtype) -> dict[str, HostFactors]:
     """Views of every layer's factors in a run of bytes (uint8, at least `run_bytes` long), in the order of `shapes`."""
     values = run.view(dtype)
-    views: dict[tuple[str, int], torch.Tensor] = {}
-    offset = values.storage_offset()
-    for name, side, size in _tensors(shapes):
-        views[name, side] = values.as_strided(size, (size[1], 1), offset)
-        offset += aligned(math.prod(size) * dtype.itemsize) // dtype.itemsize
-    return {name: HostFactors(views[name, 0], views[name, 1]) for name in shapes}
+    layout = _layout(tuple(shapes.values()), dtype)
+
+    def view(place: _Place) -> torch.Tensor:
+        return values.as_strided(place.size, place.stride, values.storage_offset() + place.offset)
+
+    return {name: HostFactors(view(a), view(bt)) for name, a, bt in zip(shapes, layout.a, layout.bt, strict=True)}
 
 
-def _tensors(shapes: Mapping[str, FactorShape]) -> Iterator[tuple[str, int, tuple[int, int]]]:
-    for side in (0, 1):
-        for name, shape in shapes.items():
-            yield name, side, (shape.rows_bt, shape.d_out) if side else (shape.rows_a, shape.d_in)
+class _Place(NamedTuple):
+    """A tensor in a run; offset in values."""
+
+    size: tuple[int, int]
+    stride: tuple[int, int]
+    offset: int
+
+
+class _Layout(NamedTuple):
+    a: tuple[_Place, ...]
+    bt: tuple[_Place, ...]
+    num_bytes: int
+
+
+@functools.lru_cache(maxsize=256)
+def _layout(shapes: tuple[FactorShape, ...], dtype: torch.dtype) -> _Layout:
+    """Found once for adapters made alike: thousands of them come and go between steps."""
+    sizes = [(shape.rows_a, shape.d_in) for shape in shapes] + [(shape.rows_bt, shape.d_out) for shape in shapes]
+    places: list[_Place] = []
+    num_bytes = 0
+    for size in sizes:
+        places.append(_Place(size, (size[1], 1), num_bytes // dtype.itemsize))
+        num_bytes += aligned(math.prod(size) * dtype.itemsize)
+    return _Layout(tuple(places[: len(shapes)]), tuple(places[len(shapes) :]), num_bytes)

@@ -11,7 +11,6 @@ import functools
 import json
 import math
 import re
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -71,7 +70,7 @@ class TargetHeader:
     disk: the shapes of a and b there, block-diagonal ones without their zeros. cut: what of them is kept here. merged:
     what merging them into the weights needs, which is more where the factors are split over ranks.
 
-    Thousands of adapters have hundreds of these each, so their names are shared between all of them.
+    Thousands of adapters have hundreds of these each, mostly the same ones: made by `_target_header`, they are shared.
     """
 
     site: str
@@ -275,24 +274,35 @@ def _target(
             f"{path}: {module!r} has rank {rank} and {shape_b[0]} outputs, which cannot be cut into its "
             f"{cut_a * cut_b} blocks"
         )
-    return TargetHeader(
-        site=sys.intern(site),
-        rank=rank,
-        disk=_shared(shape_a, shape_b),
-        blocks=blocks,
-        cut=expected.cut(rank, blocks, "replicated"),
-        merged=expected.cut(rank, blocks, "replicated"),
-        vision=expected.vision,
-        tensor_a=sys.intern(sides["A"]),
-        tensor_b=sys.intern(sides["B"]),
-        scale=_scale(path, config, (module, site), rank),
-    )
+    scale = _scale(path, config, (module, site), rank)
+    return _target_header(site, expected, (shape_a, shape_b), blocks, sides["A"], sides["B"], scale)
 
 
 @functools.lru_cache(maxsize=4096)
-def _shared(*shapes: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
-    """The same object for the same shapes: thousands of adapters have hundreds of layers of a few shapes."""
-    return shapes
+def _target_header(
+    site: str,
+    expected: SiteShape,
+    disk: tuple[tuple[int, ...], ...],
+    blocks: Blocks | None,
+    tensor_a: str,
+    tensor_b: str,
+    scale: float,
+) -> TargetHeader:
+    """The same object for the same layer of adapters made alike."""
+    rank = disk[0][0]
+    cut = expected.cut(rank, blocks, "replicated")
+    return TargetHeader(
+        site=site,
+        rank=rank,
+        disk=disk,
+        blocks=blocks,
+        cut=cut,
+        merged=cut,
+        vision=expected.vision,
+        tensor_a=tensor_a,
+        tensor_b=tensor_b,
+        scale=scale,
+    )
 
 
 def _per(count: int) -> str:

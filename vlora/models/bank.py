@@ -157,7 +157,7 @@ class AdapterBank:
         self._residency.pin(key)
         self.num_loads += 1
         target = self._arena.buffer(run.first_page, run.num_pages)[: adapter.run.nbytes]
-        factors = carve(target, adapter.shapes, _dtype(adapter))
+        factors = carve(target, adapter.shapes, adapter.dtype)
         copies = [self._transfer.start(adapter.run, target)]
         if self._others is not None:
             copies.append(self._others.bring(key, run))
@@ -185,7 +185,7 @@ class AdapterBank:
         self._resident = None
         self._residents[key] = _Resident(
             adapter.shapes,
-            _dtype(adapter),
+            adapter.dtype,
             adapter.merged,
             arriving.factors,
             {name: head.to(device) for name, head in adapter.heads.items()},
@@ -327,10 +327,6 @@ class AdapterBank:
             self._linears[name].detach(key)
         if self._others is not None:
             self._others.drop(key)
-
-
-def _dtype(adapter: HostAdapter) -> torch.dtype:
-    return next(iter(adapter.factors.values())).a.dtype
 
 
 _STEPS_BEFORE_PACKING = 3
