@@ -39,10 +39,11 @@ def run_bytes(shapes: Mapping[str, FactorShape], dtype: torch.dtype) -> int:
 def carve(run: torch.Tensor, shapes: Mapping[str, FactorShape], dtype: torch.dtype) -> dict[str, HostFactors]:
     """Views of every layer's factors in a run of bytes (uint8, at least `run_bytes` long), in the order of `shapes`."""
     values = run.view(dtype)
+    first = values.storage_offset()
     layout = _layout(tuple(shapes.values()), dtype)
 
     def view(place: _Place) -> torch.Tensor:
-        return values.as_strided(place.size, place.stride, values.storage_offset() + place.offset)
+        return values.as_strided(place.size, place.stride, first + place.offset)
 
     return {name: HostFactors(view(a), view(bt)) for name, a, bt in zip(shapes, layout.a, layout.bt, strict=True)}
 

@@ -488,9 +488,10 @@ class Engine:
         return outputs
 
     def _memory_view(self) -> MemoryView:
-        resident, mergeable = self._bank.resident, self._view.mergeable
-        if resident is not self._view.resident:  # asked in every step, and there may be thousands
-            mergeable = frozenset(key for key in resident if self._is_mergeable(key))
+        resident, before = self._bank.resident, self._view
+        mergeable = before.mergeable
+        if resident is not before.resident:  # asked in every step, and there may be thousands
+            mergeable = (mergeable & resident).union(filter(self._is_mergeable, resident - before.resident))
         self._view = MemoryView(resident=resident, mergeable=mergeable, loading=self._loading())
         return self._view
 

@@ -28,7 +28,7 @@ class Residency:
         self._pins: Counter[str] = Counter()
         self._evicted: list[str] = []
         self._moved: list[str] = []
-        self._room: int | None = None  # most pages in a row beside what stays, or more; None when to be found anew
+        self._room: int | None = None  # most pages in a row beside what stays, or more; None where nobody failed
         self._resident: frozenset[str] | None = frozenset()  # None when it is to be made anew
 
     @property
@@ -138,13 +138,6 @@ class Residency:
         """Runs that may neither move nor leave."""
         return {*self._reserved, *(self._runs[name] for name in self._pins)}
 
-    def _room_beside_staying(self, num_pages: int) -> bool:
-        """Whether so many pages in a row are there beside them. Too few stay too few while more is pinned: in a step
-        that has no room hundreds of adapters may ask for some."""
-        if self._room is None or self._room >= num_pages:
-            self._room = self.room_beside(self._staying)
-        return self._room >= num_pages
-
     def _make_room(self, num_pages: int) -> int | None:
         """Free `num_pages` in a row: the first of them, or None, and nothing changed.
 
@@ -154,11 +147,13 @@ class Residency:
         """
         if (gap := self.books.find_gap(num_pages, self.max_pages)) is not None:
             return gap
-        if not self._room_beside_staying(num_pages):
+        if self._room is not None and self._room < num_pages:
             return None
         cold = [name for name in self._runs if not self._pins[name]]
         movable = [self._runs[name] for name in cold]
         if plan_room(self.books, num_pages, self.max_pages, movable, movable) is None:
+            # Too few stay too few while more is pinned: in a step that has no room hundreds of adapters may ask.
+            self._room = self.room_beside(self._staying)
             return None
         best: tuple[int, int, Plan] | None = None  # pages, number of evicted, how
         num_evicted = held = 0
