@@ -28,7 +28,7 @@ class Residency:
         self._pins: Counter[str] = Counter()
         self._evicted: list[str] = []
         self._moved: list[str] = []
-        self._room: int | None = None  # most pages in a row beside what stays, or more; None where nobody failed
+        self._room: int | None = None  # most pages in a row beside what stays, or more; None until somebody fails
         self._resident: frozenset[str] | None = frozenset()  # None when it is to be made anew
 
     @property
