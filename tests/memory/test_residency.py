@@ -74,7 +74,9 @@ def test_a_crowd_that_finds_no_room_is_told_so_without_searching_for_each(monkey
     monkeypatch.setattr(residency, "room_beside", counted)
     assert all(residency.bring(f"b{number}", 1 + number % 4) is None for number in range(100)) and len(searches) == 1
     residency.unpin("a")
-    assert residency.bring("b", 4) == Run(0, 4) and len(searches) == 2
+    assert residency.bring("b", 4) == Run(0, 4) and len(searches) == 1
+    residency.pin("b")
+    assert residency.bring("c", 1) is None and len(searches) == 2
 
 
 def test_only_as_many_leave_as_must() -> None:
