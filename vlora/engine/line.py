@@ -105,6 +105,11 @@ class EngineLine:
             raise EOFError
         return data
 
+    @property
+    def arrived(self) -> bool:
+        """Whether `receive` has something to give."""
+        return not self._arrived.empty()
+
     def wake(self) -> None:
         """Let who waits in `receive` go on. For any thread."""
         self._arrived.put(None)
