@@ -1,14 +1,22 @@
-"""The gateway bench counts pair by pair, and knows when the engine alone has its first text."""
+"""The gateway bench counts pair by pair, knows when a stream has its first text, and asks one engine in both ways."""
 
 from __future__ import annotations
 
+import contextlib
 import json
+import tempfile
 import threading
 from http.server import BaseHTTPRequestHandler, HTTPServer
+from multiprocessing import connection
 
 import pytest
 
+from fusion.embedded import checkpoint_path
+from vlora.bench.asked_engine import Question
 from vlora.bench.gateway import Spent, _row, _Web
+from vlora.bench.served import running
+from vlora.client import Client
+from vlora.models.processing import InputProcessor
 
 
 def test_what_is_added_is_counted_pair_by_pair() -> None:
@@ -61,3 +69,22 @@ def test_a_stream_begins_with_its_first_text_and_ends_with_its_last_chunk() -> N
         server.shutdown()
     for each in spent:
         assert each.first_s is not None and 0.2 <= each.first_s <= each.whole_s - 0.15
+
+
+def test_the_engine_that_is_asked_directly_is_the_one_that_serves() -> None:
+    question = "is there a red disc in this picture"
+    processor = InputProcessor.from_pretrained(str(checkpoint_path()))
+    prompt_ids = processor.encode(processor.chat(question)).prompt_ids
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        running("vlora.cli.asked_server", path := f"{folder}/engine") as server,
+        Client(port=server.rpyc_port) as client,
+        contextlib.closing(connection.Client(path)) as engine,
+    ):
+        engine.send(Question(prompt_ids, 5))
+        said = engine.recv()
+        assert [len(new_ids) for _, new_ids in said] == [1] * 5
+        assert 0 < said[0][0] < said[-1][0]
+        token_ids = [token for _, new_ids in said for token in new_ids]
+        assert client.generate(question, max_tokens=5).text == processor.decode(token_ids)
+        assert client.stats().num_finished == 2

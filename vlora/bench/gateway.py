@@ -1,12 +1,11 @@
 """What the front end adds to a text request: over HTTP and RPyC, against the same engine called in process.
 
-What a client sees of a request, less what the engine alone takes for the same one right before: engine alone, front end
-and served engine in a process each, and the client in this one. Request by request in turn, so that both see the same
-machine, in an order that is drawn anew for each question, and without prefix caches, which would make the second that
-asks the cheaper one. All processes start anew several times: where a process happens to have its weights in memory
-makes its steps faster or slower than another's by more than what is looked for here. The way in includes JSON, the chat
-template, the tokenizer, a second process and text out again. What an HTTP client makes of the bytes it gets is its own
-affair: here the time of each part is taken before it is understood.
+What a client sees of a request, less what the engine takes for the same one when it is called in its own process right
+before (`asked_engine.py`): front end and engine in a process each, and the client in this one. Request by request in
+turn, so that both see the same machine, in an order that is drawn anew for each question, and without prefix caches,
+which would make the second that asks the cheaper one. The way in includes JSON, the chat template, the tokenizer, a
+second process and text out again. What an HTTP client makes of the bytes it gets is its own affair: here the time of
+each part is taken before it is understood.
 """
 
 from __future__ import annotations
@@ -14,28 +13,24 @@ from __future__ import annotations
 import contextlib
 import gc
 import json
-import multiprocessing
 import os
 import random
 import re
 import socket
 import statistics
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from multiprocessing.connection import Connection
+from multiprocessing import connection
 from typing import Any, NamedTuple
 
-import torch
-
 from fusion.embedded import checkpoint_path
+from vlora.bench.asked_engine import Question, Said
 from vlora.bench.form import Goal, Report
 from vlora.bench.light_http import Talk
-from vlora.bench.served import Served, served
+from vlora.bench.served import Served, running
 from vlora.client import Client
-from vlora.config import EngineConfig
-from vlora.engine import LocalEngine
 from vlora.models.processing import InputProcessor
-from vlora.types import Request, RequestOutput, SamplingParams
 
 _TOKENS = (1, 16, 64)  # of an answer
 _WORDS = ("red", "green", "blue", "yellow", "disc", "board", "octagon", "wedge", "car", "truck", "bus", "bike")
@@ -67,11 +62,13 @@ def run(quick: bool) -> Report:
     rounds, starts, limit_s = (20, 1, 60.0) if quick else (150, 5, 600.0)
     pairs: dict[tuple[int, str], list[tuple[Spent, Spent, float]]] = {}
     draws = random.Random(0)
+    processor = InputProcessor.from_pretrained(str(checkpoint_path()))
     gc.freeze()  # as the processes of a server do
     for start in range(starts):
         with (
-            contextlib.closing(_Alone()) as alone,
-            served("--no-prefix-cache", "--load-format", "dummy") as server,
+            tempfile.TemporaryDirectory() as folder,
+            running("vlora.cli.asked_server", path := f"{folder}/engine") as server,
+            contextlib.closing(_Alone(path, processor)) as alone,
             Client(port=server.rpyc_port) as rpyc,
             contextlib.closing(_Web(server.http_port)) as web,
         ):
@@ -113,6 +110,7 @@ def _compare(
             for way, ask in draws.sample(tuple(ways.items()), len(ways)):
                 # The engine alone right before each way, and each right after a short answer of its own: else one
                 # would find its code and weights, or a core, asleep since the other one began.
+                alone.ask(question, 1)
                 took = alone.ask(question, tokens)
                 ask(question, 1)
                 seen, cpu_s = _with_cpu(server, ask, question, tokens)
@@ -179,70 +177,29 @@ def _stream(client: Client, question: str, tokens: int) -> Spent:
 
 
 class _Alone:
-    """An engine that is called in its own process, which does nothing else meanwhile, just as the served one's."""
+    """The served engine, called in its own process: token ids in, token ids out."""
 
-    def __init__(self) -> None:
-        context = multiprocessing.get_context("spawn")
-        self._line, there = context.Pipe()
-        self._process = context.Process(target=_answer, args=(there,), daemon=True)
-        self._process.start()
-        there.close()
+    def __init__(self, path: str, processor: InputProcessor) -> None:
+        """path: of its socket for the bench."""
+        self._engine = connection.Client(path)
+        self._processor = processor
 
     def ask(self, question: str, tokens: int) -> Spent:
-        """What an answer took there, right after a short one. Raises EOFError when the process is gone."""
-        self._line.send((question, tokens))
-        spent: Spent = self._line.recv()
-        return spent
-
-    def close(self) -> None:
-        self._line.close()
-        self._process.join()
-
-
-def _answer(line: Connection) -> None:
-    """The main of an engine alone, until the other end of the line is closed."""
-    torch.set_num_threads(1)
-    local = _Local()
-    gc.freeze()
-    with contextlib.suppress(EOFError):
-        while True:
-            question, tokens = line.recv()
-            local.ask(local.read(question, 1))
-            line.send(local.ask(local.read(question, tokens)))
-    gc.unfreeze()  # or libraries would report as leaked, at exit, what nothing collected
-
-
-class _Local:
-    """Token ids in, token ids out."""
-
-    def __init__(self) -> None:
-        model = str(checkpoint_path())
-        self._processor = InputProcessor.from_pretrained(model)
-        # Random weights, which know no end: an answer has as many tokens as it may.
-        config = EngineConfig(model=model, load_format="dummy", dtype="float32", threads=1, prefix_cache=False)
-        self._engine = LocalEngine(config).engine
-
-    def read(self, question: str, tokens: int) -> Request:
-        """What the front end makes of a question."""
-        prompt_ids = self._processor.encode(self._processor.chat(question)).prompt_ids
-        return Request(request_id="r", prompt_ids=prompt_ids, sampling=SamplingParams(max_tokens=tokens))
-
-    def ask(self, request: Request) -> Spent:
-        started = time.perf_counter()
-        self._engine.add(request)
-        said: list[tuple[float, RequestOutput]] = []
-        while self._engine.has_work:
-            outputs = self._engine.step()
-            said += [(time.perf_counter() - started, output) for output in outputs]
-        whole_s, last = said[-1]
-        assert last.finish_reason == "length", last
+        """What an answer took there. Raises EOFError when the process is gone."""
+        prompt_ids = self._processor.encode(self._processor.chat(question)).prompt_ids  # as the front end makes them
+        self._engine.send(Question(prompt_ids, tokens))
+        said: Said = self._engine.recv()
+        whole_s, _ = said[-1]
         token_ids: list[int] = []
-        for at, output in said:
-            token_ids += output.token_ids
+        for at, new_ids in said:
+            token_ids += new_ids
             text = self._processor.decode(token_ids)
             if text and not text.endswith(_BROKEN):
                 return Spent(at, whole_s)
         return Spent(whole_s, whole_s)  # what was never certain is handed out at the end
+
+    def close(self) -> None:
+        self._engine.close()
 
 
 class _Web:

@@ -49,28 +49,35 @@ def served(*flags: str, threads: int = 1) -> Iterator[Served]:
     with tempfile.TemporaryDirectory() as folder:
         _write_adapters(Path(folder))
         arguments = ["--adapters", folder, "--rpyc-port", "0", "--http-port", "0", "--threads", str(threads)]
-        process = subprocess.Popen(
-            [sys.executable, "-m", "vlora.cli", "serve", "--dtype", "float32", *arguments, *flags],
-            stdout=subprocess.PIPE,
-            text=True,
-            env={name: value for name, value in os.environ.items() if not name.startswith("VLORA_")},
-        )
-        # Whoever ends the bench ends its server, too: the block is left as by an error.
-        terminated = signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
+        with running("vlora.cli", "serve", "--dtype", "float32", *arguments, *flags) as server:
+            yield server
+
+
+@contextlib.contextmanager
+def running(module: str, *arguments: str) -> Iterator[Served]:
+    """A server that is the main of a module, until the block is left. Raises BadConfig as `served`."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", module, *arguments],
+        stdout=subprocess.PIPE,
+        text=True,
+        env={name: value for name, value in os.environ.items() if not name.startswith("VLORA_")},
+    )
+    # Whoever ends the bench ends its server, too: the block is left as by an error.
+    terminated = signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
+    try:
+        assert process.stdout is not None
+        ready = re.match(r"ready: rpyc \S+:(\d+) \| http \S+:(\d+) ", process.stdout.readline())
+        if ready is None:
+            raise BadConfig("the server that this bench asks did not start; what it said is above")
+        yield Served(int(ready[1]), int(ready[2]), psutil.Process(process.pid))
+    finally:
+        signal.signal(signal.SIGTERM, terminated)
+        process.send_signal(signal.SIGTERM)
         try:
-            assert process.stdout is not None
-            ready = re.match(r"ready: rpyc \S+:(\d+) \| http \S+:(\d+) ", process.stdout.readline())
-            if ready is None:
-                raise BadConfig("the server that this bench asks did not start; what it said is above")
-            yield Served(int(ready[1]), int(ready[2]), psutil.Process(process.pid))
-        finally:
-            signal.signal(signal.SIGTERM, terminated)
-            process.send_signal(signal.SIGTERM)
-            try:
-                process.wait(_ENDING_S)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
+            process.wait(_ENDING_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
 
 
 def _write_adapters(folder: Path) -> None:
