@@ -9,6 +9,7 @@ import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from vlora.server.callers import connection_share
+from vlora.server.joined_writes import JoinedWrites
 
 _HEADER_S = 10.0
 _BODY_S = 30.0
@@ -24,7 +25,8 @@ class BoundedProtocol(H11Protocol):
     _in_body = False
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        super().connection_made(cast(asyncio.Transport, transport))
+        # A header and its body, a stream's header and its first event: written together.
+        super().connection_made(JoinedWrites(cast(asyncio.Transport, transport)))
         self._allow(_HEADER_S)
         # One that was aborted stays among them until the loop comes round to it.
         here = [each for each in self.connections if isinstance(each, BoundedProtocol) and not each.leaving]
