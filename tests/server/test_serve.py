@@ -149,10 +149,26 @@ def until_alive(client: Client) -> EngineStats:
             time.sleep(0.05)
 
 
-def test_a_server_that_is_stopped_while_it_has_no_engine_says_so() -> None:
+def test_a_server_that_is_stopped_while_its_engine_starts_again_ends_cleanly() -> None:
     with serving("scripted", "0") as (process, client, _):
         with pytest.raises(EngineDead, match="exit code 3"):
             client.generate("exit")
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(30) == 0
+        assert process.stderr is not None
+        said = process.stderr.read().splitlines()
+        assert said == ["warning: the engine process ended with exit code 3; it is being started again"]
+
+
+def test_a_server_that_is_stopped_with_an_engine_that_stays_dead_says_so() -> None:
+    with serving("scripted", "0") as (process, client, _):
+        cause = ""
+        while "stays dead" not in cause:
+            try:
+                client.generate("exit")
+            except EngineDead as error:
+                cause = str(error)
+            time.sleep(0.05)
         process.send_signal(signal.SIGTERM)
         assert process.wait(30) == 1
         assert process.stderr is not None

@@ -93,7 +93,8 @@ async def serve(
         await stop.wait()
         stop.clear()
         await _first(asyncio.create_task(front_end.drain()), stop)
-        cause = engine.cause
+        # While another engine is on its way nothing has failed for good.
+        cause = None if engine.starting else engine.cause
         await engine.close()
         await front_end.close()
         if cause is not None:
