@@ -57,8 +57,14 @@ class BadAdapter(VLoraError):
 
 
 class BadRequest(VLoraError):
+    """field: which of the request's it is about, where that is one; it does not travel between processes."""
+
     code = "bad_request"
     http_status = 400
+
+    def __init__(self, message: str, *, field: str | None = None) -> None:
+        super().__init__(message)
+        self.field = field
 
 
 class BadImage(BadRequest):

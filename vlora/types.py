@@ -57,17 +57,20 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         if self.max_tokens < 1:
-            raise BadRequest(f"max_tokens is {self.max_tokens}; it must be at least 1")
+            raise BadRequest(f"max_tokens is {self.max_tokens}; it must be at least 1", field="max_tokens")
         if not (math.isfinite(self.temperature) and self.temperature >= 0):
-            raise BadRequest(f"temperature is {self.temperature}; it must be a finite number, 0 or more (0 is greedy)")
+            raise BadRequest(
+                f"temperature is {self.temperature}; it must be a finite number, 0 or more (0 is greedy)",
+                field="temperature",
+            )
         if not 0 < self.top_p <= 1:
-            raise BadRequest(f"top_p is {self.top_p}; it must be above 0 and at most 1")
+            raise BadRequest(f"top_p is {self.top_p}; it must be above 0 and at most 1", field="top_p")
         if self.top_k < 0:
-            raise BadRequest(f"top_k is {self.top_k}; it must be 0 (off) or more")
+            raise BadRequest(f"top_k is {self.top_k}; it must be 0 (off) or more", field="top_k")
         if self.logprobs is not None and not 0 <= self.logprobs <= MAX_LOGPROBS:
-            raise BadRequest(f"logprobs is {self.logprobs}; it must lie between 0 and {MAX_LOGPROBS}")
+            raise BadRequest(f"logprobs is {self.logprobs}; it must lie between 0 and {MAX_LOGPROBS}", field="logprobs")
         if any(not text for text in self.stop):
-            raise BadRequest("stop holds an empty string; every stop string needs at least one character")
+            raise BadRequest("stop holds an empty string; every stop string needs at least one character", field="stop")
         if self.grammar is not None and len(self.grammar) > MAX_GRAMMAR_CHARS:
             raise BadRequest(f"the grammar has {len(self.grammar)} characters; at most {MAX_GRAMMAR_CHARS} are read")
         if self.grammar is not None and self.ignore_eos:

@@ -150,7 +150,7 @@ def test_what_is_no_request(api: Api) -> None:
         (b"{", "the body is no JSON: Expecting property name enclosed in double quotes at character 1"),
         (b"\xff\xfe", "the body is no JSON"),
         (b"", "the body is empty; send a JSON object"),
-        (b"[" * 100_000, "the body cannot be read: it is nested too deep, or has a number that is too long"),
+        (b'{"a":' * 30_000, "the body cannot be read: it is nested too deep, or has a number that is too long"),
         (b'{"model": "base", "seed": ' + b"9" * 10_000 + b"}", "the body cannot be read"),
         (b"[]", "the body is no JSON object"),
     ],
@@ -182,6 +182,17 @@ def test_json_has_to_be_called_so(api: Api) -> None:
         ),
         ({"messages": [{"role": "user", "content": 1}]}, "messages.0.content", "messages.0.content: Input should be"),
         ({"max_tokens": 10**30}, "max_tokens", "max_tokens: Input should be less than or equal to"),
+        ({"max_tokens": 0}, "max_tokens", "max_tokens is 0; it must be at least 1"),
+        ({"max_completion_tokens": -1}, "max_completion_tokens", "max_completion_tokens is -1; it must be"),
+        ({"temperature": -0.5}, "temperature", "temperature is -0.5; it must be a finite number"),
+        ({"top_p": 0}, "top_p", "top_p is 0.0; it must be above 0 and at most 1"),
+        ({"top_p": 1.5}, "top_p", "top_p is 1.5; it must be above 0 and at most 1"),
+        ({"stop": ["a", ""]}, "stop", "stop holds an empty string"),
+        ({"stop": ["a" * 10_000]}, "stop", "a stop string has 10000 characters"),
+        ({"top_logprobs": 2}, "top_logprobs", "top_logprobs: more of logprobs is asked for"),
+        ({"response_format": {"type": "json_schema"}}, "response_format", "response_format: type 'json_schema' takes"),
+        ({"model": "nobody"}, "model", "no adapter named 'nobody'"),
+        ({"messages": [{"role": "user", "content": " "}]}, "messages", "the prompt is empty"),
     ],
 )
 def test_a_field_of_several_forms_is_told_by_its_own_name(
@@ -189,15 +200,36 @@ def test_a_field_of_several_forms_is_told_by_its_own_name(
 ) -> None:
     body = {"model": "base", "messages": [{"role": "user", "content": "say:x"}], **fields}
     status, answer = api.call("POST", "/v1/chat/completions", body)
-    assert status == 400 and answer["error"]["message"].startswith(said), answer
+    assert status in (400, 404) and answer["error"]["message"].startswith(said), answer
     assert answer["error"]["param"] == param
 
 
 def test_a_body_without_length_is_bounded_too(api: Api) -> None:
     connection = http.client.HTTPConnection("127.0.0.1", api.port, timeout=10)
-    connection.request("POST", "/v1/chat/completions", iter([b"x" * 50_000] * 10), encode_chunked=True)
+    connection.request("POST", "/v1/chat/completions", iter([b"{" + b"x" * 50_000] * 10), encode_chunked=True)
     response = connection.getresponse()
     assert response.status == 413 and json.loads(response.read())["error"]["code"] == "too_large"
+    connection.close()
+
+
+@pytest.mark.parametrize(
+    ("length", "begin", "status", "said"),
+    [
+        (200_001, b"", 413, "the body is over this server's limit of 200000 bytes"),
+        (150_000, b"x" * 70_000, 400, "the body is no JSON object; the rest of it was not read"),
+        (150_000, b" \n[" + b"x" * 70_000, 400, "the body is no JSON object; the rest of it was not read"),
+    ],
+)
+def test_a_body_that_cannot_be_right_is_refused_before_it_has_come(
+    api: Api, length: int, begin: bytes, status: int, said: str
+) -> None:
+    connection = http.client.HTTPConnection("127.0.0.1", api.port, timeout=10)
+    connection.putrequest("POST", "/v1/chat/completions")
+    connection.putheader("Content-Type", "application/json")
+    connection.putheader("Content-Length", str(length))
+    connection.endheaders(begin)
+    response = connection.getresponse()
+    assert response.status == status and json.loads(response.read())["error"]["message"] == said
     connection.close()
 
 

@@ -6,9 +6,10 @@ from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
 import msgspec
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
 
 from vlora.client.values import Answer, TokenLogprob
+from vlora.errors import BadRequest
 from vlora.server.response_format import json_grammar
 from vlora.server.text import MAX_STOP_STRINGS
 from vlora.types import MAX_LOGPROBS, MAX_PRIORITY, SamplingParams
@@ -141,18 +142,26 @@ class ChatRequest(Leveled):
     def asks_for_nothing(cls, name: str, value: Any) -> bool:
         return value is None or name in _LABELS or value in _WITHOUT_EFFECT.get(name, ())
 
-    @model_validator(mode="after")
-    def check_logprobs(self) -> ChatRequest:
-        if self.top_logprobs is not None and not self.logprobs:
-            raise ValueError("top_logprobs asks for more of logprobs; set logprobs to true as well")
-        return self
+    @field_validator("top_logprobs")
+    @classmethod
+    def check_logprobs(cls, top_logprobs: int | None, fields: ValidationInfo) -> int | None:
+        if top_logprobs is not None and not fields.data.get("logprobs"):
+            raise ValueError("more of logprobs is asked for; set logprobs to true as well")
+        return top_logprobs
 
     def sampling(self) -> SamplingParams:
         """Raises BadRequest when a value is out of range, or not served."""
         form = self.response_format
-        limits = (self.max_completion_tokens, self.max_tokens, SamplingParams().max_tokens)
+        limits = {
+            "max_completion_tokens": self.max_completion_tokens,
+            "max_tokens": self.max_tokens,
+            "default": SamplingParams().max_tokens,
+        }
+        name, limit = next((name, given) for name, given in limits.items() if given is not None)
+        if limit < 1:
+            raise BadRequest(f"{name} is {limit}; it must be at least 1", field=name)
         return SamplingParams(
-            max_tokens=next(given for given in limits if given is not None),
+            max_tokens=limit,
             temperature=self.temperature,
             top_p=self.top_p,
             seed=self.seed,

@@ -359,7 +359,9 @@ class FrontEnd:
         if self._draining:
             raise OverCapacity("the server is shutting down; it takes no new requests")
         if num_choices > self.config.max_requests:
-            raise BadRequest(f"{num_choices} choices were asked for; this server answers {self.config.max_requests}")
+            raise BadRequest(
+                f"{num_choices} choices were asked for; this server answers {self.config.max_requests}", field="n"
+            )
         if self._num_active + num_choices > self.config.max_requests:
             raise OverCapacity(
                 f"{self._num_active} requests are under way; this server's limit is {self.config.max_requests}; "
@@ -390,7 +392,7 @@ class FrontEnd:
         assert self._adapters is not None
         if name not in self._adapters:
             known = ", ".join(sorted(self._adapters)) or "none"
-            raise UnknownAdapter(f"no adapter named {name[:_SHOWN]!r}; registered: {known}")
+            raise UnknownAdapter(f"no adapter named {name[:_SHOWN]!r}; registered: {known}", field="adapter")
         return self._adapters[name]
 
     async def _prepare(self, prompt: str | Messages, images: Sequence[Image], clock: _Clock) -> EncodedPrompt:
@@ -460,22 +462,29 @@ def _seed_of_choice(seed: int | None, choice: int) -> int | None:
 def _check_text(prompt: str | Messages, sampling: SamplingParams, config: ServerConfig) -> None:
     texts = [prompt] if isinstance(prompt, str) else list(_texts(prompt))
     if not any(text.strip() for text in texts):
-        raise BadRequest("the prompt is empty; ask something")
+        raise BadRequest("the prompt is empty; ask something", field="prompt")
     for text in texts:
         try:
             text.encode()
         except UnicodeEncodeError as error:
             raise BadRequest(
-                f"the prompt holds half a character (a lone surrogate) at place {error.start} of {text[:20]!r}..."
+                f"the prompt holds half a character (a lone surrogate) at place {error.start} of {text[:20]!r}...",
+                field="prompt",
             ) from error
     length = sum(len(text) for text in texts)
     if length > config.max_prompt_chars:
-        raise TooLarge(f"the prompt has {length} characters; this server takes at most {config.max_prompt_chars}")
+        raise TooLarge(
+            f"the prompt has {length} characters; this server takes at most {config.max_prompt_chars}", field="prompt"
+        )
     if len(sampling.stop) > MAX_STOP_STRINGS:
-        raise BadRequest(f"stop holds {len(sampling.stop)} strings; at most {MAX_STOP_STRINGS} are looked for")
+        raise BadRequest(
+            f"stop holds {len(sampling.stop)} strings; at most {MAX_STOP_STRINGS} are looked for", field="stop"
+        )
     longest = max(map(len, sampling.stop), default=0)
     if longest > MAX_STOP_CHARS:
-        raise BadRequest(f"a stop string has {longest} characters; at most {MAX_STOP_CHARS} are looked for")
+        raise BadRequest(
+            f"a stop string has {longest} characters; at most {MAX_STOP_CHARS} are looked for", field="stop"
+        )
 
 
 def _is_short(prompt: str | Messages) -> bool:

@@ -18,7 +18,7 @@ from pydantic import Field
 from starlette.types import ASGIApp
 
 from vlora.client.values import Answer
-from vlora.errors import Aborted, UnknownAdapter, VLoraError
+from vlora.errors import Aborted, BadRequest, UnknownAdapter, VLoraError
 from vlora.server.access import Access
 from vlora.server.body_route import BodyRoute
 from vlora.server.chat_form import MAX_PARTS, ChatRequest, Completion, Leveled, Strict, event
@@ -31,6 +31,9 @@ from vlora.server.text import Piece
 from vlora.types import AdapterStatus
 
 T = TypeVar("T")
+
+_OPENAI_NAMES = {"prompt": "messages", "adapter": "model"}
+"""What chat completions call a field of the front end's."""
 
 Parts = AsyncGenerator[tuple[int, Piece | Answer], None]
 
@@ -123,6 +126,13 @@ def _asking(app: FastAPI, front_end: FrontEnd, model: str) -> None:
     @short.post("/v1/chat/completions")
     async def chat(body: ChatRequest, request: Request) -> Response:
         """Answer a conversation, whole or as server-sent events."""
+        try:
+            return await answer(body, request)
+        except BadRequest as error:
+            error.field = _OPENAI_NAMES.get(error.field or "", error.field)
+            raise
+
+    async def answer(body: ChatRequest, request: Request) -> Response:
         messages, images = body.conversation()
         parts = front_end.choices(
             messages,

@@ -54,7 +54,7 @@ def handle_errors(app: FastAPI) -> None:
 
     @app.exception_handler(VLoraError)
     async def refuse(_: Request, error: VLoraError) -> Response:
-        return error_response(error)
+        return error_response(error, param=error.field if isinstance(error, BadRequest) else None)
 
     @app.exception_handler(RequestValidationError)
     async def refuse_fields(_: Request, error: RequestValidationError) -> Response:

@@ -11,7 +11,7 @@ from starlette.requests import HTTPConnection
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from vlora.config import LOOPBACK_HOSTS, ServerConfig, Token
-from vlora.errors import Forbidden, OverCapacity, TooLarge, VLoraError
+from vlora.errors import BadRequest, Forbidden, OverCapacity, TooLarge, VLoraError
 from vlora.server.access import Access
 from vlora.server.budget import ByteBudget
 from vlora.server.console.files import CONSOLE_FILES
@@ -110,11 +110,17 @@ class _BoundedBody:
             await error_response(error)(scope, receive, send)
             return
         received = commas = 0
+        begun = False
 
         async def bounded() -> Message:
-            nonlocal received, commas
+            nonlocal received, commas, begun
             message = await receive()
             body: bytes = message.get("body", b"")
+            if not begun and (start := body.lstrip()):
+                begun = True
+                if message.get("more_body") and not start.startswith(b"{"):
+                    # A short one is left to the reader of JSON, which knows what is wrong with it.
+                    raise BadRequest("the body is no JSON object; the rest of it was not read")
             if not self._held.take(len(body)):
                 raise OverCapacity(
                     f"the requests under way fill this server's {self._held.most} bytes for messages; try again later"
