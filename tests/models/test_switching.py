@@ -14,6 +14,7 @@ from vlora.adapters import HostAdapter
 from vlora.config import EngineConfig
 from vlora.engine import LocalEngine
 from vlora.memory.transfer import Inline
+from vlora.models.shadow import ShadowSwitcher
 from vlora.models.switcher import merge_fidelity, merge_runs
 
 
@@ -49,6 +50,20 @@ def test_weights_are_bit_identical_after_a_thousand_switches(engine: LocalEngine
         inner._switcher.switch(None)
     for name, parameter in model.named_parameters():
         assert torch.equal(parameter, before[name]), name
+
+
+def test_the_first_merge_costs_what_every_merge_does(engine: LocalEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Memory for merged weights is there when the engine has started, and a merge draws none."""
+    inner = engine.engine
+    switcher = ShadowSwitcher(inner._slabs, inner._bank)
+
+    def refuse(*_: object) -> torch.Tensor:
+        raise AssertionError("a merge draws memory for weights")
+
+    monkeypatch.setattr("vlora.models.shadow.empty", refuse)
+    with torch.no_grad():
+        switcher.switch(inner._registry.get(ADAPTERS[0]).key)
+        switcher.switch(None)
 
 
 @pytest.mark.parametrize("name", ADAPTERS)

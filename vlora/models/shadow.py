@@ -22,7 +22,9 @@ class ShadowSwitcher:
     def __init__(self, slabs: WeightSlabs, bank: AdapterBank) -> None:
         self._slabs = slabs
         self._bank = bank
-        self._shadow: dict[tuple[int, int], torch.Tensor] = {}
+        # Written to at once, which is when a system finds the memory: a first merge that did would hold everybody up,
+        # and look like the price of a merge to who learns it.
+        self._shadow = {shape: empty(base.shape, base.dtype, base.device).zero_() for shape, base in slabs.base.items()}
         self._shadow_key: str | None = None
         self._shadow_names: frozenset[str] = frozenset()
         self.merged_key: str | None = None
@@ -59,8 +61,6 @@ class ShadowSwitcher:
         names: list[str] = []
         for run in merge_runs(self._slabs, self._bank.shapes(key)):
             base = self._slabs.base[run.shape]
-            if run.shape not in self._shadow:
-                self._shadow[run.shape] = empty(base.shape, base.dtype, base.device)
             entries = slice(run.first, run.last)
             merge_layers(self._bank, key, run.names, self._shadow[run.shape][entries], base[entries])
             names += run.names
