@@ -145,7 +145,7 @@ def _prepare(plan: SegmentPlan, packed: Packed | None, x: Tensor, y: Tensor, sit
         if plan.strategy is not None and plan.strategy not in NEED_NO_COPY:
             raise ValueError(
                 f"{site.name}: strategy {plan.strategy!r} needs a packed copy of {', '.join(missing)}; "
-                "pack the group, or use 'loop'"
+                "pack the group, or use 'loop' or 'divided'"
             )
         return Unpacked(plan.lanes)
     survey = Survey(plan, packed.layout)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 
 from vlora.orchestrator import Candidate, Costs, Decision, PolicyState
@@ -46,6 +48,16 @@ def test_chunks_of_many_adapters_are_merged_one_after_the_other() -> None:
     first = decide(ready, state())
     assert (first.mode, first.merged_adapter, first.order) == (Mode.MERGED, "a", ("chunk-a",))
     assert decide(ready[1:], state("a")).merged_adapter == "b", "with a's done, b's turn"
+
+
+def test_a_batch_of_one_adapter_has_nobody_to_take_turns_with() -> None:
+    """Whatever is cheapest by an ulp: where merging is written over W0, whose price the turns of heads may hide."""
+    draws = random.Random(0)
+    for _ in range(500):
+        base_s, token_s, merge_s, back_s = (draws.uniform(1e-6, 0.5) for _ in range(4))
+        costs = Costs(base_s=base_s, token_s=token_s / 100, lane_s=token_s / 10, merge_s=merge_s, back_s=back_s)
+        ready = [Candidate(f"a{i}", "a", 0.0, draws.randint(2, 100), head=True) for i in range(draws.randint(1, 32))]
+        assert decide(ready, state("a", costs)).merged_adapter == "a"
 
 
 @pytest.mark.parametrize("oldest", ["a", "b"])

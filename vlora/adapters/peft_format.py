@@ -11,6 +11,7 @@ import functools
 import json
 import math
 import re
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -278,7 +279,7 @@ def _target(
     return _target_header(site, expected, (shape_a, shape_b), blocks, sides["A"], sides["B"], scale)
 
 
-@functools.lru_cache(maxsize=4096)
+@functools.lru_cache(maxsize=2**16)
 def _target_header(
     site: str,
     expected: SiteShape,
@@ -292,15 +293,15 @@ def _target_header(
     rank = disk[0][0]
     cut = expected.cut(rank, blocks, "replicated")
     return TargetHeader(
-        site=site,
+        site=sys.intern(site),
         rank=rank,
         disk=disk,
         blocks=blocks,
         cut=cut,
         merged=cut,
         vision=expected.vision,
-        tensor_a=tensor_a,
-        tensor_b=tensor_b,
+        tensor_a=sys.intern(tensor_a),
+        tensor_b=sys.intern(tensor_b),
         scale=scale,
     )
 

@@ -181,10 +181,12 @@ def _best_with(
     """The cheapest plan that has `adapter` merged, merging it not included. lanes_s: all lanes together, unmerged."""
     own, num_steps = works[adapter], _num_steps(total, state)
     others = total.minus(own)
+    if not others.requests:  # nobody to take turns with
+        return _Plan(_mean_s(state, (own, _merged_s(own, state))), adapter)
     own_s = _merged_s(own, state)
     others_s = _unmerged_s(_without(adapter, works), others, state) + state.costs.round_trip_s
     # The others' tokens have the lane that takes the merged adapter away.
-    branch_s = state.costs.lanes_s(others.tokens, num_steps) if others.requests else 0.0
+    branch_s = state.costs.lanes_s(others.tokens, num_steps)
     together_s = _merged_s(total, state) + (lanes_s - _lanes_s({adapter: own}, num_steps, state)) + branch_s
     return min(
         _Plan(_mean_s(state, (total, together_s)), adapter),

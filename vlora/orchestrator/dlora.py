@@ -97,6 +97,8 @@ def _step_s(batch: Sequence[Candidate], merged: str | None, state: PolicyState) 
     for c in sorted(batch, key=_new_tokens):  # those that decode are served beside any prompt
         items.append((c.adapter, min(c.new_tokens, left)))
         left -= items[-1][1]
+        if not left:
+            break
     return state.costs.step_s(StepSize.holding(items, merged, sum([c.cached_len for c in batch])))
 
 
