@@ -123,10 +123,10 @@ def head_logits(h: Tensor, rows: Sequence[HeadRows]) -> list[Tensor]:
 
 def _strategy(plan: SegmentPlan, packed: Packed | None, x: Tensor, y: Tensor, site: Site) -> Strategy:
     """What was prepared for the plan and sites packed like this one, or is now."""
-    layout = None if packed is None else packed.layout
-    strategy = plan.prepared.get(layout)
+    sites = (x.device, x.dtype) if packed is None else packed.layout
+    strategy = plan.prepared.get(sites)
     if strategy is None:
-        strategy = plan.prepared[layout] = _prepare(plan, packed, x, y, site)
+        strategy = plan.prepared[sites] = _prepare(plan, packed, x, y, site)
     return strategy
 
 

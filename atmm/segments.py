@@ -6,8 +6,11 @@ import itertools
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, NamedTuple
 
+import torch
+
+from atmm.sites import Layout
+
 if TYPE_CHECKING:
-    from atmm.sites import Layout
     from atmm.strategies import Strategy
 
 
@@ -51,7 +54,8 @@ class SegmentPlan:
         self.num_tokens = num_tokens
         self.room = room
         self.strategy = strategy
-        self.prepared: dict[Layout | None, Strategy] = {}  # by class of sites; None is every unpacked site
+        # By class of sites: packed ones by their layout, all others by device and dtype of what they read.
+        self.prepared: dict[Layout | tuple[torch.device, torch.dtype], Strategy] = {}
         self.lanes = self._checked(lanes)
         self.keys = frozenset(lane.key for lane in self.lanes)
 
@@ -65,16 +69,16 @@ class SegmentPlan:
             raise ValueError("a plan without room cannot be given other lanes; make it with room for the most of them")
         lanes = self._checked(lanes)
         keys = frozenset(lane.key for lane in lanes)
-        for layout in self.prepared:
-            if layout is not None and not keys <= layout.keys:
-                missing = ", ".join(sorted(keys - layout.keys))
+        for sites in self.prepared:
+            if isinstance(sites, Layout) and not keys <= sites.keys:
+                missing = ", ".join(sorted(keys - sites.keys))
                 raise ValueError(f"lanes of {missing}, which are not packed; pack them, and capture anew")
         self.lanes, self.keys = lanes, keys
-        for layout, strategy in list(self.prepared.items()):
-            if layout is None or strategy.refill is None:
-                del self.prepared[layout]  # nothing of it can have been captured
+        for sites, strategy in list(self.prepared.items()):
+            if isinstance(sites, Layout) and strategy.refill is not None:
+                strategy.refill(self, sites)
             else:
-                strategy.refill(self, layout)
+                del self.prepared[sites]  # nothing of it can have been captured
 
     def _checked(self, lanes: Iterable[Lane]) -> tuple[Lane, ...]:
         """Those that have tokens, by their place."""

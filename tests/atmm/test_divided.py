@@ -32,6 +32,14 @@ def test_short_and_long_lanes_agree_with_the_reference(
         assert all(isinstance(strategy, Divided) for strategy in plan.prepared.values())
 
 
+def test_one_plan_serves_sites_of_several_dtypes() -> None:
+    """Also those that the kernels do not serve, after others that they do."""
+    plan = SegmentPlan(49, segments({"short": 4, "long": 45}))
+    for dtype in (torch.float32, torch.float64, torch.bfloat16, torch.float16):
+        group = make_group({"short": 4, "long": 8}, dtype=dtype)
+        assert check_against_reference(group, plan, *make_input(49, group, dtype)) > 1
+
+
 @needs_compiler
 @pytest.mark.parametrize("bad", ("short", "long"))
 def test_nothing_is_added_where_either_kind_has_bad_factors(bad: str) -> None:
