@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import os
 import socket
 import sys
 from collections.abc import AsyncIterator, Mapping, Sequence
@@ -18,6 +19,10 @@ from vlora.errors import BadRequest, EngineDead
 from vlora.types import AdapterStatus, EngineStats, ErrorValue, Request, RequestOutput
 
 ENGINE_COMMAND = (sys.executable, "-m", "vlora.engine.process")
+
+# glibc moves these two borders up as large blocks are freed, until the tensors of a step lie among what lives longer,
+# and the room between them grows for minutes. Fixed ones hold an engine's memory flat (docs/decisions.md, 2026-11-22).
+_C_HEAP = {"MALLOC_MMAP_THRESHOLD_": str(1 << 20), "MALLOC_TRIM_THRESHOLD_": str(8 << 20)}
 
 _LAST_WORDS_S = 0.2  # between what a process said last, the end of its line, and its exit code
 _STOP_S = 5.0  # how long a stopping engine may take before it is killed
@@ -58,6 +63,7 @@ class EngineClient:
                     str(there.fileno()),
                     stdin=asyncio.subprocess.DEVNULL,
                     stdout=sys.stderr,
+                    env={**_C_HEAP, **os.environ},
                     pass_fds=(there.fileno(),),
                 )
             line.send(wire.encode(wire.Start(config)))
