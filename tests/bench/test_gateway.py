@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import json
+import random
+import statistics
 import tempfile
 import threading
 from http.server import BaseHTTPRequestHandler, HTTPServer
@@ -13,7 +15,7 @@ import pytest
 
 from fusion.embedded import checkpoint_path
 from vlora.bench.asked_engine import Question
-from vlora.bench.gateway import Spent, _row, _Web
+from vlora.bench.gateway import Spent, _error, _row, _Web
 from vlora.bench.served import running
 from vlora.client import Client
 from vlora.models.processing import InputProcessor
@@ -34,6 +36,14 @@ def test_what_is_added_is_counted_pair_by_pair() -> None:
     assert whole["first adds ms"] is None and whole["adds ms"] == row["adds ms"]
     told = _row("RPyC", 16, [(alone, seen._replace(engine_s=seen.whole_s - 0.0015), cpu) for alone, seen, cpu in pairs])
     assert told["engine adds ms"] == pytest.approx(1.5)
+
+
+def test_the_error_of_a_median_is_what_medians_scatter_by() -> None:
+    draws = random.Random(0)
+    samples = [[draws.expovariate(1) for _ in range(101)] for _ in range(2000)]
+    scatter = statistics.pstdev(statistics.median(sample) for sample in samples)
+    assert statistics.fmean(map(_error, samples)) == pytest.approx(scatter, rel=0.15)
+    assert _error([1.0]) == 0
 
 
 def test_a_stream_begins_with_its_first_text_and_ends_with_its_last_chunk() -> None:

@@ -1,11 +1,11 @@
 """What the front end adds to a text request: over HTTP and RPyC, against the same engine called in process.
 
 What a client sees of a request, less what the engine takes for the same one when it is called in its own process right
-before (`asked_engine.py`): front end and engine in a process each, and the client in this one. Request by request in
-turn, so that both see the same machine, in an order that is drawn anew for each question, and without prefix caches,
-which would make the second that asks the cheaper one. The way in includes JSON, the chat template, the tokenizer, a
-second process and text out again. What an HTTP client makes of the bytes it gets is its own affair: here the time of
-each part is taken before it is understood.
+before and right after (`asked_engine.py`): front end and engine in a process each, and the client in this one. Request
+by request in turn, so that both see the same machine, in an order that is drawn anew for each question, and without
+prefix caches, which would make the second that asks the cheaper one. The way in includes JSON, the chat template, the
+tokenizer, a second process and text out again. What an HTTP client makes of the bytes it gets is its own affair: here
+the time of each part is taken before it is understood.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import json
+import math
 import os
 import random
 import re
@@ -32,14 +33,14 @@ from vlora.bench.served import Served, running
 from vlora.client import Client
 from vlora.models.processing import InputProcessor
 
-_TOKENS = (1, 16, 64)  # of an answer
+_TOKENS = (1, 16, 64, 64)  # of an answer; the longest twice, since it scatters most
 _WORDS = ("red", "green", "blue", "yellow", "disc", "board", "octagon", "wedge", "car", "truck", "bus", "bike")
 _PROMISE_MS = 3.0
 _BROKEN = "\N{REPLACEMENT CHARACTER}"  # what decoding half a character gives
 _COUNTING = (
-    "added = what the client sees less what the engine alone took for the same request right before, pair by pair; "
-    "medians and 95th percentiles of these differences. First: until the first text; "
-    "of the engine alone, until the step after which that text is certain. "
+    "added = what the client sees less what the engine alone took for the same request, right before and right after "
+    "in the mean; medians of these differences, with their standard error, and 95th percentiles. "
+    "First: until the first text; of the engine alone, until the step after which that text is certain. "
     "Engine adds: what the served engine itself says it took, less the engine alone (RPyC's answers carry it)"
 )
 
@@ -56,7 +57,7 @@ class Spent(NamedTuple):
 def run(quick: bool) -> Report:
     """Questions of about 20 tokens to a model of the embedded one's shape in float32, one thread, wall clock.
 
-    quick: 20 requests each way and length instead of 150, and processes that start once instead of five times. On a
+    quick: 20 requests each way and length instead of 150 (of 64 tokens: 40 instead of 300), and processes that start once instead of five times. On a
     machine so busy that they take over one minute (of all: ten) it is as many as came by then.
     """
     rounds, starts, limit_s = (20, 1, 60.0) if quick else (150, 5, 600.0)
@@ -107,15 +108,18 @@ def _compare(
     for turn in (-3, -2, -1, *turns):  # those before 0 warm up
         for tokens in _TOKENS:
             question = _question(turn)
+            # The engine alone between all ways, and each right after a short answer of its own: else one would find
+            # its code and weights, or a core, asleep since the other one began.
+            alone.ask(question, 1)
+            before = alone.ask(question, tokens)
             for way, ask in draws.sample(tuple(ways.items()), len(ways)):
-                # The engine alone right before each way, and each right after a short answer of its own: else one
-                # would find its code and weights, or a core, asleep since the other one began.
-                alone.ask(question, 1)
-                took = alone.ask(question, tokens)
                 ask(question, 1)
                 seen, cpu_s = _with_cpu(server, ask, question, tokens)
+                alone.ask(question, 1)
+                after = alone.ask(question, tokens)
                 if turn >= 0:
-                    yield (tokens, way), (took, seen, cpu_s)
+                    yield (tokens, way), (_mean(before, after), seen, cpu_s)
+                before = after
         if turn >= 0 and time.perf_counter() > ends_s:
             break
 
@@ -137,10 +141,23 @@ def _row(way: str, tokens: int, pairs: Sequence[tuple[Spent, Spent, float]]) -> 
         "first adds ms": statistics.median(firsts) if firsts else None,
         "first adds p95 ms": _p95(firsts) if firsts else None,
         "adds ms": statistics.median(wholes),
+        "adds error ms": _error(wholes),
         "adds p95 ms": _p95(wholes),
         "engine adds ms": statistics.median(engines) if engines else None,
         "front end's CPU ms": statistics.fmean(cpu_s for _, _, cpu_s in pairs) * 1e3,
     }
+
+
+def _mean(one: Spent, other: Spent) -> Spent:
+    """Of two answers of the engine alone."""
+    assert one.first_s is not None and other.first_s is not None
+    return Spent((one.first_s + other.first_s) / 2, (one.whole_s + other.whole_s) / 2)
+
+
+def _error(values: Sequence[float]) -> float:
+    """The standard error of their median, whatever they are distributed like: by ranks."""
+    ranked, middle, reach = sorted(values), (len(values) - 1) / 2, math.sqrt(len(values)) / 2
+    return (ranked[min(round(middle + reach), len(values) - 1)] - ranked[max(round(middle - reach), 0)]) / 2
 
 
 def _p95(values: Sequence[float]) -> float:
