@@ -57,8 +57,9 @@ class Spent(NamedTuple):
 def run(quick: bool) -> Report:
     """Questions of about 20 tokens to a model of the embedded one's shape in float32, one thread, wall clock.
 
-    quick: 20 requests each way and length instead of 150 (of 64 tokens: 40 instead of 300), and processes that start once instead of five times. On a
-    machine so busy that they take over one minute (of all: ten) it is as many as came by then.
+    quick: 20 requests each way and length instead of 150 (of 64 tokens: 40 instead of 300), and processes that start
+    once instead of five times. On a machine so busy that they take over one minute (of all: ten) it is as many as came
+    by then.
     """
     rounds, starts, limit_s = (20, 1, 60.0) if quick else (150, 5, 600.0)
     pairs: dict[tuple[int, str], list[tuple[Spent, Spent, float]]] = {}
