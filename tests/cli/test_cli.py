@@ -192,6 +192,11 @@ def test_stream_prints_a_line_per_second_of_video(vlora_command: Vlora, address:
         (["query", __file__, "say:x"], "image 1 ("),
         (["query", "IMAGE", "say:x", "--adapter", "zzz"], "no adapter named 'zzz'; registered: cam, signs"),
         (["query", "IMAGE", "say:x", "--server", "zzz"], "--server is 'zzz'; write HOST:PORT"),
+        (
+            ["status", "--server", "127.0.0.1:99999"],
+            "--server is '127.0.0.1:99999'; write HOST:PORT, with a port from 1 to 65535",
+        ),
+        (["status", "--server", "a..b:1"], "cannot reach a server at a..b:1"),
         (["query", "IMAGE", "say:x", "--server", "127.0.0.1:1"], "cannot reach a server at 127.0.0.1:1: "),
         (
             ["stream", "nowhere.mp4", "--adapter", "cam", "--head", "night"],
@@ -213,7 +218,7 @@ def test_stream_prints_a_line_per_second_of_video(vlora_command: Vlora, address:
         (["serve", "--max-batch-size", "0"], "max_batch_size is 0; it must be at least 1"),
         (["serve", "--load-format", "zzz"], "invalid value for '--load-format'"),
         (["adapters", "--tls-cert", "x.pem"], "--tls-cert is shown over TLS only; give --tls-ca as well"),
-        (["adapters", "--tls-ca", "nowhere.pem"], "the files of --tls-ca, --tls-cert and --tls-key cannot be used"),
+        (["adapters", "--tls-ca", "nowhere.pem"], "--tls-key cannot be used ('nowhere.pem'): "),
         (["serve", "--token-file", "nowhere.yaml"], "cannot read the token file 'nowhere.yaml'"),
         (["serve", "--tls-key", "x.pem"], "tls_cert and tls_key belong together"),
         (["serve", "--host", "0.0.0.0"], "host is '0.0.0.0'; without authentication"),

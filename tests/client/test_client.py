@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import socket
+import struct
 import subprocess
 import sys
 import threading
@@ -309,3 +312,62 @@ def test_asyncio_client_times_out() -> None:
     with running_server() as server:
         asyncio.run(main(server.port))
         assert idle(server)
+
+
+def _answering(data: bytes) -> tuple[socket.socket, int]:
+    """A listener that says one thing to everybody who connects, and leaves."""
+    listener = socket.create_server(("127.0.0.1", 0))
+
+    def answer() -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                peer, _ = listener.accept()
+                with peer:
+                    peer.sendall(data)
+                    peer.recv(1000)
+
+    threading.Thread(target=answer, daemon=True).start()
+    return listener, listener.getsockname()[1]
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"HTTP/1.1 400 Bad Request\r\n\r\n",
+        struct.pack("!LB", 5, 0) + b"\xff" * 5 + b"\n",  # a message of no kind
+        struct.pack("!LB", 5, 1) + b"\xff" * 5 + b"\n",  # one that does not inflate
+        struct.pack("!LB", 0, 0) + b"\n",
+    ],
+)
+def test_whatever_answers_instead_of_a_server_is_told(data: bytes) -> None:
+    listener, port = _answering(data)
+    with listener, Client(port=port) as client, pytest.raises(Disconnected, match="cannot reach a server"):
+        client.stats()
+
+
+def test_a_server_that_begins_to_talk_nonsense_is_lost(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    unheard: list[object] = []
+    monkeypatch.setattr(threading, "excepthook", unheard.append)
+    with socket.create_server(("127.0.0.1", 0)) as between:
+        client = Client(port=between.getsockname()[1])
+        asking = ThreadPoolExecutor(1).submit(client.generate, "never")
+        near, _ = between.accept()
+        far = socket.create_connection(("127.0.0.1", server.port))
+        for source, sink in ((near, far), (far, near)):
+            threading.Thread(target=_forward, args=(source, sink), daemon=True).start()
+        while not server.engine.engine.running:
+            time.sleep(0.01)
+        near.sendall(struct.pack("!LB", 3, 0) + b"\xff" * 3 + b"\n")
+        with pytest.raises(Disconnected):
+            asking.result(5)
+        near.close()
+        far.close()
+    assert not unheard and idle(server)
+
+
+def _forward(source: socket.socket, sink: socket.socket) -> None:
+    with contextlib.suppress(OSError):
+        while data := source.recv(65_536):
+            sink.sendall(data)
+    with contextlib.suppress(OSError):
+        sink.shutdown(socket.SHUT_WR)

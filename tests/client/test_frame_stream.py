@@ -117,6 +117,8 @@ def test_a_broken_frame_fails_alone_and_what_is_no_frame_is_not_sent(client: Cli
             (7, BadImage),
             ((b"abc", 1), BadImage),
             (array.array("f", [1.0]), BadImage),
+            (numpy.zeros((2, 2, 3), "datetime64[s]"), BadImage),
+            ("no\0path", BadImage),
             ((b"abc", 0, 1), BadImage),
             ((b"abc", 1, 2), BadImage),
             ((b"abc", 10**9, 10**9), TooLarge),

@@ -312,13 +312,32 @@ def test_mutual_tls_lets_in_who_shows_the_authoritys_certificate(certificates: C
         with Client(port=server.port, tls=known) as client:
             assert client.generate("say:x").text == "x"
         for context in (certificates.context(), stranger):
-            with Client(port=server.port, tls=context) as other, pytest.raises(Disconnected):
+            with Client(port=server.port, tls=context) as other, pytest.raises(Disconnected, match="--tls-cert"):
                 other.stats()
     with running_api(**tls) as api:
         assert api._replace(tls=known).call("GET", "/health")[0] == 200
         for context in (certificates.context(), stranger):
             with pytest.raises((ssl.SSLError, ConnectionError)):
                 api._replace(tls=context).call("GET", "/health")
+
+
+def test_a_client_is_told_what_of_tls_does_not_fit(
+    certificates: Certificates, caplog: pytest.LogCaptureFixture
+) -> None:
+    others = ssl.create_default_context()
+    with running_server(tls_cert=certificates.cert, tls_key=certificates.key) as server:
+        for tls, remedy in ((None, "or speak TLS"), (others, "certificate verify failed.* the authority of its")):
+            with Client(port=server.port, tls=tls) as client, pytest.raises(Disconnected, match=remedy):
+                client.stats()
+    assert caplog.text.count("a connection from 127.0.0.1 was closed: SSL") == 2, (
+        "whoever runs the server is told whose"
+    )
+    with (
+        running_server() as plain,
+        Client(port=plain.port, tls=certificates.context()) as client,
+        pytest.raises(Disconnected, match="it may speak no TLS"),
+    ):
+        client.stats()
 
 
 def test_a_peer_that_stops_in_its_handshake_holds_up_nobody(certificates: Certificates) -> None:

@@ -62,8 +62,8 @@ def _client(server: str, tls_ca: str | None, tls_cert: str | None, tls_key: str 
     from vlora.client import Client
 
     host, colon, port = server.rpartition(":")
-    if not colon or not port.isdecimal():
-        raise BadConfig(f"--server is {server!r}; write HOST:PORT")
+    if not colon or not host or not port.isdecimal() or not 0 < int(port) < 65536:
+        raise BadConfig(f"--server is {server!r}; write HOST:PORT, with a port from 1 to 65535")
     if tls_cert is not None and tls_ca is None:
         raise BadConfig("--tls-cert is shown over TLS only; give --tls-ca as well")
     tls: ssl.SSLContext | None = None
@@ -73,7 +73,8 @@ def _client(server: str, tls_ca: str | None, tls_cert: str | None, tls_key: str 
             if tls_cert is not None:
                 tls.load_cert_chain(tls_cert, tls_key, password=lambda: "")
     except (OSError, ValueError) as error:
-        raise BadConfig(f"the files of --tls-ca, --tls-cert and --tls-key cannot be used: {error}") from error
+        given = ", ".join(repr(file) for file in (tls_ca, tls_cert, tls_key) if file is not None)
+        raise BadConfig(f"the files of --tls-ca, --tls-cert and --tls-key cannot be used ({given}): {error}") from error
     return Client(host.strip("[]"), int(port), token=os.environ.get("VLORA_TOKEN") or None, tls=tls)
 
 

@@ -141,7 +141,7 @@ def _read_raw(image: FrameImage) -> bytes | tuple[bytes, int, int]:
             raise BadImage("a raw image is (RGB bytes, height, width)") from error
     try:
         view = memoryview(image)
-    except TypeError as error:
+    except (TypeError, ValueError) as error:  # the latter for arrays of what has no bytes to show, such as dates
         raise BadImage(f"a {type(image).__name__} is no image: bytes, a path, or RGB pixels are") from error
     if view.format != "B" or view.ndim != 3 or view.shape is None or view.shape[2] != 3:
         raise BadImage(
@@ -174,5 +174,6 @@ def _read(image: Image) -> bytes:
         return bytes(image)
     try:
         return Path(image).read_bytes()
-    except OSError as error:
-        raise BadImage(f"cannot read image {os.fspath(image)!r}: {error.strerror}") from error
+    except (OSError, ValueError) as error:  # the latter for what can be no path
+        why = error.strerror if isinstance(error, OSError) else error
+        raise BadImage(f"cannot read image {os.fspath(image)!r}: {why}") from error

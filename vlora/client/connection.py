@@ -12,9 +12,9 @@ from typing import Any, TypeVar
 import rpyc
 from rpyc.core import consts
 from rpyc.core.channel import Channel
-from rpyc.core.stream import SocketStream
 
 from vlora.client.calls import Call
+from vlora.client.plain import PlainStream
 from vlora.client.silence import notice_silence
 from vlora.client.tls import TlsStream, shut_down
 from vlora.client.values import PROTOCOL_VERSION, Hello, open_reply
@@ -36,24 +36,17 @@ class ServerConnection:
         self._lock = threading.Lock()
         self._call_ids = itertools.count(1)
         try:
-            self._stream = SocketStream.connect(
-                host, port, ipv6=":" in host, timeout=_CONNECT_S, attempts=1, nodelay=True
-            )
-            notice_silence(self._stream.sock)
-            if tls is not None:
-                self._stream.sock.settimeout(_CONNECT_S)
-                self._stream = TlsStream(tls.wrap_socket(self._stream.sock, server_hostname=host), _SEND_S)
-            else:
-                self._stream.sock.settimeout(_SEND_S)
+            self._stream = _connected(host, port, tls)
+        except (OSError, EOFError, ValueError) as error:  # ValueError: a host that can be none
+            raise self._unreachable(error, tls) from error
+        try:
             # Images are compressed already: the channel leaves the bytes alone.
             channel = Channel(self._stream, compress=False)
             self._rpyc = _CallingConnection(rpyc.VoidService(), channel, {"sync_request_timeout": _CONNECT_S})
             self._root = self._rpyc.root
-        except (OSError, EOFError) as error:
-            raise Disconnected(
-                f"cannot reach a server at {self._address}: {error}; "
-                "start one with `vlora serve`, or name another address"
-            ) from error
+        except Exception as error:  # who answers may be anybody, and say anything
+            self._stream.close()
+            raise self._unreachable(error, tls) from error
         self._reader = threading.Thread(target=self._read, name="vlora-client-reader", daemon=True)
         self._reader.start()
         try:
@@ -118,8 +111,8 @@ class ServerConnection:
         try:
             while True:
                 self._rpyc.serve(None)
-        except (OSError, EOFError):
-            pass
+        except Exception:  # what comes need not be the protocol's; whatever it is, it is the connection's end
+            shut_down(self._stream.sock)
         finally:
             with self._lock:
                 lost, self._pending = self._pending, set()
@@ -131,8 +124,29 @@ class ServerConnection:
         with self._lock:
             self._pending.discard(future)
 
+    def _unreachable(self, error: Exception, tls: ssl.SSLContext | None) -> Disconnected:
+        cause = error.args[0] if isinstance(error, EOFError) and error.args else error
+        remedy = "start one with `vlora serve`, or name another address"
+        if isinstance(cause, ssl.SSLCertVerificationError):
+            remedy = "give the authority of its certificate (tls=, --tls-ca), and a host that the certificate names"
+        elif isinstance(cause, ssl.SSLError):
+            remedy = "it may speak no TLS, or ask for a certificate that it can verify (tls=, --tls-cert and --tls-key)"
+        elif tls is None and isinstance(cause, ConnectionResetError | BrokenPipeError | str):
+            remedy = "it may be another kind of server, or speak TLS (tls=, --tls-ca)"
+        return Disconnected(f"cannot reach a server at {self._address}: {cause}; {remedy}")
+
     def _lost(self) -> Disconnected:
         return Disconnected(f"the connection to {self._address} is gone; is the server still running?")
+
+
+def _connected(host: str, port: int, tls: ssl.SSLContext | None) -> PlainStream | TlsStream:
+    plain = PlainStream.connect(host, port, ipv6=":" in host, timeout=_CONNECT_S, attempts=1, nodelay=True)
+    notice_silence(plain.sock)
+    if tls is None:
+        plain.sock.settimeout(_SEND_S)
+        return plain
+    plain.sock.settimeout(_CONNECT_S)
+    return TlsStream(tls.wrap_socket(plain.sock, server_hostname=host), _SEND_S)
 
 
 class _CallingConnection(rpyc.Connection):

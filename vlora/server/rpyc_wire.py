@@ -24,6 +24,7 @@ from rpyc.core.channel import Channel
 from rpyc.core.stream import SocketStream
 from rpyc.utils.server import ThreadedServer
 
+from vlora.client.plain import PlainStream
 from vlora.client.silence import notice_silence
 from vlora.client.tls import TlsStream, shut_down
 from vlora.errors import BadConfig
@@ -357,7 +358,7 @@ class RpycServer(ThreadedServer):
     def accept(self) -> None:
         """Take one connection. What fails here, for want of descriptors or threads, fails for that one only."""
         try:
-            sock, _ = self.listener.accept()
+            sock, address = self.listener.accept()
         except TimeoutError:
             return
         except OSError as error:
@@ -370,17 +371,19 @@ class RpycServer(ThreadedServer):
         try:
             sock.setblocking(True)
             if self._callers.admit(caller):
-                threading.Thread(target=self._serve, args=(caller,), name="vlora-rpyc-reader", daemon=True).start()
+                threading.Thread(
+                    target=self._serve, args=(caller, address[0]), name="vlora-rpyc-reader", daemon=True
+                ).start()
                 return
-            log.warning("a connection was refused: there are too many")
+            log.warning("a connection from %s was refused: there are too many", address[0])
         except (OSError, RuntimeError) as error:  # the latter when the system gives no more threads
-            log.warning("a connection was closed: %s", error)
+            log.warning("a connection from %s was closed: %s", address[0], error)
         self._forget(caller)
 
     def _taken(self, error: OSError) -> BadConfig:
         return BadConfig(f"cannot listen on {self._address}: {error.strerror}; choose another --rpyc-port")
 
-    def _serve(self, caller: Caller) -> None:
+    def _serve(self, caller: Caller, address: str) -> None:
         try:
             sock = caller.sock
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -392,7 +395,7 @@ class RpycServer(ThreadedServer):
                 with _deadline(_HANDSHAKE_S, caller):
                     sock.do_handshake()
             sock.settimeout(_SEND_S)
-            stream = TlsStream(sock, _SEND_S) if isinstance(sock, ssl.SSLSocket) else SocketStream(sock)
+            stream = TlsStream(sock, _SEND_S) if isinstance(sock, ssl.SSLSocket) else PlainStream(sock)
             channel = BoundedChannel(stream, self._max_message_bytes, self._held, caller)
             service = self._make_service(Peer(channel, caller, self._max_message_bytes))
             connection = ValueConnection(service, channel, self.protocol_config)
@@ -405,7 +408,7 @@ class RpycServer(ThreadedServer):
                 with self._lock:
                     self._connections.discard(connection)
         except Exception as error:
-            log.warning("a connection was closed: %s: %s", type(error).__name__, error)
+            log.warning("a connection from %s was closed: %s: %s", address, type(error).__name__, error)
         finally:
             self._forget(caller)
 
