@@ -12,6 +12,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -30,7 +31,8 @@ AT_ONCE = 8
 
 
 class PictureAnswer(msgspec.Struct, frozen=True, kw_only=True):
-    """text: the words, or a head's label. answer: a head's, in full. problem: why there is no answer."""
+    """image: its path, with a replacement character for what is no UTF-8. text: the words, or a head's label. answer: a
+    head's, in full. problem: why there is no answer."""
 
     image: str
     text: str = ""
@@ -77,18 +79,19 @@ def ask_all(
         raise BadRequest("give a question, or a head and the adapter it belongs to")
 
     def ask(picture: Path) -> PictureAnswer:
+        image = os.fsencode(picture).decode(errors="replace")
         try:
             if head is not None:
                 assert adapter is not None
                 result = client.ask_head([picture], adapter, head)
-                return PictureAnswer(image=str(picture), text=result.label, answer=result)
+                return PictureAnswer(image=image, text=result.label, answer=result)
             assert question is not None
             said = client.generate(question, [picture], adapter, **sampling)
-            return PictureAnswer(image=str(picture), text=said.text)
+            return PictureAnswer(image=image, text=said.text)
         except (Disconnected, EngineDead, Unauthorized):
             raise
         except VLoraError as error:
-            return PictureAnswer(image=str(picture), problem=str(error))
+            return PictureAnswer(image=image, problem=str(error))
 
     under_way: deque[Future[PictureAnswer]] = deque()
     with ThreadPoolExecutor(AT_ONCE, thread_name_prefix="ask") as threads:

@@ -19,7 +19,8 @@ _COLOUR = (80, 220, 255)
 
 
 class AnnotatedVideo:
-    """A WebM file that grows with every chunk. It plays as far as it was written, should the writer be killed."""
+    """A WebM file that grows with every chunk. Should the writer be killed, it plays, but for its last seconds: those
+    were not on the disk yet."""
 
     def __init__(self, path: Path) -> None:
         """path: its suffix becomes .webm."""

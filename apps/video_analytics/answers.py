@@ -61,7 +61,8 @@ def analyse(
 
     Of a camera that is faster than the server, older chunks give way to newer ones; of a file none. When `stop` is set
     no more is read, and what was sent is still answered. A server that is gone is waited for, of a file up to
-    `patience_s`, and chunks without an answer are sent again. shown, say: see `read_chunks`.
+    `patience_s`, and chunks without an answer are sent again; `say` is told once, and again when the reason changes.
+    shown, say: see `read_chunks`.
 
     Raises BadImage for a source that cannot be read, UnknownAdapter, UnknownHead, and what the client raises.
     """
@@ -69,6 +70,7 @@ def analyse(
     reading = _Reading(source, find_head(client, adapter, head).num_frames, stop, shown, say)
     unanswered: deque[Chunk] = deque()
     lost_at: float | None = None
+    told = ""
     try:
         while True:
             try:
@@ -76,14 +78,15 @@ def analyse(
                     adapter=adapter, head=head, max_latency_s=max_latency_s, drop="newest" if source.live else "none"
                 ) as stream:
                     for pair in _through(stream, reading, unanswered, source):
-                        lost_at = None
+                        lost_at, told = None, ""
                         yield pair
                     return
             except (Disconnected, EngineDead, UnknownStream) as error:
                 lost_at = lost_at or time.monotonic()
                 if stop.is_set() or (not source.live and time.monotonic() - lost_at > patience_s):
                     raise
-                say(f"{source.name}: {error}; trying again")
+                if told != (told := str(error)):
+                    say(f"{source.name}: {error}; trying again")
                 stop.wait(_PAUSE_S)
     finally:
         reading.close()

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -36,10 +37,11 @@ def run(
 
     wait_s: how long a server that is not there at the start is waited for; one that goes away later is, in any case.
     out: a folder for NAME.jsonl, NAME.csv and NAME.webm of each source, complete up to the last answer whenever this
-    ends. tell is called with each result, from one thread at a time; say with what goes wrong and mends itself.
+    ends; such files of an earlier run are replaced. tell is called with each result, from one thread at a time; say
+    with what goes wrong and mends itself.
 
-    Raises BadConfig when the folder cannot be made, and the first error that ended a source, after all have ended: a
-    source that fails does not end the others.
+    Raises BadConfig when the folder cannot be made, and, after all sources have ended, the first error that ended one:
+    a source that fails, or whose files cannot be written, does not end the others.
     """
     stop = stop or threading.Event()
     lock = threading.Lock()
@@ -53,9 +55,9 @@ def run(
 
     def one(source: Source) -> int:
         num_answers = 0
-        rows = None if out is None else ResultRows(out / source.name)
         video = None if out is None else AnnotatedVideo(out / f"{source.name}.webm")
         try:
+            rows = None if out is None else ResultRows(out / source.name)
             for chunk, result in analyse(
                 client, source, adapter, head, max_latency_s=max_latency_s, stop=stop, shown=out is not None, say=say
             ):
@@ -80,18 +82,31 @@ def run(
 
 
 class ResultRows:
-    """NAME.jsonl and NAME.csv. Both are on the disk with every result, whatever becomes of the process."""
+    """NAME.jsonl and NAME.csv. Both are on the disk with every result, whatever becomes of the process.
+
+    Raises BadConfig where they cannot be written.
+    """
 
     def __init__(self, base: Path) -> None:
         self._jsonl, self._csv = Path(f"{base}.jsonl"), Path(f"{base}.csv")
-        self._jsonl.write_text("")
-        self._csv.write_text(",".join(COLUMNS) + "\r\n")
+        with _writing(self._jsonl):
+            self._jsonl.write_text("")
+        with _writing(self._csv):
+            self._csv.write_text(",".join(COLUMNS) + "\r\n")
 
     def add(self, result: ChunkResult) -> None:
-        with self._jsonl.open("ab") as lines:
+        with _writing(self._jsonl), self._jsonl.open("ab") as lines:
             lines.write(msgspec.json.encode(result) + b"\n")
-        with self._csv.open("a", encoding="utf-8", newline="") as table:
+        with _writing(self._csv), self._csv.open("a", encoding="utf-8", newline="") as table:
             csv.writer(table).writerow(_cell(getattr(result, column)) for column in COLUMNS)
+
+
+@contextlib.contextmanager
+def _writing(file: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise BadConfig(f"cannot write {str(file)!r}: {error.strerror}") from error
 
 
 def _cell(value: object) -> object:

@@ -138,12 +138,11 @@ def read_chunks(
 
 def _read_video(source: Source, num_frames: int, stop: threading.Event, shown: bool) -> Iterator[Chunk]:
     told = f"cannot read video {_without_password(source.address)!r}"
+    _check_name(source.address, told)
     capture = cv2.VideoCapture(int(source.address) if source.address.isdecimal() else source.address)
     try:
         if not capture.isOpened():
-            exists = source.live or os.path.exists(source.address)
-            why = "it is no video this machine can decode" if exists else "there is no such file or address"
-            raise BadImage(f"{told}: {why}")
+            raise BadImage(f"{told}: {_why_closed(source)}")
         fps = capture.get(cv2.CAP_PROP_FPS)
         length = max(num_frames, round((fps if 0 < fps < 1000 else FALLBACK_FPS) * CHUNK_S))
         index = 0
@@ -154,6 +153,24 @@ def _read_video(source: Source, num_frames: int, stop: threading.Event, shown: b
             raise BadImage(f"{told}: it holds no frame that can be decoded")
     finally:
         capture.release()
+
+
+def _why_closed(source: Source) -> str:
+    if source.address.isdecimal():
+        return "there is no camera of that number, or another program has it"
+    if source.live:
+        return "nothing answers there, or it is no video this machine can decode"
+    if os.path.exists(source.address):
+        return "it is no video this machine can decode"
+    return "there is no such file or address"
+
+
+def _check_name(path: str, told: str) -> None:
+    """OpenCV ends the process over a name that is no text. Raises BadImage."""
+    try:
+        path.encode()
+    except UnicodeEncodeError as error:
+        raise BadImage(f"{told}: its name is not UTF-8; rename it") from error
 
 
 def _read_pictures(folder: Path, num_frames: int, stop: threading.Event, shown: bool) -> Iterator[Chunk]:
@@ -170,6 +187,7 @@ def _read_pictures(folder: Path, num_frames: int, stop: threading.Event, shown: 
 
 
 def _read_picture(path: Path) -> cv2.typing.MatLike:
+    _check_name(str(path), f"cannot read picture {str(path)!r}")
     picture = cv2.imread(str(path))
     if picture is None:
         raise BadImage(f"{str(path)!r} is no picture this machine can decode")

@@ -6,6 +6,7 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from apps.image_query import AT_ONCE, ask_all, find_pictures
@@ -46,6 +47,15 @@ def test_answers_come_in_order_and_a_bad_picture_ends_nothing(server: Running, p
     assert answers[7].problem is not None and "image 1" in answers[7].problem and answers[7].answer is None
     assert all(answer.answer is not None for answer in answers if answer.problem is None)
     assert [answer.text for answer in words] == ["yes"] * 3
+
+
+def test_a_name_that_is_no_text_can_be_written_down(server: Running, tmp_path: Path) -> None:
+    (tmp_path / "caf\udce9.png").write_bytes(png(230))
+    with Client(port=server.port) as client:
+        (answer,) = ask_all(client, find_pictures([tmp_path]), head="night", adapter="cam")
+    assert answer.text == "bright" and msgspec.json.decode(msgspec.json.encode(answer))["image"].endswith(
+        "caf\ufffd.png"
+    )
 
 
 def test_when_told_to_stop_no_more_is_asked(server: Running, pictures: Path) -> None:

@@ -19,9 +19,9 @@ from apps.video_analytics import Chunk, ChunkResult, Source, analyse, find_sourc
 from apps.video_analytics import sources as sources_module
 from tests.server.running import Running, png, running_server
 from tests.server.scripted import write_adapter
-from vlora.client import Client
+from vlora.client import Client, FrameStream
 from vlora.client.connection import ServerConnection
-from vlora.errors import BadImage, Disconnected, UnknownHead
+from vlora.errors import BadConfig, BadImage, Disconnected, UnknownHead
 from vlora.types import EngineStats
 
 BRIGHT = "bright"
@@ -103,6 +103,31 @@ def test_a_folders_pictures_are_chunks_of_as_many_as_the_head_reads(tmp_path: Pa
     (tmp_path / "5.png").write_bytes(b"no picture")
     with pytest.raises(BadImage, match=r"5\.png' is no picture"):
         list(read_chunks(source, 2))
+
+
+@pytest.mark.parametrize(
+    ("address", "why"),
+    [
+        ("99", "no camera of that number"),
+        ("rtsp://127.0.0.1:1/main", "nothing answers there"),
+        ("nowhere.mp4", "no such file or address"),
+        (__file__, "no video this machine can decode"),
+    ],
+)
+def test_why_a_source_cannot_be_read(address: str, why: str) -> None:
+    with pytest.raises(BadImage, match=why):
+        next(read_chunks(find_sources([address])[0], 1))
+
+
+def test_a_file_whose_name_is_no_text_is_told_of(tmp_path: Path) -> None:
+    """OpenCV ends the process over one."""
+    folder = tmp_path / "pictures"
+    folder.mkdir()
+    for path in (tmp_path / "\udcff.mp4", folder / "\udcff.png"):
+        path.write_bytes(png())
+    for source in (*find_sources([str(tmp_path)]), *find_sources([str(folder)])):
+        with pytest.raises(BadImage, match="its name is not UTF-8; rename it"):
+            next(read_chunks(source, 1))
 
 
 def test_a_camera_that_is_lost_is_opened_again(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -211,21 +236,26 @@ def test_a_camera_waits_for_its_server_until_told_to_stop(server: Running, monke
     monkeypatch.setattr("apps.video_analytics.answers.read_chunks", frames)
     stop = threading.Event()
     said: list[str] = []
-
-    def say(text: str) -> None:
-        said.append(text)
-        if len(said) == 4:
-            stop.set()
+    tries: list[None] = []
 
     with Client(port=server.port) as client:
         camera = Source("camera-0", "0", "live")
-        answers = analyse(client, camera, "cam", "night", stop=stop, say=say, patience_s=0.0)
+        answers = analyse(client, camera, "cam", "night", stop=stop, say=said.append, patience_s=0.0)
         assert next(answers)[1].label == "bright"
         monkeypatch.setattr(client, "_port", 1)
+        open_stream = client.open_stream
+
+        def counted(**options: object) -> FrameStream:
+            tries.append(None)
+            if len(tries) == 10:
+                stop.set()
+            return open_stream(**options)  # type: ignore[arg-type]
+
+        monkeypatch.setattr(client, "open_stream", counted)
         client.connection().close()
         with pytest.raises(Disconnected):
             list(answers)
-    assert len(said) == 4
+    assert len(tries) == 10 and 1 <= len(said) == len(set(said)) <= 2, "what lasts for hours is told once"
 
 
 # -- files ------------------------------------------------------------------------------------------------------------
@@ -265,6 +295,17 @@ def test_a_source_that_fails_does_not_end_the_others(client: Client, tmp_path: P
         )
     assert len((tmp_path / "out" / "good.jsonl").read_text().splitlines()) == 4
     assert len(said) == 1 and said[0].startswith("bad ended: cannot read video")
+
+
+@pytest.mark.parametrize("suffix", ["jsonl", "csv"])
+def test_a_file_that_cannot_be_written_is_named(client: Client, tmp_path: Path, suffix: str) -> None:
+    video = write_video(tmp_path / "street.mp4", shades(3))
+    (tmp_path / "taken" / f"street.{suffix}").mkdir(parents=True)
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / f"street.{suffix}").symlink_to("/dev/full")  # a disk without room
+    for folder, why in (("taken", "Is a directory"), ("full", "No space left")):
+        with pytest.raises(BadConfig, match=rf"cannot write '.*street\.{suffix}': {why}"):
+            run(client, [file_source(video)], "cam", "night", out=tmp_path / folder)
 
 
 def test_when_told_to_stop_what_was_read_is_answered_and_files_are_whole(client: Client, tmp_path: Path) -> None:

@@ -176,6 +176,16 @@ def test_stream_prints_a_line_per_second_of_video(vlora_command: Vlora, address:
     assert all(result["latency_s"] > 0 and 0.5 < result["confidence"] <= 1 for result in results)
 
 
+def test_seconds_without_an_answer_are_told_and_end_with_code_1(
+    vlora_command: Vlora, address: str, video: str, tmp_path: Path
+) -> None:
+    late = ("--max-latency-s", "0.0000001")
+    code, out, err = vlora_command("stream", video, *NIGHT, "--server", address, *late, "--out", str(tmp_path))
+    assert (code, err) == (1, "") and out.count("the frame was not answered within the stream's 1e-07 s") == 4
+    (rows,) = tmp_path.glob("*.jsonl")
+    assert all(json.loads(line)["problem"] for line in rows.read_text().splitlines())
+
+
 # -- mistakes ---------------------------------------------------------------------------------------------------------
 
 
@@ -197,6 +207,7 @@ def test_stream_prints_a_line_per_second_of_video(vlora_command: Vlora, address:
             "--server is '127.0.0.1:99999'; write HOST:PORT, with a port from 1 to 65535",
         ),
         (["status", "--server", "a..b:1"], "cannot reach a server at a..b:1"),
+        (["batch", "IMAGE", "--question", "say:x", "--out", "/dev/full"], "cannot write '/dev/full': No space left"),
         (["query", "IMAGE", "say:x", "--server", "127.0.0.1:1"], "cannot reach a server at 127.0.0.1:1: "),
         (
             ["stream", "nowhere.mp4", "--adapter", "cam", "--head", "night"],

@@ -70,7 +70,9 @@ def query(
 @click.option("--adapter", required=True, help="Adapter that has the head.")
 @click.option("--head", required=True, help="Task head that answers.")
 @click.option(
-    "--out", type=click.Path(file_okay=False, path_type=Path), help="Folder for NAME.jsonl, NAME.csv and NAME.webm."
+    "--out",
+    type=click.Path(file_okay=False, path_type=Path),
+    help="Folder for NAME.jsonl, NAME.csv and NAME.webm; those of an earlier run are replaced.",
 )
 @click.option("--max-latency-s", type=float, help="Longest time to an answer; no bound if not given.")
 @wait_option
@@ -93,13 +95,17 @@ def stream(
         vlora stream rtsp://camera-7/main 0 videos/ --adapter traffic --head jam --out results
 
     A source is a file, a camera's number, a URL, or a folder of videos and pictures. A camera or a server that is gone
-    is tried again. Ctrl-C lets what is under way finish and completes the files.
+    is tried again. Ctrl-C lets what is under way finish and completes the files. A second that cannot be answered is
+    told and ends nothing; the exit code is then 1.
     """
     from apps.video_analytics import ChunkResult, find_sources, run
 
     found = find_sources(sources)
+    num_problems = 0
 
     def tell(result: ChunkResult) -> None:
+        nonlocal num_problems
+        num_problems += result.problem is not None
         if as_json:
             print_json(result)
             return
@@ -122,6 +128,8 @@ def stream(
         )
         if stop.is_set():
             sys.exit(INTERRUPTED)
+    if num_problems:
+        sys.exit(1)
 
 
 @cli.command()
@@ -166,9 +174,8 @@ def batch(
         for answer in ask_all(client, found, question=question, adapter=adapter, head=head, stop=stop, **sampling):
             advance()
             num_problems += answer.problem is not None
-            if file is not None:
-                file.write(msgspec.json.encode(answer) + b"\n")
-                file.flush()
+            if out is not None and file is not None:
+                _write(file, msgspec.json.encode(answer) + b"\n", out)
             if as_json:
                 print_json(answer)
             elif answer.problem is not None:
@@ -181,11 +188,19 @@ def batch(
         sys.exit(1)
 
 
-def _create(file: Path) -> BinaryIO:
+def _create(path: Path) -> BinaryIO:
     try:
-        return file.open("wb")
+        return path.open("wb", buffering=0)
     except OSError as error:
-        raise BadConfig(f"cannot write {str(file)!r}: {error.strerror}") from error
+        raise BadConfig(f"cannot write {str(path)!r}: {error.strerror}") from error
+
+
+def _write(file: BinaryIO, line: bytes, path: Path) -> None:
+    try:
+        while line:
+            line = line[file.write(line) :]
+    except OSError as error:
+        raise BadConfig(f"cannot write {str(path)!r}: {error.strerror}") from error
 
 
 @cli.command()
