@@ -15,7 +15,7 @@ import msgspec
 
 from apps.video_analytics.sources import Chunk, Source, read_chunks
 from vlora.client import Client, FrameStream, HeadResult
-from vlora.errors import Disconnected, EngineDead, UnknownAdapter, UnknownHead, UnknownStream
+from vlora.errors import Disconnected, EngineDead, OverCapacity, UnknownAdapter, UnknownHead, UnknownStream
 from vlora.types import HeadSummary
 
 CHUNKS_IN_FLIGHT = 4  # that the server answers at once, of a stream
@@ -26,6 +26,9 @@ _ROOM_S = 0.5
 _PATIENCE_S = 120.0  # how long a server that is gone is waited for
 _PAUSE_S = 1.0
 _STOP_S = 2.0
+
+# What a later attempt may not meet: the head was there when the source was begun, and will be once it is loaded again.
+_AWAY = (Disconnected, EngineDead, UnknownStream, UnknownAdapter, UnknownHead, OverCapacity)
 
 
 class ChunkResult(msgspec.Struct, frozen=True, kw_only=True):
@@ -55,19 +58,23 @@ def analyse(
     stop: threading.Event | None = None,
     shown: bool = False,
     say: Callable[[str], None] = lambda text: None,
+    wait_s: float = 0.0,
     patience_s: float = _PATIENCE_S,
 ) -> Iterator[tuple[Chunk, ChunkResult]]:
     """Ask `head` about every chunk of a source; each chunk with its result, in order.
 
     Of a camera that is faster than the server, older chunks give way to newer ones; of a file none. When `stop` is set
-    no more is read, and what was sent is still answered. A server that is gone is waited for, of a file up to
-    `patience_s`, and chunks without an answer are sent again; `say` is told once, and again when the reason changes.
-    shown, say: see `read_chunks`.
+    no more is read, and what was sent is still answered. A server that is gone or full, or has lost the head, is waited
+    for, of a file up to `patience_s`, and chunks without an answer are sent again; `say` is told once, and again when
+    the reason changes. shown, say, wait_s: see `read_chunks`.
 
     Raises BadImage for a source that cannot be read, UnknownAdapter, UnknownHead, and what the client raises.
     """
     stop = stop or threading.Event()
-    reading = _Reading(source, find_head(client, adapter, head).num_frames, stop, shown, say)
+    num_frames = find_head(client, adapter, head).num_frames
+    reading = _Reading(
+        read_chunks(source, num_frames, stop=stop, shown=shown, say=say, wait_s=wait_s), source.live, stop
+    )
     unanswered: deque[Chunk] = deque()
     lost_at: float | None = None
     told = ""
@@ -81,7 +88,7 @@ def analyse(
                         lost_at, told = None, ""
                         yield pair
                     return
-            except (Disconnected, EngineDead, UnknownStream) as error:
+            except _AWAY as error:
                 lost_at = lost_at or time.monotonic()
                 if stop.is_set() or (not source.live and time.monotonic() - lost_at > patience_s):
                     raise
@@ -108,15 +115,12 @@ def find_head(client: Client, adapter: str, head: str) -> HeadSummary:
 class _Reading:
     """Reads a source in a thread, a little ahead of who takes the chunks."""
 
-    def __init__(
-        self, source: Source, num_frames: int, stop: threading.Event, shown: bool, say: Callable[[str], None]
-    ) -> None:
+    def __init__(self, chunks: Iterator[Chunk], live: bool, stop: threading.Event) -> None:
         self._chunks: queue.Queue[Chunk | Exception | None] = queue.Queue(_READ_AHEAD)
         self._stop = stop
         self._left = threading.Event()
         self._ended = False
-        chunks = read_chunks(source, num_frames, stop=stop, shown=shown, say=say)
-        self._thread = threading.Thread(target=self._read, args=(chunks, source.live), daemon=True)
+        self._thread = threading.Thread(target=self._read, args=(chunks, live), daemon=True)
         self._thread.start()
 
     def take(self, gone: threading.Event) -> Chunk | None:

@@ -35,7 +35,8 @@ def run(
 ) -> dict[str, int]:
     """Analyse all sources side by side until they end or `stop` is set; the number of answers by source.
 
-    wait_s: how long a server that is not there at the start is waited for; one that goes away later is, in any case.
+    wait_s: how long a server or a camera that is not there at the start is waited for; one that goes away later is, in
+    any case.
     out: a folder for NAME.jsonl, NAME.csv and NAME.webm of each source, complete up to the last answer whenever this
     ends; such files of an earlier run are replaced. tell is called with each result, from one thread at a time; say
     with what goes wrong and mends itself.
@@ -59,7 +60,15 @@ def run(
         try:
             rows = None if out is None else ResultRows(out / source.name)
             for chunk, result in analyse(
-                client, source, adapter, head, max_latency_s=max_latency_s, stop=stop, shown=out is not None, say=say
+                client,
+                source,
+                adapter,
+                head,
+                max_latency_s=max_latency_s,
+                stop=stop,
+                shown=out is not None,
+                say=say,
+                wait_s=wait_s,
             ):
                 num_answers += result.answer is not None
                 if rows is not None and video is not None:

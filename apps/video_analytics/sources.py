@@ -105,11 +105,13 @@ def read_chunks(
     stop: threading.Event | None = None,
     shown: bool = False,
     say: Callable[[str], None] = lambda text: None,
+    wait_s: float = 0.0,
 ) -> Iterator[Chunk]:
     """Cut a source into chunks of CHUNK_S, num_frames of each; a last, shorter chunk repeats frames if it has too few.
 
     Of a folder's pictures num_frames make a chunk. A camera that is lost is opened again, with pauses of up to 30 s,
-    until `stop` is set; `say` is told. shown: keep pictures for the annotated video.
+    until `stop` is set; `say` is told. So is one that is not there at first, for `wait_s` seconds. shown: keep pictures
+    for the annotated video.
 
     Raises BadImage when a file, or a camera at first, cannot be opened or holds no frame.
     """
@@ -120,18 +122,20 @@ def read_chunks(
     index, pause_s = 0, _FIRST_PAUSE_S
     began = time.monotonic()
     while not stop.is_set():
+        why = "no picture any more"
         try:
             for chunk in _read_video(source, num_frames, stop, shown):
                 start_s = time.monotonic() - began - CHUNK_S if source.live else chunk.start_s
                 yield msgspec.structs.replace(chunk, index=index, start_s=max(0.0, start_s))
                 index, pause_s = index + 1, _FIRST_PAUSE_S
-        except BadImage:
-            if not source.live or index == 0:
+        except BadImage as error:
+            if not source.live or (index == 0 and time.monotonic() - began >= wait_s):
                 raise
+            why = str(error)
         if not source.live:
             return
         if not stop.is_set():
-            say(f"{source.name}: no picture any more; trying again in {pause_s:.0f} s")
+            say(f"{source.name}: {why}; trying again in {pause_s:.0f} s")
             stop.wait(pause_s)
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
 

@@ -21,7 +21,15 @@ from tests.server.running import Running, png, running_server
 from tests.server.scripted import write_adapter
 from vlora.client import Client, FrameStream
 from vlora.client.connection import ServerConnection
-from vlora.errors import BadConfig, BadImage, Disconnected, UnknownHead
+from vlora.errors import (
+    BadConfig,
+    BadImage,
+    Disconnected,
+    OverCapacity,
+    UnknownAdapter,
+    UnknownHead,
+    VLoraError,
+)
 from vlora.types import EngineStats
 
 BRIGHT = "bright"
@@ -147,6 +155,26 @@ def test_a_camera_that_is_lost_is_opened_again(monkeypatch: pytest.MonkeyPatch) 
     stop.set()
     assert list(chunks) == [] and len(opened) == 4
     assert said[0].startswith("camera-0: no picture any more; trying again")
+    assert said[1].startswith("camera-0: cannot read video; trying again")
+
+
+def test_a_camera_that_is_not_there_yet_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    opened: list[None] = []
+
+    def read(source: Source, num_frames: int, stop: threading.Event, shown: bool) -> Iterator[Chunk]:
+        opened.append(None)
+        if len(opened) <= 3:
+            raise BadImage("cannot read video")
+        yield Chunk(0, 0.0, (b"frame",))
+
+    monkeypatch.setattr(sources_module, "_read_video", read)
+    monkeypatch.setattr(sources_module, "_FIRST_PAUSE_S", 0.01)
+    camera = Source("camera-0", "0", "live")
+    with pytest.raises(BadImage):
+        next(read_chunks(camera, 1))
+    with pytest.raises(BadImage):
+        next(read_chunks(Source("street", "street.mp4", "file"), 1, wait_s=60))
+    assert len(opened) == 2 and next(read_chunks(camera, 1, wait_s=60)).index == 0
 
 
 # -- answers ----------------------------------------------------------------------------------------------------------
@@ -256,6 +284,30 @@ def test_a_camera_waits_for_its_server_until_told_to_stop(server: Running, monke
         with pytest.raises(Disconnected):
             list(answers)
     assert len(tries) == 10 and 1 <= len(said) == len(set(said)) <= 2, "what lasts for hours is told once"
+
+
+@pytest.mark.parametrize("lost", [UnknownAdapter("not loaded"), UnknownHead("not there"), OverCapacity("full")])
+def test_a_server_that_came_back_otherwise_is_tried_until_it_is_as_before(
+    client: Client, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lost: VLoraError
+) -> None:
+    monkeypatch.setattr("apps.video_analytics.answers._PAUSE_S", 0.02)
+    open_stream = client.open_stream
+    tries: list[None] = []
+
+    def opened(**options: object) -> FrameStream:
+        tries.append(None)
+        if len(tries) < 4:
+            raise lost
+        return open_stream(**options)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(client, "open_stream", opened)
+    said: list[str] = []
+    video = file_source(write_video(tmp_path / "street.mp4", shades(3)))
+    assert [pair[1].label for pair in analyse(client, video, "cam", "night", say=said.append)] == labels(3)
+    assert said == [f"street: {lost}; trying again"]
+    tries.clear()
+    with pytest.raises(type(lost)):
+        list(analyse(client, video, "cam", "night", patience_s=0.0))
 
 
 # -- files ------------------------------------------------------------------------------------------------------------

@@ -95,8 +95,8 @@ def stream(
         vlora stream rtsp://camera-7/main 0 videos/ --adapter traffic --head jam --out results
 
     A source is a file, a camera's number, a URL, or a folder of videos and pictures. A camera or a server that is gone
-    is tried again. Ctrl-C lets what is under way finish and completes the files. A second that cannot be answered is
-    told and ends nothing; the exit code is then 1.
+    is tried again; at the start, for --wait-s. Ctrl-C lets what is under way finish and completes the files. A second
+    that cannot be answered is told and ends nothing; the exit code is then 1.
     """
     from apps.video_analytics import ChunkResult, find_sources, run
 
