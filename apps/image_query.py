@@ -23,7 +23,16 @@ from typing import Any
 import msgspec
 
 from vlora.client import Client, HeadResult
-from vlora.errors import BadImage, BadRequest, Disconnected, EngineDead, Unauthorized, VLoraError
+from vlora.errors import (
+    BadImage,
+    BadRequest,
+    Disconnected,
+    EngineDead,
+    Unauthorized,
+    UnknownAdapter,
+    UnknownHead,
+    VLoraError,
+)
 
 SUFFIXES = {".jpg", ".jpeg", ".png", ".bmp", ".webp", ".gif", ".tif", ".tiff"}
 AT_ONCE = 8
@@ -72,8 +81,8 @@ def ask_all(
     A picture that cannot be answered does not end the others: its answer says why. When `stop` is set no more is
     asked, and what is under way is still answered.
 
-    Raises BadRequest unless there is either a question or a head with its adapter; Disconnected, EngineDead and
-    Unauthorized, which would be the same for every picture.
+    Raises BadRequest unless there is either a question or a head with its adapter; and what would be the same for every
+    picture: Disconnected, EngineDead, Unauthorized, UnknownAdapter, UnknownHead.
     """
     if (question is None) == (head is None) or (head is not None and adapter is None):
         raise BadRequest("give a question, or a head and the adapter it belongs to")
@@ -88,7 +97,7 @@ def ask_all(
             assert question is not None
             said = client.generate(question, [picture], adapter, **sampling)
             return PictureAnswer(image=image, text=said.text)
-        except (Disconnected, EngineDead, Unauthorized):
+        except (Disconnected, EngineDead, Unauthorized, UnknownAdapter, UnknownHead):
             raise
         except VLoraError as error:
             return PictureAnswer(image=image, problem=str(error))

@@ -196,8 +196,9 @@ def _through(
     sender.start()
     try:
         for result in stream:
-            if result.error is not None and result.error.code == EngineDead.code:
-                raise result.error.to_exception()
+            error = None if result.error is None else result.error.to_exception()
+            if isinstance(error, _AWAY):
+                raise error
             chunk = unanswered.popleft()
             room.release()
             yield (

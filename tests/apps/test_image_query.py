@@ -13,7 +13,7 @@ from apps.image_query import AT_ONCE, ask_all, find_pictures
 from tests.server.running import Running, png, running_server
 from tests.server.scripted import write_adapter
 from vlora.client import Client
-from vlora.errors import BadImage, BadRequest, Disconnected
+from vlora.errors import BadImage, BadRequest, Disconnected, UnknownAdapter, UnknownHead
 
 
 @pytest.fixture(scope="module")
@@ -81,3 +81,8 @@ def test_what_cannot_be_asked_is_told(server: Running, pictures: Path, tmp_path:
             next(ask_all(client, [], question=question, adapter=adapter, head=head))
     with Client(port=1) as client, pytest.raises(Disconnected):
         list(ask_all(client, find_pictures([pictures]), question="x"))
+    with Client(port=server.port) as client:
+        with pytest.raises(UnknownAdapter, match="registered: cam"):
+            list(ask_all(client, find_pictures([pictures]), question="x", adapter="zzz"))
+        with pytest.raises(UnknownHead, match="its heads: night"):
+            list(ask_all(client, find_pictures([pictures]), adapter="cam", head="day"))

@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import cv2
 import numpy as np
@@ -308,6 +309,28 @@ def test_a_server_that_came_back_otherwise_is_tried_until_it_is_as_before(
     tries.clear()
     with pytest.raises(type(lost)):
         list(analyse(client, video, "cam", "night", patience_s=0.0))
+
+
+@pytest.mark.parametrize("code", [OverCapacity, UnknownAdapter])
+def test_seconds_refused_by_a_server_that_shuts_down_are_sent_again(
+    client: Client, server: Running, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: type[VLoraError]
+) -> None:
+    monkeypatch.setattr("apps.video_analytics.answers._PAUSE_S", 0.02)
+    streams, asked = server.front_end.streams, []
+    ask = streams._ask
+
+    async def refuse(*args: Any, **options: Any) -> Any:
+        asked.append(None)
+        if 3 <= len(asked) <= 9:
+            raise code("not now")
+        return await ask(*args, **options)
+
+    monkeypatch.setattr(streams, "_ask", refuse)
+    said: list[str] = []
+    video = file_source(write_video(tmp_path / "street.mp4", shades(9)))
+    pairs = list(analyse(client, video, "cam", "night", say=said.append))
+    assert [result.label for _, result in pairs] == labels(9) and not any(result.problem for _, result in pairs)
+    assert set(said) == {"street: not now; trying again"}
 
 
 # -- files ------------------------------------------------------------------------------------------------------------

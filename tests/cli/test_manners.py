@@ -187,6 +187,17 @@ def test_an_interrupt_finishes_what_is_under_way(server: Running, address: str, 
     assert [line["index"] for line in lines] == list(range(len(printed) + 1)) and len(lines) < 200
 
 
+def test_an_interrupt_ends_waiting_for_a_server(tmp_path: Path) -> None:
+    video = write_video(tmp_path / "long.mp4", shades(1))
+    command = [*COMMAND, "stream", str(video), "--adapter", "cam", "--head", "night", "--server", "127.0.0.1:1"]
+    child = subprocess.Popen([*command, "--wait-s", "60"], cwd=ROOT, stderr=subprocess.PIPE, text=True)
+    assert child.stderr is not None and "it is waited for" in child.stderr.readline()
+    child.send_signal(signal.SIGINT)
+    assert child.wait(10) == 130
+    told = child.stderr.read().splitlines()
+    assert len(told) == 2 and told[1].startswith("error: cannot reach a server at 127.0.0.1:1")
+
+
 def test_help_says_how_commands_end(vlora_command: Vlora) -> None:  # noqa: F811
     _, out, _ = vlora_command("--help")
     assert all(word in out for word in ("Exit codes", "130", "143", "VLORA_SERVE_HTTP_PORT"))

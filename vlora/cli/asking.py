@@ -13,7 +13,7 @@ from vlora.cli.group import cli
 from vlora.cli.interrupt import INTERRUPTED, stopping
 from vlora.cli.progress import counting, waiting
 from vlora.cli.server_flags import json_option, print_json, server_option, wait_option
-from vlora.errors import BadConfig
+from vlora.errors import BadConfig, Disconnected, EngineDead
 
 if TYPE_CHECKING:
     from vlora.client import Client
@@ -114,18 +114,23 @@ def stream(
         click.echo(f"{name}{result.start_s:7.1f} s  {said}  {result.latency_s * 1e3:6.0f} ms")
 
     with client, stopping() as stop:
-        run(
-            client,
-            found,
-            adapter,
-            head,
-            out=out,
-            max_latency_s=max_latency_s,
-            wait_s=wait_s,
-            stop=stop,
-            tell=tell,
-            say=lambda text: click.echo(text, err=True),
-        )
+        try:
+            run(
+                client,
+                found,
+                adapter,
+                head,
+                out=out,
+                max_latency_s=max_latency_s,
+                wait_s=wait_s,
+                stop=stop,
+                tell=tell,
+                say=lambda text: click.echo(text, err=True),
+            )
+        except (Disconnected, EngineDead) as error:
+            if not stop.is_set():
+                raise
+            click.echo(f"error: {error}", err=True)  # of a server that was waited for, until Ctrl-C
         if stop.is_set():
             sys.exit(INTERRUPTED)
     if num_problems:
