@@ -11,6 +11,7 @@ from pathlib import Path
 
 import msgspec
 
+from apps.opencv import STDERR
 from apps.video_analytics.annotate import AnnotatedVideo
 from apps.video_analytics.answers import ChunkResult, analyse
 from apps.video_analytics.sources import Source
@@ -46,13 +47,18 @@ def run(
     """
     stop = stop or threading.Event()
     lock = threading.Lock()
+
+    def heard(text: str) -> None:
+        with STDERR:  # where `say` most often writes, and a source that opens its video writes nothing
+            say(text)
+
     if out is not None:
         try:
             out.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise BadConfig(f"cannot make the folder {str(out)!r}: {error.strerror}") from error
 
-    wait_for_server(client, wait_s, stop, say)
+    wait_for_server(client, wait_s, stop, heard)
 
     def one(source: Source) -> int:
         num_answers = 0
@@ -67,7 +73,7 @@ def run(
                 max_latency_s=max_latency_s,
                 stop=stop,
                 shown=out is not None,
-                say=say,
+                say=heard,
                 wait_s=wait_s,
             ):
                 num_answers += result.answer is not None
@@ -78,7 +84,7 @@ def run(
                     tell(result)
         except VLoraError as error:
             if len(sources) > 1:
-                say(f"{source.name} ended: {error}")
+                heard(f"{source.name} ended: {error}")
             raise
         finally:
             if video is not None:

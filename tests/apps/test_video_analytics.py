@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import os
 import socket
 import sys
 import threading
@@ -16,6 +17,7 @@ import cv2
 import numpy as np
 import pytest
 
+from apps.opencv import quiet
 from apps.video_analytics import Chunk, ChunkResult, Source, analyse, find_sources, read_chunks, run
 from apps.video_analytics import sources as sources_module
 from tests.server.running import Running, png, running_server
@@ -370,6 +372,35 @@ def test_a_source_that_fails_does_not_end_the_others(client: Client, tmp_path: P
         )
     assert len((tmp_path / "out" / "good.jsonl").read_text().splitlines()) == 4
     assert len(said) == 1 and said[0].startswith("bad ended: cannot read video")
+
+
+def test_what_sources_say_is_heard_while_others_open_their_videos(
+    client: Client, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    inside, leave = threading.Event(), threading.Event()
+
+    def hush() -> None:
+        with quiet():
+            inside.set()
+            leave.wait(10)
+
+    def analysed() -> None:
+        with pytest.raises(BadImage):
+            run(client, sources, "cam", "night", say=lambda text: os.write(2, f"{text}\n".encode()))
+
+    sources = find_sources([str(tmp_path / "a.mp4"), str(tmp_path / "b.mp4")])
+    before = os.fstat(2)
+    threads = [threading.Thread(target=target) for target in (hush, hush, analysed)]
+    threads[0].start()
+    assert inside.wait(10)
+    for thread in threads[1:]:
+        thread.start()
+    time.sleep(0.3)
+    leave.set()
+    for thread in threads:
+        thread.join(10)
+    assert os.path.samestat(os.fstat(2), before), "stderr is what it was"
+    assert [line[:7] for line in sorted(capfd.readouterr().err.splitlines())] == ["a ended", "b ended"]
 
 
 @pytest.mark.parametrize("suffix", ["jsonl", "csv"])
