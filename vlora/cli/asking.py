@@ -13,7 +13,7 @@ from vlora.cli.group import cli
 from vlora.cli.interrupt import INTERRUPTED, stopping
 from vlora.cli.progress import counting, waiting
 from vlora.cli.server_flags import json_option, print_json, server_option, wait_option
-from vlora.errors import BadConfig, Disconnected, EngineDead
+from vlora.errors import BadConfig, VLoraError
 
 if TYPE_CHECKING:
     from vlora.client import Client
@@ -127,10 +127,10 @@ def stream(
                 tell=tell,
                 say=lambda text: click.echo(text, err=True),
             )
-        except (Disconnected, EngineDead) as error:
+        except VLoraError as error:
             if not stop.is_set():
                 raise
-            click.echo(f"error: {error}", err=True)  # of a server that was waited for, until Ctrl-C
+            click.echo(f"error: {error}", err=True)
         if stop.is_set():
             sys.exit(INTERRUPTED)
     if num_problems:
