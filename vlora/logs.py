@@ -14,16 +14,25 @@ from collections.abc import Mapping
 LEVELS = ("error", "warning", "info", "debug")
 LEVEL_VARIABLE, JSON_VARIABLE = "VLORA_LOG_LEVEL", "VLORA_LOG_JSON"
 
+_OTHERS = ("uvicorn", "asyncio")
+"""Libraries whose errors would be ours; what they warn of is what callers do wrong."""
+
 
 def configure(environ: Mapping[str, str]) -> None:
     """Write logs as the two variables say. The engine's process inherits them, so that both write alike."""
     handler = logging.StreamHandler()
     handler.setFormatter(_JsonLines() if environ.get(JSON_VARIABLE) else _TextLines())
-    logger = logging.getLogger("vlora")
+    level = environ.get(LEVEL_VARIABLE, "warning")
+    _write("vlora", handler, level if level in LEVELS else "warning")
+    for library in _OTHERS:
+        _write(library, handler, "error")
+
+
+def _write(name: str, handler: logging.Handler, level: str) -> None:
+    logger = logging.getLogger(name)
     logger.handlers = [handler]
     logger.propagate = False
-    level = environ.get(LEVEL_VARIABLE, "warning")
-    logger.setLevel((level if level in LEVELS else "warning").upper())
+    logger.setLevel(level.upper())
 
 
 class _TextLines(logging.Formatter):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import sys
 
 import tests.server.light  # noqa: F401
@@ -10,9 +11,11 @@ import vlora.cli
 import vlora.server.supervise
 from tests.server.scripted import ENGINE_COMMAND, ByteProcessor
 from vlora.config import EngineConfig, ServerConfig
+from vlora.logs import configure
 
 
 def main() -> None:
+    configure(os.environ)
     asyncio.run(
         vlora.server.supervise.serve(
             EngineConfig(model=sys.argv[1]),

@@ -16,11 +16,12 @@ from vlora.config import Token
 
 @pytest.fixture(autouse=True)
 def put_back() -> Iterator[None]:
-    logger = logging.getLogger("vlora")
-    before = logger.handlers, logger.level, logger.propagate
+    loggers = [logging.getLogger(name) for name in ("vlora", "uvicorn", "asyncio")]
+    before = [(logger.handlers, logger.level, logger.propagate) for logger in loggers]
     yield
-    logger.handlers, _, logger.propagate = before
-    logger.setLevel(before[1])
+    for logger, (handlers, level, propagate) in zip(loggers, before, strict=True):
+        logger.handlers, logger.propagate = handlers, propagate
+        logger.setLevel(level)
 
 
 def test_nothing_is_written_that_nobody_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
@@ -67,3 +68,15 @@ def test_json_lines_carry_fields_and_tracebacks(capsys: pytest.CaptureFixture[st
         "seconds": 0.5,
     }
     assert failed["level"] == "error" and "RuntimeError: two\nlines" in failed["traceback"]
+
+
+def test_mistakes_of_the_servers_own_are_json_too(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    logs.configure({logs.JSON_VARIABLE: "1"})
+    with running_api() as api:
+        monkeypatch.setattr(api.front_end, "read_metrics", None)
+        status, answer = api.call("GET", "/metrics")
+        assert status == 500 and answer["error"]["message"].startswith("the server made a mistake: TypeError")
+    (line,) = map(json.loads, capsys.readouterr().err.splitlines())
+    assert (line["level"], line["logger"]) == ("error", "uvicorn.error") and "TypeError" in line["traceback"]

@@ -400,14 +400,13 @@ def test_an_expiry_is_told_in_utc() -> None:
 
 @pytest.mark.parametrize(("mode", "warned"), [(0o600, False), (0o640, True), (0o604, True), (0o620, True)])
 def test_a_token_file_that_others_reach_is_warned_of(
-    mode: int, warned: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    mode: int, warned: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     file = tmp_path / "tokens.yaml"
     file.write_text(f"me: {{token: {USER}}}")
     file.chmod(mode)
     assert len(read_tokens(file, {})) == 1
-    told = capsys.readouterr().err
-    assert ("chmod 600" in told) == warned and USER not in told
+    assert ("chmod 600" in caplog.text) == warned and USER not in caplog.text
 
 
 # -- hardening --------------------------------------------------------------------------------------------------------
@@ -555,15 +554,19 @@ def test_tokens_are_read_again_on_sighup(tmp_path: Path) -> None:
         assert match, process.communicate()
         with Client(port=int(match[1]), token=USER) as client:
             client.stats()
-            for text, said in (
-                ("new: {token: [", "warning: the tokens stay as they were: the token file"),
-                (f"a: {{token: {USER}}}\nb: {{token: {USER}}}", "warning: the tokens stay as they were: token 'a' is"),
-                (f"new: {{token: {ADMIN}, admin: true}}", "tokens: new\n"),
+            for text, stream, said in (
+                ("new: {token: [", process.stderr, "the tokens stay as they were: the token file"),
+                (
+                    f"a: {{token: {USER}}}\nb: {{token: {USER}}}",
+                    process.stderr,
+                    "the tokens stay as they were: token 'a' is",
+                ),
+                (f"new: {{token: {ADMIN}, admin: true}}", process.stdout, "tokens: new\n"),
             ):
                 client.stats()
                 file.write_text(text)
                 process.send_signal(signal.SIGHUP)
-                assert said in process.stderr.readline()
+                assert stream.readline().startswith(said)
             with pytest.raises(Unauthorized):  # in the middle of its connection
                 client.stats()
         with Client(port=int(match[1]), token=ADMIN) as client:

@@ -244,7 +244,7 @@ def test_everything_comes_back_after_kill_9(tmp_path: Path) -> None:
             frames.close()
         process.send_signal(signal.SIGTERM)
         assert process.stderr is not None
-        assert process.wait(20) == 0 and process.stderr.read().count("warning: ") == 2
+        assert process.wait(20) == 0 and process.stderr.read().count(" warning ") == 2
     finally:
         process.kill()
         process.communicate()

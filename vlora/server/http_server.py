@@ -53,6 +53,7 @@ class HttpServer:
             app,
             http=BoundedProtocol,
             ws="none",
+            log_config=None,  # `vlora.logs` writes what it has to say
             log_level="error",
             timeout_graceful_shutdown=1,
             timeout_keep_alive=_KEEP_ALIVE_S,

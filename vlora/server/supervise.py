@@ -6,8 +6,8 @@ import asyncio
 import dataclasses
 import functools
 import gc
+import logging
 import signal
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from vlora.models.processing import InputProcessor
     from vlora.server.http_server import HttpServer
 
+log = logging.getLogger(__name__)
+
 _NAMES_SHOWN = 20  # of the adapters, in the line that says that all is ready
 
 
@@ -39,7 +41,8 @@ async def serve(
     load_processor: Callable[[str], InputProcessor] | None = None,
     read_tokens: Callable[[], tuple[Token, ...]] | None = None,
 ) -> None:
-    """Serve until interrupted or terminated, then drain. adapters: name -> folder. announce is told when all is ready.
+    """Serve until interrupted or terminated, then drain. adapters: name -> folder. announce is told when all is ready,
+    and of tokens that were read anew.
 
     read_tokens: gives the tokens anew when the process is told to by SIGHUP; None where they cannot change.
 
@@ -53,14 +56,12 @@ async def serve(
     tls = server_context(server_config)
     access = Access(server_config.tokens)
     if read_tokens is not None:
-        reload = functools.partial(_reload_tokens, access, server_config, read_tokens)
+        reload = functools.partial(_reload_tokens, access, server_config, read_tokens, announce)
         asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, reload)
     if tls is None and not server_config.on_loopback:
-        print(
-            f"warning: without TLS, tokens and pictures can be read on their way to {server_config.host}; "
-            "give --tls-cert and --tls-key",
-            file=sys.stderr,
-            flush=True,
+        log.warning(
+            "without TLS, tokens and pictures can be read on their way to %s; give --tls-cert and --tls-key",
+            server_config.host,
         )
     # Taking the address first: a port in use is known before the model is loaded.
     rpyc_server = RpycServer(server_config.host, server_config.rpyc_port, server_config.max_message_bytes, tls)
@@ -118,7 +119,7 @@ async def _start(
     """The model loads in its process while the tokenizer and image processor load here."""
     loading = asyncio.create_task(asyncio.to_thread(load_processor, engine_config.model))
     try:
-        engine = await SupervisedEngine.start(engine_config, tell=_tell, command=engine_command)
+        engine = await SupervisedEngine.start(engine_config, tell=log.warning, command=engine_command)
     except BaseException:
         # The engine's word counts; what the processor has to say of the same model is the same or less.
         await asyncio.wait({loading})
@@ -159,15 +160,13 @@ async def _first(task: asyncio.Task[object], stop: asyncio.Event) -> asyncio.Tas
     return None
 
 
-def _reload_tokens(access: Access, config: ServerConfig, read_tokens: Callable[[], tuple[Token, ...]]) -> None:
+def _reload_tokens(
+    access: Access, config: ServerConfig, read_tokens: Callable[[], tuple[Token, ...]], announce: Callable[[str], None]
+) -> None:
     try:
         tokens = dataclasses.replace(config, tokens=read_tokens()).tokens  # checked together, as at start
         access.replace(tokens)
     except BadConfig as error:
-        _tell(f"the tokens stay as they were: {error}")
+        log.warning("the tokens stay as they were: %s", error)
     else:
-        print(f"tokens: {', '.join(token.name for token in tokens)}", file=sys.stderr, flush=True)
-
-
-def _tell(line: str) -> None:
-    print(f"warning: {line}", file=sys.stderr, flush=True)
+        announce(f"tokens: {', '.join(token.name for token in tokens)}")

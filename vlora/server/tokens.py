@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import datetime
-import sys
+import logging
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,8 @@ import yaml
 
 from vlora.config import Token
 from vlora.errors import BadConfig
+
+log = logging.getLogger(__name__)
 
 VARIABLES = {"VLORA_TOKEN": False, "VLORA_ADMIN_TOKEN": True}  # name -> whether it is an admin's
 
@@ -39,7 +41,7 @@ def read_tokens(file: Path | None, environ: Mapping[str, str]) -> tuple[Token, .
 def _read_file(file: Path) -> Iterator[Token]:
     try:
         if file.stat().st_mode & 0o077:
-            print(f"warning: others can read or change the token file {str(file)!r}; chmod 600 it", file=sys.stderr)
+            log.warning("others can read or change the token file %r; chmod 600 it", str(file))
         entries: Any = yaml.safe_load(file.read_text())
     except OSError as error:
         raise BadConfig(f"cannot read the token file {str(file)!r}: {error.strerror}") from error
