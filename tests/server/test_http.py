@@ -449,6 +449,9 @@ def test_metrics_count_what_happened() -> None:
     with running_api() as api:
         before = metrics(api)
         assert before["vlora_engine_up"] == 1 and before["vlora_requests_active"] == 0
+        # Before its first event, or the first would be no increase.
+        for series in ("requests_total engine_dead", "frames_total dropped", "engine_steps_total mixed"):
+            assert before[f"vlora_{series}"] == 0
         assert api.chat("say:four", n=2)[0] == 200
         assert api.chat("")[0] == 400
         api.chat("forever", stream=True, max_tokens=5)

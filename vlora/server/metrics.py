@@ -8,11 +8,33 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from vlora.types import EngineStats
+from vlora.errors import (
+    Aborted,
+    BadAdapter,
+    BadImage,
+    BadRequest,
+    DeadlineMissed,
+    DeadlineUnreachable,
+    EngineDead,
+    Forbidden,
+    OverCapacity,
+    PromptTooLong,
+    StepFailed,
+    TooLarge,
+    Unauthorized,
+    UnknownAdapter,
+    UnknownHead,
+    VLoraError,
+)
+from vlora.types import EngineStats, Mode
 
 _FIRST_TOKEN_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
 _TOKEN_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5)
 _REQUEST_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
+
+_REFUSED = (BadRequest, BadImage, TooLarge, PromptTooLong, BadAdapter, UnknownAdapter, UnknownHead)
+_FAILED = (OverCapacity, DeadlineMissed, DeadlineUnreachable, Aborted, StepFailed, EngineDead, VLoraError)
+_UNKNOWN_CALLER = (Unauthorized, Forbidden)
 
 
 class Metrics:
@@ -62,6 +84,14 @@ class Metrics:
             registry=self._registry,
         )
         self._tokens = Counter("vlora_tokens", "Tokens of answered requests.", ["kind"], registry=self._registry)
+        # A series that begins with its first event does not show it as an increase: each is there from the start.
+        codes = [error.code for error in (*_REFUSED, *_FAILED)]
+        for outcome in ("ok", "cancelled", *codes, *(error.code for error in _UNKNOWN_CALLER)):
+            self._requests.labels(outcome)
+        for outcome in ("answered", "dropped", "closed", *codes):
+            self._frames.labels(outcome)
+        for kind in ("prompt", "completion"):
+            self._tokens.labels(kind)
 
     def count(self, outcome: str) -> None:
         """One request has ended."""
@@ -119,12 +149,13 @@ class _EngineCollector(Collector):
             "The highest credit of a request: how long it has waited, and what its next step takes.",
             value=stats.highest_credit_s,
         )
-        yield _counter("vlora_engine_steps", "Steps, by inference mode.", "mode", stats.steps_by_mode)
+        none = {str(mode): 0 for mode in Mode}
+        yield _counter("vlora_engine_steps", "Steps, by inference mode.", "mode", none | stats.steps_by_mode)
         yield _counter(
             "vlora_engine_mode_requests",
             "Requests, counted under each mode they took a step in.",
             "mode",
-            stats.requests_by_mode,
+            none | stats.requests_by_mode,
         )
         ended = {"finished": stats.num_finished, "failed": stats.num_failed, "cancelled": stats.num_cancelled}
         yield _counter("vlora_engine_requests", "Requests that ended in the engine.", "outcome", ended)
