@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import gzip
 import http.client
 import json
+import re
+import socket
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -138,8 +141,12 @@ def test_mistakes_have_status_code_and_reason(
 
 def test_what_is_no_request(api: Api) -> None:
     assert api.call("POST", "/v1/chat/completions", raw=b"{not json")[1]["error"]["code"] == "bad_request"
-    assert api.call("GET", "/nowhere")[0] == 404
-    assert api.call("GET", "/v1/chat/completions")[0] == 405
+    status, answer = api.call("GET", "/nowhere")
+    assert status == 404 and answer["error"]["message"].startswith(
+        "there is nothing at '/nowhere'; the API is under /v1"
+    )
+    status, answer = api.call("GET", "/v1/chat/completions")
+    assert (status, answer["error"]["message"]) == (405, "GET is not served at '/v1/chat/completions'; use POST")
     status, answer = api.call("POST", "/v1/chat/completions", raw=b'"text"')
     assert status == 400 and answer["error"]["code"] == "bad_request"
 
@@ -153,6 +160,9 @@ def test_what_is_no_request(api: Api) -> None:
         (b'{"a":' * 30_000, "the body cannot be read: it is nested too deep, or has a number that is too long"),
         (b'{"model": "base", "seed": ' + b"9" * 10_000 + b"}", "the body cannot be read"),
         (b"[]", "the body is no JSON object"),
+        ('{"model": "grün"}'.encode("latin-1"), "the body is no JSON: it is not UTF-8 text, or it is compressed"),
+        (gzip.compress(b"{}"), "the body is no JSON: it is not UTF-8 text, or it is compressed"),
+        (b'{"model": "a\0"}', "the body is no JSON: Invalid control character at character 12"),
     ],
 )
 def test_a_body_that_is_no_request_is_told_as_what_it_is(api: Api, raw: bytes, said: str) -> None:
@@ -181,6 +191,17 @@ def test_json_has_to_be_called_so(api: Api) -> None:
             "messages.0.content.0",
         ),
         ({"messages": [{"role": "user", "content": 1}]}, "messages.0.content", "messages.0.content: Input should be"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": "data:,"}]}]},
+            "messages.0.content.0.image_url",
+            "messages.0.content.0.image_url: Input should be a valid dictionary",
+        ),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "text", "text": "say:x", "size": 1}]}]},
+            "messages.0.content.0.size",
+            "messages.0.content.0.size: this field is not served",
+        ),
+        ({"body": 1}, "body", "body: this field is not served"),
         ({"max_tokens": 10**30}, "max_tokens", "max_tokens: Input should be less than or equal to"),
         ({"max_tokens": 0}, "max_tokens", "max_tokens is 0; it must be at least 1"),
         ({"max_completion_tokens": -1}, "max_completion_tokens", "max_completion_tokens is -1; it must be"),
@@ -261,6 +282,41 @@ def test_an_error_in_the_middle_of_a_stream_is_an_event(api: Api) -> None:
         api.engine._deliver(output)
         status, text = streaming.result(10)
     assert status == 200 and events(text)[-1]["error"]["code"] == "aborted"
+
+
+CHAT = b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+NOWHERE = CHAT.replace(b"chat/completions", b"nowhere")
+CHUNKED = b"Transfer-Encoding: chunked\r\n\r\n"
+
+
+@pytest.mark.parametrize(
+    ("parts", "statuses"),
+    [
+        ((b"hello\r\n\r\n",), [400]),
+        ((b"GET /health HTTP/1.1\r\nHost: localhost\r\nX: " + b"x" * 100_000,), [400]),
+        ((CHAT + CHUNKED + b"5\r\n{'a':\r\nzz\r\n",), [400]),
+        ((CHAT + CHUNKED, b"5\r\n{'a':\r\n", b"zz\r\n"), [400]),
+        ((NOWHERE + CHUNKED + b"zz\r\n",), [400]),
+        ((NOWHERE + CHUNKED, b"zz\r\n"), [404]),
+        ((CHAT + b"Content-Length: 100\r\n\r\n{",), []),
+        ((CHAT + CHUNKED, b"1\r\n{\r\n"), []),
+    ],
+)
+def test_what_is_no_http_or_cut_short_is_no_mistake_of_the_servers(
+    api: Api, parts: tuple[bytes, ...], statuses: list[int], caplog: pytest.LogCaptureFixture
+) -> None:
+    with socket.create_connection(("127.0.0.1", api.port), timeout=10) as connection:
+        for part in parts:
+            connection.sendall(part)
+            time.sleep(0.05)
+        if not statuses:
+            connection.shutdown(socket.SHUT_WR)
+        received = b"".join(iter(lambda: connection.recv(65536), b""))
+    assert [int(status) for status in re.findall(rb"HTTP/1\.1 (\d+)", received)] == statuses
+    if statuses:
+        assert json.loads(received.partition(b"\r\n\r\n")[2])["error"]["code"] == "bad_request"
+    assert api.chat("say:fine")[0] == 200
+    assert [record.getMessage() for record in caplog.records] == []
 
 
 def test_small_answers_leave_at_once(api: Api) -> None:

@@ -191,7 +191,7 @@ def test_the_address_that_was_checked_is_the_one_connected_to(site: Site, monkey
     ("url", "message"),
     [
         ("http://user:secret@127.0.0.1/x?key=secret", "a user name or password"),
-        ("http://", "is no scheme|cannot be read"),
+        ("http://", "image 1: its URL names no host"),
         ("http://[::1", "cannot be read"),
         ("http://127.0.0.1:99999/", "cannot be read"),
         ("http://\x00/", "cannot be read"),

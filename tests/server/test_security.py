@@ -199,8 +199,13 @@ def test_nor_when_they_are_shown_over_rpyc(caplog: pytest.LogCaptureFixture) -> 
 def test_without_tokens_no_other_name_of_the_machine_is_answered() -> None:
     # A web page that made its own name point to 127.0.0.1 would reach the server through its reader's browser.
     with running_api() as api:
-        for host, status in (("localhost", 200), ("127.0.0.1:99", 200), ("evil.example", 400)):
-            assert api.call("GET", "/v1/models", headers={"Host": host})[0] == status
+        for host in ("localhost", "LOCALHOST:99", "127.0.0.1:99", "[::1]", "[::1]:99"):
+            assert api.call("GET", "/v1/models", headers={"Host": host})[0] == 200
+        for host in ("evil.example", "localhost.evil.example", "me@localhost", "127.0.0.2", "[::1", ""):
+            status, answer = api.call("GET", "/v1/models", headers={"Host": host})
+            assert status == 400 and answer["error"]["message"].startswith(
+                f"the request is for {host!r}; without tokens"
+            )
 
 
 # -- RPyC -------------------------------------------------------------------------------------------------------------

@@ -9,11 +9,13 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, Response
 from pydantic import BaseModel
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 
-from vlora.errors import BadRequest, DeadlineUnreachable, OverCapacity, Unauthorized, VLoraError
+from vlora.errors import Aborted, BadRequest, DeadlineUnreachable, OverCapacity, Unauthorized, VLoraError
 
 log = logging.getLogger(__name__)
 
+_SHOWN = 100  # characters of a path: it may be as long as a header
 _KINDS = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
 
 
@@ -62,18 +64,38 @@ def handle_errors(app: FastAPI) -> None:
         return error_response(BadRequest(message), param=param)
 
     @app.exception_handler(HTTPException)
-    async def refuse_call(_: Request, error: HTTPException) -> Response:
+    async def refuse_call(request: Request, error: HTTPException) -> Response:
         if isinstance(error.__cause__, VLoraError):
             return error_response(error.__cause__)
-        unreadable = isinstance(error.__cause__, RecursionError | ValueError)  # by Python's reader of JSON
-        said = "the body cannot be read: it is nested too deep, or has a number that is too long"
-        response = error_response(BadRequest(said if unreadable else str(error.detail)), status=error.status_code)
+        response = error_response(BadRequest(_why(request, error)), status=error.status_code)
         response.headers.update(error.headers or {})
         return response
+
+    @app.exception_handler(ClientDisconnect)
+    async def leave(_: Request, __: ClientDisconnect) -> Response:
+        """Nobody reads this: a body that was cut short is no mistake of the server's."""
+        return error_response(Aborted("the client left"))
 
     @app.exception_handler(Exception)
     async def confess(_: Request, error: Exception) -> Response:
         return error_response(VLoraError(f"the server made a mistake: {type(error).__name__}; its log says more"))
+
+
+def _why(request: Request, error: HTTPException) -> str:
+    """What FastAPI and Starlette refuse, in our words."""
+    match error.status_code, error.__cause__:
+        case _, UnicodeDecodeError():  # from here by Python's reader of JSON
+            return "the body is no JSON: it is not UTF-8 text, or it is compressed, which is not served"
+        case _, RecursionError() | ValueError():
+            return "the body cannot be read: it is nested too deep, or has a number that is too long"
+        case 404, _:
+            return (
+                f"there is nothing at {request.url.path[:_SHOWN]!r}; the API is under /v1, and /openapi.json lists it"
+            )
+        case 405, _:
+            methods = (error.headers or {}).get("Allow", "another method")
+            return f"{request.method[:_SHOWN]} is not served at {request.url.path[:_SHOWN]!r}; use {methods}"
+    return str(error.detail)
 
 
 def _first_mistake(error: RequestValidationError) -> tuple[str | None, str]:
@@ -82,7 +104,8 @@ def _first_mistake(error: RequestValidationError) -> tuple[str | None, str]:
     mistake = mistakes[0]
     match mistake["type"], mistake["loc"]:
         case "json_invalid", (_, place):
-            return None, f"the body is no JSON: {mistake['ctx']['error']} at character {place}"
+            why = str(mistake["ctx"]["error"]).removesuffix(" at")
+            return None, f"the body is no JSON: {why} at character {place}"
         case "missing", ("body",):
             return None, "the body is empty; send a JSON object"
         case _, ("body",) if mistake["type"].endswith("_type"):
@@ -91,9 +114,16 @@ def _first_mistake(error: RequestValidationError) -> tuple[str | None, str]:
             # Where text or a list is taken, what is wrong with a list comes behind the remark that it is no text.
             inside = [each for each in mistakes if list(each["loc"][: len(field)]) == field]
             mistake = next((each for each in inside[1:] if each["type"] != "list_type"), mistake)
-    forms = ("str",) if mistake["type"] == "string_type" else ()
-    steps = [str(step) for step in mistake["loc"] if step not in ("body", *forms)]
-    field_name = ".".join(step for step in steps if not step.startswith("list[")) or None
+    steps = list(mistake["loc"])
+    if steps[0] == "body":
+        del steps[0]
+    if mistake["type"] == "string_type" and steps[-1:] == ["str"]:
+        del steps[-1]
+    form = next((place for place, step in enumerate(steps) if str(step).startswith("list[")), None)
+    if form is not None:
+        # Which form of the field this is; and behind the item's number, which form of an item.
+        del steps[form + 2 : form + 3], steps[form]
+    field_name = ".".join(map(str, steps)) or None
     if mistake["type"] == "extra_forbidden":
         return field_name, f"{field_name}: this field is not served"
     return field_name, f"{field_name or 'body'}: {str(mistake['msg']).removeprefix('Value error, ')}"

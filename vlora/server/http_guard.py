@@ -6,7 +6,6 @@ import urllib.parse
 
 from fastapi.security.utils import get_authorization_scheme_param
 from starlette.datastructures import Headers
-from starlette.middleware.trustedhost import TrustedHostMiddleware
 from starlette.requests import HTTPConnection
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -30,9 +29,7 @@ def guarded(app: ASGIApp, access: Access, metrics: Metrics, held: ByteBudget, co
     app = _BoundedBody(app, held, config.max_message_bytes, config.max_prompt_chars + _FIELDS)
     if access.required:
         return _TokenCheck(app, access, metrics)
-    # Without tokens the address is the only guard: a web page may not reach it under a name of its own.
-    app = _OriginCheck(app, metrics)
-    return TrustedHostMiddleware(app, allowed_hosts=[*LOOPBACK_HOSTS, "[::1]"], www_redirect=False)
+    return _LoopbackCheck(app, metrics)
 
 
 def tenant(request: HTTPConnection) -> str | None:
@@ -63,8 +60,9 @@ class _TokenCheck:
         await self._app(scope, receive, send)
 
 
-class _OriginCheck:
-    """Refuses what a browser sends for a page of another machine. Pages of this one may ask."""
+class _LoopbackCheck:
+    """Without tokens the address is the only guard. Refuses what a browser sends for a page of another machine, which
+    may have made a name of its own lead here; pages of this one may ask."""
 
     def __init__(self, app: ASGIApp, metrics: Metrics) -> None:
         self._app = app
@@ -72,9 +70,17 @@ class _OriginCheck:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http":
-            origin = Headers(scope=scope).get("origin")
-            if origin is not None and not _on_loopback(origin):
+            headers = Headers(scope=scope)
+            host, origin = headers.get("host", ""), headers.get("origin")
+            error: VLoraError | None = None
+            if "@" in host or not _on_loopback(f"//{host}"):
+                error = BadRequest(
+                    f"the request is for {host[:100]!r}; without tokens this server answers only as "
+                    f"{', '.join(LOOPBACK_HOSTS)}: use one of these names, or start it with --token-file"
+                )
+            elif origin is not None and not _on_loopback(origin):
                 error = Forbidden(f"a page of {origin[:100]!r} may not call this server, which asks for no token")
+            if error is not None:
                 self._metrics.count(error.code)
                 await error_response(error)(scope, receive, send)
                 return

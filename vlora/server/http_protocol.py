@@ -1,4 +1,5 @@
-"""uvicorn's HTTP/1.1 with time limits: for a header, for a body, and for a peer that does not read its answer."""
+"""uvicorn's HTTP/1.1 with time limits: for a header, for a body, and for a peer that does not read its answer. What
+is no HTTP is answered in the API's own form."""
 
 from __future__ import annotations
 
@@ -6,15 +7,20 @@ import asyncio
 from typing import cast
 
 import h11
+import msgspec
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from vlora.errors import BadRequest
 from vlora.server.callers import connection_share
+from vlora.server.http_errors import error_body
 from vlora.server.joined_writes import JoinedWrites
 
 _HEADER_S = 10.0
 _BODY_S = 30.0
 _LEAST_BYTES_PER_S = 64 * 1024  # a body that comes faster may take longer
 _SEND_S = 30.0  # a peer that takes nothing for this long is disconnected
+
+_NO_HTTP = "this is no request of HTTP/1.1, or its header is too long; the connection is closed"
 
 
 class BoundedProtocol(H11Protocol):
@@ -56,6 +62,20 @@ class BoundedProtocol(H11Protocol):
             case _:
                 self._in_body = False
                 self._stop_reading_clock()
+
+    def send_400_response(self, msg: str) -> None:
+        """See H11Protocol."""
+        if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
+            body = msgspec.json.encode(error_body(BadRequest(_NO_HTTP)))
+            headers = {b"content-type": b"application/json", b"content-length": b"%d" % len(body)}
+            response = h11.Response(status_code=400, headers=[*headers.items(), (b"connection", b"close")])
+            for event in (response, h11.Data(data=body), h11.EndOfMessage()):
+                self.transport.write(self.conn.send(event) or b"")
+        # Else an answer has begun or is given already, and the rest of its request is what cannot be read.
+        if self.cycle is not None and not self.cycle.response_complete:
+            self.cycle.disconnected = True
+            self.cycle.message_event.set()
+        self.transport.close()
 
     def pause_writing(self) -> None:
         super().pause_writing()

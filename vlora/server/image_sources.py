@@ -202,8 +202,10 @@ def _parse(url: str, number: int) -> httpx.URL:
         raise BadRequest(f"image {number}: its URL cannot be read") from error
     if (target.port or 0) > 65535:
         raise BadRequest(f"image {number}: its URL cannot be read")
-    if target.scheme not in ("http", "https") or not target.host:
+    if target.scheme not in ("http", "https"):
         raise BadRequest(f"image {number}: {target.scheme or 'no'!r} is no scheme this server fetches from")
+    if not target.host:
+        raise BadRequest(f"image {number}: its URL names no host")
     if target.userinfo:
         raise BadRequest(f"image {number}: a URL with a user name or password in it is not fetched")
     return target
