@@ -29,7 +29,10 @@ Each class has a stable `code` (what travels over the wire) and an `http_status`
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import ClassVar
+
+_NAMES_SHOWN = 20
 
 
 class VLoraError(Exception):
@@ -137,6 +140,13 @@ class EngineDead(VLoraError):
 class Disconnected(VLoraError):
     code = "disconnected"
     http_status = 503
+
+
+def listed(names: Collection[str]) -> str:
+    """Names for a message, in order; of thousands the first, and how many more there are."""
+    shown = sorted(names)[:_NAMES_SHOWN]
+    more = len(names) - len(shown)
+    return (", ".join(shown) or "none") + (f" and {more} more" if more else "")
 
 
 def _tree(cls: type[VLoraError]) -> dict[str, type[VLoraError]]:

@@ -275,6 +275,9 @@ def test_unknown_names_list_the_known_ones(copied: Path, registry: AdapterRegist
     registry.register({"a": str(copied)})
     with pytest.raises(UnknownAdapter, match="'b'; registered: a"):
         registry.get("b")
+    registry.register({f"a{number:04}": str(copied) for number in range(1000)})
+    with pytest.raises(UnknownAdapter, match=r"registered: a, a0000, .*, a0018 and 981 more$"):
+        registry.get("b")
 
 
 @pytest.mark.parametrize(

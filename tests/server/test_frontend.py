@@ -128,6 +128,12 @@ def test_heads_answer_with_their_own_question_and_are_told_apart(tmp_path: Path)
             await front.ask_head([png()], "cam", "zzz")
         with pytest.raises(UnknownAdapter, match="registered: cam, signs"):
             await front.ask_head([png()], "zzz", "kind")
+        for number in range(100):
+            await front.load_adapter(f"t{number:02}", str(tmp_path / "signs"))
+        with pytest.raises(UnknownAdapter, match=r"registered: cam, signs, t00, .*, t17 and 82 more$"):
+            await front.ask_head([png()], "zzz", "kind")
+        with pytest.raises(UnknownHead, match=r"belongs to adapter 'signs', 't00', .*, 't18' and 81 more$"):
+            await front.ask_head([png()], "cam", "kind")
         # A reload under the same name brings the new heads; an unload takes them away.
         await front.load_adapter("cam", write_adapter(tmp_path / "cam2", {"rain": 1}))
         with pytest.raises(UnknownHead, match="its heads: rain"):

@@ -13,7 +13,7 @@ import torch
 
 from vlora.adapters.host import HostAdapter, Measure, load_adapter
 from vlora.adapters.peft_format import AdapterHeader, SiteShape, read_header, split_over_ranks
-from vlora.errors import BadAdapter, UnknownAdapter
+from vlora.errors import BadAdapter, UnknownAdapter, listed
 from vlora.parallel.cut import Way
 
 log = logging.getLogger(__name__)
@@ -128,7 +128,7 @@ class AdapterRegistry:
     def get(self, name: str) -> Registration:
         """What a name stands for now. Raises UnknownAdapter."""
         if name not in self._current:
-            raise UnknownAdapter(f"no adapter named {name[:MAX_NAME]!r}; registered: {', '.join(self.names) or 'none'}")
+            raise UnknownAdapter(f"no adapter named {name[:MAX_NAME]!r}; registered: {listed(self.names)}")
         return self._current[name]
 
     def remove(self, name: str) -> None:

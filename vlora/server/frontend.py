@@ -29,6 +29,7 @@ from vlora.errors import (
     UnknownAdapter,
     UnknownHead,
     VLoraError,
+    listed,
 )
 from vlora.server.budget import ByteBudget
 from vlora.server.head_answers import in_pixels
@@ -391,7 +392,7 @@ class FrontEnd:
             await self.adapters()
         assert self._adapters is not None
         if name not in self._adapters:
-            known = ", ".join(sorted(self._adapters)) or "none"
+            known = listed(self._adapters)
             raise UnknownAdapter(f"no adapter named {name[:_SHOWN]!r}; registered: {known}", field="adapter")
         return self._adapters[name]
 
@@ -509,6 +510,6 @@ def _find_head(status: AdapterStatus, head: str, adapters: Mapping[str, AdapterS
         if summary.name == head:
             return summary
     known = ", ".join(summary.name for summary in status.heads) or "none"
-    owners = sorted(other.name for other in adapters.values() if any(summary.name == head for summary in other.heads))
-    hint = f"; head {head!r} belongs to adapter {' and '.join(map(repr, owners))}" if owners else ""
+    owners = [repr(other.name) for other in adapters.values() if any(summary.name == head for summary in other.heads)]
+    hint = f"; head {head!r} belongs to adapter {listed(owners)}" if owners else ""
     raise UnknownHead(f"adapter {status.name!r} has no head {head[:_SHOWN]!r}; its heads: {known}{hint}")

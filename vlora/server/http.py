@@ -18,7 +18,7 @@ from pydantic import Field
 from starlette.types import ASGIApp
 
 from vlora.client.values import Answer
-from vlora.errors import Aborted, BadRequest, UnknownAdapter, VLoraError
+from vlora.errors import Aborted, BadRequest, UnknownAdapter, VLoraError, listed
 from vlora.server.access import Access
 from vlora.server.body_route import BodyRoute
 from vlora.server.chat_form import MAX_PARTS, ChatRequest, Completion, Leveled, Strict, event
@@ -32,6 +32,7 @@ from vlora.types import AdapterStatus
 
 T = TypeVar("T")
 
+_SHOWN = 128  # of a name that nobody has
 _OPENAI_NAMES = {"prompt": "messages", "adapter": "model"}
 """What chat completions call a field of the front end's."""
 
@@ -118,7 +119,7 @@ def _asking(app: FastAPI, front_end: FrontEnd, model: str) -> None:
         """One of them."""
         found = await all_models()
         if name not in found:
-            raise UnknownAdapter(f"no model named {name!r}; there are: {', '.join(found)}")
+            raise UnknownAdapter(f"no model named {name[:_SHOWN]!r}; there are: {listed(found)}")
         return found[name]
 
     short = APIRouter(route_class=BodyRoute)
