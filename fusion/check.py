@@ -85,8 +85,7 @@ def as_json(checked: Checked) -> str:
             "confidence": plan.confidence,
             "training_s_at_most": _longest(plan),
             "domains": [dataclasses.asdict(domain) for domain in explain(checked)],
-        },
-        indent=2,
+        }
     )
 
 

@@ -84,7 +84,7 @@ class EngineConfig:
                 f"max_step_tokens ({self.max_step_tokens}) is below max_batch_size ({self.max_batch_size}); "
                 "a full batch of decoding requests needs one token each"
             )
-        if self.theta_s <= 0:
+        if not self.theta_s > 0:
             raise BadConfig(f"theta_s is {self.theta_s}; it must be above 0")
         if self.max_ttft_s is not None and not self.max_ttft_s > 0:
             raise BadConfig(f"max_ttft_s is {self.max_ttft_s}; it must be above 0, or left away for no bound")
@@ -227,6 +227,12 @@ class ServerConfig:
             raise BadConfig(
                 "tls_client_ca asks callers for certificates, which takes TLS; give tls_cert and tls_key too"
             )
+        for host in self.image_hosts:
+            if host != "*" and (not host or host.count(":") == 1 or not set(host).isdisjoint("/@*[] ")):
+                raise BadConfig(
+                    f"image_hosts is {host!r}, which no URL's host will be; write its name alone (pictures.example), "
+                    "or * for every public one"
+                )
         if self.image_folder is not None and not os.path.isdir(self.image_folder):
             raise BadConfig(f"image_folder is {self.image_folder!r}; there is no such folder")
         for field in ("rpyc_port", "http_port"):

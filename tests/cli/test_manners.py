@@ -63,16 +63,30 @@ def test_the_file_may_be_named_by_the_environment_and_hold_lists(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     config = tmp_path / "vlora.yaml"
-    config.write_text("serve:\n  weight: [signs=2, '*=1']\n  image-hosts: example.org\n  prefix-cache: false\n")
+    config.write_text(
+        "serve:\n  weight: [signs=2, '*=1']\n  image-hosts: example.org\n  prefix-cache: false\n  theta-s: null\n"
+    )
     monkeypatch.setenv("VLORA_CONFIG", str(config))
     found: dict[str, object] = {}
     monkeypatch.setattr(cli.commands["serve"], "callback", lambda **settings: found.update(settings))
     cli.main(["serve"], prog_name="vlora", standalone_mode=False)
-    assert (found["weight"], found["image_hosts"], found["prefix_cache"]) == (
+    assert (found["weight"], found["image_hosts"], found["prefix_cache"], found["theta_s"]) == (
         ("signs=2", "*=1"),
         ("example.org",),
         False,
+        0.1,
     )
+
+
+def test_every_option_is_known_in_the_environment_by_its_flag(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, command in commands(cli):
+        prefix = f"VLORA_{name}".upper().replace("-", "_").replace(" ", "_")
+        context = click.Context(command, auto_envvar_prefix=prefix, resilient_parsing=True)
+        command.parse_args(context, [])
+        for option in command.params:
+            if isinstance(option, click.Option) and option.envvar != "VLORA_SERVER":
+                monkeypatch.setenv(variable := f"{prefix}_{option.opts[0][2:].upper().replace('-', '_')}", "mine")
+                assert option.resolve_envvar_value(context) == "mine", variable
 
 
 @pytest.mark.parametrize(
@@ -85,6 +99,9 @@ def test_the_file_may_be_named_by_the_environment_and_hold_lists(
         ("just words", "holds no options; write"),
         ("serve: {", "is not YAML"),
         ("serve: {theta-s: many}", "invalid value for '--theta-s'"),
+        ("serve: {theta-s: [1, 2]}", "serve: theta-s is [1, 2]; write one value"),
+        ("serve: {weight: [{signs: 2}]}", "serve: weight is [{'signs': 2}]; write a value, or a list of them"),
+        ("serve: {weight: [null]}", "serve: weight is [None]; write a value, or a list of them"),
     ],
 )
 def test_a_mistake_in_the_file_is_one_line(vlora_command: Vlora, tmp_path: Path, text: str, message: str) -> None:  # noqa: F811
@@ -196,6 +213,15 @@ def test_an_interrupt_ends_waiting_for_a_server(tmp_path: Path) -> None:
     assert child.wait(10) == 130
     told = child.stderr.read().splitlines()
     assert len(told) == 2 and told[1].startswith("error: cannot reach a server at 127.0.0.1:1")
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="for systems with a disk that is always full")
+def test_a_full_disk_is_one_line() -> None:
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            [*COMMAND, "completion", "bash"], cwd=ROOT, stdout=full, stderr=subprocess.PIPE, text=True
+        )
+    assert (done.returncode, done.stderr) == (1, "error: cannot write: No space left on device\n")
 
 
 def test_help_says_how_commands_end(vlora_command: Vlora) -> None:  # noqa: F811

@@ -41,7 +41,7 @@ def test_a_plan_is_told_as_json(tmp_path: Path) -> None:
     plan = write_plan(tmp_path, "data: {format: image_folder, path: pictures}", more="training: {seconds: 6}\n")
     code, output = run(str(plan), "--check", "--json")
     told = json.loads(output)
-    assert code == 0
+    assert code == 0 and output.count("\n") == 1
     assert told["lora"]["bytes"] == 4 * told["lora"]["parameters"] and told["training_s_at_most"] == 6
     (domain,) = told["domains"]
     assert domain["counts"] == {"train": 28, "validation": 6, "test": 6}

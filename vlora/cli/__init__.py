@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import sys
 
@@ -13,6 +14,8 @@ from vlora.cli.group import cli
 from vlora.errors import BadPlan, EngineDead, StepFailed, VLoraError
 
 __all__ = ["cli", "main"]
+
+_NOT_WRITTEN = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 
 
 def main() -> None:
@@ -37,10 +40,15 @@ def main() -> None:
         _fail(str(error), 2)
     except KeyboardInterrupt:
         sys.exit(130)
-    except BrokenPipeError:
-        # The reader of our output left; there is nobody to tell.
+    except OSError as error:
+        # What is left to write would fail again, at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        sys.exit(1)
+        if isinstance(error, BrokenPipeError):
+            sys.exit(1)  # the reader of our output left; there is nobody to tell
+        if error.errno not in _NOT_WRITTEN:
+            raise
+        where = "" if error.filename is None else f" {str(error.filename)!r}"
+        _fail(f"cannot write{where}: {error.strerror}", 1)
 
 
 def _where(error: click.UsageError) -> str:

@@ -54,8 +54,13 @@ def _checked(content: Any, group: click.Group, where: str) -> dict[str, Any]:
             option = known.get(str(flag))
             if option is None or option.name is None:
                 raise BadConfig(f"{where}, {name}: there is no option {str(flag)!r}{_closest(str(flag), known)}")
-            several = option.multiple and not isinstance(value, list)
-            defaults[str(name)][option.name] = [value] if several else value
+            if value is None:
+                continue  # as if it did not stand there
+            values = value if option.multiple and isinstance(value, list) else [value]
+            if any(isinstance(each, list | dict | None) for each in values):
+                form = "a value, or a list of them" if option.multiple else "one value"
+                raise BadConfig(f"{where}, {name}: {flag} is {str(value)[:100]}; write {form}")
+            defaults[str(name)][option.name] = values if option.multiple else value
     return defaults
 
 
@@ -64,7 +69,28 @@ def _closest(name: str, known: Any) -> str:
     return f"; did you mean {match[0]!r}?" if match else ""
 
 
+class Command(click.Command):
+    """A command whose options are known in the environment by their flags, whatever its parameters are called."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """See click.Command."""
+        for option in self.params:
+            if isinstance(option, click.Option) and option.envvar is None:
+                flag = option.opts[0].removeprefix("--").replace("-", "_")
+                option.envvar = f"{ctx.auto_envvar_prefix}_{flag.upper()}"
+                option.allow_from_autoenv = False
+        return super().parse_args(ctx, args)
+
+
+class Group(click.Group):
+    """Of such commands, and of groups of them."""
+
+    command_class = Command
+    group_class = type
+
+
 @click.group(
+    cls=Group,
     context_settings={
         "help_option_names": ["-h", "--help"],
         "max_content_width": 100,
