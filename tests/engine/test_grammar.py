@@ -373,6 +373,9 @@ def test_what_the_tokenizer_cannot_write_is_told(tokenizer: Any) -> None:
         jsonschema.validate(json.loads(say(schema)), schema)
         text = {"type": "array", "items": {"type": "string"}, "minItems": 1, "maxItems": 2}
         jsonschema.validate(json.loads(say(text)), text)
+        # At the top stands nothing before it: a piece that continues a word would keep its prefix.
+        number = {"type": "integer", "minimum": 0, "maximum": 999}
+        jsonschema.validate(json.loads(say(number)), number)
     with pytest.raises(BadRequest, match="no token of this model continues it"):
         say({"const": "yes"})
 

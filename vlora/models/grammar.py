@@ -38,6 +38,7 @@ class GrammarCompiler:
         self._eos_ids = sorted(eos_ids)
         self._tokenizer: Any = None
         self._preamble = ""
+        self._never_first: np.ndarray | None = None
 
     def compile(self, grammar: str) -> Grammar:
         """Raises BadRequest, with the reason, for a grammar that cannot be served."""
@@ -52,7 +53,7 @@ class GrammarCompiler:
         matcher = LLMatcher(self._tokenizer, self._preamble + grammar, log_level=0, limits=LLParserLimits(**_LIMITS))
         if matcher.is_error():
             raise BadRequest(f"the grammar cannot be used: {_reason(matcher)}")
-        return Grammar(matcher, self._num_tokens)
+        return Grammar(matcher, self._num_tokens, self._never_first)
 
     def _read_tokenizer(self) -> Any:
         from llguidance import LLTokenizer
@@ -65,6 +66,7 @@ class GrammarCompiler:
                 # its own: here that is another text.
                 self._preamble = _UNFORCED
                 pieces: Any = _WordPieces(tokenizer, backend.decoder.prefix)
+                self._never_first = pieces.continues
                 return LLTokenizer(pieces, eos_token=self._eos_ids)
             return LLTokenizer(backend.to_str(), eos_token=self._eos_ids)
         except (OSError, ValueError, AttributeError) as error:
@@ -72,22 +74,24 @@ class GrammarCompiler:
 
 
 class Grammar:
-    """A compiled grammar, from which any number of answers begin."""
+    """A compiled grammar, from which any number of answers begin. never_first: tokens that none of them begins with."""
 
-    def __init__(self, matcher: Any, num_tokens: int) -> None:
+    def __init__(self, matcher: Any, num_tokens: int, never_first: np.ndarray | None = None) -> None:
         self._matcher = matcher
         self._num_tokens = num_tokens
+        self._never_first = never_first
 
     def begin(self) -> Cursor:
-        return Cursor(self._matcher.deep_copy(), self._num_tokens)
+        return Cursor(self._matcher.deep_copy(), self._num_tokens, self._never_first)
 
 
 class Cursor:
     """One answer's place in its grammar."""
 
-    def __init__(self, matcher: Any, num_tokens: int) -> None:
+    def __init__(self, matcher: Any, num_tokens: int, never_next: np.ndarray | None = None) -> None:
         self._matcher = matcher
         self._num_tokens = num_tokens
+        self._never_next = never_next
 
     def allowed(self) -> np.ndarray:
         """bool [num_tokens]: which may come next; the end of the answer is one of them where it may be over.
@@ -102,6 +106,8 @@ class Cursor:
         allowed = np.zeros(self._num_tokens, dtype=bool)
         known = min(len(bits), self._num_tokens)
         allowed[:known] = bits[:known]
+        if self._never_next is not None:
+            allowed[self._never_next] = False
         if not allowed.any():
             raise _no_way_on()
         return allowed
@@ -110,6 +116,7 @@ class Cursor:
         """Take the token that was chosen. Raises BadRequest where nothing can follow it."""
         if not self._matcher.consume_token(token):
             raise _no_way_on()
+        self._never_next = None
 
 
 def hold(logits: torch.Tensor, cursors: Sequence[Cursor | None]) -> tuple[torch.Tensor, dict[int, BadRequest]]:
@@ -137,13 +144,15 @@ class _WordPieces:
     """What llguidance asks of a tokenizer that it does not know: each token's bytes.
 
     A piece that continues no word comes with the space that decoding puts before it; the first one of an answer loses
-    it, which is why grammars here begin with an optional space.
+    it, which is why grammars here begin with an optional space. A piece that continues one cannot be the first: its
+    prefix would stay in the text.
     """
 
     is_tokenizer_wrapper = True
 
     def __init__(self, tokenizer: Any, prefix: str) -> None:
         pieces = tokenizer.convert_ids_to_tokens(range(len(tokenizer)))
+        self.continues = np.array([number for number, piece in enumerate(pieces) if piece.startswith(prefix)])
         self.tokens = [(piece[len(prefix) :] if piece.startswith(prefix) else f" {piece}").encode() for piece in pieces]
         self.eos_token_id = tokenizer.eos_token_id
         self.bos_token_id = tokenizer.bos_token_id
