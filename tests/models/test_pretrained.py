@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import AutoConfig, AutoProcessor, AutoTokenizer
+from transformers import AutoConfig, AutoModelForImageTextToText, AutoProcessor, AutoTokenizer
 from transformers.models.auto.image_processing_auto import AutoImageProcessor
+from transformers.utils import logging
 
 from fusion.embedded import checkpoint_path
 from vlora.config import EngineConfig
@@ -96,3 +97,9 @@ def test_what_transformers_knows_is_read_by_its_own_classes_whatever_lies_beside
 def test_other_mistakes_stay_what_they_are(tmp_path: Path) -> None:
     with pytest.raises(OSError, match="nowhere"):
         from_pretrained(AutoConfig, tmp_path / "nowhere")
+
+
+def test_bars_are_for_terminals(capfd: pytest.CaptureFixture[str]) -> None:
+    logging.enable_progress_bar()  # type: ignore[no-untyped-call]
+    from_pretrained(AutoModelForImageTextToText, checkpoint_path())
+    assert "Loading weights" not in capfd.readouterr().err

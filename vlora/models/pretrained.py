@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Any
+
+from transformers.utils import logging
 
 from vlora.errors import BadConfig
 
@@ -13,6 +16,8 @@ def from_pretrained(kind: Any, model: str | Path, **options: Any) -> Any:
 
     Raises BadConfig for a checkpoint that only code of its own can read, else what `kind` raises.
     """
+    if not sys.stderr.isatty():
+        logging.disable_progress_bar()  # type: ignore[no-untyped-call]  # bars are for who watches
     try:
         # Said each time: where nothing is said, transformers asks on the terminal and runs the code on a yes.
         return kind.from_pretrained(model, trust_remote_code=False, **options)
