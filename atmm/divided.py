@@ -24,12 +24,12 @@ class Divided:
     of their lanes. Only where `serves` of the compiled kernels holds.
     """
 
-    adds_transposed = False
     refill = None
 
     def __init__(self, lanes: Sequence[Lane]) -> None:
         self._short = Scattered([lane for lane in lanes if not _is_long(lane)])
         self._long = Loop(tuple(filter(_is_long, lanes)))
+        self.adds_transposed = self._long.adds_transposed
 
     def __call__(self, y: Tensor, x: Tensor, site: Site, packed: Packed | None) -> None:
         self._long.check((site,), x)

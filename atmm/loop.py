@@ -14,11 +14,11 @@ from atmm.sites import Packed, Site, SiteGroup, check_reads
 class Loop:
     """Segment loop of `addmm_`. For plans whose factors somebody has looked at: who packed them, or `check`."""
 
-    adds_transposed = False
     refill = None
 
     def __init__(self, lanes: Sequence[Lane]) -> None:
         self._lanes = tuple(lanes)
+        self.adds_transposed = not lanes  # products go into rows
         self._keys = frozenset(lane.key for lane in lanes)
 
     def __call__(self, y: Tensor, x: Tensor, site: Site, packed: Packed | None) -> None:
@@ -30,7 +30,7 @@ class Loop:
 
     def add_all(self, y: Tensor, x: Tensor, group: SiteGroup) -> None:
         """For the whole group at once. y: [T, sum of d_out], the sites' outputs side by side."""
-        rows = y if y.stride(1) == 1 else y.contiguous()
+        rows = y if self.adds_transposed or y.stride(1) == 1 else y.contiguous()
         column = 0
         for site in group.sites:
             self(rows[:, column : column + site.d_out], x, site, None)

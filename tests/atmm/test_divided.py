@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from atmm import Factors, Lane, SegmentPlan, add_delta, add_deltas, gains_from_copies, loop
 from atmm.divided import SHORT, Divided, divides
 from atmm.selection import rule
 from atmm.survey import Survey
-from tests.atmm.cases import check_against_reference, make_group, make_input, segments
+from tests.atmm.cases import (
+    check_against_reference,
+    check_group_against_reference,
+    make_group,
+    make_input,
+    segments,
+)
 from tests.atmm.test_compiled import needs_compiler
 
 
@@ -26,10 +35,44 @@ def test_short_and_long_lanes_agree_with_the_reference(
     for lanes in (own, [*own, Lane("merged", 0, num_tokens, -1.0)], [*own, Lane("merged", 3, 5, -1.0)]):
         plan = SegmentPlan(num_tokens, lanes)
         x, outputs = make_input(num_tokens, group, dtype)
+        check_group_against_reference(group, plan, x, outputs, transposed)
         if transposed:
             x, outputs = x.t().contiguous().t(), [y.t().contiguous().t() for y in outputs]
         assert check_against_reference(group, plan, x, outputs) > 1
         assert all(isinstance(strategy, Divided) for strategy in plan.prepared.values())
+
+
+@needs_compiler
+@pytest.mark.parametrize("packed", (False, True))
+@pytest.mark.parametrize("together", (False, True))
+def test_decoding_passes_over_its_outputs_once_however_they_lie(together: bool, packed: bool) -> None:
+    """Where outputs lie transposed there are no products to bring them into rows for: nothing is copied."""
+    group = make_group({"a": 4, "b": 8, "elsewhere": 0 if packed else 4})
+    if packed:
+        group.pack(["elsewhere"])  # a plan of adapters that have nothing to add here
+    plan = SegmentPlan(4, segments({"elsewhere": 4} if packed else {"a": 1, "b": 2, "elsewhere": 1}))
+    x, outputs = make_input(4, group, torch.float32)
+    y = torch.cat(outputs, 1).t().contiguous().t()
+    parts = y.split([site.d_out for site in group.sites], 1)
+    with _Called() as called:
+        if together:
+            add_deltas(y, x, group, plan)
+        else:
+            for site, part in zip(group.sites, parts, strict=True):
+                add_delta(part, x, site, plan)
+    assert not {name for name in called.names if "copy" in name or "clone" in name}
+
+
+class _Called(TorchDispatchMode):
+    """The names of torch's operations."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(func.name())
+        return func(*args, **(kwargs or {}))
 
 
 def test_one_plan_serves_sites_of_several_dtypes() -> None:
