@@ -83,17 +83,20 @@ def test_the_cost_policy_switches_less_in_place() -> None:
     assert measures[IN_PLACE]["switches"] < measures[SHADOW]["switches"]
 
 
-@pytest.mark.parametrize("border", [-1, 2.5, True, "8", None])
+@pytest.mark.parametrize("border", [-1, 2.5, True, "8", None, "missing"])
 def test_a_border_that_is_no_number_of_tokens_is_refused(border: object, tmp_path: Path) -> None:
+    values = {**SHADOW._asdict(), "load_s": 0.1, "short_lane": border}
+    if border == "missing":
+        del values["short_lane"]
     path = tmp_path / "costs.json"
-    path.write_text(json.dumps({"costs": {**SHADOW._asdict(), "load_s": 0.1, "short_lane": border}}))
+    path.write_text(json.dumps({"costs": values}))
     with pytest.raises(BadConfig, match=r"short_lane is .* a whole number of tokens"):
         read_costs(path)
 
 
 def test_costs_files_from_before_are_machines_with_a_shadow(tmp_path: Path) -> None:
     values = {**SHADOW._asdict(), "load_s": 0.1}
-    del values["back_s"], values["short_lane"]
+    del values["back_s"]
     path = tmp_path / "costs.json"
     path.write_text(json.dumps({"costs": values}))
-    assert read_costs(path) == (SHADOW._replace(short_lane=0), 0.1)
+    assert read_costs(path) == (SHADOW, 0.1)

@@ -71,8 +71,8 @@ class Machine:
 def read_costs(path: Path) -> tuple[Costs, float]:
     """A machine's costs and `load_s`, the seconds that bringing an adapter into memory takes, from a JSON file.
 
-    The file holds an object "costs" with these numbers, as `vlora bench costs --out DIR` writes it; `back_s` and
-    `short_lane` are 0 if not given. Raises BadConfig with the field at fault.
+    The file holds an object "costs" with these numbers, as `vlora bench costs --out DIR` writes it; `back_s` is
+    0 if not given. Raises BadConfig with the field at fault.
     """
     try:
         found = json.loads(path.read_text())
@@ -83,16 +83,16 @@ def read_costs(path: Path) -> tuple[Costs, float]:
     values = found.get("costs") if isinstance(found, dict) else None
     if not isinstance(values, dict):
         raise BadConfig(f'{path}: no object "costs" in it')
-    values = {"back_s": 0.0, "short_lane": 0, **values}
-    short_lane = values["short_lane"]
-    if isinstance(short_lane, bool) or not isinstance(short_lane, int) or short_lane < 0:
-        raise BadConfig(f"{path}: costs.short_lane is {short_lane!r}; it must be a whole number of tokens, 0 or more")
+    values = {"back_s": 0.0, **values}
     for field in _PRICES:
         value = values.get(field)
         if isinstance(value, bool) or not isinstance(value, int | float) or not (math.isfinite(value) and value >= 0):
             raise BadConfig(f"{path}: costs.{field} is {value!r}; it must be a number of seconds, 0 or more")
     if values["base_s"] <= 0:
         raise BadConfig(f"{path}: costs.base_s is 0; every step must take some time, or the simulation would never end")
+    short_lane = values.get("short_lane")
+    if isinstance(short_lane, bool) or not isinstance(short_lane, int) or short_lane < 0:
+        raise BadConfig(f"{path}: costs.short_lane is {short_lane!r}; it must be a whole number of tokens, 0 or more")
     prices = {field: float(values[field]) for field in _PRICES}
     load_s = prices.pop("load_s")
     return Costs(**prices, short_lane=short_lane), load_s
