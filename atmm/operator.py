@@ -144,8 +144,8 @@ def _prepare(plan: SegmentPlan, packed: Packed | None, x: Tensor, y: Tensor, sit
             return Scattered(plan.lanes)
         if plan.strategy is not None and plan.strategy not in NEED_NO_COPY:
             raise ValueError(
-                f"{site.name}: strategy {plan.strategy!r} needs a packed copy of {', '.join(missing)}; "
-                "pack the group, or use 'loop' or 'divided'"
+                f"{site.name}: strategy {plan.strategy!r} needs a packed copy of {', '.join(missing)} for {x.dtype} on "
+                f"{x.device}; pack the group, or use {' or '.join(map(repr, sorted(NEED_NO_COPY)))}"
             )
         return Unpacked(plan.lanes)
     survey = Survey(plan, packed.layout)

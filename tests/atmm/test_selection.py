@@ -176,6 +176,15 @@ def test_a_strategy_that_needs_a_packed_copy_says_so(strategy: str) -> None:
             operator.add_delta(outputs[0], x, group.sites[0], SegmentPlan(2, [Lane("a", 0, 2)], strategy))
 
 
+def test_what_the_kernels_do_not_read_in_place_is_told_by_its_type() -> None:
+    group = make_group({"a": 4}, dtype=torch.float16)
+    x, outputs = make_input(2, group, torch.float16)
+    with pytest.raises(ValueError, match=r"'compiled' needs a packed copy of a for torch.float16 on cpu"):
+        operator.add_delta(outputs[0], x, group.sites[0], SegmentPlan(2, [Lane("a", 0, 2)], "compiled"))
+    group.pack("a")
+    check_against_reference(group, SegmentPlan(2, [Lane("a", 0, 2)], "compiled"), x, outputs)
+
+
 def test_a_table_is_read_as_it_was_written(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
     rows = [
         (Bucket(4, 4, 16, 1024, 2048, 3, Evenness.EVEN, torch.bfloat16, "cpu"), "gathered"),
