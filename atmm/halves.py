@@ -16,12 +16,12 @@ from torch import Tensor
 from atmm.compiled import library
 from atmm.compiled.table import Rows, hidden_places, lane_table
 from atmm.segments import Lane
-from atmm.selection import reads_in_place
+from atmm.selection import is_thin
 
 
 def hidden_dtype(num_tokens: int, device: torch.device, dtype: torch.dtype) -> torch.dtype:
     """What hidden values are kept in: float32 between two compiled kernels, else the model's own dtype."""
-    return torch.float32 if reads_in_place(num_tokens, device, dtype) else dtype
+    return torch.float32 if is_thin(num_tokens, device, dtype) else dtype
 
 
 class Shrinking(NamedTuple):
@@ -58,7 +58,7 @@ class Shrink:
     def __call__(self, x: Tensor) -> Tensor:
         """x: [num_tokens, d_in]; flat, in `hidden_dtype`. Raises ValueError for an input that does not fit."""
         _check(x, self._num_tokens, self._kind)
-        if not reads_in_place(self._num_tokens, x.device, x.dtype):
+        if not is_thin(self._num_tokens, x.device, x.dtype):
             hidden = [F.linear(x[lane.start : lane.stop], a) for lane, a in self._parts]
             signed = [part if lane.sign > 0 else -part for part, (lane, _) in zip(hidden, self._parts, strict=True)]
             return torch.cat([part.view(-1) for part in signed])
@@ -90,7 +90,7 @@ class Expand:
         """Add to y [num_tokens, d_out], in place. hidden: flat, in `hidden_dtype`. Raises ValueError for outputs
         that do not fit."""
         _check(y, self._num_tokens, self._kind)
-        if not reads_in_place(self._num_tokens, y.device, y.dtype):
+        if not is_thin(self._num_tokens, y.device, y.dtype):
             for lane, bt, places in self._parts:
                 shape = lane.stop - lane.start, bt.shape[0] // len(places)
                 shares = [hidden[place : place + shape[0] * shape[1]].view(shape) for place in places]

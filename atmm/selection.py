@@ -19,17 +19,17 @@ from atmm.strategies import served
 from atmm.survey import Survey
 from atmm.tables import table_for
 
-# Tokens up to which the compiled kernels are taken wherever they are there.
-_COMPILED_TOKENS = 32
+_THIN = 32  # tokens
 # Where outputs lie transposed: packed rows of a site up to which one product over all of them beats products per
 # adapter, and values of an output up to which rows are gathered faster than multiplied (docs/decisions.md, 2026-11-21).
 _WIDEST_TRANSPOSED = 1024
 _FEW_VALUES = 40_000
 
 
-def reads_in_place(num_tokens: int, device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether a step of this many tokens is computed from adapters where they lie, so that nobody need pack them."""
-    return num_tokens <= _COMPILED_TOKENS and serves(device, dtype)
+def is_thin(num_tokens: int, device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether a batch of so many tokens is computed by the compiled kernels whatever its lanes: from packed copies, and
+    in halves. From adapters where they lie each lane goes by its own length, see `atmm.divided`."""
+    return num_tokens <= _THIN and serves(device, dtype)
 
 
 def choose(survey: Survey, transposed: bool = False) -> str:
@@ -45,7 +45,7 @@ def rule(survey: Survey, transposed: bool = False) -> str:
     """What is chosen where nobody has measured: the compiled kernels for thin batches, and for the short of lanes that
     are not all alike, else the least estimate."""
     layout = survey.layout
-    if reads_in_place(survey.num_tokens, layout.device, layout.dtype):
+    if is_thin(survey.num_tokens, layout.device, layout.dtype):
         return "compiled"
     if divides(survey.lanes) and serves(layout.device, layout.dtype):
         return "divided"
