@@ -14,6 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.families import build_model
+from tests.models.made_adapters import factors_of
 from tests.oracle import Oracle
 from vlora.adapters import AdapterRegistry, SiteShape
 from vlora.adapters.names import resolve
@@ -84,7 +85,7 @@ def test_what_collections_walk_through_does_not_grow_with_an_adapters_layers(
 def test_scaling_rank_and_alpha_patterns(folders: dict[str, str], registry: AdapterRegistry) -> None:
     adapter = registry.load("patterned16", folders["patterned16"])
     raw = load_file(f"{folders['patterned16']}/adapter_model.safetensors")
-    for site, factors in adapter.factors.items():
+    for site, factors in factors_of(adapter).items():
         rank, alpha = (5, 20) if site.endswith("layers.1.self_attn.q_proj") else (16, 16)
         assert factors.a.shape[0] == rank
         want = raw[f"base_model.model.{site}.lora_B.weight"] * (alpha / rank)
@@ -94,7 +95,7 @@ def test_scaling_rank_and_alpha_patterns(folders: dict[str, str], registry: Adap
 def test_rslora_scales_by_the_square_root(folders: dict[str, str], registry: AdapterRegistry) -> None:
     adapter = registry.load("wide8", folders["wide8"])
     raw = load_file(f"{folders['wide8']}/adapter_model.safetensors")
-    site, factors = next(iter(adapter.factors.items()))
+    site, factors = next(iter(factors_of(adapter).items()))
     torch.testing.assert_close(factors.bt, (raw[f"base_model.model.{site}.lora_B.weight"] * 16 / 8**0.5).t())
 
 
@@ -185,7 +186,7 @@ def test_values_too_large_for_the_model_s_precision(copied: Path, sites: dict[st
     edit_tensors(copied, lambda tensors: tensors[min(tensors)].fill_(1e5))
     with pytest.raises(BadAdapter, match=r"not finite \(NaN or infinity\) in torch.float16"):
         AdapterRegistry(sites, torch.float16, 64).load("a", str(copied))
-    assert AdapterRegistry(sites, torch.float32, 64).load("a", str(copied)).factors
+    assert AdapterRegistry(sites, torch.float32, 64).load("a", str(copied)).shapes
 
 
 def test_truncated_weights(copied: Path, registry: AdapterRegistry) -> None:
@@ -304,6 +305,6 @@ def test_an_adapter_with_old_names_loads_to_the_same_factors(
 
     edit_tensors(copied, rename)
     old, new = registry.load("old", str(copied)), registry.load("new", folders["wide8"])
-    assert {t.site for t in read_header(copied, sites, 64).targets} == set(new.factors)
-    for site, factors in new.factors.items():
-        assert torch.equal(old.factors[site].bt, factors.bt)
+    assert {t.site for t in read_header(copied, sites, 64).targets} == set(new.shapes)
+    for site, factors in factors_of(new).items():
+        assert torch.equal(factors_of(old)[site].bt, factors.bt)

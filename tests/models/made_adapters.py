@@ -10,6 +10,11 @@ from vlora.adapters import HostAdapter, HostFactors, carve
 from vlora.adapters.layout import FactorShape, run_bytes
 
 
+def factors_of(adapter: HostAdapter) -> dict[str, HostFactors]:
+    """By layer."""
+    return carve(adapter.run, adapter.shapes, adapter.dtype)
+
+
 def host_adapter(key: str, given: Mapping[str, HostFactors]) -> HostAdapter:
     """given: by layer, in the order in which factors are laid out."""
     dtype = next(iter(given.values())).a.dtype

@@ -13,6 +13,7 @@ from torch import nn
 
 from tests.engine.on_demand import OnDemand
 from tests.models import made_adapters
+from tests.models.made_adapters import factors_of
 from vlora.adapters import HostAdapter, HostFactors
 from vlora.memory.arena import Arena, pages_for
 from vlora.memory.books import ArenaBooks, Run
@@ -50,7 +51,7 @@ def check_packed(layers: dict[str, AdaptedLinear], resident: Set[str]) -> bool:
         if (packed := group.packed) is not None:
             keys = list(packed.layout.spans[0])
             assert keys == sorted(packed.layout.keys) and packed.layout.keys <= resident
-            assert torch.equal(packed.a, torch.cat([ADAPTERS[key[0]].factors[site].a for key in keys]))
+            assert torch.equal(packed.a, torch.cat([factors_of(ADAPTERS[key[0]])[site].a for key in keys]))
     return all(group.packed is not None for group in groups)
 
 
@@ -125,7 +126,7 @@ def test_other_ranks_pack_what_rank_0_packs() -> None:
 def test_the_sizes_are_what_the_story_needs() -> None:
     assert [pages_for(adapter.run.nbytes) for adapter in ADAPTERS.values()] == [1, 1, 2, 3, 4]
     for adapter in ADAPTERS.values():
-        used = sum(math.prod(tensor.shape) * 4 for pair in adapter.factors.values() for tensor in pair)
+        used = sum(math.prod(tensor.shape) * 4 for pair in factors_of(adapter).values() for tensor in pair)
         assert used <= adapter.run.nbytes < used + 4 * 256
 
 
@@ -182,7 +183,7 @@ def test_any_order_of_loads_keeps_books_and_bytes(actions: list[tuple[str, str]]
         books.check_integrity()
         assert residency.resident == bank.resident | bank.arriving
         for key in bank.resident:
-            for site, (a, bt) in ADAPTERS[key[0]].factors.items():
+            for site, (a, bt) in factors_of(ADAPTERS[key[0]]).items():
                 assert torch.equal(bank.factors(key, site).a, a) and torch.equal(bank.factors(key, site).bt, bt)
                 assert layers[site].site.factors[key].a is bank.factors(key, site).a
         assert all(layer.site.factors.keys() == bank.resident for layer in layers.values())

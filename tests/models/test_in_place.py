@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import atmm
-from tests.models.made_adapters import host_adapter
+from tests.models.made_adapters import factors_of, host_adapter
 from vlora.adapters import HostAdapter, HostFactors
 from vlora.memory.arena import PAGE_BYTES, Arena
 from vlora.memory.books import ArenaBooks
@@ -79,10 +79,10 @@ class Box:
     def wanted(self, name: str) -> torch.Tensor:
         """What an exact switch would have put under a layer: W0, or W0 + delta rounded once."""
         weight, key = self.before[name], self.switcher.merged_key
-        if key is None or name not in self.adapters[key].factors:
+        if key is None or name not in self.adapters[key].shapes:
             return weight
         if (key, name) not in self.known:
-            a, bt = self.adapters[key].factors[name]
+            a, bt = factors_of(self.adapters[key])[name]
             self.known[key, name] = (weight.double() + bt.double().t() @ a.double()).to(weight.dtype)
         return self.known[key, name]
 
@@ -201,7 +201,7 @@ def test_an_adapter_that_drowns_a_row_nobody_looks_at_costs_others_nothing(
     monkeypatch.setattr("vlora.models.in_place._SAMPLE_VALUES", 1)
     box = Box(torch.bfloat16, subtracting=True, ratio=0.01, ranks=(8, 8))
     drowning = next(iter(box.adapters))
-    for name in box.adapters[drowning].factors:
+    for name in box.adapters[drowning].shapes:
         box.bank.factors(drowning, name).bt[:, 1] = size
     box.switcher.switch(drowning)
     assert not box.is_original()

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from tests.families import build_model
+from tests.models.made_adapters import factors_of
 from tests.oracle import ADAPTERS, Oracle
 from vlora.adapters import HostAdapter
 from vlora.config import EngineConfig
@@ -77,8 +78,8 @@ def test_merged_weights_are_base_plus_delta(engine: LocalEngine, name: str) -> N
         inner._switcher.switch(adapter.key)
         for site, linear in linears.items():
             want = base[site].double()
-            if site in adapter.factors:
-                pair = adapter.factors[site]
+            if site in adapter.shapes:
+                pair = factors_of(adapter)[site]
                 want = want + pair.bt.double().t() @ pair.a.double()
             epsilon = torch.finfo(linear.weight.dtype).eps
             # One rounding of the sum, and for float32 the rounding of a product of up to 64 terms.

@@ -27,7 +27,9 @@ class HostAdapter:
     """One registered content. key: what every cache and table on the device is keyed by, never the name alone.
 
     version: hash of the folder's content. run: all factors as bytes, as they will lie in the arena, being values of
-    `dtype`. merged: by layer, what merging reads instead, where `factors` are split over ranks.
+    `dtype`; `carve` gives views of it. They are not kept: those of thousands of adapters are a million objects that
+    garbage collection walks through between two steps. merged: by layer, what merging reads instead, where factors are
+    split over ranks.
     """
 
     key: str
@@ -40,12 +42,6 @@ class HostAdapter:
     touches_vision: bool
     merge_fidelity: float
     merged: Mapping[str, HostFactors] = dataclasses.field(default_factory=dict)
-
-    @property
-    def factors(self) -> dict[str, HostFactors]:
-        """Views of the run, made anew: kept, those of thousands of adapters are a million objects that garbage
-        collection walks through between two steps."""
-        return carve(self.run, self.shapes, self.dtype)
 
 
 def load_adapter(key: str, header: AdapterHeader, dtype: torch.dtype, measure: Measure) -> HostAdapter:
