@@ -18,7 +18,8 @@ from typing import Any, NamedTuple
 import pytest
 
 from tests.parallel.test_death import is_left, ranks_of
-from tests.server.test_end_to_end import QUESTION, Local, picture, write_model
+from tests.server.test_end_to_end import QUESTION, Local, picture
+from tests.server.test_end_to_end import folder as folder  # a fixture
 from tests.server.test_serve import children, until_alive
 from tests.server.test_supervised import Caller, call, chat, last_code
 from vlora.client import Client
@@ -33,13 +34,6 @@ class Serving(NamedTuple):
     client: Client
     http_port: int
     log: Path
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    made = tmp_path_factory.mktemp("ranks")
-    write_model(made)
-    return made
 
 
 @pytest.fixture(scope="module")
