@@ -127,7 +127,7 @@ class Load:
             num_steps * self._num_decoding + max(due, self._prompts + new_tokens),
         )
         decoding = num_steps * self._num_decoding
-        # As if nobody shared a lane who decodes; prompts have one each, or one a step where they are longer than that.
+        # Who decodes shares a lane for each adapter; prompts have one each, or one a step where they are longer.
         decoding_lanes = num_steps * min(len(self._needed), self._num_decoding)
         prompt_lanes = min(max(num_steps, self._num_prompts + 1), num_steps * (len(self._needed) + 1))
         return (

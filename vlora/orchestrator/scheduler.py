@@ -386,7 +386,8 @@ class Scheduler:
         return credits
 
     def _theta(self, ready: Sequence[Tracked], merged: str | None, costs: Costs) -> float:
-        """The setting, but never below two of the longest steps the ready requests could make, switch included.
+        """The setting, but never below two of the longest steps the ready requests could make, switch included; their
+        lanes count as equally long.
 
         A threshold that every request passes by waiting for a single step would decide nothing.
         """
