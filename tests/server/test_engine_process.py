@@ -45,7 +45,7 @@ async def start(model: str = "scripted", **fields: Any) -> EngineClient:
     return await EngineClient.start(EngineConfig(model=model, **fields), command=ENGINE_COMMAND)
 
 
-# 24 MiB are freed, which moves glibc's border up to them unless it is fixed; then where does a block of 2 MiB lie?
+# 30 MiB are freed, which moves glibc's border up to them unless it is fixed; then where does a block of 20 MiB lie?
 _HEAP_PROBE = """
 import ctypes, pathlib, sys
 c = ctypes.CDLL(None)
@@ -53,9 +53,9 @@ class Info(ctypes.Structure):
     _fields_ = [(name, ctypes.c_size_t) for name in ("arena", "free", "fast", "mapped", *"efghij")]
 c.mallinfo2.restype, c.malloc.restype = Info, ctypes.c_void_p
 c.malloc.argtypes, c.free.argtypes = [ctypes.c_size_t], [ctypes.c_void_p]
-c.free(c.malloc(24 << 20))
+c.free(c.malloc(30 << 20))
 before = c.mallinfo2().mapped
-kept = c.malloc(2 << 20)
+kept = c.malloc(20 << 20)
 pathlib.Path(sys.argv[1]).write_text(str(c.mallinfo2().mapped - before))
 """
 

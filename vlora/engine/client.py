@@ -21,8 +21,9 @@ from vlora.types import AdapterStatus, EngineStats, ErrorValue, Request, Request
 ENGINE_COMMAND = (sys.executable, "-m", "vlora.engine.process")
 
 # glibc moves these two borders up as large blocks are freed, until the tensors of a step lie among what lives longer,
-# and the room between them grows for minutes. Fixed ones hold an engine's memory flat (docs/decisions.md, 2026-11-22).
-_C_HEAP = {"MALLOC_MMAP_THRESHOLD_": str(1 << 20), "MALLOC_TRIM_THRESHOLD_": str(8 << 20)}
+# and the room between them grows for minutes. Fixed ones hold an engine's memory flat; smaller ones would have the
+# activations of every prompt mapped anew (docs/decisions.md, 2026-11-22).
+_C_HEAP = {"MALLOC_MMAP_THRESHOLD_": str(16 << 20), "MALLOC_TRIM_THRESHOLD_": str(64 << 20)}
 
 _LAST_WORDS_S = 0.2  # between what a process said last, the end of its line, and its exit code
 _STOP_S = 5.0  # how long a stopping engine may take before it is killed
