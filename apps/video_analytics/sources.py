@@ -74,7 +74,8 @@ def find_sources(addresses: Sequence[str]) -> list[Source]:
 
 def _without_password(address: str) -> str:
     """A camera's password is neither for names of files nor for messages."""
-    return re.sub(r"^(\w+://)[^/]*@", r"\1", address)
+    address = re.sub(r"^(\w+://)[^/]*@", r"\1", address)
+    return re.sub(r"(?i)(?<=[?&])(pass\w*|pwd|token|secret|key|auth)=[^&]*&?", "", address).rstrip("?&")
 
 
 def _told_apart(sources: Sequence[Source]) -> list[Source]:

@@ -99,8 +99,9 @@ def test_addresses_become_sources_with_names_of_their_own(tmp_path: Path) -> Non
 
 
 def test_a_cameras_password_is_in_no_message() -> None:
-    (source,) = find_sources(["http://user:secret@127.0.0.1:9/main"])
-    with pytest.raises(BadImage, match=r"'http://127\.0\.0\.1:9/main'"):
+    (source,) = find_sources(["http://user:secret@127.0.0.1:9/main?user=u&Password=secret&channel=1&pwd=secret"])
+    assert source.name == "127-0-0-1-9-main-user-u-channel-1"
+    with pytest.raises(BadImage, match=r"'http://127\.0\.0\.1:9/main\?user=u&channel=1'"):
         list(read_chunks(source, 1))
 
 
