@@ -72,13 +72,17 @@ def _closest(name: str, known: Any) -> str:
 class Command(click.Command):
     """A command whose options are known in the environment by their flags, whatever its parameters are called."""
 
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._unnamed = [each for each in self.params if isinstance(each, click.Option) and each.envvar is None]
+
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         """See click.Command."""
-        for option in self.params:
-            if isinstance(option, click.Option) and option.envvar is None:
-                flag = option.opts[0].removeprefix("--").replace("-", "_")
-                option.envvar = f"{ctx.auto_envvar_prefix}_{flag.upper()}"
-                option.allow_from_autoenv = False
+        prefix = ctx.auto_envvar_prefix  # None where a command is called by itself, without its group
+        for option in self._unnamed:
+            flag = option.opts[0].removeprefix("--").replace("-", "_")
+            option.envvar = f"{prefix}_{flag.upper()}" if prefix else None
+            option.allow_from_autoenv = False
         return super().parse_args(ctx, args)
 
 
