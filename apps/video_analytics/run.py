@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import csv
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -15,6 +14,7 @@ from apps.opencv import STDERR
 from apps.video_analytics.annotate import AnnotatedVideo
 from apps.video_analytics.answers import ChunkResult, analyse
 from apps.video_analytics.sources import Source
+from apps.writing import writing
 from vlora.client import Client, wait_for_server
 from vlora.errors import BadConfig, VLoraError
 
@@ -104,24 +104,16 @@ class ResultRows:
 
     def __init__(self, base: Path) -> None:
         self._jsonl, self._csv = Path(f"{base}.jsonl"), Path(f"{base}.csv")
-        with _writing(self._jsonl):
+        with writing(self._jsonl):
             self._jsonl.write_text("")
-        with _writing(self._csv):
+        with writing(self._csv):
             self._csv.write_text(",".join(COLUMNS) + "\r\n")
 
     def add(self, result: ChunkResult) -> None:
-        with _writing(self._jsonl), self._jsonl.open("ab") as lines:
+        with writing(self._jsonl), self._jsonl.open("ab") as lines:
             lines.write(msgspec.json.encode(result) + b"\n")
-        with _writing(self._csv), self._csv.open("a", encoding="utf-8", newline="") as table:
+        with writing(self._csv), self._csv.open("a", encoding="utf-8", newline="") as table:
             csv.writer(table).writerow(_cell(getattr(result, column)) for column in COLUMNS)
-
-
-@contextlib.contextmanager
-def _writing(file: Path) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        raise BadConfig(f"cannot write {str(file)!r}: {error.strerror}") from error
 
 
 def _cell(value: object) -> object:

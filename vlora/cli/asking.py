@@ -13,7 +13,7 @@ from vlora.cli.group import cli
 from vlora.cli.interrupt import INTERRUPTED, stopping
 from vlora.cli.progress import counting, waiting
 from vlora.cli.server_flags import json_option, print_json, server_option, wait_option
-from vlora.errors import BadConfig, VLoraError
+from vlora.errors import VLoraError
 
 if TYPE_CHECKING:
     from vlora.client import Client
@@ -167,6 +167,7 @@ def batch(
     import msgspec
 
     from apps.image_query import ask_all, find_pictures
+    from apps.writing import writing
 
     found = find_pictures(images)
     sampling = {} if head is not None else {"max_tokens": max_tokens}
@@ -174,13 +175,19 @@ def batch(
     with contextlib.ExitStack() as scope:
         scope.enter_context(client)
         stop = scope.enter_context(stopping())
-        file = None if out is None else scope.enter_context(_create(out))
+        file: BinaryIO | None = None
+        if out is not None:
+            with writing(out):
+                file = scope.enter_context(out.open("wb", buffering=0))
         advance = scope.enter_context(counting("pictures", len(found)))
         for answer in ask_all(client, found, question=question, adapter=adapter, head=head, stop=stop, **sampling):
             advance()
             num_problems += answer.problem is not None
             if out is not None and file is not None:
-                _write(file, msgspec.json.encode(answer) + b"\n", out)
+                line = msgspec.json.encode(answer) + b"\n"
+                with writing(out):
+                    while line:
+                        line = line[file.write(line) :]
             if as_json:
                 print_json(answer)
             elif answer.problem is not None:
@@ -191,21 +198,6 @@ def batch(
             sys.exit(INTERRUPTED)
     if num_problems:
         sys.exit(1)
-
-
-def _create(path: Path) -> BinaryIO:
-    try:
-        return path.open("wb", buffering=0)
-    except OSError as error:
-        raise BadConfig(f"cannot write {str(path)!r}: {error.strerror}") from error
-
-
-def _write(file: BinaryIO, line: bytes, path: Path) -> None:
-    try:
-        while line:
-            line = line[file.write(line) :]
-    except OSError as error:
-        raise BadConfig(f"cannot write {str(path)!r}: {error.strerror}") from error
 
 
 @cli.command()
