@@ -156,6 +156,11 @@ def _tree(cls: type[VLoraError]) -> dict[str, type[VLoraError]]:
     return found
 
 
+def error_codes() -> tuple[str, ...]:
+    """Of all errors there are."""
+    return tuple(_tree(VLoraError))
+
+
 def error_from_code(code: str, message: str) -> VLoraError:
     """Rebuild the typed error that crossed a wire as (code, message). An unknown code becomes a plain `VLoraError`."""
     return _tree(VLoraError).get(code, VLoraError)(message)

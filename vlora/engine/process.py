@@ -29,12 +29,8 @@ if TYPE_CHECKING:
 
 
 def main() -> None:
-    from transformers.utils import logging
-
     from vlora.engine.engine import Engine
 
-    if not sys.stderr.isatty():
-        logging.disable_progress_bar()
     configure(os.environ)
     code = run(int(sys.argv[1]), Engine)
     # Taking torch apart again takes seconds that whoever stops the server would wait; nothing is left to save.

@@ -67,9 +67,12 @@ class BoundedProtocol(H11Protocol):
         """See H11Protocol."""
         if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
             body = msgspec.json.encode(error_body(BadRequest(_NO_HTTP)))
-            headers = {b"content-type": b"application/json", b"content-length": b"%d" % len(body)}
-            response = h11.Response(status_code=400, headers=[*headers.items(), (b"connection", b"close")])
-            for event in (response, h11.Data(data=body), h11.EndOfMessage()):
+            headers = [
+                (b"content-type", b"application/json"),
+                (b"content-length", b"%d" % len(body)),
+                (b"connection", b"close"),
+            ]
+            for event in (h11.Response(status_code=400, headers=headers), h11.Data(data=body), h11.EndOfMessage()):
                 self.transport.write(self.conn.send(event) or b"")
         # Else an answer has begun or is given already, and the rest of its request is what cannot be read.
         if self.cycle is not None and not self.cycle.response_complete:

@@ -8,33 +8,12 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from vlora.errors import (
-    Aborted,
-    BadAdapter,
-    BadImage,
-    BadRequest,
-    DeadlineMissed,
-    DeadlineUnreachable,
-    EngineDead,
-    Forbidden,
-    OverCapacity,
-    PromptTooLong,
-    StepFailed,
-    TooLarge,
-    Unauthorized,
-    UnknownAdapter,
-    UnknownHead,
-    VLoraError,
-)
+from vlora.errors import error_codes
 from vlora.types import EngineStats, Mode
 
 _FIRST_TOKEN_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
 _TOKEN_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5)
 _REQUEST_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
-
-_REFUSED = (BadRequest, BadImage, TooLarge, PromptTooLong, BadAdapter, UnknownAdapter, UnknownHead)
-_FAILED = (OverCapacity, DeadlineMissed, DeadlineUnreachable, Aborted, StepFailed, EngineDead, VLoraError)
-_UNKNOWN_CALLER = (Unauthorized, Forbidden)
 
 
 class Metrics:
@@ -85,10 +64,9 @@ class Metrics:
         )
         self._tokens = Counter("vlora_tokens", "Tokens of answered requests.", ["kind"], registry=self._registry)
         # A series that begins with its first event does not show it as an increase: each is there from the start.
-        codes = [error.code for error in (*_REFUSED, *_FAILED)]
-        for outcome in ("ok", "cancelled", *codes, *(error.code for error in _UNKNOWN_CALLER)):
+        for outcome in ("ok", "cancelled", *error_codes()):
             self._requests.labels(outcome)
-        for outcome in ("answered", "dropped", "closed", *codes):
+        for outcome in ("answered", "dropped", "closed", *error_codes()):
             self._frames.labels(outcome)
         for kind in ("prompt", "completion"):
             self._tokens.labels(kind)
