@@ -20,6 +20,13 @@ def flags() -> frozenset[str]:
     return frozenset(next((line for line in lines if line.startswith("flags")), "").split())
 
 
+@functools.cache
+def multiplies_bfloat16() -> bool:
+    """Whether torch's own bfloat16 products are fast here: where oneDNN has kernels for the processor. Elsewhere they
+    reach a tenth of the speed of float32 (docs/decisions.md, 2026-11-23)."""
+    return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+
+
 def prefers_weight_left(num_rows: int, dtype: torch.dtype, device: torch.device) -> bool:
     """Whether so many rows are multiplied faster as `weight x^T` than as `x weight^T`; the result then lies transposed.
 

@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 from atmm import Factors, Lane, SiteGroup, processor
+from atmm.products import linear, linears
 from vlora.models.adapted import AdaptedLinear, LaneScope, Siblings, adapt
-from vlora.models.product import linear, linears
 
 
 def test_a_plan_serves_the_steps_that_look_alike_and_reads_what_is_loaded_now() -> None:

@@ -14,9 +14,9 @@ import torch
 from torch import nn
 
 import atmm
+from atmm.products import joins, linear, linears
 from atmm.shares import HeldInput
 from vlora.models.block_sites import BlockSites
-from vlora.models.product import joins, linear, linears
 from vlora.parallel import LinearShard
 from vlora.parallel.cut import FactorShape
 

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 import atmm
+from atmm.products import linear
 from vlora.errors import BadRequest, StepFailed, VLoraError
 from vlora.memory.arena import PAGE_BYTES, Arena
 from vlora.models.attention import DecodeRows, KVCache, PrefillSpan, StepAttention, decode_rows
@@ -17,7 +18,6 @@ from vlora.models.bank import AdapterBank
 from vlora.models.forward import ForwardBatch, Row, lane_by_lane
 from vlora.models.grammar import Cursor, hold
 from vlora.models.head_reading import read_heads
-from vlora.models.product import linear
 from vlora.models.request_state import RequestState, Visual
 from vlora.models.sampling import sample, token_scores
 from vlora.models.seam import Seam

@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 
+from atmm.products import linear
 from vlora.models.adapted import AdaptedLinear
 from vlora.models.bank import shared_inputs
-from vlora.models.product import linear
 from vlora.models.seam import Seam
 from vlora.models.split_sites import ReducedLayer, gathered
 from vlora.parallel import Group, ShardPlan
