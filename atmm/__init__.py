@@ -9,6 +9,7 @@ from atmm.compiled import library as load_kernels
 from atmm.divided import gains_from_copies, longest_short_lane
 from atmm.head_rows import HeadRows
 from atmm.operator import add_delta, add_deltas, head_logits, merge
+from atmm.product_choice import measure as measure_products
 from atmm.segments import Lane, SegmentPlan
 from atmm.sites import Factors, Site, SiteGroup
 from atmm.strategies import STRATEGIES
@@ -28,5 +29,6 @@ __all__ = [
     "head_logits",
     "load_kernels",
     "longest_short_lane",
+    "measure_products",
     "merge",
 ]

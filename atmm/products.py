@@ -21,6 +21,11 @@ from atmm.compiled.products import Weights, multiplies, product
 from atmm.processor import multiplies_bfloat16, prefers_weight_left
 
 Way = Literal["rows", "left", "float32", "library"]
+Key = tuple[int, int, int, torch.dtype]
+"""Rows rounded up to a power of two, d_out, d_in, dtype: what one measured choice is for."""
+
+measured: dict[Key, Way] = {}
+"""Choices of `atmm.product_choice.measure`, which go before the rule."""
 
 # Tokens up to which the rows' kernels are the fastest, where the alternatives are torch's float32 product, torch's
 # bfloat16 product on a processor that has the instructions, and the product in float32 (docs/decisions.md, 2026-11-23).
@@ -36,14 +41,14 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     way = choose(num_rows, weight)
     if way == "library":
         return F.linear(x, weight, bias)
-    y = _WAYS[way](x.reshape(num_rows, -1), (Weights(weight, bias),))
+    y = WAYS[way](x.reshape(num_rows, -1), (Weights(weight, bias),))
     return y.view(*x.shape[:-1], weight.shape[0])
 
 
 def linears(x: Tensor, layers: Sequence[nn.Linear]) -> Tensor:
     """Outputs of layers that read one input x [T, d_in], side by side: [T, sum of d_out]."""
     weights = [Weights(layer.weight, layer.bias) for layer in layers]
-    return _WAYS[choose(len(x), weights[0].weight)](x, weights)
+    return WAYS[choose(len(x), weights[0].weight)](x, weights)
 
 
 def joins(num_rows: int, weight: Tensor) -> bool:
@@ -53,9 +58,30 @@ def joins(num_rows: int, weight: Tensor) -> bool:
 
 
 def choose(num_rows: int, weight: Tensor) -> Way:
-    """How so many rows are multiplied with a weight."""
+    """How so many rows are multiplied with a weight: as measured at start, else by the rule."""
     if weight.device.type != "cpu" or num_rows == 0 or torch.is_grad_enabled():
         return "library"
+    way = measured.get(key_of(num_rows, weight)) if measured else None
+    return way or rule(num_rows, weight)
+
+
+def key_of(num_rows: int, weight: Tensor) -> Key:
+    """What a choice for so many rows is stored under."""
+    return (1 << (num_rows - 1).bit_length(), *weight.shape, weight.dtype)
+
+
+def ways(weight: Tensor) -> list[Way]:
+    """The ways that can multiply with this weight on the CPU."""
+    found: list[Way] = ["library"]
+    if multiplies(weight):
+        found.append("rows")
+    if weight.dtype is torch.bfloat16:
+        found += ["left", "float32"]
+    return found
+
+
+def rule(num_rows: int, weight: Tensor) -> Way:
+    """What is chosen for a weight on the CPU where nothing was measured."""
     if prefers_weight_left(num_rows, weight.dtype, weight.device):
         return "left"
     emulated = weight.dtype is torch.bfloat16 and not multiplies_bfloat16()
@@ -105,7 +131,7 @@ def _float32(x: Tensor, layers: Sequence[Weights]) -> Tensor:
     return y
 
 
-_WAYS: dict[Way, Callable[[Tensor, Sequence[Weights]], Tensor]] = {
+WAYS: dict[Way, Callable[[Tensor, Sequence[Weights]], Tensor]] = {
     "rows": product,
     "left": _left,
     "float32": _float32,

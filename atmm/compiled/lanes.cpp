@@ -114,6 +114,16 @@ std::unique_ptr<float[]> as_floats(const T* x, int64_t x_token, int64_t x_featur
       transpose(square);
       for (int64_t j = 0; j < kWidth; ++j) store(floats.get() + (t + j) * d_in + i, square[j]);
     }
+  if (x_feature == 1) {
+    for (int64_t from = 0; from < num_tokens; ++from) {
+      const T* row = x + from * x_token;
+      float* to = floats.get() + from * d_in;
+      int64_t i = 0;
+      for (; i + kWidth <= d_in; i += kWidth) store(to + i, load(row + i));
+      for (; i < d_in; ++i) to[i] = load_one(row + i);
+    }
+    return floats;
+  }
   for (int64_t i = 0; i < d_in; ++i)
     for (int64_t from = i < squares ? t : 0; from < num_tokens; ++from)
       floats[from * d_in + i] = load_one(x + from * x_token + i * x_feature);

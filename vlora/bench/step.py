@@ -1,17 +1,20 @@
-"""What a decode step costs, against the installed transformers and PEFT on the same shapes.
+"""What a decode step costs, against the installed transformers and PEFT on the same shapes, and against memory.
 
 Decode is bound by bytes: every step reads all weights once (about 1 GB in bfloat16 here) and the KV cache of every
-request. The baseline is transformers' own model with sdpa attention and a DynamicCache, which reads the same weights;
-what can be won is the cache handling and the attention over it, and what can be lost is everything the engine does
-around the model.
+request. So its floor is the time in which as many bytes are read, measured in the same rounds. The baseline is
+transformers' own model with sdpa attention and a DynamicCache, which reads the same weights.
+
+Everything is measured on all cores and on one thread, by turns, in wall time: run it on a machine that does nothing
+else.
 """
 
 from __future__ import annotations
 
 import os
 import tempfile
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -26,100 +29,137 @@ from vlora.bench.timing import interleaved, median_ms, median_ratio
 from vlora.config import EngineConfig
 from vlora.engine import LocalEngine
 from vlora.models.loading import dummy_model
-from vlora.types import Mode, Request, SamplingParams
+from vlora.types import Request, SamplingParams
 
 _DTYPE = "bfloat16"
-_WARMUP = 5  # steps not counted; a set of adapters is packed when it has come back a few times
-_LONGEST = 64  # tokens of an answer: more than the steps of all its comparisons
+_CONTEXT = 256  # tokens
+_WARMUP = 5  # rounds not counted; a set of adapters is packed when it has come back a few times
+_LONGEST = 256  # tokens of an answer: more than the steps of all its comparisons
+
+Step = Callable[[], None]
 
 
 def run(quick: bool) -> Report:
-    """Decode steps of a 0.5 B-parameter model, one thread. quick: one context and fewer rounds."""
-    torch.set_num_threads(1)
-    rounds = 3 if quick else 9
-    # A model each: the engine changes its own, and the two engines' requests must not meet.
+    """Decode steps of a 0.5 B-parameter model on all cores and on one thread. quick: fewer rounds, and no baseline
+    that takes seconds a step."""
+    bench = _Bench(rounds=3 if quick else 7)
     plain = dummy_model(half_billion_config(), _DTYPE, torch.device("cpu"), seed=0)
     shapes = language_shapes(plain)
-    found = _Found(rounds)
+    weight_bytes = _weight_bytes(plain)
     with tempfile.TemporaryDirectory() as folder:
         adapters = {
             f"r{rank}-{i}": write_adapter(Path(folder) / f"r{rank}-{i}", shapes, rank, seed=100 * rank + i)
             for rank, count in ((16, 4), (8, 16), (64, 16))
             for i in range(count)
         }
-        first = _TimedEngine({"r16-0": adapters["r16-0"]}, arena_bytes=2**30)
-        second = _TimedEngine(adapters, arena_bytes=7 * 2**30)  # half of it is for adapters and their packed copies
-        for context in (256,) if quick else (1024, 256):
-            merged = first.begin(["r16-0"] * 16, context, Mode.MERGED)
-            # From many to few: those who are left have their context already.
-            for batch, goal in ((16, 0.9), (4, 0.9), (1, 1.05)):
-                first.keep(batch)
-                name = f"merged / transformers, batch {batch}, context {context}"
-                theirs = _transformers_step(plain, batch, context)
-                found.compare(name, batch, context, {"merged": merged, "transformers": theirs}, goal)
-                if (batch, context) == (4, 256):
-                    steps = {"unmerged": second.begin([f"r16-{i}" for i in range(4)], 256), "merged": merged}
-                    found.compare("unmerged / merged, 4 adapters of rank 16, batch 4", 4, 256, steps, 1.2)
-        # Without adapters; then with as many bytes of adapters as there are of weights.
-        none = first.begin([None] * 16, 256, Mode.MERGED)
-        floor = 1 + 16 * _adapter_bytes(shapes, 64) / _weight_bytes(plain)
-        names = [f"r64-{i}" for i in range(16)]
-        for kernels, goal in (("compiled", 1.6), ("plain", 2.1)):
-            if kernels == "compiled" and not atmm.load_kernels():
-                continue
-            with nullcontext() if kernels == "compiled" else _without_compiled_kernels():
-                steps = {"unmerged": second.begin(names, 256), "no adapters": none}
-                found.compare(
-                    f"16 adapters of rank 64 / none, batch 16, {kernels} kernels", 16, 256, steps, goal, floor
-                )
-        unmerged = second.begin([f"r8-{i}" for i in range(16)], 256)
-        floor = 1 + 16 * _adapter_bytes(shapes, 8) / _weight_bytes(plain)
-        steps = {"unmerged": unmerged, "no adapters": none}
-        found.compare("16 adapters of rank 8 / none, batch 16", 16, 256, steps, 1.25, floor)
-        # Last, because PEFT changes the model that it is given.
-        steps = {"PEFT mixed batch": _peft_step(plain, 16, 8, 256), "unmerged": unmerged}
-        name = "PEFT mixed batch / unmerged, 16 adapters of rank 8"
-        found.compare(name, 16, 256, steps, 2.5, at_most=False)
-    return Report("step", found.rows, found.goals)
+        # An engine each: requests of one would meet in its batches.
+        first = _TimedEngine({"r16-0": adapters["r16-0"]}, "merged_only", arena_bytes=2**30)
+        second = _TimedEngine(adapters, "unmerged_only", arena_bytes=7 * 2**30)
+        merged = first.begin(["r16-0"] * 16)
+        # From many to few: those that stay have their context already.
+        for batch, floor_goal, baseline_goal in ((16, 2.0, 0.5), (8, 1.5, None), (4, 1.5, 0.5), (1, 1.5, 0.6)):
+            first.keep(batch)
+            steps = {"merged": merged, "floor": _reading(weight_bytes + batch * _kv_bytes(plain))}
+            if baseline_goal is not None and not (quick and batch > 4):
+                steps["transformers"] = _transformers_step(plain, batch)
+            goals = {"floor": floor_goal, "transformers": baseline_goal}
+            bench.compare(f"merged, batch {batch}", steps, goals, scales=True)
+            if batch == 4:
+                names = [f"r16-{i}" for i in range(4)]
+                steps = {"unmerged": second.begin(names), "merged": merged}
+                bench.compare("unmerged, 4 adapters of rank 16 in 4", steps, {"merged": 1.15}, scales=True)
+        for rank, goal in ((8, 1.2), (64, 1.45)):
+            merged = first.begin(["r16-0"] * 16)
+            steps = {"unmerged": second.begin([f"r{rank}-{i}" for i in range(16)]), "merged": merged}
+            bytes_ratio = 1 + 16 * _adapter_bytes(shapes, rank) / weight_bytes
+            name = f"unmerged, 16 adapters of rank {rank} in 16"
+            bench.compare(name, steps, {"merged": goal}, scales=True, bytes_ratio=bytes_ratio)
+        if atmm.load_kernels() and not quick:
+            with _without_compiled_kernels():
+                names = [f"r8-{i}" for i in range(16)]
+                steps = {"unmerged, plain": second.begin(names), "merged, plain": merged}
+                bench.compare("unmerged, 16 adapters of rank 8 in 16, plain kernels", steps, {}, scales=False)
+        if not quick:
+            # Last, because PEFT changes the model that it is given.
+            steps = {"unmerged": second.begin([f"r8-{i}" for i in range(16)]), "PEFT": _peft_step(plain, 16, 8)}
+            bench.compare("unmerged, 16 adapters of rank 8 in 16", steps, {"PEFT": 0.4}, scales=False)
+    return Report("step", bench.rows, bench.goals)
 
 
-class _Found:
-    """What was measured so far."""
+class _Bench:
+    """Compares steps on all cores and on one thread, and keeps what was found."""
 
     def __init__(self, rounds: int) -> None:
         self._rounds = rounds
+        self._cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         self.rows: list[dict[str, Any]] = []
         self.goals: list[Goal] = []
 
     def compare(
         self,
         name: str,
-        batch: int,
-        context: int,
-        steps: Mapping[str, Callable[[], None]],
-        goal: float,
-        bytes_ratio: float | None = None,
+        steps: Mapping[str, Step],
+        goals: Mapping[str, float | None],
         *,
-        at_most: bool = True,
+        scales: bool,
+        bytes_ratio: float | None = None,
     ) -> None:
-        """One step over another, the first of two by name over the second. bytes_ratio: bytes of weights and adapters
-        over those of the baseline, the ratio of two steps bound by memory."""
-        seconds = interleaved(steps, self._rounds, warmup=_WARMUP)
-        what, baseline = steps
-        ratio = median_ratio(seconds[what], seconds[baseline])
-        self.goals.append(Goal(name, ratio, goal, at_most))
-        self.rows.append(
-            {
-                "what": what,
-                "baseline": baseline,
-                "batch": batch,
-                "context": context,
-                "ms": median_ms(seconds[what]),
-                "baseline ms": median_ms(seconds[baseline]),
-                "ratio": ratio,
-                "bytes ratio": bytes_ratio,
-            }
+        """Time the first step against the others.
+
+        goals: at most, for the ratio to each of the others. scales: whether two threads must be faster than one.
+        bytes_ratio: bytes that the step reads over those of the other, the ratio of two steps bound by memory.
+        """
+        numbers = sorted({self._cores, 1}, reverse=True)
+        calls = {(what, threads): _on(threads, step) for threads in numbers for what, step in steps.items()}
+        keys = {f"{what} {threads}": (what, threads) for what, threads in calls}
+        seconds = interleaved(
+            {key: calls[pair] for key, pair in keys.items()}, self._rounds, _WARMUP, clock=time.perf_counter
         )
+        found = {pair: seconds[key] for key, pair in keys.items()}
+        torch.set_num_threads(self._cores)
+        what, *others = steps
+        for threads in numbers:
+            for other in others:
+                ratio = median_ratio(found[what, threads], found[other, threads])
+                self.rows.append(
+                    {
+                        "step": name,
+                        "threads": threads,
+                        "ms": median_ms(found[what, threads]),
+                        "baseline": other,
+                        "baseline ms": median_ms(found[other, threads]),
+                        "ratio": ratio,
+                        "bytes ratio": bytes_ratio,
+                    }
+                )
+                goal = goals.get(other)
+                if goal is not None:
+                    self.goals.append(Goal(f"{name} / {other}, {_threads(threads)}", ratio, goal, True))
+        if scales and self._cores == 2:
+            ratio = median_ratio(found[what, 2], found[what, 1])
+            self.goals.append(Goal(f"{name}, two threads / one", ratio, 0.62, True))
+
+
+def _threads(number: int) -> str:
+    return "1 thread" if number == 1 else f"{number} threads"
+
+
+def _on(threads: int, step: Step) -> Step:
+    def call() -> None:
+        torch.set_num_threads(threads)
+        step()
+
+    return call
+
+
+def _reading(num_bytes: int) -> Step:
+    """Reads as many bytes once, as fast as torch can."""
+    values = torch.ones(num_bytes // 4)
+
+    def step() -> None:
+        values.sum()
+
+    return step
 
 
 @contextmanager
@@ -147,14 +187,22 @@ def _weight_bytes(model: Any) -> int:
     return sum(parameter.numel() * parameter.element_size() for parameter in language.parameters())
 
 
+def _kv_bytes(model: Any) -> int:
+    """KV that a decode step reads for one request of the bench."""
+    text = model.config.text_config
+    width = text.hidden_size // text.num_attention_heads
+    return 2 * 2 * text.num_hidden_layers * text.num_key_value_heads * width * _CONTEXT
+
+
 class _TimedEngine:
     """An engine with adapters loaded, whose decode steps can be run one at a time."""
 
-    def __init__(self, adapters: Mapping[str, str], arena_bytes: int) -> None:
+    def __init__(self, adapters: Mapping[str, str], policy: str, arena_bytes: int) -> None:
         settings = EngineConfig(
             model="dummy",
+            policy=policy,
             max_batch_size=16,
-            max_step_tokens=2048,
+            max_step_tokens=512,
             arena_bytes=arena_bytes,
             merge_fidelity_floor=0.0,
             prefix_cache=False,  # the requests of a batch read KV of their own
@@ -167,13 +215,13 @@ class _TimedEngine:
         self._ids: list[str] = []
         self._num_begun = 0
 
-    def begin(self, adapters: Sequence[str | None], context: int, mode: Mode = Mode.UNMERGED) -> Callable[[], None]:
-        """Prefill one request per adapter to `context` tokens, ending those before. The call returned runs one decode
-        step of them, or of those that are kept, in this mode."""
+    def begin(self, adapters: Sequence[str]) -> Step:
+        """Prefill one request per adapter to `_CONTEXT` tokens, ending those before. The call returned runs one decode
+        step of them, or of those that are kept."""
         self.keep(0)
         generator = torch.Generator().manual_seed(0)
         for adapter in adapters:
-            prompt = torch.randint(3, 1000, (context,), generator=generator).tolist()
+            prompt = torch.randint(3, 1000, (_CONTEXT,), generator=generator).tolist()
             sampling = SamplingParams(max_tokens=_LONGEST, ignore_eos=True)
             request_id = f"{self._num_begun}"
             self._num_begun += 1
@@ -184,17 +232,10 @@ class _TimedEngine:
         answered: set[str] = set()
         while len(answered) < len(self._ids):
             answered.update(output.request_id for output in self._engine.step())
-        in_another = 0
 
         def step() -> None:
-            nonlocal in_another
-            engine = self._engine
-            before = engine.stats().steps_by_mode.get(mode.value, 0)
-            outputs = engine.step()
+            outputs = self._engine.step()
             assert len(outputs) == len(self._ids), f"{len(outputs)} of {len(self._ids)} requests were answered"
-            # While others are prepared requests wait, and who has waited long is not merged.
-            in_another += engine.stats().steps_by_mode.get(mode.value, 0) == before
-            assert in_another < _WARMUP, f"{in_another} steps did not run {mode.value}"
 
         return step
 
@@ -205,19 +246,19 @@ class _TimedEngine:
         del self._ids[batch:]
 
 
-def _filled_cache(config: Any, batch: int, context: int) -> DynamicCache:
+def _filled_cache(config: Any, batch: int) -> DynamicCache:
     """As if the context had been read: attention takes as long over any values."""
     cache = DynamicCache(config=config)
     heads, width = config.num_key_value_heads, config.hidden_size // config.num_attention_heads
     generator = torch.Generator().manual_seed(batch)
     for layer in range(config.num_hidden_layers):
-        keys, values = torch.randn(2, batch, heads, context, width, generator=generator).to(getattr(torch, _DTYPE))
+        keys, values = torch.randn(2, batch, heads, _CONTEXT, width, generator=generator).to(getattr(torch, _DTYPE))
         cache.update(keys, values, layer)
     return cache
 
 
-def _transformers_step(model: Any, batch: int, context: int, **extra: Any) -> Callable[[], None]:
-    cache = _filled_cache(model.config.text_config, batch, context)
+def _transformers_step(model: Any, batch: int, **extra: Any) -> Step:
+    cache = _filled_cache(model.config.text_config, batch)
     tokens = torch.full((batch, 1), 3)
 
     @torch.no_grad()
@@ -231,7 +272,7 @@ def _transformers_step(model: Any, batch: int, context: int, **extra: Any) -> Ca
     return step
 
 
-def _peft_step(plain: Any, batch: int, rank: int, context: int) -> Callable[[], None]:
+def _peft_step(plain: Any, batch: int, rank: int) -> Step:
     """PEFT's own mixed batch: one adapter per row through `adapter_names`."""
     targets = sorted({name.rpartition(".")[2] for name in language_shapes(plain)})
     peft = None
@@ -243,7 +284,7 @@ def _peft_step(plain: Any, batch: int, rank: int, context: int) -> Callable[[], 
             peft.add_adapter(f"a{i}", settings)
     assert peft is not None
     peft = peft.to(getattr(torch, _DTYPE)).eval()
-    return _transformers_step(peft, batch, context, adapter_names=[f"a{i}" for i in range(batch)])
+    return _transformers_step(peft, batch, adapter_names=[f"a{i}" for i in range(batch)])
 
 
 def _language_only(leaves: Sequence[str]) -> str:

@@ -15,15 +15,23 @@ def work_seconds(device: torch.device) -> Callable[[], float]:
     return time.process_time if device.type == "cpu" else time.perf_counter
 
 
-def interleaved(candidates: Mapping[str, Callable[[], object]], rounds: int, warmup: int = 2) -> dict[str, list[float]]:
-    """CPU seconds of each candidate, `rounds` times, in turn A B C A B C ..., after `warmup` rounds not counted."""
+def interleaved(
+    candidates: Mapping[str, Callable[[], object]],
+    rounds: int,
+    warmup: int = 2,
+    clock: Callable[[], float] = time.process_time,
+) -> dict[str, list[float]]:
+    """CPU seconds of each candidate, `rounds` times, in turn A B C A B C ..., after `warmup` rounds not counted.
+
+    clock: `time.perf_counter` where several threads work, whose idle ones spin.
+    """
     seconds: dict[str, list[float]] = {name: [] for name in candidates}
     for turn in range(warmup + rounds):
         for name, call in candidates.items():
-            started = time.process_time()
+            started = clock()
             call()
             if turn >= warmup:
-                seconds[name].append(time.process_time() - started)
+                seconds[name].append(clock() - started)
     return seconds
 
 

@@ -4,7 +4,9 @@ also decides; that is `Engine`."""
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import platform
+from collections.abc import Iterator
 from concurrent.futures import Executor
 from typing import Any
 
@@ -79,8 +81,15 @@ def lay_out(config: EngineConfig, seam: Seam, group: Group | None, *, loaded: bo
     limits = compute_limits(config, seam, slabs.num_bytes if originals is None else 0)
     limits = dataclasses.replace(limits, num_pages=_least(group, limits.num_pages))
     arena = Arena(limits.num_pages, seam.device)
+    if group is None:
+        # Of ranks that share the cores each would measure what the others leave of them: they follow the rule.
+        atmm.measure_products([*(layer.weight for layer in _linears(seam)), seam.lm_head.weight])
     costs = None if group is None else measure(group, config.max_batch_size, seam.dtype, seam.device)
     return Layout(seam, slabs, originals, limits, arena, costs)
+
+
+def _linears(seam: Seam) -> Iterator[torch.nn.Linear]:
+    return itertools.chain(seam.language_linears.values(), seam.vision_linears.values())
 
 
 def _least(group: Group | None, value: int) -> int:
