@@ -7,7 +7,7 @@ VENV := .venv
 STAMP := $(VENV)/.installed
 export HF_HUB_OFFLINE ?= 1
 
-.PHONY: install demo test console-test lint bench clean
+.PHONY: install demo test test-fast console-test lint bench clean
 
 install: $(STAMP)
 
@@ -21,8 +21,16 @@ $(STAMP): pyproject.toml
 demo: install
 	$(VENV)/bin/vlora demo --out demo
 
+# One worker process per core (tests/conftest.py); `make test WORKERS=0` runs all in one process.
+WORKERS ?= auto
+PYTEST = $(VENV)/bin/python -m pytest -q -n $(WORKERS) --dist worksteal
+
 test: install
-	$(VENV)/bin/python -m pytest -q
+	$(PYTEST)
+
+# For the edit loop: without the tests marked as slow.
+test-fast: install
+	$(PYTEST) -m "not slow"
 
 # The console's page in a real browser, which is a system package (Debian and Ubuntu: apt-get install chromium).
 CHROMIUM ?= $(shell command -v chromium || command -v chromium-browser || command -v google-chrome)
