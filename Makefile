@@ -1,4 +1,5 @@
 # Two commands do everything on a fresh machine (Python 3.11 or later, pip, make): `make demo` and `make test`.
+# `make test-fast` is for the edit loop.
 PYTHON ?= python3
 # Asked for by exact version first: a range would let pip take a newer build with several gigabytes of CUDA packages.
 TORCH ?= torch==2.13.0

@@ -12,6 +12,7 @@ from atmm.operator import add_delta, add_deltas, head_logits, merge
 from atmm.segments import Lane, SegmentPlan
 from atmm.sites import Factors, Site, SiteGroup
 from atmm.strategies import STRATEGIES
+from atmm.tables import describe as describe_table
 
 __all__ = [
     "STRATEGIES",
@@ -24,6 +25,7 @@ __all__ = [
     "add_delta",
     "add_deltas",
     "compile_ahead",
+    "describe_table",
     "gains_from_copies",
     "head_logits",
     "load_kernels",

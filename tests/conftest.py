@@ -45,6 +45,19 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--device", default="cpu", help="device of the oracle tests: cpu or cuda")
 
 
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Tests that run once per model family are slow for all families but one."""
+    if "slow" not in config.option.markexpr:
+        return
+    from tests.families import FAMILIES  # imports transformers
+
+    others = set(FAMILIES) - {"qwen2_vl"}
+    for item in items:
+        call = getattr(item, "callspec", None)
+        if call is not None and others.intersection(call.id.split("-")):
+            item.add_marker(pytest.mark.slow)
+
+
 @pytest.fixture(scope="session", autouse=True)
 def device(request: pytest.FixtureRequest) -> str:
     """The device engines of the oracle tests run on; the oracle itself stays on the CPU."""
@@ -55,3 +68,9 @@ def device(request: pytest.FixtureRequest) -> str:
 
     harness.DEVICE = name
     return name
+
+
+@pytest.fixture(scope="session", autouse=True)
+def data_folder(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """No test, and no process that one starts, reads or writes the user's own tables."""
+    os.environ["XDG_DATA_HOME"] = str(tmp_path_factory.mktemp("data"))

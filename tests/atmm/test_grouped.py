@@ -320,7 +320,7 @@ def test_a_table_that_names_it_is_read_without_it(tmp_path: Path, nowhere: Path)
     row = [512, 2, 64, 64, 128, 2, "EVEN", "bfloat16", NAME]
     table = tmp_path / "table.json"
     table.write_text(json.dumps({"columns": tables.COLUMNS, "rows": [row]}))
-    assert [strategy for _, strategy in tables.read(table, "cuda")] == [NAME]
+    assert [strategy for _, strategy in tables.read_table(table, "cuda").rows] == [NAME]
 
 
 @pytest.mark.parametrize("content", (b"", b"no library"))
