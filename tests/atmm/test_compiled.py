@@ -160,6 +160,7 @@ def test_merge_of_odd_shapes_is_the_twins(dtype: torch.dtype, o: int, i: int, mo
 
 
 @needs_compiler
+@pytest.mark.slow
 def test_what_was_built_is_found_again(fresh: Path) -> None:
     assert compiled.library() is not None
     (file,) = (fresh / "vlora").iterdir()
@@ -196,6 +197,7 @@ def another_processor(request: pytest.FixtureRequest, home: Path, monkeypatch: p
 
 
 @needs_compiler
+@pytest.mark.slow
 def test_machines_that_share_a_home_directory_have_kernels_each(
     another_processor: str, home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -211,6 +213,7 @@ def test_machines_that_share_a_home_directory_have_kernels_each(
 
 
 @needs_compiler
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16), ids=str)
 def test_processors_without_wide_vectors_agree_with_the_reference(another_processor: str, dtype: torch.dtype) -> None:
     group = make_group({"a": 3, "b": 8, "c": 17}, d_in=37, dtype=dtype)
@@ -241,6 +244,7 @@ def test_bfloat16_is_rounded_as_torch_does() -> None:
 
 
 @needs_compiler
+@pytest.mark.slow
 def test_bfloat16_is_rounded_alike_by_every_processor(another_processor: str) -> None:
     _rounded_as_torch_does()
 

@@ -156,6 +156,7 @@ def batches(draw: st.DrawFn) -> Batch:
     return Batch(ranks, missing, drawn, num_tokens, d_in, d_outs, draw(st.sampled_from((0, 3, 8))))
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=60)
 @given(batch=batches(), dtype=st.sampled_from((torch.bfloat16, torch.float16)), whole=st.booleans())
 def test_drawn_batches(batch: Batch, dtype: torch.dtype, whole: bool) -> None:

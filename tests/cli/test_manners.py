@@ -191,6 +191,7 @@ def test_where_nobody_watches_nothing_is_shown(capsys: pytest.CaptureFixture[str
 # -- ends -------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_an_interrupt_finishes_what_is_under_way(server: Running, address: str, tmp_path: Path) -> None:  # noqa: F811
     video = write_video(tmp_path / "long.mp4", shades(400))
     command = [*COMMAND, "stream", str(video), "--adapter", "cam", "--head", "night", "--server", address]
