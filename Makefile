@@ -1,4 +1,5 @@
 # Two commands do everything on a fresh machine (Python 3.11 or later, pip, make): `make demo` and `make test`.
+# `make test-fast` is for the edit loop.
 PYTHON ?= python3
 # Asked for by exact version first: a range would let pip take a newer build with several gigabytes of CUDA packages.
 TORCH ?= torch==2.13.0
@@ -7,7 +8,7 @@ VENV := .venv
 STAMP := $(VENV)/.installed
 export HF_HUB_OFFLINE ?= 1
 
-.PHONY: install demo test console-test lint bench clean
+.PHONY: install demo test test-fast console-test lint bench clean
 
 install: $(STAMP)
 
@@ -21,8 +22,16 @@ $(STAMP): pyproject.toml
 demo: install
 	$(VENV)/bin/vlora demo --out demo
 
+# One worker process per core (tests/conftest.py); `make test WORKERS=0` runs all in one process.
+WORKERS ?= auto
+PYTEST = $(VENV)/bin/python -m pytest -q -n $(WORKERS) --dist worksteal
+
 test: install
-	$(VENV)/bin/python -m pytest -q
+	$(PYTEST)
+
+# For the edit loop: without the tests marked as slow.
+test-fast: install
+	$(PYTEST) -m "not slow"
 
 # The console's page in a real browser, which is a system package (Debian and Ubuntu: apt-get install chromium).
 CHROMIUM ?= $(shell command -v chromium || command -v chromium-browser || command -v google-chrome)

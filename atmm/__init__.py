@@ -13,6 +13,7 @@ from atmm.product_choice import measure as measure_products
 from atmm.segments import Lane, SegmentPlan
 from atmm.sites import Factors, Site, SiteGroup
 from atmm.strategies import STRATEGIES
+from atmm.tables import describe as describe_table
 
 __all__ = [
     "STRATEGIES",
@@ -25,6 +26,7 @@ __all__ = [
     "add_delta",
     "add_deltas",
     "compile_ahead",
+    "describe_table",
     "gains_from_copies",
     "head_logits",
     "load_kernels",

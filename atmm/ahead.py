@@ -47,11 +47,10 @@ def _plain_group(d_in: int, d_outs: Sequence[int], rank: int, dtype: torch.dtype
 
 def _measured(d_in: int, num_sites: int, dtype: torch.dtype, device: torch.device) -> Iterator[Tiling]:
     """Tilings that the device's table names."""
-    try:
-        rows = tables.read(tables.path_for(device.type), device.type)
-    except (OSError, ValueError):
+    table = tables.choose_table(device.type, torch.get_num_threads()).table
+    if table is None:
         return
-    for bucket, strategy in rows:
+    for bucket, strategy in table.rows:
         if (bucket.d_in, bucket.num_sites, bucket.dtype) != (d_in, num_sites, dtype):
             continue
         if strategy == "tiled":

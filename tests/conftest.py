@@ -5,8 +5,22 @@ from __future__ import annotations
 
 import os
 
+import psutil
 import pytest
-import torch
+
+_WORKER_BYTES = 3 * 2**30  # a worker, with the processes that its tests start
+
+
+def _cores() -> int:
+    """Cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+# Workers (pytest-xdist) share the cores; processes that tests start inherit it. Set before torch is imported.
+if "PYTEST_XDIST_WORKER_COUNT" in os.environ:
+    os.environ["OMP_NUM_THREADS"] = str(max(1, _cores() // int(os.environ["PYTEST_XDIST_WORKER_COUNT"])))
+
+import torch  # noqa: E402
 
 # No test may look for a model hub; set before transformers is imported anywhere.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -15,8 +29,33 @@ for name in ("VLORA_TOKEN", "VLORA_ADMIN_TOKEN"):
     os.environ.pop(name, None)
 
 
+def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
+    """`-n auto`: one worker per usable core, as far as memory allows; 0, which is one process, for a single core.
+
+    pytest-xdist counts physical cores of the machine, which is wrong in a container and on virtual processors.
+    """
+    asked = os.environ.get("PYTEST_XDIST_AUTO_NUM_WORKERS")
+    if asked:
+        return int(asked)
+    workers = min(_cores(), psutil.virtual_memory().available // _WORKER_BYTES)
+    return workers if workers > 1 else 0
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--device", default="cpu", help="device of the oracle tests: cpu or cuda")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Tests that run once per model family are slow for all families but one."""
+    if "slow" not in config.option.markexpr:
+        return
+    from tests.families import FAMILIES  # imports transformers
+
+    others = set(FAMILIES) - {"qwen2_vl"}
+    for item in items:
+        call = getattr(item, "callspec", None)
+        if call is not None and others.intersection(call.id.split("-")):
+            item.add_marker(pytest.mark.slow)
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -29,3 +68,9 @@ def device(request: pytest.FixtureRequest) -> str:
 
     harness.DEVICE = name
     return name
+
+
+@pytest.fixture(scope="session", autouse=True)
+def data_folder(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """No test, and no process that one starts, reads or writes the user's own tables."""
+    os.environ["XDG_DATA_HOME"] = str(tmp_path_factory.mktemp("data"))

@@ -63,11 +63,15 @@ class Tuned(NamedTuple):
 def tune(model: str | None, *, device: str, dtypes: Sequence[str], minutes: float, out: Path | None) -> Tuned:
     """Search, or go on with a search that was stopped, and write the table.
 
-    Rows of a table that is there already stay, where this search did not measure their bucket. Raises BadConfig where
-    the table cannot be written.
+    out: None for the user's folder, where the engine finds it. The search uses torch's current number of threads. Rows
+    of an existing table stay where this search did not measure their bucket.
+
+    Raises BadConfig where the table cannot be written, or where `out` is one of another processor or number of threads.
     """
-    out = out or tables.path_for(device)
-    journal = out.with_suffix(".partial")
+    threads = torch.get_num_threads()
+    out = out or tables.path_for(device, threads)
+    journal = out.with_suffix(f".t{threads}.partial")
+    existing = _existing_rows(out, device, threads)
     todo = cases(SHAPES if model is None else shapes_of(model), dtypes)
     done = 0
     try:
@@ -80,7 +84,7 @@ def tune(model: str | None, *, device: str, dtypes: Sequence[str], minutes: floa
         findings = read(journal)
         rows = [(finding.bucket, finding.best) for finding in findings if _slow(finding)]
         measured = {finding.bucket for finding in findings}
-        kept = [row for row in _known(out, device) if row[0] not in measured]
+        kept = [row for row in existing if row[0] not in measured]
         ordered = sorted([*kept, *rows], key=lambda row: row[0].key())
         tables.write(out, device, datetime.date.today().isoformat(), ordered)
         if done == len(todo):
@@ -90,12 +94,19 @@ def tune(model: str | None, *, device: str, dtypes: Sequence[str], minutes: floa
     return Tuned(str(out), len(findings), len(rows), done, len(todo))
 
 
-def _known(table: Path, device: str) -> list[tuple[Bucket, str]]:
-    """The rows of a table that is there; none where it is not one of this version."""
+def _existing_rows(path: Path, device: str, threads: int) -> Sequence[tuple[Bucket, str]]:
+    """The rows of an existing table; none where the file is no table of this version, which a search replaces."""
     try:
-        return tables.read(table, device)
-    except (FileNotFoundError, ValueError):
+        table = tables.read_table(path, device)
+    except (OSError, ValueError):
         return []
+    here = tables.device_name(device)
+    if table.device != here or (device == "cpu" and table.threads != threads):
+        raise BadConfig(
+            f"{path} was measured on {table.device} with threads {table.threads}, this search is for {here} with "
+            f"threads {threads}; give another --out"
+        )
+    return table.rows
 
 
 def _slow(finding: Finding) -> bool:
@@ -105,7 +116,7 @@ def _slow(finding: Finding) -> bool:
 def check(table: Path, device: str, say: Callable[[str], None]) -> bool:
     """Compute a case of every row and compare it with float64. Returns whether all agree; says which do not."""
     try:
-        rows = tables.read(table, device)
+        rows = tables.read_table(table, device).rows
     except (OSError, ValueError) as problem:
         raise BadConfig(f"cannot read the table {table}: {problem}") from problem
     wrong = 0

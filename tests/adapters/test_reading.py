@@ -63,6 +63,7 @@ def edit_tensors(folder: Path, change: Callable[[dict[str, torch.Tensor]], None]
     save_file(tensors, str(file))
 
 
+@pytest.mark.slow
 def test_what_collections_walk_through_does_not_grow_with_an_adapters_layers(
     folders: dict[str, str], sites: dict[str, SiteShape]
 ) -> None:

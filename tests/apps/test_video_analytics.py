@@ -415,6 +415,7 @@ def test_a_file_that_cannot_be_written_is_named(client: Client, tmp_path: Path, 
             run(client, [file_source(video)], "cam", "night", out=tmp_path / folder)
 
 
+@pytest.mark.slow
 def test_when_told_to_stop_what_was_read_is_answered_and_files_are_whole(client: Client, tmp_path: Path) -> None:
     video = write_video(tmp_path / "long.mp4", shades(300))
     stop = threading.Event()

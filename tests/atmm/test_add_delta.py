@@ -239,6 +239,7 @@ def plans(draw: st.DrawFn) -> tuple[dict[str, int], list[tuple[str, int]], str, 
     return ranks, missing, packed, num_tokens, draw(st.lists(lane, max_size=8))
 
 
+@pytest.mark.slow
 @settings(max_examples=120, deadline=None)
 @given(plans(), st.sampled_from([*STRATEGIES, None]), st.booleans())
 def test_any_plan_agrees_with_the_reference(case: tuple, strategy: str | None, inference: bool) -> None:
@@ -250,6 +251,7 @@ def test_any_plan_agrees_with_the_reference(case: tuple, strategy: str | None, i
         check_against_reference(group, plan, *make_input(num_tokens, group, torch.float64))
 
 
+@pytest.mark.slow
 @settings(max_examples=150, deadline=None)
 @given(batches(), st.sampled_from([*STRATEGIES, None]), st.sampled_from(list(RELATIVE)))
 def test_any_batch_is_within_its_error(batch: Batch, strategy: str | None, dtype: torch.dtype) -> None:

@@ -156,6 +156,7 @@ def batches(draw: st.DrawFn) -> Batch:
     return Batch(ranks, missing, drawn, num_tokens, d_in, d_outs, draw(st.sampled_from((0, 3, 8))))
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=60)
 @given(batch=batches(), dtype=st.sampled_from((torch.bfloat16, torch.float16)), whole=st.booleans())
 def test_drawn_batches(batch: Batch, dtype: torch.dtype, whole: bool) -> None:
@@ -320,7 +321,7 @@ def test_a_table_that_names_it_is_read_without_it(tmp_path: Path, nowhere: Path)
     row = [512, 2, 64, 64, 128, 2, "EVEN", "bfloat16", NAME]
     table = tmp_path / "table.json"
     table.write_text(json.dumps({"columns": tables.COLUMNS, "rows": [row]}))
-    assert [strategy for _, strategy in tables.read(table, "cuda")] == [NAME]
+    assert [strategy for _, strategy in tables.read_table(table, "cuda").rows] == [NAME]
 
 
 @pytest.mark.parametrize("content", (b"", b"no library"))

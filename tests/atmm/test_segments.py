@@ -54,6 +54,7 @@ def fillings(draw: st.DrawFn) -> list[list[Lane]]:
     return filled
 
 
+@pytest.mark.slow
 @settings(max_examples=100, deadline=None)
 @given(fillings(), st.sampled_from([*STRATEGIES, None]), st.booleans())
 def test_a_plan_with_room_computes_what_it_holds_now(

@@ -190,16 +190,17 @@ def test_a_table_is_read_as_it_was_written(tmp_path: pathlib.Path, monkeypatch: 
         (Bucket(4, 4, 16, 1024, 2048, 3, Evenness.EVEN, torch.bfloat16, "cpu"), "gathered"),
         (Bucket(256, 1, 64, 1024, 1024, 1, Evenness.SINGLE, torch.float32, "cpu"), "loop"),
     ]
-    monkeypatch.setattr(tables, "FOLDER", tmp_path / "tables")
-    path = tables.path_for("cpu")
+    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path))
+    path = tables.path_for("cpu", torch.get_num_threads())
+    assert path.parent == tmp_path / "vlora" / "tables"
     tables.write(path, "cpu", "2026-01-01", rows)
     document = json.loads(path.read_text())
     assert {"device", "torch", "threads", "date", "columns", "rows"} == set(document)
-    tables.table_for.cache_clear()
+    tables.choose_table.cache_clear()
     try:
         assert tables.table_for("cpu") == {bucket.key(): name for bucket, name in rows}
     finally:
-        tables.table_for.cache_clear()
+        tables.choose_table.cache_clear()
 
 
 @pytest.mark.parametrize(
@@ -214,7 +215,7 @@ def test_a_cpu_is_named_by_its_products(flags: str, expected: str, monkeypatch: 
     monkeypatch.setattr(processor, "flags", lambda: frozenset(flags.split()))
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX512")
     assert tables.device_name("cpu") == expected
-    assert tables.path_for("cpu").name == f"{expected}.json"
+    assert tables.path_for("cpu", 3).name == f"{expected}-t3.json"
 
 
 @pytest.mark.parametrize("path", sorted(tables.FOLDER.glob("*.json")), ids=lambda path: path.stem)
@@ -222,45 +223,4 @@ def test_every_table_in_the_package_is_one_of_this_version(path: pathlib.Path) -
     document = json.loads(path.read_text())
     assert document["device"] == path.stem and document["rows"]
     assert {"torch", "threads", "date"} <= set(document)
-    assert tables.read(path, path.stem.partition("-")[0])
-
-
-def test_a_device_without_a_table_is_named_once(
-    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr(tables, "FOLDER", tmp_path)
-    tables.table_for.cache_clear()
-    try:
-        with caplog.at_level("INFO", logger="atmm.tables"):
-            assert tables.table_for("cpu") == tables.table_for("cpu") == {}
-    finally:
-        tables.table_for.cache_clear()
-    assert len([record for record in caplog.records if tables.device_name("cpu") in record.message]) == 1
-
-
-@pytest.mark.parametrize(
-    ("document", "words"),
-    (
-        ({"device": "cpu-x", "columns": ["tokens"], "rows": []}, "columns"),
-        ({"columns": tables.COLUMNS, "rows": [[1, 1, 8, 64, 64, 1, "EVEN", "float32", "fastest"]]}, "fastest"),
-        ({"columns": tables.COLUMNS, "rows": [[1, 1, 8]]}, "unpack"),
-        ({"columns": tables.COLUMNS, "rows": [[1, 1, 8, 64, 64, 1, "EVEN", "float31", "loop"]]}, "float31"),
-        ({"rows": []}, "columns"),
-        ([], "list"),
-    ),
-    ids=str,
-)
-def test_what_is_no_table_is_refused_and_breaks_no_step(
-    document: object, words: str, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(tables, "FOLDER", tmp_path)
-    path = tables.path_for("cpu")
-    path.write_text(json.dumps(document))
-    with pytest.raises(ValueError, match="search again") as refused:
-        tables.read(path, "cpu")
-    assert words in str(refused.value)
-    tables.table_for.cache_clear()
-    try:
-        assert tables.table_for("cpu") == {}
-    finally:
-        tables.table_for.cache_clear()
+    assert tables.read_table(path, path.stem.partition("-")[0]).rows

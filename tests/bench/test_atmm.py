@@ -58,6 +58,7 @@ def test_spread_is_of_all_cells_together_and_of_none_because_it_takes_longer() -
     assert spread.error > 0.1  # but of other cells it might have been more
 
 
+@pytest.mark.slow
 def test_the_error_of_a_spread_is_how_much_it_varies_between_runs() -> None:
     def run(seed: int) -> bench.Spread:
         draw = random.Random(seed)
@@ -105,6 +106,7 @@ def cells(chosen: tuple[str, ...], others: tuple[str, ...]) -> list[dict[str, An
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "rows",
     (

@@ -14,6 +14,8 @@ from vlora.bench.fit import Sample, fit, fitted
 from vlora.bench.models import Model
 from vlora.orchestrator import Costs, StepSize
 
+pytestmark = pytest.mark.slow
+
 TRUE = Costs(0.1, 1e-3, 8e-4, 2e-4, 2e-6, 4e-3, 1.2e-2, short_lane=8)
 
 

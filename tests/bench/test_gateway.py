@@ -20,6 +20,8 @@ from vlora.bench.served import running
 from vlora.client import Client
 from vlora.models.processing import InputProcessor
 
+pytestmark = pytest.mark.slow
+
 
 def test_what_is_added_is_counted_pair_by_pair() -> None:
     """A machine that slows down in the middle slows both of a pair."""

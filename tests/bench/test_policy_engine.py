@@ -16,6 +16,8 @@ from vlora.orchestrator import Costs
 from vlora.simulator import Arrival
 from vlora.types import RequestOutput, Timings
 
+pytestmark = pytest.mark.slow
+
 SMALL = Model("small", small_config, 256 * 2**20)
 CPU = torch.device("cpu")
 

@@ -12,6 +12,8 @@ from tests.server.api import running_api
 from vlora.bench.light_http import Talk, connected
 from vlora.bench.soak import _Soak, _until, whole_text
 
+pytestmark = pytest.mark.slow
+
 
 def piece(text: str = "", reason: str | None = None, name: str = "id") -> dict[str, Any]:
     scores = {"content": [{"token": text}]} if text else None

@@ -14,6 +14,8 @@ from rich.console import Console
 import apps.demo
 from vlora.errors import VLoraError
 
+pytestmark = pytest.mark.slow
+
 COMMAND = (sys.executable, "-m", "tests.cli.scripted_vlora")
 
 

@@ -10,6 +10,7 @@ import torch
 from click.testing import CliRunner
 
 import atmm.search
+from atmm import tables
 from atmm.grouped import build
 from atmm.grouped.tiling import SPACE
 from vlora.cli import cli
@@ -41,10 +42,10 @@ def embedded() -> str:
 
 def test_a_search_writes_a_table_that_holds(tmp_path: Path) -> None:
     out = tmp_path / "tables" / "here.json"
-    code, told = tune("--model", "embedded", "--dtype", "float32", "--out", str(out))
+    code, told = tune("--model", "embedded", "--dtype", "float32", "--threads", "1", "--out", str(out))
     # Four groups of sites, eight tokens of two adapters, even and ragged.
     assert code == 0 and "8 buckets measured" in told
-    assert not out.with_suffix(".partial").exists()
+    assert not list(out.parent.glob("*.partial"))
     document = json.loads(out.read_text())
     assert document["threads"] == 1 and document["torch"] == torch.__version__
     code, told = tune("--check", "--out", str(out))
@@ -61,7 +62,7 @@ def test_a_search_out_of_time_says_how_far_it_came_and_goes_on(tmp_path: Path) -
     code, told = tune(*asked, "--minutes", "0", "--json")
     facts = {"table": str(out), "num_measured": 0, "num_rows": 0, "num_done": 0, "num_cases": 8}
     assert code == 0 and json.loads(told.splitlines()[-1]) == facts
-    assert out.with_suffix(".partial").exists()
+    assert list(tmp_path.glob("*.partial"))
     assert "8 buckets measured" in tune(*asked)[1]
 
 
@@ -74,6 +75,37 @@ def test_a_search_keeps_the_rows_of_other_shapes(tmp_path: Path) -> None:
     for more in ((), ("--minutes", "0")):
         assert tune("--model", "embedded", "--dtype", "float32", "--out", str(out), *more)[0] == 0
         assert row in json.loads(out.read_text())["rows"]
+
+
+def test_the_engine_finds_the_table_of_a_search_by_its_threads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path))
+    tables.choose_table.cache_clear()
+    try:
+        torch.set_num_threads(2)
+        assert tune("--model", "embedded", "--dtype", "float32")[0] == 0
+        written = tmp_path / "vlora" / "tables" / f"{tables.device_name('cpu')}-t2.json"
+        assert json.loads(written.read_text())["threads"] == 2
+        tables.choose_table.cache_clear()
+        table = tables.choose_table("cpu", 2).table
+        assert table is not None and table.path == written
+        assert "tuned here on" in tables.describe("cpu") and "2 threads" in tables.describe("cpu")
+        # Without --out the table in use is checked.
+        code, output = tune("--check")
+        assert code == 0 and str(written) in output
+    finally:
+        tables.choose_table.cache_clear()
+
+
+@pytest.mark.parametrize(("field", "value"), (("threads", 7), ("device", "cpu-other")))
+def test_tables_of_other_threads_and_processors_are_not_mixed(tmp_path: Path, field: str, value: object) -> None:
+    out = tmp_path / "here.json"
+    command = ("--model", "embedded", "--dtype", "float32", "--threads", "1", "--minutes", "0", "--out", str(out))
+    assert tune(*command)[0] == 0
+    text = json.dumps({**json.loads(out.read_text()), field: value})
+    out.write_text(text)
+    with pytest.raises(BadConfig, match=rf"measured on .*{value}.*give another --out"):
+        CliRunner().invoke(cli, ["tune", *command], catch_exceptions=False)
+    assert out.read_text() == text
 
 
 def test_a_table_that_cannot_be_written_is_named(tmp_path: Path) -> None:

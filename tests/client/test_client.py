@@ -245,6 +245,7 @@ def test_an_adapter_unloaded_with_drain_lets_its_requests_finish(client: Client,
     assert len(first + "".join(stream)) == 50
 
 
+@pytest.mark.slow
 def test_no_server_and_a_lost_server_are_told_and_a_new_one_is_found() -> None:
     with pytest.raises(Disconnected, match=r"cannot reach a server at 127.0.0.1:1: .*vlora serve"):
         Client(port=1).stats()

@@ -37,6 +37,7 @@ def test_a_server_that_is_there_is_not_waited_for() -> None:
         assert wait(client, 0.0) == []
 
 
+@pytest.mark.slow
 def test_one_that_comes_is_waited_for_and_that_is_told_once() -> None:
     coming = Coming(Disconnected("nobody there"), EngineDead("its engine died"))
     assert wait(coming, 30.0) == ["nobody there; it is waited for"] and coming.errors == []

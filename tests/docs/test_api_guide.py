@@ -15,6 +15,8 @@ import pytest
 from tests.server.running import png
 from tests.server.scripted import write_adapter
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[2]
 GUIDE = ROOT / "docs" / "api.md"
 SNIPPET = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)

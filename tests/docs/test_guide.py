@@ -13,6 +13,8 @@ import pytest
 from tests.docs.test_api_guide import ROOT, free_port, script
 from tests.docs.test_api_guide import folder as folder  # a fixture
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.mark.skipif(not all(map(shutil.which, ("bash", "curl"))), reason="the guide uses bash and curl")
 def test_every_snippet_runs(folder: Path) -> None:

@@ -106,6 +106,7 @@ def bad_requests(prompt: Prompt) -> dict[str, tuple[Request, type[VLoraError], s
 CASES = tuple(bad_requests(Prompt({}, (1,), make_prompt(FAMILY, build_model(FAMILY), 0, num_images=1).vision)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 def test_a_bad_request_is_told_why_and_harms_nobody(case: str, local: LocalEngine, prompt: Prompt) -> None:
     bad, error, text = bad_requests(prompt)[case]

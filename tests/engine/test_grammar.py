@@ -33,6 +33,8 @@ from vlora.models.grammar import Cursor, Grammar, GrammarCompiler
 from vlora.server.response_format import json_grammar
 from vlora.types import MAX_GRAMMAR_CHARS, Mode, Request, RequestOutput, SamplingParams
 
+pytestmark = pytest.mark.slow
+
 EOS = 2
 LONGER = [
     '{"',

@@ -26,7 +26,7 @@ from vlora.models.request_state import RequestState
 from vlora.orchestrator.policy import Candidate, Decision, PolicyState
 from vlora.types import HeadAnswer, Mode, Request, RequestOutput, SamplingParams
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.slow]
 
 TOLERANCE = 1e-4
 NUM_TOKENS = 6

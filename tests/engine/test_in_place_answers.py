@@ -51,6 +51,7 @@ def subtracting(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch)
     return bool(request.param)
 
 
+@pytest.mark.slow
 def test_modes_change_in_the_middle_of_requests(saved: Saved, subtracting: bool) -> None:
     run = run_engine(
         saved.reference,
@@ -87,6 +88,7 @@ def test_the_paper_s_policy_end_to_end(saved: Saved, subtracting: bool) -> None:
         assert_same(got, want)
 
 
+@pytest.mark.slow
 def test_bfloat16_weights_and_answers_are_the_shadow_s(saved: Saved, subtracting: bool) -> None:
     engines = [engine_of(saved, switching=switching, dtype="bfloat16").engine for switching in ("in_place", "shadow")]
     in_place, shadow = (engine._slabs.linears for engine in engines)

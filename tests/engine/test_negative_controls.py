@@ -82,6 +82,7 @@ def test_with_image_embeddings_of_the_wrong_adapter(reference: Reference, monkey
     assert worst(run_engine(reference, FixedModes(Mode.UNMERGED), NUM_TOKENS), reference) > 100 * TOLERANCE
 
 
+@pytest.mark.slow
 def test_without_deepstack_levels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     reference = Reference("qwen3_vl", tmp_path)
     forward = Seam.forward

@@ -94,6 +94,7 @@ def test_an_adapter_too_large_beside_pinned_ones_is_refused(folders: dict[str, s
         tight.engine.load_adapter("everywhere64", folders["everywhere64"])
 
 
+@pytest.mark.slow
 def test_content_too_large_for_its_name_leaves_the_old_one_serving(folders: dict[str, str]) -> None:
     roomy = engine(400)
     large, small = (

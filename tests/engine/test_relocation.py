@@ -16,7 +16,7 @@ from vlora.memory.arena import PAGE_BYTES, pages_for
 from vlora.memory.transfer import Inline
 from vlora.types import Mode, Request, SamplingParams
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.slow]
 
 
 @pytest.fixture(scope="module", params=["qwen2_vl", "llava"])

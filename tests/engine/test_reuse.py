@@ -19,7 +19,7 @@ from tests.oracle import Oracle
 from vlora.memory import prefix
 from vlora.types import Mode, Request
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.slow]
 
 BLOCK = 8
 NUM_TOKENS = 12

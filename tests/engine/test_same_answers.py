@@ -100,6 +100,7 @@ def test_modes_change_in_the_middle_of_requests(reference: Reference) -> None:
         assert_same(got, want)
 
 
+@pytest.mark.slow
 def test_prompts_run_in_chunks(reference: Reference) -> None:
     run = run_engine(reference, FixedModes(Mode.UNMERGED), NUM_TOKENS, max_step_tokens=11)
     for got, want in zip(run.answers, reference.answers, strict=True):
@@ -113,6 +114,7 @@ def test_preempted_requests_go_on_where_they_were(reference: Reference) -> None:
         assert_same(got, want)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", [None, FixedModes(Mode.MIXED, "wide8-1")], ids=["paper", "mixed"])
 def test_adapters_come_and_go_in_a_tiny_arena(reference: Reference, policy: FixedModes | None) -> None:
     """Every adapter under two names, of which the largest have no room side by side; read and brought by threads."""

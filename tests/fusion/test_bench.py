@@ -16,6 +16,7 @@ from fusion.bench.measuring import JOINTLY, NAIVE, OPTIMUM, PACKED
 EVERY = {made.name: made for made in (*SIX, *(made for family in FAMILIES.values() for made in family))}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("made", [made for made in EVERY.values() if made.draw is not None], ids=lambda made: made.name)
 def test_a_domains_parts_share_no_picture_and_hold_every_label(made: Made) -> None:
     splits = made.splits(0, Sizes(60, 30, 10))

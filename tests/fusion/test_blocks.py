@@ -27,6 +27,8 @@ from vlora.errors import BadPlan
 from vlora.models.processing import to_tensor
 from vlora.types import Mode
 
+pytestmark = pytest.mark.slow
+
 LORA = LoraPlan(rank=8, alpha=8, rslora=True, blocks=2)
 
 

@@ -15,6 +15,8 @@ from fusion.samples import Splits
 from fusion.tasks import MEANS
 from heads import Box
 
+pytestmark = pytest.mark.slow
+
 
 def share(answers: object, targets: object) -> float:
     return float(np.mean(np.equal(answers, targets)))

@@ -20,6 +20,8 @@ from tests.fusion.made import picture, write_plan
 from vlora.cli import cli, main
 from vlora.errors import BadPlan
 
+pytestmark = pytest.mark.slow
+
 DOMAIN = {"name": "a", "source": "drawn-signs", "question": "what ?", "threshold": 0.5}
 
 

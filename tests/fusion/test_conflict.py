@@ -12,6 +12,8 @@ from fusion.samples import Sample, Splits
 from fusion.trainings import Trainings
 from tests.fusion.small import COLORS, color_splits, plan_of, trainer_of, write_base
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def base(tmp_path_factory: pytest.TempPathFactory) -> str:

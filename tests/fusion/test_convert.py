@@ -25,6 +25,8 @@ from vlora.cli import cli
 from vlora.errors import BadAdapter, BadConfig, BadPlan
 from vlora.parallel.cut import Blocks, Side
 
+pytestmark = pytest.mark.slow
+
 LANGUAGE = r".*language_model.*\.(q_proj|k_proj|v_proj|o_proj|gate_proj|up_proj|down_proj)"
 QUERY = "model.language_model.layers.1.self_attn.q_proj"
 

@@ -13,6 +13,8 @@ from fusion.embedded import train as training
 from fusion.embedded.evaluate import accuracy_by_skill
 from fusion.embedded.train import Budget, Trainer, train
 
+pytestmark = pytest.mark.slow
+
 STEPS = 3
 
 

@@ -23,6 +23,8 @@ from vlora.models import InputProcessor
 from vlora.models.loading import load_model
 from vlora.types import HeadAnswer, Request
 
+pytestmark = pytest.mark.slow
+
 COLORS = ("red", "green", "blue")
 
 

@@ -16,6 +16,8 @@ from fusion.samples import Sample, Splits
 from fusion.train import LoraTrainer
 from tests.fusion.small import COLORS, color_splits, picture, plan_of, trainer_of, write_base
 
+pytestmark = pytest.mark.slow
+
 
 def clips(count: int, seed: int) -> list[Sample]:
     """Three frames of one colour, then one of another."""

@@ -23,6 +23,8 @@ from tests.fusion.small import COLORS, write_base, write_folders
 from vlora.cli import main
 from vlora.errors import BadPlan
 
+pytestmark = pytest.mark.slow
+
 
 def write_plan(folder: Path, steps: int, packing: str = "first_fit") -> Path:
     (folder / "plan.yaml").write_text(

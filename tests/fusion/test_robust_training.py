@@ -23,6 +23,8 @@ from tests.fusion.small import COLORS, color_splits, plan_of, trainer_of, write_
 from vlora.errors import BadImage, BadPlan
 from vlora.models import InputProcessor
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def base(tmp_path_factory: pytest.TempPathFactory) -> str:

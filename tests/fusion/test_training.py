@@ -22,6 +22,8 @@ from vlora.models import InputProcessor
 from vlora.models.loading import load_model
 from vlora.types import Request, SamplingParams
 
+pytestmark = pytest.mark.slow
+
 LABELS = ("red", "green", "blue")
 
 

@@ -22,6 +22,8 @@ from vlora.engine import LocalEngine
 from vlora.models import InputProcessor
 from vlora.types import Request, SamplingParams
 
+pytestmark = pytest.mark.slow
+
 LIMIT = 6
 
 

@@ -116,6 +116,7 @@ def test_average_precision_by_hand() -> None:
     assert mean_average_precision([[]], [[]]) == 1.0 and mean_average_precision([[wrong]], [[]]) == 0.0
 
 
+@pytest.mark.slow
 @given(st.lists(st.tuples(_random_boxes, _random_boxes), min_size=1, max_size=4))
 def test_average_precision_is_the_area_under_the_best_precision_still_to_be_had(
     samples: list[tuple[list[Box], list[Box]]],

@@ -15,6 +15,8 @@ from sklearn.metrics import f1_score
 from heads import LESS_IS_BETTER, TASKS, Box, Grid, Task, Value, make_task
 from heads.regression import Regression
 
+pytestmark = pytest.mark.slow
+
 GRIDS: tuple[Grid, ...] = ((2, 3), (1, 4))
 MEASURES = {"offset": (1.0,), "scale": (1.0,), "tolerance": (1.0,), "deviations": (1.0,)}
 SAMPLES: dict[str, tuple[tuple[str, ...], list[Value]]] = {

@@ -38,6 +38,7 @@ def test_a_tensor_is_copied_where_huge_pages_are_for_it() -> None:
     assert in_huge_pages(small) is small
 
 
+@pytest.mark.slow
 def test_a_view_keeps_the_memory_and_the_last_one_gives_it_back() -> None:
     tensor = empty([2**24], torch.uint8, CPU)
     address = tensor.data_ptr()

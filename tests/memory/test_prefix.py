@@ -248,6 +248,7 @@ def test_the_proof_fails_when_sharing_is_counted_wrongly(spoilt: str) -> None:
         tables.check_integrity()
 
 
+@pytest.mark.slow
 @settings(max_examples=200, deadline=None)
 @given(
     num_blocks=st.integers(4, 16),

@@ -150,6 +150,7 @@ def test_a_cached_block_in_the_way_keeps_what_it_holds() -> None:
 # -- properties -------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @settings(max_examples=300, deadline=None)
 @given(
     max_pages=st.integers(1, 16),

@@ -54,6 +54,7 @@ class LazyEvent:
         self._stream.run_until(self._number)
 
 
+@pytest.mark.slow
 @given(num_bytes=st.integers(1, 700), slot_bytes=st.integers(1, 256), num_slots=st.integers(1, 4))
 def test_a_ring_of_any_size_brings_every_byte(num_bytes: int, slot_bytes: int, num_slots: int) -> None:
     source = torch.randint(0, 256, (num_bytes,), dtype=torch.uint8)

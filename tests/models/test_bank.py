@@ -6,6 +6,7 @@ import math
 from collections.abc import Set
 from concurrent.futures import Future
 
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -130,6 +131,7 @@ def test_the_sizes_are_what_the_story_needs() -> None:
         assert used <= adapter.run.nbytes < used + 4 * 256
 
 
+@pytest.mark.slow
 @settings(max_examples=200, deadline=None)
 @given(
     st.lists(

@@ -24,6 +24,8 @@ from vlora.models.in_place import MAX_DRIFT, InPlaceSwitcher
 from vlora.models.originals import CopiedOriginals
 from vlora.models.slabs import WeightSlabs
 
+pytestmark = pytest.mark.slow
+
 # The last one is more than what is looked at after each switch.
 SHAPES = {"self_attn.q_proj": (96, 128), "self_attn.k_proj": (96, 128), "mlp.down_proj": (160, 256)}
 LAYERS = 2

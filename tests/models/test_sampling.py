@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
 from vlora.models.sampling import sample, seed_of
@@ -18,6 +19,7 @@ def test_temperature_zero_is_greedy() -> None:
     assert draws(SamplingParams(), 3) == [4, 4, 4]
 
 
+@pytest.mark.slow
 def test_frequencies_follow_the_probabilities() -> None:
     count = 4000
     got = torch.bincount(torch.tensor(draws(SamplingParams(temperature=1.0), count)), minlength=5) / count

@@ -18,6 +18,8 @@ from vlora.memory.transfer import Inline
 from vlora.models.shadow import ShadowSwitcher
 from vlora.models.switcher import merge_fidelity, merge_runs
 
+pytestmark = pytest.mark.slow
+
 
 def content(local: LocalEngine, name: str) -> HostAdapter:
     registry = local.engine._registry

@@ -76,6 +76,7 @@ def client(folder: Path) -> Iterator[Client]:
         line = process.stdout.readline()
         match = re.match(r"ready: rpyc 127\.0\.0\.1:(\d+) .* adapters: large, small\n", line)
         assert match, process.communicate()
+        assert process.stdout.readline().startswith("ATMM table: ")
         with Client(port=int(match[1])) as made:
             yield made
         process.send_signal(signal.SIGINT)

@@ -234,6 +234,7 @@ def status(wait_s: float, client: Client, as_json: bool) -> None:
         ),
         ("adapters", f"{stats.num_resident_adapters} of {stats.num_adapters} on the device"),
         ("preempted", str(stats.num_preemptions)),
+        ("ATMM table", stats.atmm_table or "unknown"),
     ):
         click.echo(f"{name:<10} {value}")
 

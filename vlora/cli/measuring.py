@@ -211,9 +211,15 @@ def _bench_bd(quick: bool, out: Path | None, seeds: int | None, only_json: bool)
     "--minutes", type=click.FloatRange(min=0), help="Stop after this long: 5 on a CPU, 30 on a GPU if not given."
 )
 @click.option(
-    "--threads", type=click.IntRange(min=1), default=1, show_default=True, help="Threads to measure with on a CPU."
+    "--threads",
+    type=click.IntRange(min=1),
+    help="Threads to measure with on a CPU; those that `vlora serve` uses if not given.",
 )
-@click.option("--out", type=click.Path(path_type=Path), help="The table's file; where the engine looks if not given.")
+@click.option(
+    "--out",
+    type=click.Path(path_type=Path),
+    help="The table's file; in the user's data folder, where the engine finds it, if not given.",
+)
 @click.option("--check", is_flag=True, help="Only verify the numerics of every row of the table.")
 @click.option("--lint", is_flag=True, help="Only compile every kernel of the GPU's search space; needs no GPU.")
 @click.option(
@@ -234,7 +240,7 @@ def tune(
     device: str,
     dtypes: tuple[str, ...],
     minutes: float | None,
-    threads: int,
+    threads: int | None,
     out: Path | None,
     check: bool,
     lint: bool,
@@ -248,7 +254,9 @@ def tune(
         vlora tune
         vlora tune --model Qwen/Qwen2-VL-7B-Instruct --device cuda --dtype bfloat16
 
-    A search that was stopped goes on where it was.
+    The table goes to $XDG_DATA_HOME/vlora/tables (default ~/.local/share), one per processor and number of threads;
+    engines started later use it. A search that was stopped goes on where it was. --check without --out verifies the
+    table in use.
     """
     if capabilities and not build_cutlass:
         raise BadConfig("--capability says what --build-cutlass builds for; give both or neither")
@@ -271,7 +279,8 @@ def tune(
 
         from atmm import tables
 
-        torch.set_num_threads(threads)
+        if threads is not None:
+            torch.set_num_threads(threads)
         if not check:
             found = tuning.tune(
                 None if model is None else model_path(model),
@@ -286,7 +295,9 @@ def tune(
                 click.echo(found)
             return
         with waiting("checking"):
-            sound = tuning.check(out or tables.path_for(device), device, say)
+            table = tables.choose_table(device, torch.get_num_threads()).table
+            in_use = tables.path_for(device, torch.get_num_threads()) if table is None else table.path
+            sound = tuning.check(out or in_use, device, say)
     if as_json:
         print_json({"sound": sound, "told": told})
     if not sound:

@@ -111,6 +111,7 @@ class Engine:
         set_threads(config)
         # Kernels are built here where that is still to do, and further down for a GPU: not in the middle of a request.
         atmm.load_kernels()
+        self._atmm_table = atmm.describe_table(device_of(config, 0).type)
         group: Group | None = None
         if config.tensor_parallel == 1:
             self._seam = seam = Seam(load_model(config) if model is None else model)
@@ -350,6 +351,7 @@ class Engine:
             num_adapter_misses=self._num_misses,
             num_load_waits=self._num_load_waits,
             load_wait_s=self._load_wait_s,
+            atmm_table=self._atmm_table,
         )
 
     def snapshot(self, since: int = 0) -> EngineSnapshot:

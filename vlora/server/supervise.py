@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import functools
 import gc
@@ -91,6 +92,9 @@ async def serve(
         # What is there by now stays: a full collection would look at all of it again, in the middle of answers.
         gc.freeze()
         announce(f"ready: {rpyc}{web} | model {model} | adapters: {names}")
+        with contextlib.suppress(EngineDead):  # it is being restarted
+            if table := (await engine.stats()).atmm_table:
+                announce(f"ATMM table: {table}")
         await stop.wait()
         stop.clear()
         await _first(asyncio.create_task(front_end.drain()), stop)
