@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from vlora.models.attention import KVCache, StepAttention, decode_rows, paged_attention
+from vlora.models.attention import KVCache, Queries, StepAttention, decode_rows, paged_attention
 
 HEADS, KV_HEADS, DIM, BLOCK = 4, 2, 8, 16
 CPU = torch.device("cpu")
@@ -23,12 +23,9 @@ def attend(matrix: torch.Tensor, contexts: list[list[int]]) -> torch.Tensor:
     num = len(contexts)
     query = torch.randn(1, HEADS, num, DIM, generator=generator)
     key, value = (torch.randn(1, KV_HEADS, num, DIM, generator=generator) for _ in range(2))
-    step = StepAttention(
-        KVCache(matrix.clone(), 1, BLOCK),
-        torch.tensor([rows[-1] for rows in contexts]),
-        (),
-        decode_rows(None, [torch.tensor(rows) for rows in contexts], CPU),
-    )
+    queries = Queries((), decode_rows(None, [torch.tensor(rows) for rows in contexts], CPU))
+    written = torch.tensor([rows[-1] for rows in contexts])
+    step = StepAttention(KVCache(matrix.clone(), 1, BLOCK), written, queries, queries)
     out, _ = paged_attention(Layer(), query, key, value, None, vlora_step=step)
     return out[0]
 

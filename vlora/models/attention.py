@@ -31,12 +31,14 @@ class PrefillSpan:
     """Tokens [start, stop) of the packed batch belong to one request's prompt.
 
     rows: base rows of its whole context [context], or None when the chunk is the whole context (nothing to gather).
-    mask: bool [stop - start, context], True where a token may look; None with rows None (plain causal).
+    queries: places in the batch of those of its tokens that attend [n], or None when all do. mask: bool [n, context],
+    True where a token may look; None for plain causal attention of all tokens over the chunk itself.
     """
 
     start: int
     stop: int
     rows: torch.Tensor | None
+    queries: torch.Tensor | None
     mask: torch.Tensor | None
 
 
@@ -56,14 +58,24 @@ class DecodeRows:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class Queries:
+    """The tokens of a packed batch that attend."""
+
+    prefills: tuple[PrefillSpan, ...]
+    decodes: DecodeRows | None
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class StepAttention:
-    """What the attention of one step needs, built once and shared by all layers. write_rows: base row of every token
-    [T]."""
+    """What the attention of one step needs, built once and shared by all layers.
+
+    write_rows: base row of every token [T]. queries: of all layers but the last one, of which fewer may be read.
+    """
 
     cache: KVCache
     write_rows: torch.Tensor
-    prefills: tuple[PrefillSpan, ...]
-    decodes: DecodeRows | None
+    queries: Queries
+    last_queries: Queries
 
 
 def decode_rows(index: torch.Tensor | None, contexts: list[torch.Tensor], device: torch.device) -> DecodeRows:
@@ -93,7 +105,10 @@ def paged_attention(
     vlora_step: StepAttention | None = None,
     **_: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Transformers' attention interface. query [1, heads, T, head_dim], key and value [1, kv_heads, T, head_dim]."""
+    """Transformers' attention interface. query [1, heads, T, head_dim], key and value [1, kv_heads, T, head_dim].
+
+    Rows of the result whose tokens do not attend in this layer are not defined.
+    """
     assert vlora_step is not None, "this model runs inside the engine only: its attention needs a StepAttention"
     step = vlora_step
     layer: int = module.layer_idx  # type: ignore[assignment]
@@ -107,27 +122,31 @@ def paged_attention(
     k_cache.index_copy_(0, step.write_rows, k_new)
     v_cache.index_copy_(0, step.write_rows, v_new)
 
+    queries = step.last_queries if layer == len(step.cache.k) - 1 else step.queries
     out: torch.Tensor | None = None
-    if step.prefills or step.decodes is None or step.decodes.index is not None:
+    if queries.prefills or queries.decodes is None or queries.decodes.index is not None:
         out = torch.empty(num_tokens, num_heads, head_dim, dtype=q.dtype, device=q.device)
-    for span in step.prefills:
+    for span in queries.prefills:
         assert out is not None
         if span.rows is None:
             k, v = k_new[span.start : span.stop], v_new[span.start : span.stop]
         else:
             k, v = k_cache.index_select(0, span.rows), v_cache.index_select(0, span.rows)
         attended = F.scaled_dot_product_attention(
-            q[:, span.start : span.stop][None],
+            (q[:, span.start : span.stop] if span.queries is None else q.index_select(1, span.queries))[None],
             k.view(1, -1, num_kv_heads, head_dim).transpose(1, 2),
             v.view(1, -1, num_kv_heads, head_dim).transpose(1, 2),
             attn_mask=span.mask,
-            is_causal=span.rows is None and span.stop - span.start > 1,
+            is_causal=span.mask is None,
             scale=scaling,
             enable_gqa=num_heads != num_kv_heads,
         )
-        out[span.start : span.stop] = attended[0].transpose(0, 1)
-    if step.decodes is not None:
-        decodes = step.decodes
+        if span.queries is None:
+            out[span.start : span.stop] = attended[0].transpose(0, 1)
+        else:
+            out.index_copy_(0, span.queries, attended[0].transpose(0, 1))
+    if queries.decodes is not None:
+        decodes = queries.decodes
         q_rows = q.transpose(0, 1) if decodes.index is None else q.transpose(0, 1).index_select(0, decodes.index)
         attended = _decode(q_rows, decodes, k_cache, v_cache, num_kv_heads, scaling)
         if decodes.index is None:
