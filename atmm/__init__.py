@@ -6,6 +6,7 @@ requests, no models.
 
 from atmm.ahead import compile_ahead
 from atmm.compiled import library as load_kernels
+from atmm.compiled.attention import attend, serves_attention
 from atmm.divided import gains_from_copies, longest_short_lane
 from atmm.head_rows import HeadRows
 from atmm.operator import add_delta, add_deltas, head_logits, merge
@@ -23,10 +24,12 @@ __all__ = [
     "SiteGroup",
     "add_delta",
     "add_deltas",
+    "attend",
     "compile_ahead",
     "gains_from_copies",
     "head_logits",
     "load_kernels",
     "longest_short_lane",
     "merge",
+    "serves_attention",
 ]

@@ -1,16 +1,20 @@
 """Attention over the paged KV cache, for one packed batch of prefill chunks and decode tokens.
 
-Plain torch: gather the context rows, then scaled-dot-product attention. KV heads are never expanded: a decode query is
+Prefill is plain torch: gather the context rows, then scaled-dot-product attention. Decode tokens on a CPU go through a
+compiled kernel that reads the cache in place. Its plain twin gathers too, and never expands KV heads: a decode query is
 reshaped to [batch, kv_heads, group, head_dim], so a group's query heads read their shared KV head as one small matrix.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+
+import atmm
 
 # Padding every decode row to the longest context costs memory traffic, one call per row costs dispatch. Measured on CPU
 # (docs/decisions.md, 2026-11-21): padding wins while it adds less than a quarter.
@@ -53,8 +57,17 @@ class DecodeRows:
 
     index: torch.Tensor | None
     rows: torch.Tensor
-    lengths: tuple[int, ...] | None
-    mask: torch.Tensor | None
+    lengths: tuple[int, ...] | None = None
+    mask: torch.Tensor | None = None
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class PagedRows:
+    """The same for the compiled kernel, which reads the cache in place: see `atmm.attend` for places, rows, starts."""
+
+    places: torch.Tensor
+    rows: torch.Tensor
+    starts: torch.Tensor
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -62,7 +75,12 @@ class Queries:
     """The tokens of a packed batch that attend."""
 
     prefills: tuple[PrefillSpan, ...]
-    decodes: DecodeRows | None
+    decodes: DecodeRows | PagedRows | None
+
+    @property
+    def writes_rows(self) -> bool:
+        """Whether results are written into rows of a common tensor, and are not one."""
+        return bool(self.prefills) or not isinstance(self.decodes, DecodeRows) or self.decodes.index is not None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -78,12 +96,19 @@ class StepAttention:
     last_queries: Queries
 
 
-def decode_rows(index: torch.Tensor | None, contexts: list[torch.Tensor], device: torch.device) -> DecodeRows:
-    """Lay out the decode contexts (each [length], on the host) padded or ragged, whichever moves less."""
+def decode_rows(
+    index: torch.Tensor | None, contexts: list[torch.Tensor], device: torch.device, dtype: torch.dtype
+) -> DecodeRows | PagedRows:
+    """Lay out the decode contexts (each [length], on the host): for the compiled kernel where it serves this type,
+    else padded or ragged, whichever moves less."""
     lengths = [len(rows) for rows in contexts]
+    if atmm.serves_attention(device, dtype):
+        places = torch.arange(len(contexts)) if index is None else index
+        starts = torch.tensor([0, *itertools.accumulate(lengths)])
+        return PagedRows(places, torch.cat(contexts), starts)
     longest = max(lengths)
     if device.type == "cpu" and len(lengths) * longest > _MOST_PADDING * sum(lengths):
-        return DecodeRows(index, torch.cat(contexts).to(device), tuple(lengths), None)
+        return DecodeRows(index, torch.cat(contexts).to(device), tuple(lengths))
     padded = torch.empty(len(lengths), longest, dtype=torch.int64)
     for i, rows in enumerate(contexts):
         padded[i, : lengths[i]] = rows
@@ -92,7 +117,7 @@ def decode_rows(index: torch.Tensor | None, contexts: list[torch.Tensor], device
     mask = None
     if min(lengths) != longest:
         mask = (torch.arange(longest)[None] < torch.tensor(lengths)[:, None])[:, None, None].to(device)
-    return DecodeRows(index, padded.view(-1).to(device), None, mask)
+    return DecodeRows(index, padded.view(-1).to(device), mask=mask)
 
 
 def paged_attention(
@@ -112,8 +137,11 @@ def paged_attention(
     assert vlora_step is not None, "this model runs inside the engine only: its attention needs a StepAttention"
     step = vlora_step
     layer: int = module.layer_idx  # type: ignore[assignment]
-    # Thin products lie transposed, and a query whose head dimension is strided falls off attention's fast path.
-    q = query[0].contiguous() if query.stride(-1) != 1 else query[0]
+    queries = step.last_queries if layer == len(step.cache.k) - 1 else step.queries
+    q = query[0]
+    if q.stride(-1) != 1 and (queries.prefills or isinstance(queries.decodes, DecodeRows)):
+        # Thin products lie transposed, and a query whose head dimension is strided falls off torch's fast path.
+        q = q.contiguous()
     num_heads, num_tokens, head_dim = q.shape
     num_kv_heads = key.shape[1]
     k_new = key[0].transpose(0, 1).reshape(num_tokens, -1)
@@ -122,9 +150,8 @@ def paged_attention(
     k_cache.index_copy_(0, step.write_rows, k_new)
     v_cache.index_copy_(0, step.write_rows, v_new)
 
-    queries = step.last_queries if layer == len(step.cache.k) - 1 else step.queries
     out: torch.Tensor | None = None
-    if queries.prefills or queries.decodes is None or queries.decodes.index is not None:
+    if queries.writes_rows:
         out = torch.empty(num_tokens, num_heads, head_dim, dtype=q.dtype, device=q.device)
     for span in queries.prefills:
         assert out is not None
@@ -145,8 +172,12 @@ def paged_attention(
             out[span.start : span.stop] = attended[0].transpose(0, 1)
         else:
             out.index_copy_(0, span.queries, attended[0].transpose(0, 1))
-    if queries.decodes is not None:
-        decodes = queries.decodes
+    decodes = queries.decodes
+    if isinstance(decodes, PagedRows):
+        assert out is not None
+        scale = head_dim**-0.5 if scaling is None else scaling
+        atmm.attend(out, q.transpose(0, 1), k_cache, v_cache, decodes.places, decodes.rows, decodes.starts, scale)
+    elif decodes is not None:
         q_rows = q.transpose(0, 1) if decodes.index is None else q.transpose(0, 1).index_select(0, decodes.index)
         attended = _decode(q_rows, decodes, k_cache, v_cache, num_kv_heads, scaling)
         if decodes.index is None:

@@ -14,23 +14,29 @@ from vlora.models.last_layer import ReadRows, lanes_of_rows
 
 
 def queries_of(
-    packed: ForwardBatch, lanes: Sequence[atmm.Lane], device: torch.device
+    packed: ForwardBatch, lanes: Sequence[atmm.Lane], device: torch.device, dtype: torch.dtype
 ) -> tuple[Queries, Queries, ReadRows | None]:
     """Queries of all layers but the last, of the last layer, and the rows of it that are read (None: all).
 
-    lanes: of the packed batch.
+    lanes: of the packed batch. dtype: of the KV cache.
     """
     attending = [np.arange(row.start, row.stop) for row in packed.rows]
-    queries = _queries(packed.rows, attending, packed.num_tokens, device)
+    queries = _queries(packed.rows, attending, packed.num_tokens, device, dtype)
     read = packed.read_rows()
     rows = np.concatenate(read)
     if len(rows) == packed.num_tokens:
         return queries, queries, None
     limited = ReadRows(torch.from_numpy(rows).to(device), lanes_of_rows(lanes, rows))
-    return queries, _queries(packed.rows, read, packed.num_tokens, device), limited
+    return queries, _queries(packed.rows, read, packed.num_tokens, device, dtype), limited
 
 
-def _queries(rows: Sequence[Row], attending: Sequence[np.ndarray], num_tokens: int, device: torch.device) -> Queries:
+def _queries(
+    rows: Sequence[Row],
+    attending: Sequence[np.ndarray],
+    num_tokens: int,
+    device: torch.device,
+    dtype: torch.dtype,
+) -> Queries:
     """attending: of each row, the places in the batch of its tokens that attend."""
     spans: list[PrefillSpan] = []
     places: list[int] = []
@@ -46,7 +52,7 @@ def _queries(rows: Sequence[Row], attending: Sequence[np.ndarray], num_tokens: i
     if not places:
         return Queries(tuple(spans), None)
     index = None if len(places) == num_tokens else torch.tensor(places).to(device)
-    return Queries(tuple(spans), decode_rows(index, contexts, device))
+    return Queries(tuple(spans), decode_rows(index, contexts, device, dtype))
 
 
 def _span(row: Row, own: np.ndarray, device: torch.device) -> PrefillSpan:

@@ -193,7 +193,7 @@ class ModelRunner:
         leads = self._group is None or self._group.leads
         if leads and atmm.gains_from_copies(lanes, device, seam.dtype):
             self._bank.pack_for(lane.key for lane in lanes)
-        queries, last_queries, read = queries_of(packed, lanes, device)
+        queries, last_queries, read = queries_of(packed, lanes, device, seam.dtype)
         step = StepAttention(self._cache, torch.from_numpy(packed.write_rows).to(device), queries, last_queries)
         positions = torch.from_numpy(packed.positions(3 if seam.family.mrope else 1)).to(device)
         with seam.language_scope.lanes(packed.num_tokens, lanes), self._last_layer.limited_to(read):
