@@ -7,6 +7,7 @@ shapes: linear layers of the rows that are computed, and causal attention.
 
 from __future__ import annotations
 
+import functools
 import statistics
 import time
 from collections.abc import Callable
@@ -61,8 +62,8 @@ def _prefills(dtype: str, threads: int, num_layers: int, rounds: int) -> list[di
     config = half_billion_config(num_layers)
     prefill = _prefill(config, dtype)
     left, right = torch.rand(2, _PEAK_SIDE, _PEAK_SIDE)
-    calls: dict[int, Callable[[], object]] = {width: lambda width=width: prefill(width) for width in _WIDTHS}
-    calls[0] = lambda: torch.mm(left, right)
+    calls: dict[int, Callable[[], object]] = {width: functools.partial(prefill, width) for width in _WIDTHS}
+    calls[0] = functools.partial(torch.mm, left, right)
     seconds: dict[int, list[float]] = {key: [] for key in calls}
     # By turns, so that a change of the machine's speed meets all of them; the first round warms up.
     for turn in range(rounds + 1):

@@ -10,7 +10,7 @@ compute the rows that are read and return zeros for the others, so the model's c
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -86,7 +86,7 @@ class LastLayer:
             for linear, before in zip(self._inputs, siblings, strict=True):
                 linear.siblings = before
 
-    def compute(self, forward: Any, width: int, x: torch.Tensor) -> torch.Tensor:
+    def compute(self, forward: Callable[[torch.Tensor], torch.Tensor], width: int, x: torch.Tensor) -> torch.Tensor:
         """A row-wise function of x [..., T, d]: [..., T, width], zero in rows that nothing reads."""
         if self.active is None:
             return forward(x)
