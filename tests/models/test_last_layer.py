@@ -24,10 +24,10 @@ from vlora.types import Mode
 
 NUM_TOKENS = 5
 ADAPTERS = ("wide8", None, "everywhere64", "patterned16", "wide8")
-MODES = {
-    "unmerged": FixedModes(Mode.UNMERGED),
-    "mixed": FixedModes(Mode.MIXED, "wide8"),
-    "changing": FixedModes(Mode.UNMERGED, plan=[(Mode.MIXED, "wide8"), (Mode.UNMERGED, None)]),
+PLANS: dict[str, list[tuple[Mode, str | None]]] = {
+    "unmerged": [(Mode.UNMERGED, None)],
+    "mixed": [(Mode.MIXED, "wide8")],
+    "changing": [(Mode.MIXED, "wide8"), (Mode.UNMERGED, None)],
 }
 
 
@@ -53,14 +53,15 @@ def answers_of(
     reference: Reference, cases: list[tuple[str | None, Prompt]], mode: str, step_tokens: int
 ) -> tuple[list[torch.Tensor], CountedRows]:
     """Logits of every answer, and rows computed in the last layer: by k_proj, gate_proj and down_proj."""
-    recorded = Recorded(reference, MODES[mode], max_step_tokens=step_tokens, prefix_cache=False)
+    policy = FixedModes(Mode.UNMERGED, plan=PLANS[mode])  # each run goes through its modes from the first one on
+    recorded = Recorded(reference, policy, max_step_tokens=step_tokens, prefix_cache=False)
     layer: Any = recorded.engine._seam.text_model.layers[-1]
     counted = CountedRows([layer.self_attn.k_proj, layer.mlp.gate_proj, layer.mlp.down_proj])
     return [logits for _, logits in recorded.answer(cases, NUM_TOKENS)], counted
 
 
 @pytest.mark.parametrize("step_tokens", (512, 13), ids=("whole", "chunks"))
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", PLANS)
 def test_rows_that_are_read_are_as_if_all_were_computed(
     reference: Reference, mode: str, step_tokens: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -78,7 +79,8 @@ def test_rows_that_are_read_are_as_if_all_were_computed(
     monkeypatch.setattr(runner, "queries_of", of_all_rows)
     full, everything = answers_of(reference, cases, mode, step_tokens)
     for one, other in zip(limited, full, strict=True):
-        torch.testing.assert_close(one, other, atol=1e-6, rtol=1e-5)
+        # Fewer rows take other kernels, which round otherwise: logits differed by 4e-6 at most.
+        torch.testing.assert_close(one, other, atol=1e-5, rtol=1e-5)
     computed = sum(len(prompt.prompt_ids) + NUM_TOKENS - 1 for _, prompt in cases)
     assert everything.totals == [computed] * 3
     read = len(cases) * NUM_TOKENS
