@@ -6,6 +6,7 @@ requests, no models.
 
 from atmm.ahead import compile_ahead
 from atmm.compiled import library as load_kernels
+from atmm.compiled.attention import attend, serves_attention
 from atmm.divided import gains_from_copies, longest_short_lane
 from atmm.head_rows import HeadRows
 from atmm.operator import add_delta, add_deltas, head_logits, merge
@@ -25,6 +26,7 @@ __all__ = [
     "SiteGroup",
     "add_delta",
     "add_deltas",
+    "attend",
     "compile_ahead",
     "describe_table",
     "gains_from_copies",
@@ -33,4 +35,5 @@ __all__ = [
     "longest_short_lane",
     "measure_products",
     "merge",
+    "serves_attention",
 ]

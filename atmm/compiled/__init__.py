@@ -24,7 +24,7 @@ import torch
 
 from atmm import cache
 
-_SOURCES = ("merge.cpp", "lanes.cpp", "products.cpp", "evict.cpp")
+_SOURCES = ("merge.cpp", "lanes.cpp", "products.cpp", "attention.cpp", "evict.cpp")
 _HEADERS = ("vectors.h",)
 _FLAGS = ("-std=c++17", "-O3", "-march=native", "-ffp-contract=fast", "-fno-math-errno", "-fopenmp", "-fPIC")
 _INT, _POINTER, _FLOAT = ctypes.c_int64, ctypes.c_void_p, ctypes.c_float
@@ -33,6 +33,13 @@ _ARGUMENTS = {
     "merge": (*_MATRICES * 4, _FLOAT, _INT, _INT, _INT, _INT),
     "shrink": (_POINTER, _POINTER, _INT, _INT, _POINTER, _POINTER, _POINTER, _INT, _INT, _INT),
     "expand": (_POINTER, _INT, _INT, _POINTER, _POINTER, _POINTER, _INT, _INT, _INT),
+    "attend": (
+        *(_POINTER, _POINTER, _INT, _INT, _INT),
+        *(_POINTER, _POINTER, _INT),
+        *(_POINTER,) * 3,
+        *(_INT,) * 4,
+        _FLOAT,
+    ),
     "deltas": (_POINTER, _INT, _INT, _POINTER, _INT, _INT, _POINTER, _INT, _POINTER, _INT, _INT, _INT),
     "linear": (_POINTER, _INT, _POINTER, _INT, _INT, _INT),
 }
@@ -46,7 +53,7 @@ class Library:
 
     def __init__(self, file: Path) -> None:
         loaded = ctypes.CDLL(str(file))
-        self.merge, self.shrink, self.expand, self.deltas, self.linear = (
+        self.merge, self.shrink, self.expand, self.attend, self.deltas, self.linear = (
             {dtype: _function(loaded, f"atmm_{name}_{suffix}", arguments) for dtype, suffix in _TYPES.items()}
             for name, arguments in _ARGUMENTS.items()
         )

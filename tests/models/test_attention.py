@@ -7,7 +7,8 @@ import math
 import pytest
 import torch
 
-from vlora.models.attention import KVCache, StepAttention, decode_rows, paged_attention
+import atmm
+from vlora.models.attention import KVCache, Queries, StepAttention, decode_rows, paged_attention
 
 HEADS, KV_HEADS, DIM, BLOCK = 4, 2, 8, 16
 CPU = torch.device("cpu")
@@ -23,19 +24,23 @@ def attend(matrix: torch.Tensor, contexts: list[list[int]]) -> torch.Tensor:
     num = len(contexts)
     query = torch.randn(1, HEADS, num, DIM, generator=generator)
     key, value = (torch.randn(1, KV_HEADS, num, DIM, generator=generator) for _ in range(2))
-    step = StepAttention(
-        KVCache(matrix.clone(), 1, BLOCK),
-        torch.tensor([rows[-1] for rows in contexts]),
-        (),
-        decode_rows(None, [torch.tensor(rows) for rows in contexts], CPU),
-    )
+    queries = Queries((), decode_rows(None, [torch.tensor(rows) for rows in contexts], CPU, matrix.dtype))
+    written = torch.tensor([rows[-1] for rows in contexts])
+    step = StepAttention(KVCache(matrix.clone(), 1, BLOCK), written, queries, queries)
     out, _ = paged_attention(Layer(), query, key, value, None, vlora_step=step)
     return out[0]
 
 
+@pytest.mark.parametrize("compiled", (True, False), ids=("compiled", "plain"))
 @pytest.mark.parametrize("lengths", ((6, 7), (2, 9)), ids=("padded", "ragged"))
-def test_what_is_not_a_number_in_anothers_kv_stays_there(lengths: tuple[int, int]) -> None:
+def test_what_is_not_a_number_in_anothers_kv_stays_there(
+    lengths: tuple[int, int], compiled: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Two requests in blocks of their own, and nothing but NaN in all rows that are not theirs."""
+    if not compiled:
+        monkeypatch.setattr(atmm, "serves_attention", lambda device, dtype: False)
+    elif not atmm.serves_attention(CPU, torch.float32):
+        pytest.skip("no C++ compiler here")
     matrix = torch.randn(6 * BLOCK, KV_HEADS * DIM, generator=torch.Generator().manual_seed(0))
     contexts = [list(range(2 * BLOCK * block, 2 * BLOCK * block + length)) for block, length in enumerate(lengths, 1)]
     poisoned = torch.full_like(matrix, math.nan)
@@ -45,3 +50,15 @@ def test_what_is_not_a_number_in_anothers_kv_stays_there(lengths: tuple[int, int
             poisoned[own] = matrix[own]
     clean = attend(matrix, contexts)
     assert torch.equal(attend(poisoned, contexts), clean) and clean.isfinite().all()
+
+
+def test_compiled_and_plain_attention_agree(monkeypatch: pytest.MonkeyPatch) -> None:
+    if not atmm.serves_attention(CPU, torch.float32):
+        pytest.skip("no C++ compiler here")
+    matrix = torch.randn(6 * BLOCK, KV_HEADS * DIM, generator=torch.Generator().manual_seed(0))
+    for lengths in ((6, 7), (2, 9)):
+        contexts = [list(range(2 * BLOCK * i, 2 * BLOCK * i + length)) for i, length in enumerate(lengths, 1)]
+        with monkeypatch.context() as patched:
+            patched.setattr(atmm, "serves_attention", lambda device, dtype: False)
+            plain = attend(matrix, contexts)
+        torch.testing.assert_close(attend(matrix, contexts), plain)

@@ -49,6 +49,15 @@ class LaneScope:
         finally:
             self._plan = None
 
+    @contextmanager
+    def replaced(self, plan: atmm.SegmentPlan | None) -> Iterator[None]:
+        """Until the block ends, layers see this plan (None: no lanes). It must cover exactly the rows that they get."""
+        before, self._plan = self._plan, plan
+        try:
+            yield
+        finally:
+            self._plan = before
+
     def plan_for(self, num_rows: int) -> atmm.SegmentPlan | None:
         plan = self._plan
         if plan is None or plan.num_tokens == num_rows:

@@ -1,16 +1,20 @@
 """Attention over the paged KV cache, for one packed batch of prefill chunks and decode tokens.
 
-Plain torch: gather the context rows, then scaled-dot-product attention. KV heads are never expanded: a decode query is
+Prefill is plain torch: gather the context rows, then scaled-dot-product attention. Decode tokens on a CPU go through a
+compiled kernel that reads the cache in place. Its plain twin gathers too, and never expands KV heads: a decode query is
 reshaped to [batch, kv_heads, group, head_dim], so a group's query heads read their shared KV head as one small matrix.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+
+import atmm
 
 # Padding every decode row to the longest context costs memory traffic, one call per row costs dispatch. Measured on CPU
 # (docs/decisions.md, 2026-11-21): padding wins while it adds less than a quarter.
@@ -31,12 +35,14 @@ class PrefillSpan:
     """Tokens [start, stop) of the packed batch belong to one request's prompt.
 
     rows: base rows of its whole context [context], or None when the chunk is the whole context (nothing to gather).
-    mask: bool [stop - start, context], True where a token may look; None with rows None (plain causal).
+    queries: places in the batch of those of its tokens that attend [n], or None when all do. mask: bool [n, context],
+    True where a token may look; None for plain causal attention of all tokens over the chunk itself.
     """
 
     start: int
     stop: int
     rows: torch.Tensor | None
+    queries: torch.Tensor | None
     mask: torch.Tensor | None
 
 
@@ -51,27 +57,58 @@ class DecodeRows:
 
     index: torch.Tensor | None
     rows: torch.Tensor
-    lengths: tuple[int, ...] | None
-    mask: torch.Tensor | None
+    lengths: tuple[int, ...] | None = None
+    mask: torch.Tensor | None = None
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class PagedRows:
+    """The same for the compiled kernel, which reads the cache in place: see `atmm.attend` for places, rows, starts."""
+
+    places: torch.Tensor
+    rows: torch.Tensor
+    starts: torch.Tensor
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Queries:
+    """The tokens of a packed batch that attend."""
+
+    prefills: tuple[PrefillSpan, ...]
+    decodes: DecodeRows | PagedRows | None
+
+    @property
+    def writes_rows(self) -> bool:
+        """Whether results are written into rows of a common tensor, and are not one."""
+        return bool(self.prefills) or not isinstance(self.decodes, DecodeRows) or self.decodes.index is not None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class StepAttention:
-    """What the attention of one step needs, built once and shared by all layers. write_rows: base row of every token
-    [T]."""
+    """What the attention of one step needs, built once and shared by all layers.
+
+    write_rows: base row of every token [T]. queries: of all layers but the last one, of which fewer may be read.
+    """
 
     cache: KVCache
     write_rows: torch.Tensor
-    prefills: tuple[PrefillSpan, ...]
-    decodes: DecodeRows | None
+    queries: Queries
+    last_queries: Queries
 
 
-def decode_rows(index: torch.Tensor | None, contexts: list[torch.Tensor], device: torch.device) -> DecodeRows:
-    """Lay out the decode contexts (each [length], on the host) padded or ragged, whichever moves less."""
+def decode_rows(
+    index: torch.Tensor | None, contexts: list[torch.Tensor], device: torch.device, dtype: torch.dtype
+) -> DecodeRows | PagedRows:
+    """Lay out the decode contexts (each [length], on the host): for the compiled kernel where it serves this type,
+    else padded or ragged, whichever moves less."""
     lengths = [len(rows) for rows in contexts]
+    if atmm.serves_attention(device, dtype):
+        places = torch.arange(len(contexts)) if index is None else index
+        starts = torch.tensor([0, *itertools.accumulate(lengths)])
+        return PagedRows(places, torch.cat(contexts), starts)
     longest = max(lengths)
     if device.type == "cpu" and len(lengths) * longest > _MOST_PADDING * sum(lengths):
-        return DecodeRows(index, torch.cat(contexts).to(device), tuple(lengths), None)
+        return DecodeRows(index, torch.cat(contexts).to(device), tuple(lengths))
     padded = torch.empty(len(lengths), longest, dtype=torch.int64)
     for i, rows in enumerate(contexts):
         padded[i, : lengths[i]] = rows
@@ -80,7 +117,7 @@ def decode_rows(index: torch.Tensor | None, contexts: list[torch.Tensor], device
     mask = None
     if min(lengths) != longest:
         mask = (torch.arange(longest)[None] < torch.tensor(lengths)[:, None])[:, None, None].to(device)
-    return DecodeRows(index, padded.view(-1).to(device), None, mask)
+    return DecodeRows(index, padded.view(-1).to(device), mask=mask)
 
 
 def paged_attention(
@@ -93,12 +130,18 @@ def paged_attention(
     vlora_step: StepAttention | None = None,
     **_: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Transformers' attention interface. query [1, heads, T, head_dim], key and value [1, kv_heads, T, head_dim]."""
+    """Transformers' attention interface. query [1, heads, T, head_dim], key and value [1, kv_heads, T, head_dim].
+
+    Rows of the result whose tokens do not attend in this layer are not defined.
+    """
     assert vlora_step is not None, "this model runs inside the engine only: its attention needs a StepAttention"
     step = vlora_step
     layer: int = module.layer_idx  # type: ignore[assignment]
-    # Thin products lie transposed, and a query whose head dimension is strided falls off attention's fast path.
-    q = query[0].contiguous() if query.stride(-1) != 1 else query[0]
+    queries = step.last_queries if layer == len(step.cache.k) - 1 else step.queries
+    q = query[0]
+    if q.stride(-1) != 1 and (queries.prefills or isinstance(queries.decodes, DecodeRows)):
+        # Thin products lie transposed, and a query whose head dimension is strided falls off torch's fast path.
+        q = q.contiguous()
     num_heads, num_tokens, head_dim = q.shape
     num_kv_heads = key.shape[1]
     k_new = key[0].transpose(0, 1).reshape(num_tokens, -1)
@@ -108,26 +151,33 @@ def paged_attention(
     v_cache.index_copy_(0, step.write_rows, v_new)
 
     out: torch.Tensor | None = None
-    if step.prefills or step.decodes is None or step.decodes.index is not None:
+    if queries.writes_rows:
         out = torch.empty(num_tokens, num_heads, head_dim, dtype=q.dtype, device=q.device)
-    for span in step.prefills:
+    for span in queries.prefills:
         assert out is not None
         if span.rows is None:
             k, v = k_new[span.start : span.stop], v_new[span.start : span.stop]
         else:
             k, v = k_cache.index_select(0, span.rows), v_cache.index_select(0, span.rows)
         attended = F.scaled_dot_product_attention(
-            q[:, span.start : span.stop][None],
+            (q[:, span.start : span.stop] if span.queries is None else q.index_select(1, span.queries))[None],
             k.view(1, -1, num_kv_heads, head_dim).transpose(1, 2),
             v.view(1, -1, num_kv_heads, head_dim).transpose(1, 2),
             attn_mask=span.mask,
-            is_causal=span.rows is None and span.stop - span.start > 1,
+            is_causal=span.mask is None,
             scale=scaling,
             enable_gqa=num_heads != num_kv_heads,
         )
-        out[span.start : span.stop] = attended[0].transpose(0, 1)
-    if step.decodes is not None:
-        decodes = step.decodes
+        if span.queries is None:
+            out[span.start : span.stop] = attended[0].transpose(0, 1)
+        else:
+            out.index_copy_(0, span.queries, attended[0].transpose(0, 1))
+    decodes = queries.decodes
+    if isinstance(decodes, PagedRows):
+        assert out is not None
+        scale = head_dim**-0.5 if scaling is None else scaling
+        atmm.attend(out, q.transpose(0, 1), k_cache, v_cache, decodes.places, decodes.rows, decodes.starts, scale)
+    elif decodes is not None:
         q_rows = q.transpose(0, 1) if decodes.index is None else q.transpose(0, 1).index_select(0, decodes.index)
         attended = _decode(q_rows, decodes, k_cache, v_cache, num_kv_heads, scaling)
         if decodes.index is None:

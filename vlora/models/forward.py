@@ -18,7 +18,7 @@ from vlora.types import BatchItem, Mode
 class Row:
     """One request's place in the packed batch: rows [start, stop) hold its tokens [first, last).
 
-    context: base KV rows of its tokens [0, last).
+    context: base KV rows of its tokens [0, last). answers: whether the step ends with an answer to it.
     """
 
     state: RequestState
@@ -28,6 +28,7 @@ class Row:
     first: int
     last: int
     context: np.ndarray
+    answers: bool
 
 
 def lane_by_lane(items: Sequence[BatchItem], merged: str | None) -> list[BatchItem]:
@@ -53,19 +54,15 @@ class ForwardBatch:
         self, states: Mapping[str, RequestState], items: Sequence[BatchItem], block_size: int, block_rows: int
     ) -> None:
         self.rows: list[Row] = []
-        self.prefills: list[Row] = []
-        self.decodes: list[Row] = []
         self.answering: list[Row] = []
         start = 0
         for item in items:
             state = states[item.request_id]
             last = item.start + item.num_tokens
             context = state.kv_rows(item.block_table, block_size, block_rows)[:last]
-            row = Row(state, item.adapter, start, start + item.num_tokens, item.start, last, context)
+            row = Row(state, item.adapter, start, start + item.num_tokens, item.start, last, context, item.answers)
             self.rows.append(row)
-            # A chunk of one token is attended exactly like a decode step.
-            (self.decodes if item.num_tokens == 1 else self.prefills).append(row)
-            if item.answers:
+            if row.answers:
                 self.answering.append(row)
             start = row.stop
         self.num_tokens = start
@@ -74,6 +71,17 @@ class ForwardBatch:
         for row in self.rows:
             self.token_ids[row.start : row.stop] = row.state.tokens[row.first : row.last]
             self.write_rows[row.start : row.stop] = row.context[row.first :]
+
+    def read_rows(self) -> list[np.ndarray]:
+        """By item, the places in the batch of its tokens whose final hidden state is read, ascending."""
+        read = []
+        for row in self.rows:
+            tokens = row.state.head_tokens
+            if row.state.request.head is None:
+                tokens = np.arange(row.last - 1, row.last) if row.answers else tokens
+            first, stop = np.searchsorted(tokens, (row.first, row.last))
+            read.append(tokens[first:stop] - row.first + row.start)
+        return read
 
     def positions(self, num_rows: int) -> np.ndarray:
         """Rotary positions, int64 [num_rows, T]."""

@@ -34,7 +34,7 @@ def read_heads(
     if not rows:
         return {}, {}
     heads = {key: bank.head(*key) for key in rows}
-    read = {key: [_read_now(row, heads[key]) for row in members] for key, members in rows.items()}
+    read = {key: [_read_now(row) for row in members] for key, members in rows.items()}
     logits = atmm.head_logits(
         hidden,
         [
@@ -73,10 +73,9 @@ class _ReadNow(NamedTuple):
     total: int
 
 
-def _read_now(row: Row, head: TaskHead) -> _ReadNow:
+def _read_now(row: Row) -> _ReadNow:
     """What a head reads of one request's share of the step."""
-    state = row.state
-    wanted = state.visual_tokens if head.task.reads_images else np.array([len(state.request.prompt_ids) - 1])
+    wanted = row.state.head_tokens
     first, stop = np.searchsorted(wanted, (row.first, row.last))
     return _ReadNow(wanted[first:stop] - row.first + row.start, int(first), len(wanted))
 

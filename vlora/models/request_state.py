@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Mapping, Sequence
 
 import numpy as np
@@ -88,6 +89,15 @@ class RequestState:
     def visual_tokens(self) -> np.ndarray:
         """Indices in the prompt of all image and video tokens, in order."""
         return np.sort(np.concatenate(self.places)) if self.places else np.empty(0, dtype=np.int64)
+
+    @functools.cached_property
+    def head_tokens(self) -> np.ndarray:
+        """Indices in the prompt of the tokens that the request's head reads, in order; none without a head."""
+        if self.request.head is None:
+            return np.empty(0, dtype=np.int64)
+        if self.request.read_from is None:
+            return np.array([len(self.request.prompt_ids) - 1])
+        return self.visual_tokens
 
     def visuals_in_order(self) -> list[VisionInput]:
         """Images and videos in the order of their tokens."""

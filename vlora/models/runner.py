@@ -6,18 +6,19 @@ import logging
 import time
 from collections.abc import Mapping, Sequence
 
-import numpy as np
 import torch
 
 import atmm
 from atmm.products import linear
 from vlora.errors import BadRequest, StepFailed, VLoraError
 from vlora.memory.arena import PAGE_BYTES, Arena
-from vlora.models.attention import DecodeRows, KVCache, PrefillSpan, StepAttention, decode_rows
+from vlora.models.attention import KVCache, StepAttention
 from vlora.models.bank import AdapterBank
 from vlora.models.forward import ForwardBatch, Row, lane_by_lane
 from vlora.models.grammar import Cursor, hold
 from vlora.models.head_reading import read_heads
+from vlora.models.last_layer import LastLayer
+from vlora.models.queries import queries_of
 from vlora.models.request_state import RequestState, Visual
 from vlora.models.sampling import sample, token_scores
 from vlora.models.seam import Seam
@@ -56,6 +57,7 @@ class ModelRunner:
         self._block_size = block_size
         self._block_rows = block_pages * PAGE_BYTES // (seam.kv_dim * seam.dtype.itemsize)
         self._cache = KVCache(arena.kv_matrix(seam.dtype, seam.kv_dim), seam.num_layers, block_size)
+        self._last_layer = LastLayer(seam.text_model.layers[seam.num_layers - 1], seam.language_scope)
         self._states: dict[str, RequestState] = {}
 
     def add(self, request: Request, vision_key: str | None) -> None:
@@ -180,7 +182,7 @@ class ModelRunner:
     # -- the packed batch -------------------------------------------------------------------------------------------
 
     def _forward(self, batch: Batch, items: Sequence[BatchItem]) -> tuple[torch.Tensor, ForwardBatch]:
-        """The packed batch and its hidden states [T, hidden]."""
+        """The packed batch and its hidden states [T, hidden], which only rows that are read have."""
         seam = self._seam
         device = seam.device
         merged = batch.merged_adapter
@@ -191,33 +193,12 @@ class ModelRunner:
         leads = self._group is None or self._group.leads
         if leads and atmm.gains_from_copies(lanes, device, seam.dtype):
             self._bank.pack_for(lane.key for lane in lanes)
-        step = StepAttention(
-            cache=self._cache,
-            write_rows=torch.from_numpy(packed.write_rows).to(device),
-            prefills=tuple(
-                PrefillSpan(
-                    row.start,
-                    row.stop,
-                    None if row.first == 0 else torch.from_numpy(row.context).to(device),
-                    None if row.first == 0 else _chunk_mask(row.first, row.last, device),
-                )
-                for row in packed.prefills
-            ),
-            decodes=self._decodes(packed, device),
-        )
+        queries, last_queries, read = queries_of(packed, lanes, device, seam.dtype)
+        step = StepAttention(self._cache, torch.from_numpy(packed.write_rows).to(device), queries, last_queries)
         positions = torch.from_numpy(packed.positions(3 if seam.family.mrope else 1)).to(device)
-        with seam.language_scope.lanes(packed.num_tokens, lanes):
+        with seam.language_scope.lanes(packed.num_tokens, lanes), self._last_layer.limited_to(read):
             hidden = seam.forward(embeddings, positions, step, visual_mask, deepstack)
         return hidden, packed
-
-    @staticmethod
-    def _decodes(packed: ForwardBatch, device: torch.device) -> DecodeRows | None:
-        if not packed.decodes:
-            return None
-        index = None
-        if packed.prefills:
-            index = torch.tensor([row.start for row in packed.decodes]).to(device)
-        return decode_rows(index, [torch.from_numpy(row.context) for row in packed.decodes], device)
 
     # -- answers ----------------------------------------------------------------------------------------------------
 
@@ -248,8 +229,3 @@ class ModelRunner:
             state.tokens.append(token)
         scores = {ids[row]: score for row, score in token_scores(logits, params, chosen).items()}
         return dict(zip(ids, chosen, strict=True)), scores, {ids[row]: ErrorValue.of(e) for row, e in refused.items()}
-
-
-def _chunk_mask(first: int, last: int, device: torch.device) -> torch.Tensor:
-    """bool [last - first, last]: token i of the chunk sees the context up to itself."""
-    return torch.from_numpy(np.arange(first, last)[:, None] >= np.arange(last)[None]).to(device)

@@ -1,0 +1,122 @@
+"""The last layer computes what is read of it, and nothing else changes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+from atmm import Lane
+from tests.engine.test_reuse import Reference
+from tests.families import FAMILIES, Prompt, make_prompt
+from tests.harness import FixedModes, Recorded
+from vlora.errors import UnsupportedModel
+from vlora.models import runner
+from vlora.models.adapted import LaneScope
+from vlora.models.last_layer import LastLayer, lanes_of_rows
+from vlora.types import Mode
+
+NUM_TOKENS = 5
+ADAPTERS = ("wide8", None, "everywhere64", "patterned16", "wide8")
+PLANS: dict[str, list[tuple[Mode, str | None]]] = {
+    "unmerged": [(Mode.UNMERGED, None)],
+    "mixed": [(Mode.MIXED, "wide8")],
+    "changing": [(Mode.MIXED, "wide8"), (Mode.UNMERGED, None)],
+}
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def reference(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Reference:
+    return Reference(request.param, tmp_path_factory.mktemp(request.param))
+
+
+class CountedRows:
+    """How many rows some modules computed, over all steps. Kept: one number for each call."""
+
+    def __init__(self, modules: Sequence[nn.Module]) -> None:
+        self.calls: list[list[int]] = [[] for _ in modules]
+        for module, calls in zip(modules, self.calls, strict=True):
+            module.register_forward_hook(lambda _, given, __, calls=calls: calls.append(given[0].shape[-2]))
+
+    @property
+    def totals(self) -> list[int]:
+        return [sum(calls) for calls in self.calls]
+
+
+def answers_of(
+    reference: Reference, cases: list[tuple[str | None, Prompt]], mode: str, step_tokens: int
+) -> tuple[list[torch.Tensor], CountedRows]:
+    """Logits of every answer, and rows computed in the last layer: by k_proj, gate_proj and down_proj."""
+    policy = FixedModes(Mode.UNMERGED, plan=PLANS[mode])  # each run goes through its modes from the first one on
+    recorded = Recorded(reference, policy, max_step_tokens=step_tokens, prefix_cache=False)
+    layer: Any = recorded.engine._seam.text_model.layers[-1]
+    counted = CountedRows([layer.self_attn.k_proj, layer.mlp.gate_proj, layer.mlp.down_proj])
+    return [logits for _, logits in recorded.answer(cases, NUM_TOKENS)], counted
+
+
+@pytest.mark.parametrize("step_tokens", (512, 13), ids=("whole", "chunks"))
+@pytest.mark.parametrize("mode", PLANS)
+def test_rows_that_are_read_are_as_if_all_were_computed(
+    reference: Reference, mode: str, step_tokens: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cases = [
+        (adapter, make_prompt(reference.family, reference.model, seed, num_images=seed % 2))
+        for seed, adapter in enumerate(ADAPTERS)
+    ]
+    limited, some = answers_of(reference, cases, mode, step_tokens)
+    queries_of = runner.queries_of
+
+    def of_all_rows(*given: Any) -> Any:
+        queries, _, _ = queries_of(*given)
+        return queries, queries, None
+
+    monkeypatch.setattr(runner, "queries_of", of_all_rows)
+    full, everything = answers_of(reference, cases, mode, step_tokens)
+    for one, other in zip(limited, full, strict=True):
+        # Fewer rows take other kernels, which round otherwise: logits differed by 4e-6 at most.
+        torch.testing.assert_close(one, other, atol=1e-5, rtol=1e-5)
+    computed = sum(len(prompt.prompt_ids) + NUM_TOKENS - 1 for _, prompt in cases)
+    assert everything.totals == [computed] * 3
+    read = len(cases) * NUM_TOKENS
+    assert some.totals == [computed, read, read]
+
+
+def test_a_chunk_without_an_answer_computes_keys_and_values_only(reference: Reference) -> None:
+    prompt = make_prompt(reference.family, reference.model, 1, num_images=1)
+    _, counted = answers_of(reference, [("wide8", prompt)], "unmerged", 8)
+    keys, gates, _ = counted.calls
+    assert len(keys) >= 3 + NUM_TOKENS - 1 and gates == [1] * NUM_TOKENS
+
+
+class Attention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.q_proj = nn.Linear(4, 4)
+
+
+def test_a_layer_of_another_shape_is_refused() -> None:
+    layer = nn.Module()
+    layer.self_attn, layer.mlp = Attention(), nn.Linear(4, 4)
+    with pytest.raises(UnsupportedModel, match="no self_attn with q_proj"):
+        LastLayer(layer, LaneScope())
+
+
+@given(st.data())
+def test_lanes_over_some_rows_say_of_each_what_they_said_before(data: st.DataObject) -> None:
+    num_rows = data.draw(st.integers(1, 12))
+    lanes = []
+    for number in range(data.draw(st.integers(0, 4))):
+        start = data.draw(st.integers(0, num_rows))
+        sign = data.draw(st.sampled_from([1.0, -1.0]))
+        lanes.append(Lane(str(number), start, data.draw(st.integers(start, num_rows)), sign))
+    rows = sorted(data.draw(st.sets(st.integers(0, num_rows - 1))))
+    kept = lanes_of_rows(lanes, np.array(rows, dtype=np.int64))
+    for place, row in enumerate(rows):
+        before = {(lane.key, lane.sign) for lane in lanes if lane.start <= row < lane.stop}
+        assert {(lane.key, lane.sign) for lane in kept if lane.start <= place < lane.stop} == before

@@ -1,0 +1,115 @@
+"""The last decoder layer, reduced to what is read of it: keys and values of all rows, all else of the rows that answer.
+
+No later layer reads the last layer's hidden states. Of a prompt only the last token's is read (a task head over image
+tokens reads those), so most rows of a prefill need no query, no attention, no output projection and no MLP there.
+
+`q_proj`, `o_proj` and `mlp` map each row on its own, whatever the model family. Their classes are swapped for ones that
+compute the rows that are read and return zeros for the others, so the model's code sees the shapes that it expects.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+import atmm
+from vlora.errors import UnsupportedModel
+from vlora.models.adapted import AdaptedLinear, LaneScope
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ReadRows:
+    """Rows of the packed batch whose final hidden state is read.
+
+    index: int64 [K], ascending, on the model's device. lanes: the batch's lanes over these K rows.
+    """
+
+    index: torch.Tensor
+    lanes: Sequence[atmm.Lane]
+
+
+def lanes_of_rows(lanes: Sequence[atmm.Lane], rows: np.ndarray) -> list[atmm.Lane]:
+    """The lanes of a packed batch over some of its rows, which become rows 0 to len(rows) - 1. rows: ascending."""
+    kept: list[atmm.Lane] = []
+    for lane in lanes:
+        start, stop = (int(place) for place in np.searchsorted(rows, (lane.start, lane.stop)))
+        if start < stop:
+            kept.append(lane._replace(start=start, stop=stop))
+    return kept
+
+
+class LastLayer:
+    """A decoder layer whose row-wise modules can be limited to some rows of the batch."""
+
+    def __init__(self, layer: nn.Module, scope: LaneScope) -> None:
+        """Swap the classes of the layer's modules, in place; after the model was cut into shards.
+
+        Raises UnsupportedModel when the layer has not the modules that this relies on.
+        """
+        attention: Any = getattr(layer, "self_attn", None)
+        projections = [getattr(attention, name, None) for name in ("q_proj", "k_proj", "v_proj", "o_proj")]
+        mlp: Any = getattr(layer, "mlp", None)
+        if not all(isinstance(linear, AdaptedLinear) for linear in projections) or not isinstance(mlp, nn.Module):
+            raise UnsupportedModel(
+                f"{type(layer).__name__} has no self_attn with q_proj, k_proj, v_proj and o_proj beside an mlp; "
+                "this version of transformers is not supported"
+            )
+        query, *keys_and_values, output = projections
+        self._scope = scope
+        self._inputs: list[AdaptedLinear] = [query, *keys_and_values]
+        self.active: tuple[torch.Tensor, atmm.SegmentPlan | None] | None = None
+        for module, width in ((query, query.out_features), (output, output.out_features), (mlp, output.out_features)):
+            _limit(module, self, width)
+
+    @contextmanager
+    def limited_to(self, rows: ReadRows | None) -> Iterator[None]:
+        """Until the block ends, compute these rows only. None: all rows."""
+        if rows is None:
+            yield
+            return
+        num_rows = len(rows.index)
+        self.active = rows.index, atmm.SegmentPlan(num_rows, rows.lanes) if rows.lanes else None
+        # q reads fewer rows than k and v here, so one product for all three does not fit.
+        siblings = [linear.siblings for linear in self._inputs]
+        for linear in self._inputs:
+            linear.siblings = None
+        try:
+            yield
+        finally:
+            self.active = None
+            for linear, before in zip(self._inputs, siblings, strict=True):
+                linear.siblings = before
+
+    def compute(self, forward: Callable[[torch.Tensor], torch.Tensor], width: int, x: torch.Tensor) -> torch.Tensor:
+        """A row-wise function of x [..., T, d]: [..., T, width], zero in rows that nothing reads."""
+        if self.active is None:
+            return forward(x)
+        index, plan = self.active
+        y = x.new_zeros(*x.shape[:-1], width)
+        if len(index):
+            with self._scope.replaced(plan):
+                y.index_copy_(-2, index, forward(x.index_select(-2, index)))
+        return y
+
+
+class _Limited(nn.Module):
+    """Mixed into the class of a row-wise module."""
+
+    limit: LastLayer
+    width: int
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.limit.compute(super().forward, self.width, x)
+
+
+def _limit(module: nn.Module, limit: LastLayer, width: int) -> None:
+    kind = type(module)
+    module.__class__ = type(f"Limited{kind.__name__}", (_Limited, kind), {})
+    limited: Any = module
+    limited.limit, limited.width = limit, width
