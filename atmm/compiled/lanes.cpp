@@ -24,7 +24,12 @@ struct Lane {
   }
 };
 
-constexpr int64_t kRows = 4;    // rows of A, and tokens, whose dot products are taken side by side
+// Rows of A, and tokens, whose dot products are taken side by side: their sums fill the registers.
+#if defined(__AVX512F__)
+constexpr int64_t kRows = 4;
+#else
+constexpr int64_t kRows = 2;
+#endif
 constexpr int64_t kDeep = 8;    // rows of Bt that are weighed at once where they are in a cache
 constexpr int64_t kBlock = 1024;       // features of y that a thread computes at a time, at least
 constexpr int64_t kSums = 256 * 1024;  // tokens times features above that: their sums stay in the second cache

@@ -4,10 +4,6 @@
 // to hand the weights over. Sums are kept in float32 registers: a tile of R weight rows by M tokens at a time.
 #include <omp.h>
 
-#if defined(__AVX__)
-#include <immintrin.h>
-#endif
-
 #include <algorithm>
 #include <memory>
 
@@ -16,28 +12,19 @@
 namespace atmm {
 namespace {
 
-// One register of the processor. `Floats` of vectors.h is two of them on AVX2, which leaves too few for a tile.
-#if defined(__AVX512F__)
-constexpr int64_t kLanes = 16;
-#else
-constexpr int64_t kLanes = 8;
-#endif
-typedef float Vector __attribute__((vector_size(4 * kLanes)));
-typedef uint32_t VectorBits __attribute__((vector_size(4 * kLanes)));
-
 // sum + a * b, rounded once where the processor can: a compiler that may choose rounds some tiles' sums twice, and a
 // token's values would depend on the tile it is in.
-inline Vector fused(Vector a, Vector b, Vector sum) {
+inline Floats fused(Floats a, Floats b, Floats sum) {
 #if defined(__AVX512F__)
-  return Vector(_mm512_fmadd_ps(__m512(a), __m512(b), __m512(sum)));
+  return Floats(_mm512_fmadd_ps(__m512(a), __m512(b), __m512(sum)));
 #elif defined(__FMA__)
-  return Vector(_mm256_fmadd_ps(__m256(a), __m256(b), __m256(sum)));
+  return Floats(_mm256_fmadd_ps(__m256(a), __m256(b), __m256(sum)));
 #else
   return a * b + sum;
 #endif
 }
 
-inline float sum_of(Vector values) {
+inline float sum_of(Floats values) {
 #if defined(__AVX512F__)
   return _mm512_reduce_add_ps(__m512(values));
 #elif defined(__AVX__)
@@ -45,9 +32,9 @@ inline float sum_of(Vector values) {
   sum = _mm_add_ps(sum, _mm_movehl_ps(sum, sum));
   return _mm_cvtss_f32(_mm_add_ss(sum, _mm_movehdup_ps(sum)));
 #else
-  float parts[kLanes];
+  float parts[kWidth];
   std::memcpy(parts, &values, sizeof values);
-  for (int64_t width = kLanes / 2; width; width /= 2)
+  for (int64_t width = kWidth / 2; width; width /= 2)
     for (int64_t i = 0; i < width; ++i) parts[i] += parts[i + width];
   return parts[0];
 #endif
@@ -67,16 +54,16 @@ struct Arithmetic;
 template <>
 struct Arithmetic<float> {
   using Input = float;
-  static constexpr int64_t kGroup = kLanes;
+  static constexpr int64_t kGroup = kWidth;
 
   static void prepare(float* to, const float* from) { std::memcpy(to, from, kGroup * sizeof(float)); }
 
   template <int R, int M>
-  static inline void multiply(Vector (&sums)[R][M], const float* w, int64_t w_stride, const float* x, int64_t x_stride) {
-    Vector rows[R];
-    for (int r = 0; r < R; ++r) rows[r] = load_register<Vector>(w + r * w_stride);
+  static inline void multiply(Floats (&sums)[R][M], const float* w, int64_t w_stride, const float* x, int64_t x_stride) {
+    Floats rows[R];
+    for (int r = 0; r < R; ++r) rows[r] = load_register<Floats>(w + r * w_stride);
     for (int m = 0; m < M; ++m) {
-      const Vector values = load_register<Vector>(x + m * x_stride);
+      const Floats values = load_register<Floats>(x + m * x_stride);
       for (int r = 0; r < R; ++r) sums[r][m] = fused(rows[r], values, sums[r][m]);
     }
   }
@@ -88,18 +75,18 @@ struct Arithmetic<float> {
 template <>
 struct Arithmetic<BFloat16> {
   using Input = BFloat16;
-  static constexpr int64_t kGroup = 2 * kLanes;
+  static constexpr int64_t kGroup = 2 * kWidth;
 
   static void prepare(BFloat16* to, const BFloat16* from) { std::memcpy(to, from, kGroup * sizeof(BFloat16)); }
 
   template <int R, int M>
-  static inline void multiply(Vector (&sums)[R][M], const BFloat16* w, int64_t w_stride, const BFloat16* x,
+  static inline void multiply(Floats (&sums)[R][M], const BFloat16* w, int64_t w_stride, const BFloat16* x,
                               int64_t x_stride) {
     __m512bh rows[R];
     for (int r = 0; r < R; ++r) rows[r] = load_register<__m512bh>(w + r * w_stride);
     for (int m = 0; m < M; ++m) {
       const __m512bh values = load_register<__m512bh>(x + m * x_stride);
-      for (int r = 0; r < R; ++r) sums[r][m] = Vector(_mm512_dpbf16_ps(__m512(sums[r][m]), rows[r], values));
+      for (int r = 0; r < R; ++r) sums[r][m] = Floats(_mm512_dpbf16_ps(__m512(sums[r][m]), rows[r], values));
     }
   }
 };
@@ -111,26 +98,26 @@ struct Arithmetic<BFloat16> {
 template <>
 struct Arithmetic<BFloat16> {
   using Input = float;
-  static constexpr int64_t kGroup = 2 * kLanes;
+  static constexpr int64_t kGroup = 2 * kWidth;
 
   static void prepare(float* to, const BFloat16* from) {
-    const VectorBits pairs = load_register<VectorBits>(from), even = pairs << 16, odd = pairs & 0xffff0000u;
+    const Bits pairs = load_register<Bits>(from), even = pairs << 16, odd = pairs & 0xffff0000u;
     std::memcpy(to, &even, sizeof even);
-    std::memcpy(to + kLanes, &odd, sizeof odd);
+    std::memcpy(to + kWidth, &odd, sizeof odd);
   }
 
   template <int R, int M>
-  static inline void multiply(Vector (&sums)[R][M], const BFloat16* w, int64_t w_stride, const float* x,
+  static inline void multiply(Floats (&sums)[R][M], const BFloat16* w, int64_t w_stride, const float* x,
                               int64_t x_stride) {
-    Vector rows[R];
-    for (int r = 0; r < R; ++r) rows[r] = Vector(load_register<VectorBits>(w + r * w_stride) << 16);
+    Floats rows[R];
+    for (int r = 0; r < R; ++r) rows[r] = Floats(load_register<Bits>(w + r * w_stride) << 16);
     for (int m = 0; m < M; ++m) {
-      const Vector values = load_register<Vector>(x + m * x_stride);
+      const Floats values = load_register<Floats>(x + m * x_stride);
       for (int r = 0; r < R; ++r) sums[r][m] = fused(rows[r], values, sums[r][m]);
     }
-    for (int r = 0; r < R; ++r) rows[r] = Vector(load_register<VectorBits>(w + r * w_stride) & 0xffff0000u);
+    for (int r = 0; r < R; ++r) rows[r] = Floats(load_register<Bits>(w + r * w_stride) & 0xffff0000u);
     for (int m = 0; m < M; ++m) {
-      const Vector values = load_register<Vector>(x + m * x_stride + kLanes);
+      const Floats values = load_register<Floats>(x + m * x_stride + kWidth);
       for (int r = 0; r < R; ++r) sums[r][m] = fused(rows[r], values, sums[r][m]);
     }
   }
@@ -181,7 +168,7 @@ template <typename T, int R, int M>
 inline void tile(float* to, int64_t pitch, const T* w, int64_t w_stride, const typename Arithmetic<T>::Input* values,
                  int64_t x_stride, int64_t d_in) {
   using Kind = Arithmetic<T>;
-  Vector sums[R][M] = {};
+  Floats sums[R][M] = {};
   const int64_t whole = d_in / Kind::kGroup * Kind::kGroup;
   for (int64_t i = 0; i < whole; i += Kind::kGroup) {
     for (int r = 0; r < R; ++r) __builtin_prefetch(w + (r + R) * w_stride + i, 0, 2);

@@ -1,4 +1,5 @@
-// Sixteen values at a time, in the vector extensions that GCC and Clang share: one source for every CPU they target.
+// One register of values at a time, in the vector extensions that GCC and Clang share: one source for every CPU they
+// target. Never more than a register: compilers pass wider vectors through memory.
 #pragma once
 
 #include <cstddef>
@@ -6,17 +7,21 @@
 #include <cstring>
 #include <utility>
 
-#if defined(__AVX512F__)
+#if defined(__AVX__)
 #include <immintrin.h>
 #endif
 
 namespace atmm {
 
+#if defined(__AVX512F__)
 constexpr int64_t kWidth = 16;
+#else
+constexpr int64_t kWidth = 8;
+#endif
 
-typedef float Floats __attribute__((vector_size(64)));
-typedef uint32_t Bits __attribute__((vector_size(64)));
-typedef uint16_t Halves __attribute__((vector_size(32)));
+typedef float Floats __attribute__((vector_size(4 * kWidth)));
+typedef uint32_t Bits __attribute__((vector_size(4 * kWidth)));
+typedef uint16_t Halves __attribute__((vector_size(2 * kWidth)));
 
 struct BFloat16 {
   uint16_t bits;
@@ -48,7 +53,7 @@ inline float load_one(const BFloat16* from) {
   return value;
 }
 
-// The first `count` of sixteen; nothing behind them is read.
+// The first `count` of a register; nothing behind them is read.
 inline Floats load(const float* from, int64_t count) {
 #if defined(__AVX512F__)
   return Floats(_mm512_maskz_loadu_ps(__mmask16((1u << count) - 1), from));
@@ -94,7 +99,7 @@ inline void store(BFloat16* to, Floats values) {
   std::memcpy(to, &halves, sizeof halves);
 }
 
-// The first `count` of sixteen; nothing behind them is written.
+// The first `count` of a register; nothing behind them is written.
 inline void store(float* to, Floats values, int64_t count) {
 #if defined(__AVX512F__)
   _mm512_mask_storeu_ps(to, __mmask16((1u << count) - 1), __m512(values));
@@ -144,13 +149,13 @@ inline void exchange(Floats* square, std::integer_sequence<int, J...>) {
   }
 }
 
-// Sixteen vectors as rows of a matrix become its columns.
+// As many vectors as a register has values, the rows of a matrix, become its columns.
 inline void transpose(Floats* square) {
   using Places = std::make_integer_sequence<int, kWidth>;
   exchange<1>(square, Places());
   exchange<2>(square, Places());
   exchange<4>(square, Places());
-  exchange<8>(square, Places());
+  if constexpr (kWidth == 16) exchange<8>(square, Places());
 }
 
 // Past the caches, for memory that is not read again soon: saves reading it before it is overwritten. `to` must be
