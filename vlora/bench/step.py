@@ -38,7 +38,7 @@ def run(quick: bool) -> Report:
     torch.set_num_threads(1)
     rounds = 3 if quick else 9
     # A model each: the engine changes its own, and the two engines' requests must not meet.
-    plain = dummy_model(half_billion_config(), _DTYPE, torch.device("cpu"), seed=0)
+    plain = dummy_model(half_billion_config(vision="none"), _DTYPE, torch.device("cpu"), seed=0)
     shapes = language_shapes(plain)
     found = _Found(rounds)
     with tempfile.TemporaryDirectory() as folder:
@@ -160,7 +160,7 @@ class _TimedEngine:
             prefix_cache=False,  # the requests of a batch read KV of their own
         )
         self._engine = LocalEngine(
-            settings, model=dummy_model(half_billion_config(), _DTYPE, torch.device("cpu"), 0)
+            settings, model=dummy_model(half_billion_config(vision="none"), _DTYPE, torch.device("cpu"), 0)
         ).engine
         for name, path in adapters.items():
             self._engine.load_adapter(name, path)
