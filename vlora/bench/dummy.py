@@ -13,7 +13,6 @@ from transformers import Qwen2VLConfig
 
 from vlora.parallel.plan import COLUMN_PARALLEL, ROW_PARALLEL
 
-
 Vision = Literal["tower", "none"]
 """The vision tower of a dummy model: of its family's real shape, or one that takes next to no time and memory."""
 
