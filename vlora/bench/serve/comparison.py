@@ -67,7 +67,11 @@ class Files(NamedTuple):
 
 @contextlib.contextmanager
 def serving(files: Files, dtype: str, threads: int | None) -> Iterator[Served]:
-    """`vlora serve` on loopback as users run it, but without caches of prompts and pictures. threads None: its default."""
+    """`vlora serve` on loopback as users run it, but without caches of prompts and pictures. threads None: its default.
+
+    Raises:
+        BadConfig: The server does not start.
+    """
     adapters = [flag for name, path in files.adapters.items() for flag in ("--adapter", f"{name}={path}")]
     flags = ["--model", files.model, *adapters, "--dtype", dtype, "--rpyc-port", "0", "--http-port", "0"]
     flags += ["--no-prefix-cache", "--vision-cache-bytes", "0", "--arena-bytes", str(2 * 2**30)]

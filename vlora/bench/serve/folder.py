@@ -38,13 +38,12 @@ def write_model(config: Any, folder: Path, seed: int = 0) -> dict[str, tuple[int
     draws = torch.Generator().manual_seed(seed)
     weights: dict[str, torch.Tensor] = {}
     for name, parameter in model.named_parameters():
-        if parameter.ndim >= 2:
-            scale = 0.5 if "embed_tokens" in name else 0.6 / parameter[0].numel() ** 0.5
+        if parameter.ndim == 1:
+            # Weights of norms around 1; biases around 0.
+            drawn = torch.randn(parameter.shape, generator=draws) * 0.05 + name.endswith("weight")
         else:
-            scale = 0.05
-        drawn = torch.randn(parameter.shape, generator=draws) * scale
-        if ("norm" in name and name.endswith("weight")) or name.endswith(("ln_q.weight",)):
-            drawn += 1
+            scale = 0.5 if "embed_tokens" in name else 0.6 / parameter[0].numel() ** 0.5
+            drawn = torch.randn(parameter.shape, generator=draws) * scale
         weights[name] = drawn.to(torch.bfloat16)
     save_file(weights, str(folder / "model.safetensors"), metadata={"format": "pt"})
     config.architectures = [type(model).__name__]
