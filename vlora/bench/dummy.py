@@ -102,6 +102,8 @@ def served_config(num_layers: int = _LAYERS) -> Qwen2VLConfig:
         num_hidden_layers=num_layers,
         num_attention_heads=14,
         tied=False,
+        bos_token_id=None,
+        eos_token_id=None,
     )
 
 
@@ -116,10 +118,14 @@ def small_served_config() -> Qwen2VLConfig:
         num_hidden_layers=8,
         num_attention_heads=4,
         tied=False,
+        bos_token_id=None,
+        eos_token_id=None,
     )
 
 
-def _config(tower: _Tower, special_tokens: int, hidden_size: int, *, tied: bool = True, **text: int) -> Qwen2VLConfig:
+def _config(
+    tower: _Tower, special_tokens: int, hidden_size: int, *, tied: bool = True, **text: int | None
+) -> Qwen2VLConfig:
     """special_tokens: the first of the ids that mark vision input. Attention heads are 64 wide, two for keys."""
     return Qwen2VLConfig(
         text_config={

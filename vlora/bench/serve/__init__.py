@@ -28,6 +28,7 @@ from vlora.bench.serve.comparison import (
     check_answers,
     default_threads,
     model_files,
+    serving,
 )
 from vlora.bench.serve.figures import Run, row
 from vlora.bench.serve.load import drive
@@ -113,23 +114,24 @@ def _local(
     # The goals are of this workload on the large model, and a ratio of short runs of another one says little.
     promised = not quick and dataclasses.replace(workload, seed=0) == Workload()
     default = (None,) if quick or default_threads() == 1 else (None, 1)
-    for surface in surfaces:
-        for count in threads or default:
-            comparison = Comparison(files, workload, cases, dtype=dtype, surface=surface, threads=count, rounds=rounds)
-            comparison.run(baselines)
-            rows += comparison.rows()
-            errors += comparison.errors
-            if promised:
-                goals += [
-                    Goal(
-                        f"{case.name}: {surface} / {case.baseline}, {_threads(count)}", ratio, _GOALS[case.name], False
-                    )
-                    for case in cases
-                    for ratio in (comparison.ratio(case.name),)
-                ]
-        checks[surface] = check = check_answers(files, workload, baselines["float32"], surface)
-        name = f"wrong of {check['answers']} greedy answers in float32 ({check['words']} words), {surface}"
-        goals.append(Goal(name, float(len(check["wrong"])), 0.0, True))
+    for count in threads or default:
+        with serving(files, dtype, count) as server:
+            for surface in surfaces:
+                comparison = Comparison(
+                    files, workload, cases, dtype=dtype, surface=surface, threads=count, rounds=rounds
+                )
+                comparison.run(server, baselines)
+                rows += comparison.rows()
+                errors += comparison.errors
+                if promised:
+                    for case in cases:
+                        name = f"{case.name}: {surface} / {case.baseline}, {_threads(count)}"
+                        goals.append(Goal(name, comparison.ratio(case.name), _GOALS[case.name], False))
+    with serving(files, "float32", None) as server:
+        for surface in surfaces:
+            checks[surface] = check = check_answers(server, surface, files, workload, baselines["float32"])
+            name = f"wrong of {check['answers']} greedy answers in float32 ({check['words']} words), {surface}"
+            goals.append(Goal(name, float(len(check["wrong"])), 0.0, True))
     goals.append(Goal("requests that failed", float(len(errors)), 0.0, True))
     return Report("serve", rows, goals, found=_found(workload, errors) | {"answers": checks})
 

@@ -8,20 +8,20 @@ import dataclasses
 import itertools
 import os
 import statistics
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import psutil
 import torch
 
-from vlora.bench.serve.answers import compare
+from vlora.bench.serve.answers import Agreement, compare
 from vlora.bench.serve.baseline import Baseline, Prepared, prepare
 from vlora.bench.serve.figures import Run, row
 from vlora.bench.serve.folder import write_adapters, write_model
 from vlora.bench.serve.load import drive
 from vlora.bench.serve.surfaces import ChatCompletions, Rpyc
-from vlora.bench.serve.workload import Workload, asks
+from vlora.bench.serve.workload import Ask, Workload, asks
 from vlora.bench.served import Served, running
 from vlora.models.processing import InputProcessor
 
@@ -122,18 +122,17 @@ class Comparison:
         self._ours: dict[str, list[Run]] = {case.name: [] for case in cases}
         self._theirs: dict[tuple[str, str], list[Run]] = {}
 
-    def run(self, baselines: Mapping[str, Baseline]) -> None:
+    def run(self, server: Served, baselines: Mapping[str, Baseline]) -> None:
         """Every round: each case of the server, then of each baseline; nothing else runs meanwhile."""
         torch.set_num_threads(self._threads or default_threads())
-        with serving(self._files, self._dtype, self._threads) as server:
-            asyncio.run(self._warm_up(server, baselines))
-            for number in range(self._rounds):
-                for case in self._cases:
-                    self._ours[case.name].append(asyncio.run(self._serve(server, case, number)))
-                    for dtype, baseline in baselines.items():
-                        if not self._too_slow(case, dtype):
-                            run = self._answer(baseline, case, number)
-                            self._theirs.setdefault((case.name, dtype), []).append(run)
+        asyncio.run(self._warm_up(server, baselines))
+        for number in range(self._rounds):
+            for case in self._cases:
+                self._ours[case.name].append(asyncio.run(self._serve(server, case, number)))
+                for dtype, baseline in baselines.items():
+                    if not self._too_slow(case, dtype):
+                        run = self._answer(baseline, case, number)
+                        self._theirs.setdefault((case.name, dtype), []).append(run)
 
     def rows(self) -> Iterator[dict[str, Any]]:
         for case in self._cases:
@@ -163,8 +162,7 @@ class Comparison:
 
     async def _serve(self, server: Served, case: Case, number: int) -> Run:
         workload = case.workload(self._workload, number)
-        async with surface(self._surface, server, self._files) as send:
-            return await drive(workload, asks(workload, adapted=case.adapted), send)
+        return await _ask(server, self._surface, self._files, workload, asks(workload, adapted=case.adapted))
 
     def _answer(self, baseline: Baseline, case: Case, number: int) -> Run:
         workload = case.workload(self._workload, number)
@@ -187,16 +185,23 @@ class Comparison:
             popularity="uniform",
         )
         for case in self._cases:
-            async with surface(self._surface, server, self._files) as send:
-                await drive(workload, asks(workload, adapted=case.adapted), send)
+            await _ask(server, self._surface, self._files, workload, asks(workload, adapted=case.adapted))
             for baseline in baselines.values():
                 baseline.run(self._prepared(workload, case)[:1], 1)
 
 
-def check_answers(files: Files, workload: Workload, baseline: Baseline, surface_name: str) -> dict[str, Any]:
-    """Greedy answers in float32 over a small set of requests, all at once, against the baseline's one by one.
+def check_answers(
+    server: Served, surface_name: str, files: Files, workload: Workload, baseline: Baseline
+) -> dict[str, Any]:
+    """Greedy answers to a small set of requests, all at once, against the baseline's one by one.
 
-    baseline: in float32.
+    Args:
+        server: In float32.
+        baseline: In float32.
+
+    Returns:
+        Numbers of answers, of distinct ones, of words compared, and of answers that could not be compared to their end
+        because two words were equally likely (`ties`); `wrong` says what is wrong.
     """
     workload = dataclasses.replace(
         workload,
@@ -207,33 +212,32 @@ def check_answers(files: Files, workload: Workload, baseline: Baseline, surface_
         answer_tokens=min(_CHECKED_TOKENS, workload.answer_tokens),
     )
     processor = InputProcessor.from_pretrained(files.model)
-    found: dict[str, Any] = {"answers": 0, "words": 0, "ties": 0, "distinct": 0, "wrong": []}
-    texts: set[str] = set()
     torch.set_num_threads(default_threads())
-    with serving(files, "float32", None) as server:
-        for adapted in (True, False):
-            requests = list(itertools.islice(asks(workload, adapted=adapted), _CHECKED))
+    agreements: list[Agreement] = []
+    texts: set[str] = set()
+    for adapted in (True, False):
+        requests = list(itertools.islice(asks(workload, adapted=adapted), _CHECKED))
+        run = asyncio.run(_ask(server, surface_name, files, workload, requests))
+        for answered, ask in zip(run.answers, requests, strict=True):
+            texts.add(answered.text)
+            if answered.error is not None:
+                agreements.append(Agreement(0, answered.error, False))
+                continue
+            greedy = baseline.greedy(prepare(processor, ask))
+            expected = [processor.decode([token]).strip() for token in greedy.token_ids]
+            agreements.append(compare(expected, greedy.margins, answered.text))
+    return {
+        "answers": len(agreements),
+        "distinct": len(texts),
+        "words": sum(each.words for each in agreements),
+        "ties": sum(each.tie for each in agreements),
+        "wrong": [each.wrong for each in agreements if each.wrong is not None],
+    }
 
-            async def ask_all(adapted: bool = adapted) -> Run:
-                async with surface(surface_name, server, files) as send:
-                    return await drive(workload, asks(workload, adapted=adapted), send)
 
-            run = asyncio.run(ask_all())
-            for answered, ask in zip(run.answers, requests, strict=True):
-                found["answers"] += 1
-                if answered.error is not None:
-                    found["wrong"].append(answered.error)
-                    continue
-                greedy = baseline.greedy(prepare(processor, ask))
-                expected = [processor.decode([token]).strip() for token in greedy.token_ids]
-                agreement = compare(expected, greedy.margins, answered.text)
-                found["words"] += agreement.words
-                found["ties"] += agreement.tie
-                texts.add(answered.text)
-                if agreement.wrong is not None:
-                    found["wrong"].append(agreement.wrong)
-    found["distinct"] = len(texts)
-    return found
+async def _ask(server: Served, name: str, files: Files, workload: Workload, requests: Iterable[Ask]) -> Run:
+    async with surface(name, server, files) as send:
+        return await drive(workload, iter(requests), send)
 
 
 def default_threads() -> int:
