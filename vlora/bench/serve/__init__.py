@@ -173,4 +173,9 @@ def _threads(count: int | None) -> str:
 
 
 def _found(workload: Workload, errors: Sequence[str]) -> dict[str, Any]:
-    return {"workload": dataclasses.asdict(workload), "errors": list(errors[:20]), "counting": _COUNTING}
+    return {
+        "workload": dataclasses.asdict(workload),
+        "errors": list(errors[:20]),
+        "counting": _COUNTING,
+        "default threads": default_threads(),
+    }

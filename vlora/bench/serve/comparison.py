@@ -136,7 +136,7 @@ class Comparison:
 
     def rows(self) -> Iterator[dict[str, Any]]:
         for case in self._cases:
-            labels = {"case": case.name, "threads": self._threads or f"default ({default_threads()})"}
+            labels = {"case": case.name, "threads": self._threads or "default"}
             by = f"vlora, {self._surface}, {self._dtype}"
             yield row(self._ours[case.name], **labels, by=by) | {"ours / it": None}
             for (name, dtype), runs in self._theirs.items():
