@@ -171,10 +171,10 @@ def test_figures_of_a_run() -> None:
     found = row([Run([first, second, failed], 0.0, 4.0)], case="adapters")
     assert found["case"] == "adapters" and (found["runs"], found["requests"], found["errors"]) == (1, 3, 1)
     assert found["answer tokens/s"] == 1.0 and found["all tokens/s"] == 6.0
-    assert [found[f"TTFT p{p} ms"] for p in (50, 95, 99)] == [500, 1000, 1000]
-    assert [found[f"ITL p{p} ms"] for p in (50, 95, 99)] == [250, 500, 500]
-    assert [found[f"latency p{p} ms"] for p in (50, 95, 99)] == [2000, 3000, 3000]
-    assert row([Run([failed], 0.0, 4.0)])["TTFT p50 ms"] is None
+    assert [found[f"TTFT p{p} s"] for p in (50, 95, 99)] == [0.5, 1.0, 1.0]
+    assert [found[f"ITL p{p} s"] for p in (50, 95, 99)] == [0.25, 0.5, 0.5]
+    assert [found[f"latency p{p} s"] for p in (50, 95, 99)] == [2.0, 3.0, 3.0]
+    assert row([Run([failed], 0.0, 4.0)])["TTFT p50 s"] is None
 
 
 # -- streams ----------------------------------------------------------------------------------------------------------
@@ -344,11 +344,11 @@ def test_all_of_it() -> None:
     del settings["duration_s"], settings["rate"]
     report = serve.run(True, rounds=1, threads=[1], dtype="float32", **settings)
     assert all(goal.holds for goal in report.goals), report.as_dict()
-    names = [(found["case"], found["by"]) for found in report.rows]
+    names = [(found["case"], found["by"], found["dtype"]) for found in report.rows]
     assert names == [
-        (case.name, by)
+        (case.name, *by)
         for case in CASES.values()
-        for by in ("vlora, http, float32", f"{case.baseline}, float32", f"{case.baseline}, bfloat16")
+        for by in (("vlora http", "float32"), (case.baseline, "float32"), (case.baseline, "bfloat16"))
     ]
     for found in report.rows:
         count = 1 if found["case"] == "one" else 3

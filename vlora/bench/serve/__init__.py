@@ -162,7 +162,10 @@ def _other_server(
     for number in range(rounds):
         for case in cases:
             runs[case.name].append(asyncio.run(measure(case, number)))
-    rows = [row(found, case=name, threads=None, by=url) | {"ours / it": None} for name, found in runs.items()]
+    rows = [
+        row(found, case=name, threads=None, by="server", dtype=None) | {"ours / it": None}
+        for name, found in runs.items()
+    ]
     errors = [error for found in runs.values() for run in found for error in run.errors]
     goals = [Goal("requests that failed", float(len(errors)), 0.0, True)]
     return Report("serve", rows, goals, title=f"vlora bench serve: {url}", found=_found(workload, errors))

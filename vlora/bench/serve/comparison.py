@@ -33,7 +33,8 @@ _MODEL = "model"
 
 
 class Case(NamedTuple):
-    """adapted: with adapters, or the base model. alone: one request at a time."""
+    """adapted: with adapters, or the base model. alone: one request at a time. baseline: its name in reports; but for
+    `alone`, it answers as many requests in a batch as are outstanding at the server."""
 
     name: str
     baseline: str
@@ -52,8 +53,8 @@ CASES = {
     case.name: case
     for case in (
         Case("one", "transformers", adapted=False, alone=True),
-        Case("base", "transformers' batch", adapted=False),
-        Case("adapters", "PEFT's mixed batch", adapted=True),
+        Case("base", "transformers", adapted=False),
+        Case("adapters", "PEFT mixed", adapted=True),
     )
 }
 
@@ -137,12 +138,12 @@ class Comparison:
     def rows(self) -> Iterator[dict[str, Any]]:
         for case in self._cases:
             labels = {"case": case.name, "threads": self._threads or "default"}
-            by = f"vlora, {self._surface}, {self._dtype}"
-            yield row(self._ours[case.name], **labels, by=by) | {"ours / it": None}
+            ours = row(self._ours[case.name], **labels, by=f"vlora {self._surface}", dtype=self._dtype)
+            yield ours | {"ours / it": None}
             for (name, dtype), runs in self._theirs.items():
                 if name == case.name:
-                    ratio = {"ours / it": self._ratio(name, dtype)}
-                    yield row(runs, **labels, by=f"{case.baseline}, {dtype}") | ratio
+                    theirs = row(runs, **labels, by=case.baseline, dtype=dtype)
+                    yield theirs | {"ours / it": self._ratio(name, dtype)}
 
     def ratio(self, case: str) -> float:
         """Tokens a second over those of the faster baseline, the median over rounds."""

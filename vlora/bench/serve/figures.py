@@ -65,7 +65,7 @@ class Run:
 
 
 def latencies(runs: Sequence[Run]) -> dict[str, float | None]:
-    """Milliseconds by name, over the completed requests of all runs.
+    """Seconds by name, over the completed requests of all runs.
 
     TTFT: until the first piece of text. ITL: between two pieces of text of one answer, over all of them. Latency: until
     the end. All from when a request was due.
@@ -79,8 +79,7 @@ def latencies(runs: Sequence[Run]) -> dict[str, float | None]:
     found: dict[str, float | None] = {}
     for name, seconds in (("TTFT", first), ("ITL", gaps), ("latency", whole)):
         for percent in PERCENTILES:
-            value = percentile(seconds, percent)
-            found[f"{name} p{percent} ms"] = None if value is None else value * 1e3
+            found[f"{name} p{percent} s"] = percentile(seconds, percent)
     return found
 
 
