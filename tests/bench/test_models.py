@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from transformers import AutoModelForImageTextToText
 
-from vlora.bench.dummy import language_shapes
+from vlora.bench.dummy import (
+    half_billion_config,
+    language_shapes,
+    served_config,
+    small_config,
+    small_served_config,
+)
 from vlora.bench.fit import RANK
 from vlora.bench.models import MODELS, model_named
 from vlora.errors import BadConfig
@@ -14,14 +22,19 @@ from vlora.memory.arena import block_pages, pages_for
 from vlora.models.families import family_of
 
 
-@pytest.mark.parametrize(("name", "billions"), [("qwen2-0.5b", 0.494), ("qwen2-vl-7b", 8.29), ("llava-13b", 13.35)])
-def test_shapes_and_room(name: str, billions: float) -> None:
+@pytest.mark.parametrize(
+    ("name", "billions", "tower_millions"),
+    [("qwen2-0.5b", 0.592, 98), ("qwen2-vl-7b", 8.29, 676), ("llava-13b", 13.35, 304)],
+)
+def test_shapes_and_room(name: str, billions: float, tower_millions: float) -> None:
     model = model_named(name)
     config = model.config()
     family_of(config)
     with torch.device("meta"):
         built = AutoModelForImageTextToText.from_config(config, dtype=torch.bfloat16)
     assert sum(each.numel() for each in built.parameters()) / 1e9 == pytest.approx(billions, rel=0.01)
+    tower = built.model.vision_tower if name == "llava-13b" else built.model.visual
+    assert sum(each.numel() for each in tower.parameters()) / 1e6 == pytest.approx(tower_millions, rel=0.01)
     shapes = language_shapes(built)
     text = config.text_config
     assert len(shapes) == 7 * text.num_hidden_layers
@@ -35,3 +48,28 @@ def test_shapes_and_room(name: str, billions: float) -> None:
 def test_unknown_names_are_told_with_the_known_ones() -> None:
     with pytest.raises(BadConfig, match="no model named 'gpt'.*" + ", ".join(MODELS)):
         model_named("gpt")
+
+
+def num_parameters(config: Any) -> tuple[float, float]:
+    """Millions of the whole model, and of its vision tower."""
+    with torch.device("meta"):
+        built = AutoModelForImageTextToText.from_config(config, dtype=torch.bfloat16)
+    return sum(p.numel() for p in built.parameters()) / 1e6, sum(
+        p.numel() for p in built.model.visual.parameters()
+    ) / 1e6
+
+
+@pytest.mark.parametrize(
+    ("config", "whole", "tower"),
+    [
+        (half_billion_config(), 592, 98),
+        (half_billion_config(vision="none"), 494, 0.4),
+        (half_billion_config(8), 297, 41.4),
+        (small_config(), 6.0, 0.94),
+        (small_config("none"), 5.2, 0.25),
+        (served_config(), 515, 98),
+        (small_served_config(), 10.9, 0.94),
+    ],
+)
+def test_towers_are_a_shape_of_their_family_or_cost_nothing(config: Any, whole: float, tower: float) -> None:
+    assert num_parameters(config) == pytest.approx((whole, tower), rel=0.05)

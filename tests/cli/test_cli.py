@@ -240,6 +240,16 @@ def test_seconds_without_an_answer_are_told_and_end_with_code_1(
         (["serve", "--model", "./nowhere"], "--model is './nowhere'; there is no such folder"),
         (["bench", "zzz"], "no bench named 'zzz'; choose one of "),
         (["bench", "step", "--model", "llava-13b"], "are for `vlora bench policy` and `costs`, not 'step'"),
+        (
+            ["bench", "step", "--surface", "rpyc"],
+            "--surface: for `vlora bench serve`, not 'step'",
+        ),
+        (["bench", "serve", "--model", "zzz"], "names of a model and of adapters are for another server; give its URL"),
+        (
+            ["bench", "serve", "--url", "localhost:1", "--model", "zzz"],
+            "url is 'localhost:1'; write http://HOST:PORT/v1",
+        ),
+        (["bench", "serve", "--requests", "3", "--duration-s", "3"], "either a number of requests or a duration"),
         (["bench", "costs", "--model", "zzz"], "no model named 'zzz' to measure; choose one of qwen2-0.5b"),
         (
             ["bench", "policy", "--device", "cuda:7"],

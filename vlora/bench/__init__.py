@@ -29,6 +29,7 @@ BENCHES = (
     "overload",
     "heads",
     "gateway",
+    "serve",
     "soak",
     "tp",
 )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 import torch
 from safetensors.torch import save_file
@@ -13,11 +13,35 @@ from transformers import Qwen2VLConfig
 
 from vlora.parallel.plan import COLUMN_PARALLEL, ROW_PARALLEL
 
+Vision = Literal["tower", "none"]
+"""The vision tower of a dummy model: of its family's real shape, or one that takes next to no time and memory."""
 
-def half_billion_config(num_layers: int = 24) -> Qwen2VLConfig:
-    """Qwen2-VL with the language model of Qwen2-0.5B, or its first layers, and a vision tower that takes next to no
-    time."""
+_LAYERS = 24
+"""Of Qwen2-0.5B."""
+
+
+class _Tower(NamedTuple):
+    """mlp_ratio: width of a block's MLP over `embed_dim`."""
+
+    depth: int
+    embed_dim: int
+    num_heads: int
+    mlp_ratio: int = 4
+
+
+_NO_TOWER = _Tower(depth=1, embed_dim=64, num_heads=2, mlp_ratio=2)
+
+
+def half_billion_config(num_layers: int = _LAYERS, vision: Vision = "tower") -> Qwen2VLConfig:
+    """Qwen2-VL with the language model of Qwen2-0.5B, or its first layers.
+
+    Args:
+        num_layers: Layers of the language model.
+        vision: "tower" has 98 million parameters (Qwen2-VL's blocks at ViT-B's width and depth) with all layers, and
+            as large a share of its blocks as `num_layers` is of all layers otherwise.
+    """
     return _config(
+        _scaled_tower(num_layers) if vision == "tower" else _NO_TOWER,
         vocab_size=151936,
         special_tokens=151652,
         hidden_size=896,
@@ -27,9 +51,15 @@ def half_billion_config(num_layers: int = 24) -> Qwen2VLConfig:
     )
 
 
-def small_config() -> Qwen2VLConfig:
-    """The same with 5 million parameters: for what depends on the number of adapters more than on the model."""
+def _scaled_tower(num_layers: int) -> _Tower:
+    return _Tower(depth=max(1, 12 * num_layers // _LAYERS), embed_dim=768, num_heads=12)
+
+
+def small_config(vision: Vision = "tower") -> Qwen2VLConfig:
+    """Qwen2-VL with 5 million parameters, and a tower of one million: for measurements that depend on the number of
+    adapters more than on the model."""
     return _config(
+        _Tower(depth=2, embed_dim=128, num_heads=4) if vision == "tower" else _NO_TOWER,
         vocab_size=8192,
         special_tokens=8187,
         hidden_size=256,
@@ -43,8 +73,9 @@ def small_config() -> Qwen2VLConfig:
 
 def ranks_config(num_layers: int) -> Qwen2VLConfig:
     """Layers of 15 million parameters, and a vocabulary that costs little beside them: for several ranks, each of which
-    has all of the output head."""
+    has all of the output head. There is no tower to speak of: ranks do not share it."""
     return _config(
+        _NO_TOWER,
         vocab_size=8192,
         special_tokens=8187,
         hidden_size=1024,
@@ -56,7 +87,45 @@ def ranks_config(num_layers: int) -> Qwen2VLConfig:
     )
 
 
-def _config(special_tokens: int, hidden_size: int, **text: int) -> Qwen2VLConfig:
+def served_config(num_layers: int = _LAYERS) -> Qwen2VLConfig:
+    """As `half_billion_config`, with 32,768 words and an output head of its own (515 million parameters in all).
+
+    With a tied head, random weights repeat the last token whatever came before it; this model's answers depend on
+    picture, prompt and adapter, so that a wrong one shows.
+    """
+    return _config(
+        _scaled_tower(num_layers),
+        vocab_size=32768,
+        special_tokens=32760,
+        hidden_size=896,
+        intermediate_size=4864,
+        num_hidden_layers=num_layers,
+        num_attention_heads=14,
+        tied=False,
+        bos_token_id=None,
+        eos_token_id=None,
+    )
+
+
+def small_served_config() -> Qwen2VLConfig:
+    """As `served_config` with 10 million parameters, for quick runs."""
+    return _config(
+        _Tower(depth=2, embed_dim=128, num_heads=4),
+        vocab_size=4096,
+        special_tokens=4088,
+        hidden_size=256,
+        intermediate_size=1024,
+        num_hidden_layers=8,
+        num_attention_heads=4,
+        tied=False,
+        bos_token_id=None,
+        eos_token_id=None,
+    )
+
+
+def _config(
+    tower: _Tower, special_tokens: int, hidden_size: int, *, tied: bool = True, **text: int | None
+) -> Qwen2VLConfig:
     """special_tokens: the first of the ids that mark vision input. Attention heads are 64 wide, two for keys."""
     return Qwen2VLConfig(
         text_config={
@@ -64,22 +133,15 @@ def _config(special_tokens: int, hidden_size: int, **text: int) -> Qwen2VLConfig
             "hidden_size": hidden_size,
             "num_key_value_heads": 2,
             "max_position_embeddings": 4096,
-            "tie_word_embeddings": True,
+            "tie_word_embeddings": tied,
             "rope_parameters": {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [8, 12, 12]},
         },
-        vision_config={
-            "depth": 1,
-            "embed_dim": 64,
-            "hidden_size": hidden_size,
-            "num_heads": 2,
-            "patch_size": 14,
-            "mlp_ratio": 2,
-        },
+        vision_config={**tower._asdict(), "hidden_size": hidden_size, "patch_size": 14},
         vision_start_token_id=special_tokens,
         vision_end_token_id=special_tokens + 1,
         image_token_id=special_tokens + 3,
         video_token_id=special_tokens + 4,
-        tie_word_embeddings=True,
+        tie_word_embeddings=tied,
     )
 
 

@@ -5,8 +5,7 @@ V-LoRA section 4.2.2 and figure 19: 41 to 63 % less latency. How much it is depe
 them. An answer's length: words of n tokens take n - 1 steps more than a head; the paper's action recognition takes 5,
 and the median over this project's own domain of actions stands beside it. A frame's tokens: 64, what Qwen2-VL makes of
 224 x 224 pixels. The prompt: the same for both, although one that is to be answered in words might have to list the
-choices. The model's vision tower takes next to no time here, as if all frames' embeddings were in the cache; a real one
-would add the same to both.
+choices. Every request encodes its frames with the model's vision tower: no embeddings are cached.
 """
 
 from __future__ import annotations

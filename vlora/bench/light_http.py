@@ -6,7 +6,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import h11
@@ -15,14 +16,18 @@ _AT_ONCE = 65_536  # bytes
 
 
 class Talk:
-    """What is said on one connection that is kept, without the connection: JSON is posted, one answer after another."""
+    """What is said on one connection that is kept, without the connection: JSON is posted, one answer after another.
+
+    headers: of each request, the host's name included; this machine's name if there are none.
+    """
 
     status = 0
     body = b""
     """Of the last answer, as far as it has come."""
 
-    def __init__(self) -> None:
+    def __init__(self, headers: Mapping[str, str] = MappingProxyType({"Host": "127.0.0.1"})) -> None:
         self._http = h11.Connection(h11.CLIENT)
+        self._headers = tuple(headers.items())
 
     def post(self, path: str, body: dict[str, Any]) -> bytes:
         """What is to be sent for it. Raises EOFError where the server said that it ends here."""
@@ -32,7 +37,7 @@ class Talk:
             self._http.start_next_cycle()
         self.status, self.body = 0, b""
         data = json.dumps(body).encode()
-        headers = [("Host", "127.0.0.1"), ("Content-Type", "application/json"), ("Content-Length", str(len(data)))]
+        headers = [*self._headers, ("Content-Type", "application/json"), ("Content-Length", str(len(data)))]
         request = h11.Request(method="POST", target=path, headers=headers)
         return b"".join(self._http.send(each) or b"" for each in (request, h11.Data(data), h11.EndOfMessage()))
 

@@ -43,7 +43,7 @@ def run(quick: bool) -> Report:
     torch.set_num_threads(1)
     num_requests, rounds = (200, 1) if quick else (600, 3)
     with tempfile.TemporaryDirectory() as folder:
-        model = dummy_model(small_config(), "bfloat16", torch.device("cpu"), seed=0)
+        model = dummy_model(small_config(vision="none"), "bfloat16", torch.device("cpu"), seed=0)
         shapes = language_shapes(model)
         paths = {f"a{i}": write_adapter(Path(folder) / f"a{i}", shapes, _RANK, seed=i) for i in range(_NUM_ADAPTERS)}
         pages = -(-_own_bytes(shapes, _RANK) // PAGE_BYTES)

@@ -82,7 +82,7 @@ class _Model:
     """Slabs and a bank of the 0.5 B-parameter model, or of a part of it. text: settings of its language model."""
 
     def __init__(self, **text: int) -> None:
-        config: Any = half_billion_config()
+        config: Any = half_billion_config(vision="none")
         for name, value in text.items():
             setattr(config.text_config, name, value)
         self.seam = Seam(dummy_model(config, "bfloat16", _CPU, seed=0))
@@ -132,7 +132,7 @@ def _calls(rank: int) -> tuple[dict[str, Callable[[], object]], float, float]:
     copies = {shape: torch.empty_like(slab) for shape, slab in slabs.base.items()}
     kinds = sorted({name.rpartition(".")[2] for name in model.shapes})
     peft = get_peft_model(
-        dummy_model(half_billion_config(), "bfloat16", _CPU, seed=0),
+        dummy_model(half_billion_config(vision="none"), "bfloat16", _CPU, seed=0),
         LoraConfig(
             r=rank,
             lora_alpha=rank,

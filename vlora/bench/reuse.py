@@ -1,8 +1,8 @@
 """What ten questions on one picture cost, with the prefix cache and without it, in prefills of one.
 
 The floor is tokens: what stands before the questions once, then each question and the block it begins in. All engines
-keep picture embeddings, so what differs is the language model's part alone. Asked in turn, each question is a step of
-its own, which reads all weights for its few tokens: that is shown, and promised nothing.
+encode a picture once for all of its questions, so what differs is the language model's part alone. Asked in turn, each
+question is a step of its own, which reads all weights for its few tokens: that is shown, and promised nothing.
 """
 
 from __future__ import annotations

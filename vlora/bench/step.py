@@ -43,7 +43,7 @@ def run(quick: bool) -> Report:
     """Decode steps of a 0.5 B-parameter model on all cores and on one thread. quick: fewer rounds, and no baseline
     that takes seconds a step."""
     bench = _Bench(rounds=3 if quick else 7)
-    plain = dummy_model(half_billion_config(), _DTYPE, torch.device("cpu"), seed=0)
+    plain = dummy_model(half_billion_config(vision="none"), _DTYPE, torch.device("cpu"), seed=0)
     shapes = language_shapes(plain)
     weight_bytes = _weight_bytes(plain)
     with tempfile.TemporaryDirectory() as folder:
@@ -208,7 +208,7 @@ class _TimedEngine:
             prefix_cache=False,  # the requests of a batch read KV of their own
         )
         self._engine = LocalEngine(
-            settings, model=dummy_model(half_billion_config(), _DTYPE, torch.device("cpu"), 0)
+            settings, model=dummy_model(half_billion_config(vision="none"), _DTYPE, torch.device("cpu"), 0)
         ).engine
         for name, path in adapters.items():
             self._engine.load_adapter(name, path)

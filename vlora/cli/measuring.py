@@ -9,6 +9,7 @@ from typing import Any
 
 import click
 
+from vlora.cli.bench_serve import OPTION_NAMES, serve_options
 from vlora.cli.group import cli
 from vlora.cli.progress import waiting
 from vlora.cli.server_flags import json_option, print_json
@@ -113,8 +114,13 @@ def simulate(
     help="Of `tp`: microseconds that each collective takes on top; may be repeated.",
 )
 @click.option("--seeds", type=click.IntRange(min=1), help="Of `bd`: how many; 3 if not given.")
-@click.option("--model", help="Of `policy` and `costs`: qwen2-0.5b (if not given), qwen2-vl-7b or llava-13b.")
+@click.option(
+    "--model",
+    help="Of `policy` and `costs`: qwen2-0.5b (if not given), qwen2-vl-7b or llava-13b. Of `serve`: the base model's "
+    "name at --url.",
+)
 @click.option("--device", help="Of `policy` and `costs`: cpu (if not given) or cuda.")
+@serve_options
 @json_option
 def bench(
     name: str,
@@ -125,6 +131,7 @@ def bench(
     model: str | None,
     device: str | None,
     as_json: bool,
+    **serve: Any,
 ) -> None:
     """Run a bench by name, or all of them. The last line of each is JSON, with --json the only one; exit code 1 when a
     goal does not hold.
@@ -134,16 +141,22 @@ def bench(
         vlora bench tp --latency-us 0 --latency-us 500
         vlora bench costs --out results      # results/costs.json is this machine for vlora simulate --costs
         vlora bench policy --model qwen2-vl-7b --device cuda
+        vlora bench serve --surface http --surface rpyc --concurrency 16 --requests 64 --popularity zipf
+        vlora bench serve --url http://127.0.0.1:8000/v1 --model base --adapter-name signs --rate 2 --duration-s 60
         vlora bench fusion --out results     # goes on where it was stopped, and so does policy
 
-    `fusion` and `bd` (block-diagonal adapters) train: they take long, and are not among `all`.
+    `fusion` and `bd` (block-diagonal adapters) train: they take long, and are the last of `all`.
     """
+    given = {name: value for name, value in serve.items() if value not in (None, ())}
+    if given and name != "serve":
+        flags = ", ".join(f"--{OPTION_NAMES.get(each, each.replace('_', '-'))}" for each in given)
+        raise BadConfig(f"{flags}: for `vlora bench serve`, not {name!r}; leave it away")
     if latencies_us and name != "tp":
         raise BadConfig(f"--latency-us is for `vlora bench tp`, not {name!r}; leave it away")
     if seeds is not None and (name != "bd" or quick):
         raise BadConfig("--seeds is for `vlora bench bd`, and not with --quick, which takes one; leave it away")
     on: dict[str, Any] = {key: value for key, value in (("model", model), ("device", device)) if value is not None}
-    if on and name not in ("policy", "costs"):
+    if on and name not in ("policy", "costs") and not (name == "serve" and device is None):
         raise BadConfig(f"--model and --device are for `vlora bench policy` and `costs`, not {name!r}; leave them away")
     if name == "fusion":
         holds = _bench_fusion(quick, out, as_json)
@@ -153,8 +166,11 @@ def bench(
         from vlora.bench import main as run
 
         with waiting(f"bench {name}"):
-            more = on | ({"latencies_us": latencies_us} if latencies_us else {})
+            more = on | given | ({"latencies_us": latencies_us} if latencies_us else {})
             holds = run(name, quick, out, only_json=as_json, **more)
+        if name == "all":
+            holds &= _bench_fusion(quick, out, as_json)
+            holds &= _bench_bd(quick, out, None, as_json)
     if not holds:
         sys.exit(1)
 

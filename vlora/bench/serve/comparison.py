@@ -1,0 +1,254 @@
+"""A `vlora serve` process and plain transformers + PEFT, in turn, on the same requests."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import itertools
+import os
+import statistics
+from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import psutil
+import torch
+
+from vlora.bench.serve.answers import Agreement, compare
+from vlora.bench.serve.baseline import Baseline, Prepared, prepare
+from vlora.bench.serve.figures import Run, row
+from vlora.bench.serve.folder import write_adapters, write_model
+from vlora.bench.serve.load import drive
+from vlora.bench.serve.surfaces import ChatCompletions, Rpyc
+from vlora.bench.serve.workload import Ask, Workload, asks
+from vlora.bench.served import Served, running
+from vlora.models.processing import InputProcessor
+
+BASELINE_DTYPES = ("float32", "bfloat16")
+_SLOW = 2.0
+"""A baseline in the slower of two types is run once only when it takes this many times as long as the other."""
+_CHECKED, _CHECKED_TOKENS = 6, 16
+_MODEL = "model"
+
+
+class Case(NamedTuple):
+    """adapted: with adapters, or the base model. alone: one request at a time. baseline: its name in reports; but for
+    `alone`, it answers as many requests in a batch as are outstanding at the server."""
+
+    name: str
+    baseline: str
+    adapted: bool
+    alone: bool = False
+
+    def workload(self, workload: Workload, number: int) -> Workload:
+        """Of one round: its own pictures and texts."""
+        workload = dataclasses.replace(workload, seed=workload.seed + number)
+        if not self.alone:
+            return workload
+        return dataclasses.replace(workload, requests=1, duration_s=None, concurrency=1, rate=None)
+
+
+CASES = {
+    case.name: case
+    for case in (
+        Case("one", "transformers", adapted=False, alone=True),
+        Case("base", "transformers", adapted=False),
+        Case("adapters", "PEFT mixed", adapted=True),
+    )
+}
+
+
+class Files(NamedTuple):
+    """A model's folder and its adapters' folders by name."""
+
+    model: str
+    adapters: Mapping[str, str]
+
+
+@contextlib.contextmanager
+def serving(files: Files, dtype: str, threads: int | None) -> Iterator[Served]:
+    """`vlora serve` on loopback as users run it, but without caches of prompts and pictures. threads None: its default.
+
+    Raises:
+        BadConfig: The server does not start.
+    """
+    adapters = [flag for name, path in files.adapters.items() for flag in ("--adapter", f"{name}={path}")]
+    flags = ["--model", files.model, *adapters, "--dtype", dtype, "--rpyc-port", "0", "--http-port", "0"]
+    flags += ["--no-prefix-cache", "--vision-cache-bytes", "0", "--arena-bytes", str(2 * 2**30)]
+    flags += ["--request-timeout-s", "600", "--max-requests", "1024"]
+    if threads is not None:
+        flags += ["--threads", str(threads)]
+    with running("vlora.cli", "serve", *flags) as server:
+        yield server
+
+
+@contextlib.asynccontextmanager
+async def surface(name: str, server: Served, files: Files) -> AsyncIterator[ChatCompletions | Rpyc]:
+    """One of http and rpyc."""
+    names = list(files.adapters)
+    client: ChatCompletions | Rpyc
+    if name == "http":
+        client = ChatCompletions(f"http://127.0.0.1:{server.http_port}/v1", files.model, names)
+    else:
+        client = Rpyc(server.rpyc_port, names)
+    try:
+        yield client
+    finally:
+        await client.close()
+
+
+class Comparison:
+    """Runs of a served model and of baselines, in rounds.
+
+    Args:
+        workload: Of the cases `base` and `adapters`; `one` takes its first request.
+        threads: Of the server's engine and of the baseline; None for the default of each.
+    """
+
+    def __init__(
+        self,
+        files: Files,
+        workload: Workload,
+        cases: Sequence[Case],
+        *,
+        dtype: str,
+        surface: str,
+        threads: int | None,
+        rounds: int,
+    ) -> None:
+        self._files, self._workload, self._cases = files, workload, cases
+        self._dtype, self._surface, self._threads, self._rounds = dtype, surface, threads, rounds
+        self._processor = InputProcessor.from_pretrained(files.model)
+        self._ours: dict[str, list[Run]] = {case.name: [] for case in cases}
+        self._theirs: dict[tuple[str, str], list[Run]] = {}
+
+    def run(self, server: Served, baselines: Mapping[str, Baseline]) -> None:
+        """Every round: each case of the server, then of each baseline; nothing else runs meanwhile."""
+        torch.set_num_threads(self._threads or default_threads())
+        asyncio.run(self._warm_up(server, baselines))
+        for number in range(self._rounds):
+            for case in self._cases:
+                self._ours[case.name].append(asyncio.run(self._serve(server, case, number)))
+                for dtype, baseline in baselines.items():
+                    if not self._too_slow(case, dtype):
+                        run = self._answer(baseline, case, number)
+                        self._theirs.setdefault((case.name, dtype), []).append(run)
+
+    def rows(self) -> Iterator[dict[str, Any]]:
+        for case in self._cases:
+            labels = {"case": case.name, "threads": self._threads or "default"}
+            ours = row(self._ours[case.name], **labels, by=f"vlora {self._surface}", dtype=self._dtype)
+            yield ours | {"ours / it": None}
+            for (name, dtype), runs in self._theirs.items():
+                if name == case.name:
+                    theirs = row(runs, **labels, by=case.baseline, dtype=dtype)
+                    yield theirs | {"ours / it": self._ratio(name, dtype)}
+
+    def ratio(self, case: str) -> float:
+        """Tokens a second over those of the faster baseline, the median over rounds."""
+        return min(self._ratio(name, dtype) for name, dtype in self._theirs if name == case)
+
+    @property
+    def errors(self) -> list[str]:
+        return [error for runs in self._ours.values() for run in runs for error in run.errors]
+
+    def _ratio(self, case: str, dtype: str) -> float:
+        pairs = zip(self._ours[case], self._theirs[case, dtype], strict=False)  # a slow one has but the first round
+        return statistics.median(ours.tokens_per_s / theirs.tokens_per_s for ours, theirs in pairs)
+
+    def _too_slow(self, case: Case, dtype: str) -> bool:
+        seconds = {name: runs[0].seconds for (which, name), runs in self._theirs.items() if which == case.name}
+        return dtype in seconds and seconds[dtype] > _SLOW * min(seconds.values())
+
+    async def _serve(self, server: Served, case: Case, number: int) -> Run:
+        workload = case.workload(self._workload, number)
+        return await _ask(server, self._surface, self._files, workload, asks(workload, adapted=case.adapted))
+
+    def _answer(self, baseline: Baseline, case: Case, number: int) -> Run:
+        workload = case.workload(self._workload, number)
+        return baseline.run(self._prepared(workload, case), workload.concurrency)
+
+    def _prepared(self, workload: Workload, case: Case) -> list[Prepared]:
+        """With a duration: as many as are under way at once."""
+        count = workload.requests or workload.concurrency
+        requests = itertools.islice(asks(workload, adapted=case.adapted), count)
+        return [prepare(self._processor, ask) for ask in requests]
+
+    async def _warm_up(self, server: Served, baselines: Mapping[str, Baseline]) -> None:
+        """Adapters are read, code and memory are in place: a few short answers of every kind."""
+        workload = dataclasses.replace(
+            self._workload,
+            requests=max(self._workload.adapters, 2),
+            duration_s=None,
+            rate=None,
+            answer_tokens=3,
+            popularity="uniform",
+        )
+        for case in self._cases:
+            await _ask(server, self._surface, self._files, workload, asks(workload, adapted=case.adapted))
+            for baseline in baselines.values():
+                baseline.run(self._prepared(workload, case)[:1], 1)
+
+
+def check_answers(
+    server: Served, surface_name: str, files: Files, workload: Workload, baseline: Baseline
+) -> dict[str, Any]:
+    """Greedy answers to a small set of requests, all at once, against the baseline's one by one.
+
+    Args:
+        server: In float32.
+        baseline: In float32.
+
+    Returns:
+        Numbers of answers, of distinct ones, of words compared, and of answers that could not be compared to their end
+        because two words were equally likely (`ties`); `wrong` says what is wrong.
+    """
+    workload = dataclasses.replace(
+        workload,
+        requests=_CHECKED,
+        duration_s=None,
+        rate=None,
+        concurrency=_CHECKED,
+        answer_tokens=min(_CHECKED_TOKENS, workload.answer_tokens),
+    )
+    processor = InputProcessor.from_pretrained(files.model)
+    torch.set_num_threads(default_threads())
+    agreements: list[Agreement] = []
+    texts: set[str] = set()
+    for adapted in (True, False):
+        requests = list(itertools.islice(asks(workload, adapted=adapted), _CHECKED))
+        run = asyncio.run(_ask(server, surface_name, files, workload, requests))
+        for answered, ask in zip(run.answers, requests, strict=True):
+            texts.add(answered.text)
+            if answered.error is not None:
+                agreements.append(Agreement(0, answered.error, False))
+                continue
+            greedy = baseline.greedy(prepare(processor, ask))
+            expected = [processor.decode([token]).strip() for token in greedy.token_ids]
+            agreements.append(compare(expected, greedy.margins, answered.text))
+    return {
+        "answers": len(agreements),
+        "distinct": len(texts),
+        "words": sum(each.words for each in agreements),
+        "ties": sum(each.tie for each in agreements),
+        "wrong": [each.wrong for each in agreements if each.wrong is not None],
+    }
+
+
+async def _ask(server: Served, name: str, files: Files, workload: Workload, requests: Iterable[Ask]) -> Run:
+    async with surface(name, server, files) as send:
+        return await drive(workload, iter(requests), send)
+
+
+def default_threads() -> int:
+    """Torch's own choice: one for each physical core that this process may use."""
+    allowed = len(os.sched_getaffinity(0))
+    return min(psutil.cpu_count(logical=False) or allowed, allowed)
+
+
+def model_files(config: Any, folder: Path, num_adapters: int) -> Files:
+    """Write the model and its adapters."""
+    shapes = write_model(config, folder / _MODEL)
+    names = [f"adapter-{index}" for index in range(num_adapters)]
+    return Files(str(folder / _MODEL), write_adapters(folder, shapes, names))

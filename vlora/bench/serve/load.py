@@ -1,0 +1,68 @@
+"""Sends a workload's requests to a server: a fixed number outstanding, or at Poisson arrivals."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import time
+from collections.abc import Awaitable, Callable, Iterator
+
+from vlora.bench.serve.figures import Answered, Run
+from vlora.bench.serve.workload import Ask, Workload, arrivals
+
+Send = Callable[[Ask, Answered], Awaitable[None]]
+"""Sends a request and fills in what is seen of its answer. Raises whatever goes wrong."""
+
+_ENDING_S = 600.0
+"""Of an open loop: a request that takes longer is an error."""
+
+
+async def drive(workload: Workload, requests: Iterator[Ask], send: Send) -> Run:
+    """Run a workload until its last request has ended. A request that fails is an error in the run, nothing more."""
+    if workload.requests is not None:
+        requests = iter(list(itertools.islice(requests, workload.requests)))  # made before time counts
+    if workload.rate is None:
+        answers = await _closed_loop(workload, requests, send)
+    else:
+        answers = await _open_loop(workload, requests, send)
+    return Run(answers, min(each.due_s for each in answers), max(each.end_s for each in answers))
+
+
+async def _closed_loop(workload: Workload, requests: Iterator[Ask], send: Send) -> list[Answered]:
+    answers: list[Answered] = []
+    ends_s = None if workload.duration_s is None else time.perf_counter() + workload.duration_s
+
+    async def one_after_another() -> None:
+        while ends_s is None or time.perf_counter() < ends_s:
+            ask = next(requests, None)
+            if ask is None:
+                return
+            answers.append(answered := Answered(time.perf_counter()))
+            await _attempt(ask, answered, send)
+
+    await asyncio.gather(*(one_after_another() for _ in range(workload.concurrency)))
+    return answers
+
+
+async def _open_loop(workload: Workload, requests: Iterator[Ask], send: Send) -> list[Answered]:
+    answers: list[Answered] = []
+    under_way: list[asyncio.Task[None]] = []
+    started_s = time.perf_counter()
+    for at_s, ask in zip(arrivals(workload), requests, strict=False):
+        if workload.duration_s is not None and at_s > workload.duration_s and answers:
+            break
+        due_s = started_s + at_s
+        await asyncio.sleep(max(0.0, due_s - time.perf_counter()))
+        answers.append(answered := Answered(due_s))
+        under_way.append(asyncio.create_task(_attempt(ask, answered, send)))
+    await asyncio.gather(*under_way)
+    return answers
+
+
+async def _attempt(ask: Ask, answered: Answered, send: Send) -> None:
+    try:
+        async with asyncio.timeout(_ENDING_S):
+            await send(ask, answered)
+    except Exception as error:  # whatever goes wrong is a figure of the server's
+        answered.error = f"{type(error).__name__}: {error}"[:300]
+    answered.end_s = time.perf_counter()
