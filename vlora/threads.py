@@ -7,10 +7,14 @@ pool belongs to the thread that first computes in parallel, so every thread but 
 
 from __future__ import annotations
 
+import os
+import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import torch
+
+_LOWEST_PRIORITY = 19
 
 
 def compute_alone() -> None:
@@ -27,9 +31,20 @@ def compute_with(num_threads: int) -> None:
     last.join()
 
 
-def background_executor(name: str) -> ThreadPoolExecutor:
-    """One thread beside the steps, which computes alone. name: of the thread."""
-    return ThreadPoolExecutor(1, thread_name_prefix=name, initializer=compute_alone)
+def background_executor(name: str, *, patient: bool = False) -> ThreadPoolExecutor:
+    """One thread beside the steps, which computes alone.
+
+    Args:
+        name: Of the thread.
+        patient: No request waits for its work, so it takes only what the steps leave of the cores (on Linux).
+    """
+    return ThreadPoolExecutor(1, thread_name_prefix=name, initializer=_compute_patiently if patient else compute_alone)
+
+
+def _compute_patiently() -> None:
+    compute_alone()
+    if sys.platform == "linux":
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _LOWEST_PRIORITY)  # of this thread alone
 
 
 def _set_own(num_threads: int) -> None:

@@ -67,7 +67,7 @@ class AdapterRegistry:
     the requests under way on it, until `forget`.
 
     sites: the model's adaptable layers, in the order factors are laid out. executor: reads in the background; None
-    makes a thread. measure: an adapter's merge fidelity, called where it is read. choose: see Choose.
+    makes threads. measure: an adapter's merge fidelity, called where it is read. choose: see Choose.
     """
 
     def __init__(
@@ -84,6 +84,7 @@ class AdapterRegistry:
         self._dtype = dtype
         self._hidden_size = hidden_size
         self._executor = executor or background_executor("vlora-read")
+        self._loader = executor or background_executor("vlora-load", patient=True)
         self._measure = measure
         self._choose = choose
         self._numbers = itertools.count(1)
@@ -126,8 +127,8 @@ class AdapterRegistry:
         return registration
 
     def read_folder_in_background(self, name: str, path: str, check: Check = _accept) -> Future[Registration]:
-        """As `read_folder`, by the executor."""
-        return self._executor.submit(self.read_folder, name, path, check)
+        """As `read_folder`, by a thread of its own: no request waits for it, and none waits behind it."""
+        return self._loader.submit(self.read_folder, name, path, check)
 
     def accept(self, registration: Registration) -> Registration:
         """Have a name stand for content that was read for it; what it stands for now.
@@ -205,7 +206,8 @@ class AdapterRegistry:
 
     def close(self) -> None:
         """Read no more."""
-        self._executor.shutdown(wait=False, cancel_futures=True)
+        for executor in (self._executor, self._loader):
+            executor.shutdown(wait=False, cancel_futures=True)
 
     # -- inside -------------------------------------------------------------------------------------------------------
 

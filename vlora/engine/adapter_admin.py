@@ -44,8 +44,8 @@ class AdapterAdmin:
     """Not thread-safe: belongs to the engine's thread, which calls `poll` between two steps.
 
     Calls that read files (`load_in_background`, `pin_in_background`) form one queue, over all names, and take effect in
-    the order in which they came. One at a time is under way, so that the reads of requests' adapters never wait behind
-    more than one of them. `unload`, and unpinning, take effect at once and end the calls on the name that came before.
+    the order in which they came, one at a time. `unload`, and unpinning, take effect at once and end the calls on the
+    name that came before.
     """
 
     def __init__(
