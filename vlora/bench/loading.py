@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from vlora.bench.dummy import half_billion_config, language_shapes, write_adapter
+from vlora.bench.dummy import language_shapes, ranks_config, write_adapter
 from vlora.bench.form import Goal, Report
 from vlora.config import EngineConfig
 from vlora.engine import Engine
@@ -25,7 +25,7 @@ from vlora.engine.cores import default_threads
 from vlora.models.loading import dummy_model
 from vlora.types import AdapterStatus, Request, SamplingParams
 
-_NUM_LAYERS = 6
+_NUM_LAYERS = 4
 _NUM_FOLDERS = 10  # each is loaded under several names, and read each time
 _RANK = 64
 _BATCH = 8
@@ -34,12 +34,12 @@ _WARM_UP = 50  # steps
 
 
 def run(quick: bool) -> Report:
-    """The first layers of the half-billion model. quick: 20 loads instead of 100."""
+    """A model of 60 million parameters in its layers, float32. quick: 20 loads instead of 100."""
     num_rounds = 2 if quick else 10
     config = EngineConfig(
         model="dummy", max_context=512, arena_bytes=2**30, max_batch_size=_BATCH, threads=default_threads()
     )
-    model = dummy_model(half_billion_config(_NUM_LAYERS), "bfloat16", torch.device("cpu"), seed=0)
+    model = dummy_model(ranks_config(_NUM_LAYERS), "float32", torch.device("cpu"), seed=0)
     engine = Engine(config, model=model)
     with tempfile.TemporaryDirectory() as folder:
         shapes = language_shapes(model)
