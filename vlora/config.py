@@ -34,7 +34,8 @@ class EngineConfig:
     switching: how merged weights come into place; "shadow" keeps a second copy of the language model's target weights,
     "in_place" writes over them and goes back with the checkpoint's files; "auto" takes shadow where memory allows.
     vision_cache_bytes: image embeddings kept for reuse. prefix_cache: KV blocks of prompts and answers are kept while
-    nobody needs their room, for requests that begin alike. threads: torch threads; None leaves torch's choice.
+    nobody needs their room, for requests that begin alike. threads: that a step computes with; None is the physical
+    cores in a process of its own (`default_threads`), and torch's number in the caller's.
     tensor_parallel: how many processes share the language model, each with a part of every layer (on GPUs: one GPU
     each). arena_bytes and threads are then each one's. sharding: NAME=KIND of adapters on several ranks (replicated,
     slora or auto); the name "*" is for all others, and auto where nothing is said.

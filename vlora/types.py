@@ -350,7 +350,8 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     num_adapter_hits, num_adapter_misses: requests whose adapter was on the device when they came, and not.
     highest_credit_s: the credit (V-LoRA section 4.4.3) of the request that has it highest; 0 where nobody waits.
     num_adapter_loads: how often one was brought to the device. num_load_waits, load_wait_s: steps in which every
-    request waited for an adapter to be read or brought, and how long they waited.
+    request waited for an adapter to be read or brought, and how long they waited. num_threads: that a step computes
+    with, on each rank.
     atmm_table: the measured table that chooses kernels, in words; empty where there is no engine behind the numbers.
     """
 
@@ -390,3 +391,4 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     num_adapter_misses: int = 0
     highest_credit_s: float = 0.0
     atmm_table: str = ""
+    num_threads: int = 1

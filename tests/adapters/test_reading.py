@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from tests.families import build_model
 from tests.models.made_adapters import factors_of
 from tests.oracle import Oracle
-from vlora.adapters import AdapterRegistry, SiteShape
+from vlora.adapters import AdapterRegistry, HostAdapter, SiteShape
 from vlora.adapters.names import resolve
 from vlora.adapters.peft_format import read_header
 from vlora.errors import BadAdapter, UnknownAdapter
@@ -51,6 +51,12 @@ def copied(folders: dict[str, str], tmp_path: Path) -> Path:
     return Path(shutil.copytree(folders["wide8"], tmp_path / "adapter"))
 
 
+def load(registry: AdapterRegistry, name: str, folder: str) -> HostAdapter:
+    adapter = registry.accept(registry.read_folder(name, folder)).adapter
+    assert adapter is not None
+    return adapter
+
+
 def edit_config(folder: Path, **changes: Any) -> None:
     file = folder / "adapter_config.json"
     file.write_text(json.dumps({**json.loads(file.read_text()), **changes}))
@@ -72,7 +78,7 @@ def test_what_collections_walk_through_does_not_grow_with_an_adapters_layers(
         registry = AdapterRegistry(sites, torch.float32, 64)
         counts = []
         for number in range(3):
-            registry.load(f"a{number}", folder)
+            load(registry, f"a{number}", folder)
             gc.collect()
             counts.append(len(gc.get_objects()))
         return counts[2] - counts[1]
@@ -84,7 +90,7 @@ def test_what_collections_walk_through_does_not_grow_with_an_adapters_layers(
 
 
 def test_scaling_rank_and_alpha_patterns(folders: dict[str, str], registry: AdapterRegistry) -> None:
-    adapter = registry.load("patterned16", folders["patterned16"])
+    adapter = load(registry, "patterned16", folders["patterned16"])
     raw = load_file(f"{folders['patterned16']}/adapter_model.safetensors")
     for site, factors in factors_of(adapter).items():
         rank, alpha = (5, 20) if site.endswith("layers.1.self_attn.q_proj") else (16, 16)
@@ -94,26 +100,26 @@ def test_scaling_rank_and_alpha_patterns(folders: dict[str, str], registry: Adap
 
 
 def test_rslora_scales_by_the_square_root(folders: dict[str, str], registry: AdapterRegistry) -> None:
-    adapter = registry.load("wide8", folders["wide8"])
+    adapter = load(registry, "wide8", folders["wide8"])
     raw = load_file(f"{folders['wide8']}/adapter_model.safetensors")
     site, factors = next(iter(factors_of(adapter).items()))
     torch.testing.assert_close(factors.bt, (raw[f"base_model.model.{site}.lora_B.weight"] * 16 / 8**0.5).t())
 
 
 def test_vision_side_is_noticed(folders: dict[str, str], registry: AdapterRegistry) -> None:
-    assert registry.load("everywhere64", folders["everywhere64"]).touches_vision
-    assert not registry.load("wide8", folders["wide8"]).touches_vision
+    assert load(registry, "everywhere64", folders["everywhere64"]).touches_vision
+    assert not load(registry, "wide8", folders["wide8"]).touches_vision
 
 
 def test_the_version_is_the_content(copied: Path, registry: AdapterRegistry) -> None:
-    first = registry.load("a", str(copied)).version
-    assert registry.load("a", str(copied)).version == first
+    first = load(registry, "a", str(copied)).version
+    assert load(registry, "a", str(copied)).version == first
 
     def double(tensors: dict[str, torch.Tensor]) -> None:
         tensors[min(tensors)].mul_(2)
 
     edit_tensors(copied, double)
-    assert registry.load("a", str(copied)).version != first
+    assert load(registry, "a", str(copied)).version != first
 
 
 REFUSED_SETTINGS = {
@@ -151,7 +157,7 @@ def test_blocks_that_are_not_what_is_stored(wrong: str, copied: Path, registry: 
     declared, message = BAD_BLOCKS[wrong]
     edit_config(copied, use_bdlora=declared)
     with pytest.raises(BadAdapter, match=message):
-        registry.load("a", str(copied))
+        load(registry, "a", str(copied))
 
 
 def test_blocks_that_do_not_divide_a_layer(copied: Path, registry: AdapterRegistry) -> None:
@@ -164,14 +170,14 @@ def test_blocks_that_do_not_divide_a_layer(copied: Path, registry: AdapterRegist
     edit_tensors(copied, spoil)
     edit_config(copied, use_bdlora={"nblocks": 3, "target_modules_bd_b": ["q_proj"]})
     with pytest.raises(BadAdapter, match="has rank 6 and 64 outputs, which cannot be cut into its 3 blocks"):
-        registry.load("a", str(copied))
+        load(registry, "a", str(copied))
 
 
 @pytest.mark.parametrize("setting", REFUSED_SETTINGS)
 def test_unsupported_settings_are_refused_by_name(setting: str, copied: Path, registry: AdapterRegistry) -> None:
     edit_config(copied, **{setting: REFUSED_SETTINGS[setting]})
     with pytest.raises(BadAdapter, match=setting):
-        registry.load("a", str(copied))
+        load(registry, "a", str(copied))
 
 
 def test_values_that_are_not_finite(copied: Path, registry: AdapterRegistry) -> None:
@@ -180,21 +186,21 @@ def test_values_that_are_not_finite(copied: Path, registry: AdapterRegistry) -> 
 
     edit_tensors(copied, spoil)
     with pytest.raises(BadAdapter, match="not finite"):
-        registry.load("a", str(copied))
+        load(registry, "a", str(copied))
 
 
 def test_values_too_large_for_the_model_s_precision(copied: Path, sites: dict[str, SiteShape]) -> None:
     edit_tensors(copied, lambda tensors: tensors[min(tensors)].fill_(1e5))
     with pytest.raises(BadAdapter, match=r"not finite \(NaN or infinity\) in torch.float16"):
-        AdapterRegistry(sites, torch.float16, 64).load("a", str(copied))
-    assert AdapterRegistry(sites, torch.float32, 64).load("a", str(copied)).shapes
+        load(AdapterRegistry(sites, torch.float16, 64), "a", str(copied))
+    assert load(AdapterRegistry(sites, torch.float32, 64), "a", str(copied)).shapes
 
 
 def test_truncated_weights(copied: Path, registry: AdapterRegistry) -> None:
     file = copied / "adapter_model.safetensors"
     file.write_bytes(file.read_bytes()[:1000])
     with pytest.raises(BadAdapter, match="cut short"):
-        registry.load("a", str(copied))
+        load(registry, "a", str(copied))
 
 
 def test_another_base_model_by_shape(copied: Path, registry: AdapterRegistry) -> None:
@@ -204,7 +210,7 @@ def test_another_base_model_by_shape(copied: Path, registry: AdapterRegistry) ->
 
     edit_tensors(copied, widen)
     with pytest.raises(BadAdapter, match=r"maps 4096 to .* made for another model"):
-        registry.load("a", str(copied))
+        load(registry, "a", str(copied))
 
 
 def test_another_base_model_by_missing_target(copied: Path, registry: AdapterRegistry) -> None:
@@ -214,7 +220,7 @@ def test_another_base_model_by_missing_target(copied: Path, registry: AdapterReg
 
     edit_tensors(copied, rename)
     with pytest.raises(BadAdapter, match=r"layers\.77.*another model"):
-        registry.load("a", str(copied))
+        load(registry, "a", str(copied))
 
 
 @pytest.mark.parametrize(
@@ -223,7 +229,7 @@ def test_another_base_model_by_missing_target(copied: Path, registry: AdapterReg
 def test_no_tensor_is_silently_ignored(tensor: str, copied: Path, registry: AdapterRegistry) -> None:
     edit_tensors(copied, lambda tensors: tensors.update({tensor: torch.zeros(2, 2)}))
     with pytest.raises(BadAdapter, match=tensor.split(".")[-1]):
-        registry.load("a", str(copied))
+        load(registry, "a", str(copied))
 
 
 def test_a_factor_without_its_partner(copied: Path, registry: AdapterRegistry) -> None:
@@ -232,33 +238,33 @@ def test_a_factor_without_its_partner(copied: Path, registry: AdapterRegistry) -
 
     edit_tensors(copied, drop)
     with pytest.raises(BadAdapter, match="no lora_B"):
-        registry.load("a", str(copied))
+        load(registry, "a", str(copied))
 
 
 @pytest.mark.parametrize("file", ["adapter_config.json", "adapter_model.safetensors"])
 def test_missing_files(file: str, copied: Path, registry: AdapterRegistry) -> None:
     (copied / file).unlink()
     with pytest.raises(BadAdapter, match=file):
-        registry.load("a", str(copied))
+        load(registry, "a", str(copied))
 
 
 def test_configuration_that_is_no_json(copied: Path, registry: AdapterRegistry) -> None:
     (copied / "adapter_config.json").write_text("{")
     with pytest.raises(BadAdapter, match="JSON"):
-        registry.load("a", str(copied))
+        load(registry, "a", str(copied))
 
 
 @pytest.mark.parametrize("name", ["", " a", "a@b", "a/b", "a\nb"])
 def test_names_that_would_confuse(name: str, copied: Path, registry: AdapterRegistry) -> None:
     with pytest.raises(BadAdapter, match="not usable"):
-        registry.load(name, str(copied))
+        load(registry, name, str(copied))
 
 
 def test_a_refused_reload_leaves_the_old_content(copied: Path, registry: AdapterRegistry) -> None:
-    version = registry.load("a", str(copied)).version
+    version = load(registry, "a", str(copied)).version
     edit_config(copied, use_dora=True)
     with pytest.raises(BadAdapter):
-        registry.load("a", str(copied))
+        load(registry, "a", str(copied))
     assert registry.read(registry.get("a").key).version == version
 
 
@@ -305,7 +311,7 @@ def test_an_adapter_with_old_names_loads_to_the_same_factors(
             tensors[name.replace("model.language_model.layers", "model.layers")] = tensors.pop(name)
 
     edit_tensors(copied, rename)
-    old, new = registry.load("old", str(copied)), registry.load("new", folders["wide8"])
+    old, new = load(registry, "old", str(copied)), load(registry, "new", folders["wide8"])
     assert {t.site for t in read_header(copied, sites, 64).targets} == set(new.shapes)
     for site, factors in factors_of(new).items():
         assert torch.equal(factors_of(old)[site].bt, factors.bt)

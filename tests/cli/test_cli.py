@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -151,6 +152,30 @@ def test_the_server_may_come_from_the_environment(
     assert code == 0 and "cam  rank 8" in out and "head night  classification over 2 frames: dark, bright" in out
     code, out, _ = vlora_command("adapters", "--json")
     assert [json.loads(line)["name"] for line in out.splitlines()] == ["cam", "signs"]
+
+
+def test_adapters_are_loaded_pinned_and_unloaded(vlora_command: Vlora, tmp_path: Path) -> None:
+    folder = write_adapter(tmp_path / "signs", {"kind": 1})
+    with running_server() as running:
+        server = ("--server", f"127.0.0.1:{running.port}")
+        code, out, _ = vlora_command("adapters", "load", "signs", os.path.relpath(folder), *server)
+        assert code == 0 and out.splitlines()[0] == "signs  rank 8  0.0 MiB  mergeable"
+        code, out, _ = vlora_command("adapters", "load", "other", folder, "--json", *server)
+        assert code == 0 and json.loads(out)["name"] == "other"
+        code, out, _ = vlora_command("adapters", "pin", "signs", *server)
+        assert code == 0 and out.splitlines()[0].endswith("  pinned")
+        code, out, _ = vlora_command("adapters", "list", "--json", *server)
+        assert [json.loads(line)["pinned"] for line in out.splitlines()] == [False, True]
+        code, out, _ = vlora_command("adapters", "unpin", "signs", *server)
+        assert code == 0 and not out.splitlines()[0].endswith("  pinned")
+        assert vlora_command("adapters", "unload", "other", "--drain", *server) == (0, "other  unloaded\n", "")
+        assert vlora_command("adapters", "unload", "signs", "--json", *server)[1] == '{"name":"signs","drain":false}\n'
+        assert vlora_command("adapters", "list", *server) == (0, "no adapters\n", "")
+        for command in (("unload", "signs"), ("pin", "signs"), ("load", "signs", str(tmp_path / "nothing"))):
+            code, out, err = vlora_command("adapters", *command, *server)
+            assert (code, out) == (2, "") and err.startswith("error: ") and err.count("\n") == 1
+        code, _, err = vlora_command("adapters", *server, "unload", "signs")
+        assert code == 2 and "write --server behind 'unload'" in err
 
 
 def test_adapters_that_were_only_registered_are_told_apart(vlora_command: Vlora, tmp_path: Path) -> None:

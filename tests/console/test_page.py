@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -130,6 +131,35 @@ def test_canvases_are_drawn_and_explain_themselves(watched: Watched) -> None:
     page.click("#ask-stop")
 
 
+def test_an_adapter_is_loaded_pinned_and_unloaded(watched: Watched, api: Api, tmp_path: Path) -> None:
+    page = watched.page
+    page.click("#admin summary")
+
+    def do(what: str, name: str) -> None:
+        page.fill("#admin-name", name)
+        page.click(f"#admin-form button[value={what}]")
+
+    def pinned() -> dict[str, bool]:
+        return {status.name: status.pinned for status in api.on_loop(api.front_end.adapters())}
+
+    page.fill("#admin-path", write_adapter(tmp_path / "signs", {"kind": 1}))
+    do("load", "signs")
+    expect(page.locator("#admin-note")).to_have_text("load signs: done")
+    expect(page.locator("#ask-adapter option")).to_have_count(4)  # the base model among them
+    do("pin", "signs")
+    expect(page.locator("#admin-note")).to_have_text("pin signs: done")
+    assert pinned()["signs"]
+    do("unpin", "signs")
+    expect(page.locator("#admin-note")).to_have_text("unpin signs: done")
+    assert not pinned()["signs"]
+    do("unload", HOSTILE)
+    expect(page.locator("#admin-note")).to_have_text(f"unload {HOSTILE}: done")
+    assert set(pinned()) == {"cam", "signs"}
+    page.fill("#admin-path", str(tmp_path / "nothing"))
+    do("load", "nothing")
+    expect(page.locator("#admin-note")).to_contain_text("no adapter_config.json")
+
+
 def test_names_are_text_and_nothing_else(watched: Watched, api: Api) -> None:
     page = watched.page
     send(api, open_stream(api, None), None, 0)
@@ -234,6 +264,7 @@ def test_a_token_is_asked_for_and_never_stands_in_a_url(browser: Browser, folder
         use(CAMERAS.secret)
         expect(page.locator("#status")).to_have_text("live")
         expect(page.locator("#streams-summary")).to_have_text("1 stream · 1 of others")
+        expect(page.locator("#admin")).to_be_hidden()
         ask(page, "say:yes")
         expect(page.locator("#answer .text")).to_have_text("yes")
         page.reload()
@@ -243,6 +274,7 @@ def test_a_token_is_asked_for_and_never_stands_in_a_url(browser: Browser, folder
         expect(page.locator("#token-dialog")).to_be_visible()
         use(OPS.secret)
         expect(page.locator("#streams-summary")).to_have_text("2 streams")
+        expect(page.locator("#admin")).to_be_visible()
         assert not [url for url in watched.urls for token in (CAMERAS, OPS) if token.secret in url]
         watched.close()
 

@@ -82,6 +82,8 @@ def test_every_snippet_runs(folder: Path) -> None:
     text = text.replace("vlora serve ", f"vlora serve --rpyc-port {(rpyc := free_port())} ")
     text = text.replace("vlora status --wait-s 60  ", f"vlora status --wait-s 60 --server 127.0.0.1:{rpyc} ")
     text = re.sub(r"--server localhost:\d+", f"--server localhost:{rpyc}", text)
+    changes = re.compile(r"^(vlora adapters (?:load|pin|unpin|unload) .*)$", re.MULTILINE)
+    text = changes.sub(rf"\1 --server 127.0.0.1:{rpyc}", text)
     text = text.replace('Client("localhost", ', f'Client("localhost", {rpyc}, ')
     environment = os.environ | {
         "PATH": f"{folder / 'bin'}:{os.environ['PATH']}",

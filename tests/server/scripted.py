@@ -16,7 +16,8 @@ import re
 import sys
 import threading
 import time
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from concurrent.futures import Future
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -275,6 +276,14 @@ class ScriptedEngine:
         self._adapters[name] = msgspec.structs.replace(self._adapters[name], pinned=pinned, resident=pinned)
         return self._adapters[name]
 
+    def load_in_background(self, name: str, path: str) -> Future[AdapterStatus]:
+        if name.startswith("hangs"):
+            return Future()
+        return _ended(lambda: self.load_adapter(name, path))
+
+    def pin_in_background(self, name: str) -> Future[AdapterStatus]:
+        return _ended(lambda: self.pin_adapter(name, True))
+
     def adapters(self, after: str = "", most: int | None = None) -> tuple[AdapterStatus, ...]:
         return tuple(self._adapters[name] for name in sorted(self._adapters) if name > after)[:most]
 
@@ -453,3 +462,12 @@ def write_adapter(folder: Path, heads: dict[str, int] | None = None) -> str:
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "adapter_config.json").write_text(json.dumps({"heads": heads or {}}))
     return str(folder)
+
+
+def _ended(work: Callable[[], AdapterStatus]) -> Future[AdapterStatus]:
+    future: Future[AdapterStatus] = Future()
+    try:
+        future.set_result(work())
+    except Exception as error:
+        future.set_exception(error)
+    return future

@@ -28,7 +28,7 @@ from vlora.errors import (
     VLoraError,
 )
 from vlora.server.frontend import FrontEnd
-from vlora.types import SamplingParams
+from vlora.types import AdapterStatus, SamplingParams
 
 
 def front_end(engine: ScriptedInterface | None = None, **settings: Any) -> FrontEnd:
@@ -107,6 +107,38 @@ def test_what_is_wrong_is_said_and_the_next_request_is_served(
             await ask(front, prompt, images, **fields)
         assert not engine.engine.running
         assert (await ask(front, "say:fine", adapter="cam", sampling=sampling(max_tokens=9)))[1].text == "fine"
+
+    run(main())
+
+
+def test_a_load_whose_caller_leaves_takes_effect(tmp_path: Path) -> None:
+    async def main() -> None:
+        engine = ScriptedInterface()
+        read = asyncio.Event()
+        at_once = engine.load_adapter
+
+        async def slowly(name: str, path: str) -> AdapterStatus:
+            await read.wait()
+            return await at_once(name, path)
+
+        front = front_end(engine)
+        await front.load_adapter("cam", write_adapter(tmp_path / "cam", {"night": 1}))
+        await front.find_head("cam", "night")
+        engine.load_adapter = slowly  # type: ignore[method-assign]
+        good = asyncio.create_task(front.load_adapter("cam", write_adapter(tmp_path / "cam2", {"rain": 1})))
+        bad = asyncio.create_task(front.load_adapter("cam", str(tmp_path / "nothing")))
+        await asyncio.sleep(0)
+        for leaving in (good, bad):
+            leaving.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await leaving
+        assert await front.find_head("cam", "night"), "nothing was read yet"
+        read.set()
+        while front._changes:
+            await asyncio.sleep(0)
+        assert await front.find_head("cam", "rain"), "and nobody is left with the old heads"
+        with pytest.raises(UnknownHead):
+            await front.find_head("cam", "night")
 
     run(main())
 

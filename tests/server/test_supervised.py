@@ -54,6 +54,31 @@ async def alive(engine: SupervisedEngine) -> None:
         await asyncio.sleep(0.01)
 
 
+def test_a_load_that_hangs_holds_up_nothing_and_ends_with_its_process(tmp_path: Path) -> None:
+    async def main() -> None:
+        told: list[str] = []
+        engine = await start(told)
+        folder = write_adapter(tmp_path / "one")
+        hanging = asyncio.create_task(engine.load_adapter("hangs", folder))
+        await engine.load_adapter("one", folder)
+        asked = Request(request_id="r", prompt_ids=tuple(b"say:x"))
+        assert [output async for output in engine.generate(asked)][-1].finish_reason is not None
+        assert not hanging.done()
+        await kill(engine)
+        with pytest.raises(EngineDead):
+            await hanging
+        await alive(engine)
+        assert [status.name for status in await engine.adapters()] == ["one"]
+        # A server that stops waits for none of it either.
+        hanging = asyncio.create_task(engine.load_adapter("hangs", folder))
+        await asyncio.sleep(0)
+        await engine.close()
+        with pytest.raises(EngineDead):
+            await hanging
+
+    run(main())
+
+
 def test_the_next_process_has_the_adapters_and_pins(tmp_path: Path) -> None:
     async def main() -> None:
         told: list[str] = []

@@ -6,7 +6,7 @@ import dataclasses
 import itertools
 import logging
 from collections.abc import Callable, Iterable, Mapping
-from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from concurrent.futures import Executor, Future
 from pathlib import Path
 
 import torch
@@ -15,6 +15,7 @@ from vlora.adapters.host import HostAdapter, Measure, load_adapter
 from vlora.adapters.peft_format import AdapterHeader, SiteShape, read_header, split_over_ranks
 from vlora.errors import BadAdapter, UnknownAdapter, listed
 from vlora.parallel.cut import Way
+from vlora.threads import background_executor
 
 log = logging.getLogger(__name__)
 
@@ -37,6 +38,10 @@ class Registration:
     num_bytes: int
     adapter: HostAdapter | None = None
     error: str | None = None
+
+
+def _version(registration: Registration) -> str | None:
+    return None if registration.adapter is None else registration.adapter.version
 
 
 Check = Callable[[str, int], None]
@@ -62,7 +67,7 @@ class AdapterRegistry:
     the requests under way on it, until `forget`.
 
     sites: the model's adaptable layers, in the order factors are laid out. executor: reads in the background; None
-    makes a thread. measure: an adapter's merge fidelity, called where it is read. choose: see Choose.
+    makes threads. measure: an adapter's merge fidelity, called where it is read. choose: see Choose.
     """
 
     def __init__(
@@ -78,7 +83,8 @@ class AdapterRegistry:
         self._sites = sites
         self._dtype = dtype
         self._hidden_size = hidden_size
-        self._executor = executor or ThreadPoolExecutor(1, thread_name_prefix="vlora-read")
+        self._executor = executor or background_executor("vlora-read")
+        self._loader = executor or background_executor("vlora-load", patient=True)
         self._measure = measure
         self._choose = choose
         self._numbers = itertools.count(1)
@@ -110,20 +116,29 @@ class AdapterRegistry:
         for registration in made:
             self._enter(registration)
 
-    def load(self, name: str, path: str, check: Check = _accept) -> HostAdapter:
-        """Register a folder and read all of it now. When it is refused, what the name stood for before stays.
+    def read_folder(self, name: str, path: str, check: Check = _accept) -> Registration:
+        """Read all of a folder for a name, which goes on standing for what it did. For any thread.
 
-        Content that the name already stands for changes nothing. Raises BadAdapter, and what `check` raises.
+        Raises BadAdapter, and what `check` raises.
         """
         registration = self._registration(name, path)
         check(name, registration.num_bytes)
-        adapter = self._read(registration)
-        before = self._current.get(name)
-        if before is not None and before.adapter is not None and before.adapter.version == adapter.version:
-            return before.adapter
-        registration.adapter = adapter
-        self._enter(registration)
-        return adapter
+        registration.adapter = self._read(registration)
+        return registration
+
+    def read_folder_in_background(self, name: str, path: str, check: Check = _accept) -> Future[Registration]:
+        """As `read_folder`, by a thread of its own: no request waits for it, and none waits behind it."""
+        return self._loader.submit(self.read_folder, name, path, check)
+
+    def accept(self, registration: Registration) -> Registration:
+        """Have a name stand for content that was read for it; what it stands for now.
+
+        That is the registration before where the content is the same: it may be in use.
+        """
+        before = self._current.get(registration.name)
+        if before is None or _version(before) is None or _version(before) != _version(registration):
+            self._enter(registration)
+        return self._current[registration.name]
 
     def get(self, name: str) -> Registration:
         """What a name stands for now. Raises UnknownAdapter."""
@@ -151,6 +166,8 @@ class AdapterRegistry:
 
         Call in the order of want: few are read at a time.
         """
+        if key in self._reading:
+            self._settle((key,))
         known = self._known[key]
         is_unread = known.adapter is None and known.error is None and key not in self._reading
         if is_unread and len(self._reading) < _MAX_READS:
@@ -189,7 +206,8 @@ class AdapterRegistry:
 
     def close(self) -> None:
         """Read no more."""
-        self._executor.shutdown(wait=False, cancel_futures=True)
+        for executor in (self._executor, self._loader):
+            executor.shutdown(wait=False, cancel_futures=True)
 
     # -- inside -------------------------------------------------------------------------------------------------------
 

@@ -25,6 +25,7 @@ BENCHES = (
     "costs",
     "policy",
     "memory",
+    "loading",
     "reuse",
     "overload",
     "heads",

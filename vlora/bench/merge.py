@@ -106,8 +106,8 @@ class _Model:
         with tempfile.TemporaryDirectory() as folder:
             for number, rank in enumerate(ranks):
                 path = write_adapter(Path(folder) / f"a{number}", self.shapes, rank, seed=number)
-                adapter = registry.load(f"a{number}", path)
-                assert self.bank.bring(adapter)
+                adapter = registry.read_folder(f"a{number}", path).adapter
+                assert adapter is not None and self.bank.bring(adapter)
                 keys.append(adapter.key)
         return keys
 

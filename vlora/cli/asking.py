@@ -232,35 +232,9 @@ def status(wait_s: float, client: Client, as_json: bool) -> None:
             f"{stats.arena_bytes / mib:.0f} MiB: adapters {stats.adapter_bytes / mib:.0f}, KV in use "
             f"{stats.kv_bytes / mib:.0f}, KV cached {stats.cached_kv_bytes / mib:.0f}",
         ),
+        ("threads", str(stats.num_threads)),
         ("adapters", f"{stats.num_resident_adapters} of {stats.num_adapters} on the device"),
         ("preempted", str(stats.num_preemptions)),
         ("ATMM table", stats.atmm_table or "unknown"),
     ):
         click.echo(f"{name:<10} {value}")
-
-
-@cli.command()
-@server_option
-@json_option
-def adapters(client: Client, as_json: bool) -> None:
-    """List the adapters of a server, with their heads.
-
-    \b
-        vlora adapters --json
-    """
-    with client:
-        found = client.adapters()
-    if as_json:
-        for adapter in found:
-            print_json(adapter)
-        return
-    if not found:
-        click.echo("no adapters")
-    for adapter in found:
-        merge = "mergeable" if adapter.mergeable else "never merged"
-        if not adapter.loaded:
-            merge = f"cannot be served: {adapter.error}" if adapter.error else "read at first use"
-        click.echo(f"{adapter.name}  rank {adapter.rank}  {adapter.num_bytes / 2**20:.1f} MiB  {merge}")
-        for head in adapter.heads:
-            frames = f"{head.num_frames} frame{'s' * (head.num_frames != 1)}"
-            click.echo(f"  head {head.name}  {head.task} over {frames}: {', '.join(head.labels)}")

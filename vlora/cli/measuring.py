@@ -294,9 +294,9 @@ def tune(
         import torch
 
         from atmm import tables
+        from vlora.engine.cores import default_threads
 
-        if threads is not None:
-            torch.set_num_threads(threads)
+        torch.set_num_threads(threads or default_threads())
         if not check:
             found = tuning.tune(
                 None if model is None else model_path(model),

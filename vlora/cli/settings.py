@@ -35,7 +35,7 @@ _SETTING_HELP = {
     "switching": "How merged weights come into place: from a shadow copy, in_place (slower, no copy), or by memory.",
     "vision_cache_bytes": "Image embeddings kept for reuse.",
     "prefix_cache": "Keep KV of prompts and answers for requests that begin alike.",
-    "threads": "Threads of the engine; torch's choice if not given.",
+    "threads": "Threads of the engine, on each rank; the physical cores, shared by the ranks, if not given.",
     "tensor_parallel": "Processes (on GPUs: GPUs) that share the language model.",
     "sharding": "NAME=KIND, how an adapter lies on several ranks: replicated, slora, auto; * for all others.",
     "host": "Address to listen on; without tokens loopback only.",

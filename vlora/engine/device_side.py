@@ -33,14 +33,17 @@ from vlora.models.vision import VisionEncoder
 from vlora.models.way_costs import measure
 from vlora.parallel import Group
 from vlora.parallel.choice import Costs
+from vlora.threads import compute_with
 
 
-def set_threads(config: EngineConfig) -> None:
-    """As configured, or torch's choice; ranks on a CPU share that."""
-    if config.threads is not None:
-        torch.set_num_threads(config.threads)
-    elif config.tensor_parallel > 1:
-        torch.set_num_threads(max(1, torch.get_num_threads() // config.tensor_parallel))
+def set_threads(config: EngineConfig) -> int:
+    """Give the calling thread, which runs the steps, the threads as configured, and every other thread only itself.
+
+    Without a setting torch's number stays, which ranks share. Returns the number.
+    """
+    num_threads = config.threads or max(1, torch.get_num_threads() // config.tensor_parallel)
+    compute_with(num_threads)
+    return num_threads
 
 
 def facts_of(config: EngineConfig, model: Any) -> dict[str, str]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import itertools
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import FIRST_COMPLETED, Executor, Future, wait
@@ -16,6 +15,7 @@ from vlora.adapters import AdapterRegistry, Registration
 from vlora.adapters.registry import Choose, always_replicated
 from vlora.config import EngineConfig
 from vlora.engine import orders
+from vlora.engine.adapter_admin import AdapterAdmin
 from vlora.engine.device_side import DeviceSide, facts_of, lay_out, set_threads
 from vlora.engine.grammars import Grammars
 from vlora.engine.observer import Observer
@@ -27,14 +27,13 @@ from vlora.errors import (
     BadAdapter,
     BadConfig,
     BadRequest,
-    OverCapacity,
     PromptTooLong,
     StepFailed,
     UnknownHead,
     VLoraError,
 )
-from vlora.memory.arena import PAGE_BYTES, pages_for
-from vlora.memory.books import ArenaBooks, BlockTables, Run
+from vlora.memory.arena import PAGE_BYTES
+from vlora.memory.books import ArenaBooks, BlockTables
 from vlora.memory.prefix import PrefixCache
 from vlora.memory.residency import Residency
 from vlora.models.bank import shared_inputs
@@ -44,14 +43,13 @@ from vlora.models.loading import device_of, load_model, read_config
 from vlora.models.seam import Seam
 from vlora.models.sharding import plan_of, shard
 from vlora.models.switcher import merge_fidelity
-from vlora.orchestrator import CostModel, Scheduler, bring_wanted, give_way_to_kv, make_policy, pin_in_use
+from vlora.orchestrator import CostModel, Scheduler, bring_wanted, give_way_to_kv, make_policy
 from vlora.orchestrator.policy import Policy
 from vlora.parallel import Group
 from vlora.types import (
     AdapterStatus,
     EngineStats,
     ErrorValue,
-    HeadSummary,
     MemoryView,
     Request,
     RequestOutput,
@@ -108,7 +106,7 @@ class Engine:
         executor: Executor | None,
     ) -> None:
         config = self.config
-        set_threads(config)
+        self.num_threads = set_threads(config)
         # Kernels are built here where that is still to do, and further down for a GPU: not in the middle of a request.
         atmm.load_kernels()
         self._atmm_table = atmm.describe_table(device_of(config, 0).type)
@@ -165,12 +163,20 @@ class Engine:
             tenant_weights=config.tenant_weights,
         )
         self._users: dict[str, set[str]] = {}  # requests under way by the key of their adapter
-        self._pinned: dict[str, Run] = {}  # by an operator, by name
         self._key_of: dict[str, str | None] = {}
         self._view = MemoryView(resident=frozenset(), mergeable=frozenset())
         self._num_hits = self._num_misses = 0
         self._num_load_waits = 0
         self._load_wait_s = 0.0
+        self._admin = AdapterAdmin(
+            registry=self._registry,
+            bank=self._bank,
+            residency=self._residency,
+            scheduler=self._scheduler,
+            retire=self._retire,
+            is_mergeable=self._is_mergeable,
+            several_ranks=self._team is not None,
+        )
         self._observer = Observer(
             config,
             clock,
@@ -181,14 +187,14 @@ class Engine:
             registry=self._registry,
             switcher=self._switcher,
             users=self._users,
-            pinned=self._pinned,
+            pinned=self._admin.pinned,
         )
 
     # -- requests -----------------------------------------------------------------------------------------------------
 
     @property
     def has_work(self) -> bool:
-        return self._scheduler.has_work
+        return self._scheduler.has_work or self._admin.has_work
 
     @property
     def alarm(self) -> int | None:
@@ -263,30 +269,32 @@ class Engine:
         The factors are read in the background when a request first needs them; values that are not finite then fail
         the adapter's requests with BadAdapter. Raises BadAdapter, OverCapacity, BadRequest for a pinned name.
         """
-        before = [self._key_before(name) for name in paths]
-        self._registry.register(paths, self._check_room)
-        for key in before:
-            self._retire(key)
+        self._admin.register(paths)
 
     def load_adapter(self, name: str, path: str) -> AdapterStatus:
-        """Register an adapter folder, reading and checking all of it.
+        """Register an adapter folder, reading and checking all of it before this returns.
 
         Raises BadAdapter or OverCapacity, and the old content then stays; BadRequest for a pinned one.
         """
-        before = self._key_before(name)
-        self._registry.load(name, path, self._check_room)
-        self._retire(before)
-        return self._status(self._registry.get(name))
+        return self._admin.load(name, path)
+
+    def load_in_background(self, name: str, path: str) -> Future[AdapterStatus]:
+        """As `load_adapter`, but the folder is read beside the steps; a later step sets the result, or what is raised.
+
+        Until then the name stands for what it did. Calls that read take effect in the order in which they came;
+        unloading the name in between ends this one with Aborted.
+        """
+        return self._admin.load_in_background(name, path)
 
     def unload_adapter(self, name: str, drain: bool = False) -> tuple[RequestOutput, ...]:
         """Forget an adapter: its name is free at once. Raises UnknownAdapter.
 
         Its requests are cancelled and all it held is freed before this returns. With `drain` those under way finish
-        instead, and what it held is freed with the last of them.
+        instead, and what it held is freed with the last of them. Loading or pinning it that is under way is aborted.
         """
-        key = self._registry.get(name).key
-        self.pin_adapter(name, False)
-        self._registry.remove(name)
+        key = self._admin.unload(name)
+        if key is None:
+            return ()
         outputs = () if drain else self._fail_users(key, Aborted(f"adapter {name!r} was unloaded"))
         self._retire(key)
         return outputs
@@ -297,40 +305,18 @@ class Engine:
         Raises UnknownAdapter, BadAdapter when reading it fails; OverCapacity when there is no room for it, or it would
         leave none for another adapter.
         """
-        registration = self._registry.get(name)
-        key = registration.key
-        if pinned and name not in self._pinned:
-            adapter = self._registry.read(key)
-            in_use = pin_in_use(self._scheduler, self._residency)
-            here = self._bank.bring(adapter)
-            for other in in_use:
-                self._residency.unpin(other)
-            if not here:
-                raise OverCapacity(
-                    f"there is no room to bring adapter {name!r} now: others are in use; try again later"
-                )
-            if key in self._bank.arriving:
-                self._bank.settle(key)
-            run = self._residency.run(key)
-            room = self._residency.room_beside((*self._pinned.values(), run))
-            for other in self._registry.names:
-                needed = pages_for(self._registry.get(other).num_bytes)
-                if other != name and other not in self._pinned and needed > room:
-                    raise OverCapacity(
-                        f"pinning adapter {name!r} would leave {room} pages of the arena in a row, and adapter "
-                        f"{other!r} needs {needed}; unpin another, or start with a larger arena_bytes"
-                    )
-            self._residency.pin(key)
-            self._pinned[name] = run
-        elif not pinned and name in self._pinned:
-            self._residency.unpin(key)
-            del self._pinned[name]
-        return self._status(registration)
+        return self._admin.pin(name) if pinned else self._admin.unpin(name)
+
+    def pin_in_background(self, name: str) -> Future[AdapterStatus]:
+        """As pinning by `pin_adapter`, but beside the steps; a later step sets the result, or what is raised.
+
+        It takes effect after all loads that came before it; unpinning or unloading in between ends it with Aborted.
+        """
+        return self._admin.pin_in_background(name)
 
     def adapters(self, after: str = "", most: int | None = None) -> tuple[AdapterStatus, ...]:
         """In order of their names: those that follow `after`, at most so many."""
-        names = (name for name in self._registry.names if name > after)
-        return tuple(self._status(self._registry.get(name)) for name in itertools.islice(names, most))
+        return self._admin.statuses(after, most)
 
     def stats(self) -> EngineStats:
         return msgspec.structs.replace(
@@ -352,6 +338,7 @@ class Engine:
             num_load_waits=self._num_load_waits,
             load_wait_s=self._load_wait_s,
             atmm_table=self._atmm_table,
+            num_threads=self.num_threads,
         )
 
     def snapshot(self, since: int = 0) -> EngineSnapshot:
@@ -367,6 +354,7 @@ class Engine:
     def close(self) -> tuple[RequestOutput, ...]:
         """Cancel everything still running, and load no more adapters."""
         outputs = [self.cancel(request_id) for request_id in tuple(self._key_of)]
+        self._admin.close()
         self._registry.close()
         self._bank.close()
         self._grammars.close()
@@ -421,23 +409,9 @@ class Engine:
         placeholders = set(self._seam.placeholders.values())
         return next(place for place, token in enumerate(request.prompt_ids) if token in placeholders)
 
-    def _key_before(self, name: str) -> str | None:
-        """What a name stands for that is about to get new content. Raises BadRequest for a pinned one."""
-        if name in self._pinned:
-            raise BadRequest(f"adapter {name!r} is pinned; unpin it before other content is loaded under its name")
-        return self._registry.get(name).key if name in self._registry else None
-
-    def _check_room(self, name: str, num_bytes: int) -> None:
-        """Raises OverCapacity when the adapter could never be brought beside those that are pinned."""
-        needed, allowed = pages_for(num_bytes), self._residency.room_beside(self._pinned.values())
-        if needed > allowed:
-            raise OverCapacity(
-                f"adapter {name!r} needs {needed} pages of the arena in a row, but adapters find at most "
-                f"{allowed} beside {len(self._pinned)} pinned ones; unpin some, or start with a larger arena_bytes"
-            )
-
     def _collect_loads(self) -> list[RequestOutput]:
         """Take in adapters that were read or brought meanwhile; the last words of requests whose adapter failed."""
+        self._admin.poll()
         outputs: list[RequestOutput] = []
         for bad in self._registry.collect():
             outputs += self._fail_users(bad.key, BadAdapter(bad.error or ""))
@@ -474,7 +448,9 @@ class Engine:
     def _wait_for_load(self) -> None:
         """Nobody can run before an adapter or grammar has come: give its thread the machine, messages a turn soon."""
         pending: tuple[Future[Any], ...] = (*self._registry.pending, *self._bank.pending, *self._grammars.pending)
-        if pending:
+        if not self._scheduler.has_work:
+            wait((*pending, *self._admin.pending), _LOAD_WAIT_S, FIRST_COMPLETED)
+        elif pending:
             started = time.perf_counter()
             wait(pending, _LOAD_WAIT_S, FIRST_COMPLETED)
             self._num_load_waits += 1
@@ -531,30 +507,3 @@ class Engine:
         self._registry.forget(key)
         if self._team is not None:
             self._team.tell(orders.Forget(key))
-
-    def _status(self, registration: Registration) -> AdapterStatus:
-        adapter, header = registration.adapter, registration.header
-        return AdapterStatus(
-            name=registration.name,
-            version=adapter.version if adapter else "",
-            rank=header.rank,
-            num_bytes=registration.num_bytes,
-            resident=registration.key in self._bank.resident,
-            mergeable=self._is_mergeable(registration.key),
-            merge_fidelity=adapter.merge_fidelity if adapter else 0.0,
-            touches_vision=header.touches_vision,
-            heads=tuple(
-                HeadSummary(
-                    name=head.spec.name,
-                    task=head.spec.task,
-                    labels=tuple(head.spec.labels),
-                    prompt=head.spec.prompt,
-                    num_frames=head.spec.num_frames,
-                )
-                for head in header.heads.values()
-            ),
-            pinned=registration.name in self._pinned,
-            sharding=None if self._team is None else "bd" if header.keeps_blocks else registration.way,
-            loaded=adapter is not None,
-            error=registration.error,
-        )

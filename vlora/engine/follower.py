@@ -8,7 +8,7 @@ import signal
 import sys
 import threading
 import traceback
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from multiprocessing.connection import Connection
 from pathlib import Path
 
@@ -28,6 +28,7 @@ from vlora.models.loading import device_of, load_model
 from vlora.models.seam import Seam
 from vlora.models.sharding import shard
 from vlora.parallel import Ends, Group, RankGone, RanksApart
+from vlora.threads import background_executor
 from vlora.types import ErrorValue
 
 _STDOUT, _STDERR = 1, 2
@@ -103,7 +104,7 @@ class Follower:
         self._side = DeviceSide(config, layout, self._appointed, executor=Inline(), group=self._group)
         self._sites = self._side.bank.sites
         self._words = words
-        self._reader = ThreadPoolExecutor(1, thread_name_prefix="vlora-read")
+        self._reader = background_executor("vlora-read")
         self._known: dict[str, HostAdapter] = {}
         self._coming: dict[str, tuple[orders.Bring, Future[HostAdapter]]] = {}
         self._group.wait_for_all()

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterator
-from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from concurrent.futures import Executor, Future
 
 from vlora.errors import BadRequest, VLoraError
 from vlora.models.grammar import Grammar, GrammarCompiler
+from vlora.threads import background_executor
 
 _MOST_KEPT = 16  # compiled; each may take tens of megabytes if it is a hostile one
 
@@ -18,7 +19,7 @@ class Grammars:
     def __init__(self, compiler: GrammarCompiler, executor: Executor | None = None) -> None:
         """executor: compiles; None makes a thread."""
         self._compiler = compiler
-        self._executor = executor or ThreadPoolExecutor(1, thread_name_prefix="vlora-grammar")
+        self._executor = executor or background_executor("vlora-grammar")
         self._known: OrderedDict[str, Future[Grammar]] = OrderedDict()
         self._waiting: dict[str, Future[Grammar]] = {}  # by request
 

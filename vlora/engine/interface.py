@@ -33,7 +33,12 @@ class EngineInterface(Protocol):
         ...
 
     async def load_adapter(self, name: str, path: str) -> AdapterStatus:
-        """Register the adapter folder `path` as `name`, reading all of it. Raises BadAdapter with the reason."""
+        """Register the adapter folder `path` as `name`; returns when all of it was read, beside the steps.
+
+        Until then the name stands for what it did, also where this raises: BadAdapter with the reason, OverCapacity,
+        BadRequest for a pinned name, Aborted when the name is unloaded meanwhile. Loads and pins take effect in the
+        order of the calls.
+        """
         ...
 
     async def unload_adapter(self, name: str, drain: bool = False) -> None:
@@ -44,9 +49,10 @@ class EngineInterface(Protocol):
         ...
 
     async def pin_adapter(self, name: str, pinned: bool) -> AdapterStatus:
-        """Bring an adapter to the device and keep it there, or let it be evicted again.
+        """Bring an adapter to the device, beside the steps, and keep it there; or let it be evicted again.
 
-        Raises UnknownAdapter, OverCapacity when there is no room for it or it would leave none for another.
+        Raises UnknownAdapter, OverCapacity when there is no room for it or it would leave none for another, Aborted
+        when it is unpinned or unloaded meanwhile.
         """
         ...
 

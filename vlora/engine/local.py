@@ -14,6 +14,7 @@ from vlora.config import EngineConfig
 from vlora.engine.engine import Engine
 from vlora.engine.snapshot import EngineSnapshot
 from vlora.errors import EngineDead, VLoraError
+from vlora.threads import compute_with
 from vlora.types import AdapterStatus, EngineStats, ErrorValue, Request, RequestOutput
 
 T = TypeVar("T")
@@ -95,7 +96,7 @@ class LocalEngine:
 
     async def load_adapter(self, name: str, path: str) -> AdapterStatus:
         """See EngineInterface."""
-        return await self._call(lambda: self.engine.load_adapter(name, path))
+        return await asyncio.wrap_future(await self._call(lambda: self.engine.load_in_background(name, path)))
 
     async def unload_adapter(self, name: str, drain: bool = False) -> None:
         """See EngineInterface."""
@@ -108,7 +109,9 @@ class LocalEngine:
 
     async def pin_adapter(self, name: str, pinned: bool) -> AdapterStatus:
         """See EngineInterface."""
-        return await self._call(lambda: self.engine.pin_adapter(name, pinned))
+        if not pinned:
+            return await self._call(lambda: self.engine.pin_adapter(name, False))
+        return await asyncio.wrap_future(await self._call(lambda: self.engine.pin_in_background(name)))
 
     async def adapters(self) -> tuple[AdapterStatus, ...]:
         """See EngineInterface."""
@@ -159,6 +162,7 @@ class LocalEngine:
         self._calls.put(call)
 
     def _loop(self) -> None:
+        compute_with(self.engine.num_threads)
         try:
             while self._take_calls(block=not self.engine.has_work):
                 for output in self.engine.step():

@@ -6,6 +6,7 @@ is gone and the engine ends too. Interrupt and terminate signals are for the par
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 import os
 import signal
@@ -14,15 +15,17 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from typing import TYPE_CHECKING
 
 from vlora.config import EngineConfig
 from vlora.engine import wire
+from vlora.engine.cores import default_threads
 from vlora.engine.gathering import Gathering
 from vlora.engine.line import EngineLine
 from vlora.errors import EngineDead, StepFailed, VLoraError
 from vlora.logs import configure
-from vlora.types import ErrorValue, RequestOutput
+from vlora.types import AdapterStatus, ErrorValue, RequestOutput
 
 if TYPE_CHECKING:
     from vlora.engine.engine import Engine
@@ -57,7 +60,7 @@ def run(
         assert first is not None
         start = wire.decode_to_engine(first)
         assert isinstance(start, wire.Start)
-        engine = make_engine(start.config)
+        engine = make_engine(_with_threads(start.config))
         gc.freeze()  # what is there by now stays: a full collection would look at all of it again, between two steps
         line.send(wire.encode(wire.Ready(start.config.model, os.getpid(), engine.limits.max_context)))
         EngineWorker(engine, line).loop()
@@ -74,6 +77,12 @@ def run(
     finally:
         gc.unfreeze()  # or libraries would report as leaked, at exit, what nothing collected
     return 0
+
+
+def _with_threads(config: EngineConfig) -> EngineConfig:
+    if config.threads is not None:
+        return config
+    return dataclasses.replace(config, threads=default_threads(config.tensor_parallel))
 
 
 class EngineWorker:
@@ -124,6 +133,10 @@ class EngineWorker:
                 self._stopping = True
             case wire.Start():
                 raise AssertionError("the engine is already started")
+            case wire.LoadAdapter():
+                self._reply_when_done(message.call_id, self._engine.load_in_background(message.name, message.path))
+            case wire.PinAdapter(pinned=True):
+                self._reply_when_done(message.call_id, self._engine.pin_in_background(message.name))
             case call:
                 self._send(self._reply(call))
 
@@ -148,33 +161,45 @@ class EngineWorker:
         refused = RequestOutput(request_id=request_id, finish_reason="error", error=ErrorValue.of(error))
         self._send_outputs((refused,))
 
+    def _reply_when_done(self, call_id: int, done: Future[AdapterStatus]) -> None:
+        """The engine sets the result in its own thread, between two steps."""
+        done.add_done_callback(
+            lambda _: self._send(
+                self._reply_of(call_id, lambda: wire.Reply(call_id=call_id, adapters=(done.result(),)))
+            )
+        )
+
     def _reply(self, call: wire.Call) -> wire.Reply:
+        return self._reply_of(call.call_id, lambda: self._result(call))
+
+    def _reply_of(self, call_id: int, result: Callable[[], wire.Reply]) -> wire.Reply:
         try:
-            match call:
-                case wire.RegisterAdapters():
-                    self._engine.register_adapters(call.paths)
-                    return wire.Reply(call_id=call.call_id)
-                case wire.LoadAdapter():
-                    return wire.Reply(call_id=call.call_id, adapters=(self._engine.load_adapter(call.name, call.path),))
-                case wire.UnloadAdapter():
-                    self._send_outputs(self._engine.unload_adapter(call.name, call.drain))
-                    return wire.Reply(call_id=call.call_id)
-                case wire.PinAdapter():
-                    return wire.Reply(
-                        call_id=call.call_id, adapters=(self._engine.pin_adapter(call.name, call.pinned),)
-                    )
-                case wire.ListAdapters():
-                    page = self._engine.adapters(call.after, wire.ADAPTERS_PER_REPLY)
-                    return wire.Reply(call_id=call.call_id, adapters=page)
-                case wire.GetStats():
-                    return wire.Reply(call_id=call.call_id, stats=self._engine.stats())
-                case wire.GetSnapshot():
-                    return wire.Reply(call_id=call.call_id, snapshot=self._engine.snapshot(call.since))
+            return result()
         except VLoraError as error:
-            return wire.Reply(call_id=call.call_id, error=ErrorValue.of(error))
+            return wire.Reply(call_id=call_id, error=ErrorValue.of(error))
         except Exception as error:
             traceback.print_exc()
-            return wire.Reply(call_id=call.call_id, error=ErrorValue("error", f"{type(error).__name__}: {error}"))
+            return wire.Reply(call_id=call_id, error=ErrorValue("error", f"{type(error).__name__}: {error}"))
+
+    def _result(self, call: wire.Call) -> wire.Reply:
+        match call:
+            case wire.RegisterAdapters():
+                self._engine.register_adapters(call.paths)
+                return wire.Reply(call_id=call.call_id)
+            case wire.UnloadAdapter():
+                self._send_outputs(self._engine.unload_adapter(call.name, call.drain))
+                return wire.Reply(call_id=call.call_id)
+            case wire.PinAdapter():
+                return wire.Reply(call_id=call.call_id, adapters=(self._engine.pin_adapter(call.name, call.pinned),))
+            case wire.ListAdapters():
+                page = self._engine.adapters(call.after, wire.ADAPTERS_PER_REPLY)
+                return wire.Reply(call_id=call.call_id, adapters=page)
+            case wire.GetStats():
+                return wire.Reply(call_id=call.call_id, stats=self._engine.stats())
+            case wire.GetSnapshot():
+                return wire.Reply(call_id=call.call_id, snapshot=self._engine.snapshot(call.since))
+            case _:
+                raise AssertionError(f"{type(call).__name__} is answered later")
 
     def _send_outputs(self, outputs: tuple[RequestOutput, ...]) -> None:
         if outputs := self._gathering.pass_on(outputs):

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from concurrent.futures import Executor, Future
 from typing import Any, Protocol
 
 import numpy as np
 import torch
+
+from vlora.threads import background_executor
 
 
 class Transfer(Protocol):
@@ -27,7 +29,7 @@ class Transfer(Protocol):
 
 def make_transfer(device: torch.device, executor: Executor | None = None) -> Transfer:
     """The way into an arena on `device`. executor: runs the copies; None makes a thread."""
-    executor = executor or ThreadPoolExecutor(1, thread_name_prefix="vlora-copy")
+    executor = executor or background_executor("vlora-copy")
     return RingTransfer(executor, SideStream(device)) if device.type == "cuda" else HostTransfer(executor)
 
 
@@ -38,8 +40,7 @@ class HostTransfer:
         self._executor = executor
 
     def start(self, source: torch.Tensor, target: torch.Tensor) -> Future[None]:
-        # numpy's copy runs on this one thread and without the interpreter's lock; torch's would start a second set of
-        # threads beside the step's.
+        # numpy copies without the interpreter's lock, and gains nothing from a second thread.
         return self._executor.submit(np.copyto, target.numpy(), source.numpy())
 
     def close(self) -> None:

@@ -171,6 +171,10 @@ class AdapterBank:
         for evicted in self._residency.drain_evicted():
             self._forget(evicted)
 
+    def has_arrived(self, key: str) -> bool:
+        """Whether settling an adapter that is on its way takes no waiting."""
+        return self._arriving[key].done
+
     def settle(self, key: str) -> None:
         """Wait until an adapter that is on its way is resident. Raises what went wrong; its pages are free then."""
         arriving = self._arriving[key]

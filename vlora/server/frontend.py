@@ -6,17 +6,17 @@ import asyncio
 import contextlib
 import hashlib
 import logging
-import os
 import time
 import uuid
-from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import msgspec
 
 from vlora.client.values import Answer, HeadResult
 from vlora.config import ServerConfig
+from vlora.engine.cores import default_threads
 from vlora.engine.interface import EngineInterface
 from vlora.engine.snapshot import EngineSnapshot
 from vlora.errors import (
@@ -46,9 +46,12 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+T = TypeVar("T")
+
 # A prompt of this size is ready in under half a millisecond; the way to a thread and back takes as long on a busy core.
 _SHORT_CHARS = 1000
 _SHORT_TURNS = 4
+_MOST_THREADS = 4  # that prepare requests: the cores are the engine's
 _SHOWN = 128  # of a name that nobody has: it may be as long as a message
 
 Messages = Sequence[Mapping[str, Any]]
@@ -78,7 +81,9 @@ class FrontEnd:
         self._idle = asyncio.Event()
         self._idle.set()
         self._draining = False
-        self._threads = ThreadPoolExecutor(min(4, os.cpu_count() or 1), thread_name_prefix="vlora-prepare")
+        self._changes: set[asyncio.Task[Any]] = set()  # of adapters, under way
+        num_threads = min(_MOST_THREADS, default_threads())
+        self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix="vlora-prepare")
 
     # -- answers ------------------------------------------------------------------------------------------------------
 
@@ -286,18 +291,15 @@ class FrontEnd:
     async def load_adapter(self, name: str, path: str) -> AdapterStatus:
         """Register an adapter folder of the server's file system. Raises BadAdapter with the reason."""
         self._check_name(name)
-        status = await self._engine.load_adapter(name, path)
-        self._adapters = None
-        return status
+        return await self._completely(self._engine.load_adapter(name, path))
 
     async def unload_adapter(self, name: str, drain: bool = False) -> None:
         """Forget an adapter, cancelling its requests or, with `drain`, letting them finish. Raises UnknownAdapter."""
-        await self._engine.unload_adapter(name, drain)
-        self._adapters = None
+        await self._completely(self._engine.unload_adapter(name, drain))
 
     async def pin_adapter(self, name: str, pinned: bool) -> AdapterStatus:
         """Keep an adapter on the device, or let it go. Raises UnknownAdapter, OverCapacity when there is no room."""
-        return await self._engine.pin_adapter(name, pinned)
+        return await self._completely(self._engine.pin_adapter(name, pinned))
 
     async def stats(self) -> EngineStats:
         """With the model's name: the engine knows it by its folder, which is nobody's business outside."""
@@ -334,6 +336,23 @@ class FrontEnd:
         await self._sources.close()
 
     # -- inside -------------------------------------------------------------------------------------------------------
+
+    async def _completely(self, change: Coroutine[Any, Any, T]) -> T:
+        """Change the engine's adapters. A change that was begun takes effect even where its caller leaves, so what is
+        remembered of it here and below must not depend on the caller."""
+
+        async def work() -> T:
+            try:
+                return await change
+            finally:
+                self._adapters = None
+
+        task = asyncio.create_task(work())
+        self._changes.add(task)
+        task.add_done_callback(self._changes.discard)
+        # Where the caller has left, an error has no other reader.
+        task.add_done_callback(lambda done: done.cancelled() or done.exception())
+        return await asyncio.shield(task)
 
     @contextlib.contextmanager
     def _admitted(self, num_choices: int = 1) -> Iterator[_Clock]:

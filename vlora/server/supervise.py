@@ -91,10 +91,13 @@ async def serve(
         rpyc = f"{'rpyc' if tls is None else 'rpyc+tls'} {rpyc_server.host}:{rpyc_server.port}"
         # What is there by now stays: a full collection would look at all of it again, in the middle of answers.
         gc.freeze()
-        announce(f"ready: {rpyc}{web} | model {model} | adapters: {names}")
+        table, threads = "", "threads unknown"
         with contextlib.suppress(EngineDead):  # it is being restarted
-            if table := (await engine.stats()).atmm_table:
-                announce(f"ATMM table: {table}")
+            stats = await engine.stats()
+            table, threads = stats.atmm_table, _threads(stats.num_threads, engine_config)
+        announce(f"ready: {rpyc}{web} | model {model} | {threads} | adapters: {names}")
+        if table:
+            announce(f"ATMM table: {table}")
         await stop.wait()
         stop.clear()
         await _first(asyncio.create_task(front_end.drain()), stop)
@@ -140,14 +143,20 @@ async def _start(
     return engine, front_end
 
 
+def _threads(number: int, config: EngineConfig) -> str:
+    """What a step computes with."""
+    ranks = f" on each of {config.tensor_parallel} ranks" if config.tensor_parallel > 1 else ""
+    return f"{number} thread{'s' * (number != 1)}{ranks}"
+
+
 def _load_processor(model: str) -> InputProcessor:
-    import torch
     from transformers.utils import logging
 
     from vlora.models.processing import InputProcessor
+    from vlora.threads import compute_alone
 
-    # The engine process has the cores; images are processed side by side in threads of this one.
-    torch.set_num_threads(1)
+    # The engine process has the cores. What one thread sets holds for those that compute later, too.
+    compute_alone()
     logging.set_verbosity_error()  # what is wrong with a request is told to who sent it
     return InputProcessor.from_pretrained(model)
 

@@ -422,14 +422,40 @@ async function readAdapters(count) {
   known.count = count;
   try {
     known.adapters = await (await call("/console/adapters")).json();
+    at("admin-names").replaceChildren(...known.adapters.map(({ name }) => option(name, "")));
     offerAdapters();
   } catch {
     known.count = -1; // asked again with the next state
   }
 }
 
+const administer = {
+  load: (name, path) => post("/v1/adapters", { name, path }),
+  pin: (name) => call(`/v1/adapters/${encodeURIComponent(name)}/pin`, { method: "PUT" }),
+  unpin: (name) => call(`/v1/adapters/${encodeURIComponent(name)}/pin`, { method: "DELETE" }),
+  unload: (name) => call(`/v1/adapters/${encodeURIComponent(name)}?drain=true`, { method: "DELETE" }),
+};
+
+at("admin-form").addEventListener("submit", async (event) => {
+  event.preventDefault();
+  const what = event.submitter?.value ?? "load";
+  const buttons = [...at("admin-form").querySelectorAll("button")];
+  const name = at("admin-name").value.trim();
+  buttons.forEach((button) => (button.disabled = true));
+  setText(at("admin-note"), `${what} ${name}…`);
+  try {
+    await administer[what](name, at("admin-path").value.trim());
+    setText(at("admin-note"), `${what} ${name}: done`);
+  } catch (error) {
+    setText(at("admin-note"), error.message);
+  }
+  known.count = -1; // new content under an old name may bring other heads
+  buttons.forEach((button) => (button.disabled = false));
+});
+
 function drawAdapters() {
   const { adapters, stats } = state;
+  at("admin").hidden = !state.admin;
   const most = Math.max(1, ...adapters.map((adapter) => adapter.rate));
   const rest = stats.num_adapters - adapters.length;
   const resting = rest > 0 ? ` · ${rest.toLocaleString("en")} at rest` : "";

@@ -1,0 +1,142 @@
+"""`vlora adapters`: list the adapters of a running server, and change them."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING
+
+import click
+from click.core import ParameterSource
+
+from vlora.cli.group import cli
+from vlora.cli.progress import waiting
+from vlora.cli.server_flags import json_option, print_json, server_option
+
+if TYPE_CHECKING:
+    from vlora.client import Client
+    from vlora.types import AdapterStatus
+
+
+@cli.group(invoke_without_command=True)
+@server_option
+@json_option
+@click.pass_context
+def adapters(context: click.Context, client: Client, as_json: bool) -> None:
+    """List the adapters of a server, with their heads; or load, unload, pin and unpin one.
+
+    \b
+        vlora adapters --json
+        vlora adapters load signs /srv/adapters/signs
+
+    Where the server asks for tokens, changes take an admin's, in VLORA_TOKEN.
+    """
+    if context.invoked_subcommand is None:
+        _list(client, as_json=as_json)
+        return
+    for option in context.command.params:
+        assert option.name is not None
+        if context.get_parameter_source(option.name) is ParameterSource.COMMANDLINE:
+            raise click.UsageError(f"write {option.opts[0]} behind {context.invoked_subcommand!r}", context)
+
+
+@adapters.command("list")
+@server_option
+@json_option
+def list_adapters(client: Client, as_json: bool) -> None:
+    """List the adapters of a server, with their heads.
+
+    \b
+        vlora adapters list --json
+    """
+    _list(client, as_json=as_json)
+
+
+@adapters.command()
+@click.argument("name")
+@click.argument("path")
+@server_option
+@json_option
+def load(name: str, path: str, client: Client, as_json: bool) -> None:
+    """Load the adapter folder PATH as NAME, and wait until it is served.
+
+    \b
+        vlora adapters load signs /srv/adapters/signs
+
+    The folder is in the file system of the server's machine; a relative path starts at the current folder. A name that
+    is in use gets the new content once all of it was read and found good.
+    """
+    with client, waiting(f"loading {name}"):
+        status = client.load_adapter(name, os.path.abspath(os.path.expanduser(path)))
+    _show(status, as_json=as_json)
+
+
+@adapters.command()
+@click.argument("name")
+@click.option("--drain", is_flag=True, help="Let its requests finish instead of cancelling them.")
+@server_option
+@json_option
+def unload(name: str, drain: bool, client: Client, as_json: bool) -> None:
+    """Forget the adapter NAME; its files stay.
+
+    \b
+        vlora adapters unload signs --drain
+    """
+    with client:
+        client.unload_adapter(name, drain=drain)
+    if as_json:
+        print_json({"name": name, "drain": drain})
+    else:
+        click.echo(f"{name}  unloaded")
+
+
+@adapters.command()
+@click.argument("name")
+@server_option
+@json_option
+def pin(name: str, client: Client, as_json: bool) -> None:
+    """Bring the adapter NAME to the device and keep it there.
+
+    \b
+        vlora adapters pin signs
+    """
+    with client, waiting(f"pinning {name}"):
+        status = client.pin_adapter(name)
+    _show(status, as_json=as_json)
+
+
+@adapters.command()
+@click.argument("name")
+@server_option
+@json_option
+def unpin(name: str, client: Client, as_json: bool) -> None:
+    """Let the adapter NAME leave the device again.
+
+    \b
+        vlora adapters unpin signs
+    """
+    with client:
+        status = client.pin_adapter(name, pinned=False)
+    _show(status, as_json=as_json)
+
+
+def _list(client: Client, *, as_json: bool) -> None:
+    with client:
+        found = client.adapters()
+    for adapter in found:
+        _show(adapter, as_json=as_json)
+    if not found and not as_json:
+        click.echo("no adapters")
+
+
+def _show(adapter: AdapterStatus, *, as_json: bool) -> None:
+    if as_json:
+        print_json(adapter)
+        return
+    merge = "mergeable" if adapter.mergeable else "never merged"
+    if not adapter.loaded:
+        merge = f"cannot be served: {adapter.error}" if adapter.error else "read at first use"
+    pinned = "  pinned" if adapter.pinned else ""
+    click.echo(f"{adapter.name}  rank {adapter.rank}  {adapter.num_bytes / 2**20:.1f} MiB  {merge}{pinned}")
+    for head in adapter.heads:
+        frames = f"{head.num_frames} frame{'s' * (head.num_frames != 1)}"
+        click.echo(f"  head {head.name}  {head.task} over {frames}: {', '.join(head.labels)}")
