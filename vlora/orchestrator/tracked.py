@@ -18,7 +18,8 @@ class Tracked:
     arrival counts up as requests are let in, which is when they arrive for policies: whoever came without a bound is
     let in at once. last_ran_s starts then, too. answer_by: until when the first answer must have come, if there is a
     bound. expected_s: how long that was expected to take from being let in on. held: not to run before its grammar is
-    compiled.
+    compiled. entered: admitted to the KV room (`KvAdmission`), so policies may choose it; from then on its waiting
+    time counts. computed_len: the most tokens whose KV was in place at any time.
     """
 
     __slots__ = (
@@ -28,7 +29,9 @@ class Tracked:
         "arrival_s",
         "cached_len",
         "chain",
+        "computed_len",
         "device_len",
+        "entered",
         "expected_s",
         "first_answer_s",
         "first_run_s",
@@ -60,6 +63,8 @@ class Tracked:
         self.held = False
         self.priority = request.priority
         self.tenant = request.tenant
+        self.entered = False
+        self.computed_len = 0
         self.arrival = -1
         self.arrival_s = now
         self.let_in_s = now
@@ -117,6 +122,11 @@ class Tracked:
         """From now on it is one of those that policies choose from."""
         self.arrival = arrival
         self.let_in_s = self.last_ran_s = now
+
+    def enter(self, now: float) -> None:
+        """There is KV room for it."""
+        self.entered = True
+        self.last_ran_s = now
 
     def expired(self, now: float) -> bool:
         """Whether the caller's latency bound has passed."""
