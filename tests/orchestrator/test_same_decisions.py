@@ -35,7 +35,7 @@ class PlainScheduler(Scheduler):
             t
             for status in (RequestStatus.RUNNING, RequestStatus.WAITING)
             for t in self._tracked.values()
-            if t.status is status
+            if t.status is status and t.entered
         ]
         left, wanted = self._max_step_tokens, 0
         for t in in_order[: self._max_batch_size]:
@@ -79,9 +79,9 @@ class PlainScheduler(Scheduler):
             urgent = bounded and t.last_ran_s + credit + theta_s >= t.answer_by
             if urgent and credit < starves:
                 credit = starves
-            waited_s = now - t.last_ran_s
+            waits = now - t.last_ran_s, now - t.last_answer_s
             candidates.append(
-                Candidate(t.request_id, t.adapter, credit, t.new_tokens, t.cached_len, t.is_head, urgent, waited_s)
+                Candidate(t.request_id, t.adapter, credit, t.new_tokens, t.cached_len, t.is_head, urgent, *waits)
             )
         return candidates
 

@@ -382,6 +382,7 @@ class Scheduler:
                 t.is_head,
                 False,
                 now - t.last_ran_s,
+                now - t.last_answer_s,
             )
             for t, credit in zip(ready, credits, strict=True)
         ]
@@ -505,6 +506,7 @@ class Scheduler:
             self._counters.answered(tracked)
             self._admission.observe(tracked.expected_s, now - tracked.let_in_s)
         tracked.protected = False
+        tracked.last_answer_s = now
         if tracked.is_head:
             return self._end(tracked, "head", now, head=result.heads[tracked.request_id])
         token = result.tokens[tracked.request_id]

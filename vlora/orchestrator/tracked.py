@@ -19,7 +19,7 @@ class Tracked:
     let in at once. last_ran_s starts then, too. answer_by: until when the first answer must have come, if there is a
     bound. expected_s: how long that was expected to take from being let in on. held: not to run before its grammar is
     compiled. entered: admitted to the KV room (`KvAdmission`), so policies may choose it; from then on its waiting
-    time counts. computed_len: the most tokens whose KV was in place at any time.
+    time counts. last_answer_s: of its last token, or when it entered. computed_len: the most tokens whose KV was in place at any time.
     """
 
     __slots__ = (
@@ -37,6 +37,7 @@ class Tracked:
         "first_run_s",
         "held",
         "is_head",
+        "last_answer_s",
         "last_key",
         "last_ran_s",
         "let_in_s",
@@ -69,6 +70,7 @@ class Tracked:
         self.arrival_s = now
         self.let_in_s = now
         self.last_ran_s = now
+        self.last_answer_s = now
         bounds = [bound for bound in (request.max_ttft_s, request.max_latency_s) if bound is not None]
         self.answer_by = now + min(bounds) if bounds else None
         self.expected_s = 0.0
@@ -126,7 +128,7 @@ class Tracked:
     def enter(self, now: float) -> None:
         """There is KV room for it."""
         self.entered = True
-        self.last_ran_s = now
+        self.last_ran_s = self.last_answer_s = now
 
     def expired(self, now: float) -> bool:
         """Whether the caller's latency bound has passed."""
