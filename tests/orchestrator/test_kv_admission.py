@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from tests.orchestrator.simulation import Machine, Simulation, Speed, expected_tokens, make_request
 from tests.orchestrator.test_properties import all_resident, assert_answered, every_policy, longest_over_bound
 from vlora.memory.books import ArenaBooks, BlockTables
-from vlora.orchestrator import POLICIES, make_policy
+from vlora.orchestrator import POLICIES
 from vlora.orchestrator.kv_admission import AnswerLengths, KvAdmission
 from vlora.orchestrator.tracked import Tracked
 from vlora.types import Request

@@ -148,9 +148,7 @@ def _serve(
 
 def _simulated(costs: Costs, policy: str, arrivals: Sequence[Arrival], feeding: bool) -> _Found:
     room = _ROOM * -(-288 // _BLOCK)
-    box = Box(
-        costs=costs, policy=policy, kv_tokens=room * _BLOCK, resident_adapters=_ADAPTERS, block_size=_BLOCK
-    )
+    box = Box(costs=costs, policy=policy, kv_tokens=room * _BLOCK, resident_adapters=_ADAPTERS, block_size=_BLOCK)
     replica = Replica(box)
     waits = _record(replica.scheduler, box.max_batch_size)
 

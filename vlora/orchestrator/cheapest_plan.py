@@ -10,7 +10,6 @@ from typing import NamedTuple
 from vlora.orchestrator.policy import Candidate, Decision, PolicyState
 from vlora.types import Mode
 
-
 _OVERDUE = 0.75  # of the time it takes to answer the whole batch unmerged
 
 

@@ -56,8 +56,15 @@ class Scheduler:
     these calls.
 
     A request with a bound on its first answer waits outside until `admit` lets it in or refuses it; all others are let
-    in as they come. Who is in is never refused, and the waiting bound holds for it whatever its priority: priority and
-    fair shares order those that do not starve.
+    in as they come. Who is in is never refused. It then enters the KV room in its turn (`KvAdmission`), and only
+    entered requests are a policy's choice: a request without KV never takes blocks from one under way, unless it is
+    the oldest ready one.
+
+    The waiting bound, theta + ceil(ready / MaxBS) * longest step, holds for entered requests whose adapter is in
+    memory, from entry to the first step and from step to step, whatever their priority: priority and fair shares order
+    those that do not starve. A request that is preempted leaves the room; it enters again before all new ones, and
+    the bound holds again from then on. Nothing is promised in seconds about the wait for room, but the order of entry
+    lets no request wait forever.
 
     max_request_blocks: KV blocks that are always to be had for one request alone, whatever adapters are resident.
     weights, tenant_weights: for fair shares between adapters, and before those between tenants, see `FairShares`; none

@@ -19,7 +19,8 @@ class Tracked:
     let in at once. last_ran_s starts then, too. answer_by: until when the first answer must have come, if there is a
     bound. expected_s: how long that was expected to take from being let in on. held: not to run before its grammar is
     compiled. entered: admitted to the KV room (`KvAdmission`), so policies may choose it; from then on its waiting
-    time counts. last_answer_s: of its last token, or when it entered. computed_len: the most tokens whose KV was in place at any time.
+    time counts. last_answer_s: of its last token, or when it entered. computed_len: the most tokens whose KV was in
+    place at any time.
     """
 
     __slots__ = (
