@@ -426,17 +426,19 @@ class Scheduler:
         return credits
 
     def _theta(self, ready: Sequence[Tracked], merged: str | None, costs: Costs) -> float:
-        """The setting, but never below two of the longest steps the ready requests could make, switch included; their
-        lanes count as equally long.
+        """The setting, but never below the longest steps that the ready requests could make, switch included: as many
+        as it takes to serve all of them once, and one more. Their lanes count as equally long.
 
-        A threshold that every request passes by waiting for a single step would decide nothing.
+        A threshold that every request passes by waiting for its turn would decide nothing.
         """
-        tokens = min(sum([t.device_len - t.cached_len for t in ready]), self._max_step_tokens)
-        context = sum(sorted([t.cached_len for t in ready], reverse=True)[: self._max_batch_size])
-        lanes = min(len({t.adapter for t in ready}), self._max_batch_size)
+        most = self._max_batch_size
+        tokens = min(sum(sorted([t.device_len - t.cached_len for t in ready])[-most:]), self._max_step_tokens)
+        context = sum(sorted([t.cached_len for t in ready], reverse=True)[:most])
+        lanes = min(len({t.adapter for t in ready}), most)
         branch_s = 0.0 if merged is None else costs.lanes_s(tokens)
         step_s = costs.merged_s(tokens, context) + costs.lanes_s(tokens, lanes) + branch_s
-        return max(self._theta_s, 2 * (step_s + costs.merge_s))
+        num_rounds = -(-len(ready) // most)
+        return max(self._theta_s, (1 + num_rounds) * (step_s + costs.merge_s))
 
     def _fit(self, decision: Decision, starving: set[str], ready: Sequence[Tracked], now: float) -> Batch | None:
         """Cut the decision to its budgets; None, and nothing changed, when nobody fits."""
