@@ -48,7 +48,7 @@ class EngineConfig:
     device: str = "cpu"
     dtype: str = "auto"
     seed: int = 0
-    policy: str = "vlora"
+    policy: str = "vlora_cost"
     max_batch_size: int = 32
     max_step_tokens: int = 512
     max_context: int | None = None

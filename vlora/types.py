@@ -345,6 +345,9 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     memory and caches, which the engine adds to what its scheduler counts.
     cached_blocks: of free_blocks, those whose content is kept for reuse; kv_bytes are those in use, cached_kv_bytes
     these. num_computed_tokens, num_reused_tokens: of prompts, computed and found in the prefix cache.
+    num_step_tokens, num_needed_tokens: tokens of prompts and answers that steps computed, and those of them that were
+    computed for the first time; the others had lost their KV to a preemption. num_waiting_for_kv: of num_waiting,
+    requests for which there is no KV room yet, preempted ones included.
     host_adapter_bytes: adapters in host memory. num_restarts: processes of this engine that died before this one.
     relocated_bytes: copied within the arena, so that an adapter found room.
     num_adapter_hits, num_adapter_misses: requests whose adapter was on the device when they came, and not.
@@ -381,6 +384,9 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     cached_kv_bytes: int = 0
     num_computed_tokens: int = 0
     num_reused_tokens: int = 0
+    num_step_tokens: int = 0
+    num_needed_tokens: int = 0
+    num_waiting_for_kv: int = 0
     host_adapter_bytes: int = 0
     relocated_bytes: int = 0
     num_adapter_loads: int = 0

@@ -192,24 +192,27 @@ class Watched:
     def __init__(self, policy: Policy) -> None:
         self.policy = policy
         self.theta_s = 0.0
-        self.num_ready = 0
         self.credits: dict[str, float] = {}
 
     def decide(self, ready: Sequence[Candidate], state: PolicyState) -> Decision:
-        self.theta_s, self.num_ready = state.theta_s, len(ready)
+        self.theta_s = state.theta_s
         self.credits = {candidate.request_id: candidate.credit for candidate in ready}
         return self.policy.decide(ready, state)
 
 
 @dataclasses.dataclass(frozen=True)
 class Step:
-    """One line of the log: when it ran, what the policy was told, what ran."""
+    """One line of the log: when it ran, what the policy was told, what ran. ready: the requests it could choose."""
 
     start_s: float
     end_s: float
     theta_s: float
-    num_ready: int
+    ready: tuple[str, ...]
     batch: Batch
+
+    @property
+    def num_ready(self) -> int:
+        return len(self.ready)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -267,16 +270,12 @@ class Simulation:
             tenant_weights=machine.tenant_weights,
         )
         self.log: list[Step] = []
-        self.let_in_s: dict[str, float] = {}  # when each request arrived for the policy
         self.outputs: dict[str, list[RequestOutput]] = {}
 
     def add(self, *requests: Request) -> None:
         for request in requests:
             self.scheduler.add(request)
             self.runner.add(request)
-            unbounded = request.max_ttft_s is None and request.max_latency_s is None
-            if unbounded and not self.machine.tenant_weights:
-                self.let_in_s[request.request_id] = self.clock.now
             self.outputs[request.request_id] = []
 
     def cancel(self, request_id: str) -> None:
@@ -295,15 +294,13 @@ class Simulation:
         outputs = list(self.scheduler.drain_outputs())
         self.check_integrity()
         if batch is not None:
-            for request_id in self.watched.credits:
-                self.let_in_s.setdefault(request_id, start_s)
             assert len(batch.items) <= self.machine.max_batch_size
             assert batch.num_tokens <= self.machine.max_step_tokens
             assert batch.merged_adapter is None or batch.merged_adapter in resident - self.machine.lossy
             outputs += self.scheduler.record(batch, self.runner.run(batch))
             self.check_integrity()
             assert {item.adapter for item in batch.items} <= resident | {None}
-            self.log.append(Step(start_s, self.clock.now, self.watched.theta_s, self.watched.num_ready, batch))
+            self.log.append(Step(start_s, self.clock.now, self.watched.theta_s, tuple(self.watched.credits), batch))
         elif self.loader.next_s is not None:
             self.clock.now = self.loader.next_s
         for output in outputs:

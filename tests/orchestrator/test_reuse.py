@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import pytest
 
 from tests.orchestrator.simulation import IMAGE, Simulation, make_request, token_at
-from tests.orchestrator.test_scheduler import Script, box, last, shares
+from tests.orchestrator.test_scheduler import Script, box, entering, last, shares
 from vlora.orchestrator import Candidate, Decision, PolicyState, reuse
 from vlora.types import Batch
 
@@ -125,17 +125,17 @@ def test_what_gave_way_is_computed_again() -> None:
 
 
 def tight(policy: object, num_blocks: int, **settings: object) -> Simulation:
-    return sharing(policy, num_pages=num_blocks, max_adapter_pages=0, **settings)
+    return entering(sharing(policy, num_pages=num_blocks, max_adapter_pages=0, **settings))
 
 
 def test_who_holds_nothing_of_its_own_gives_way_only_together_with_those_it_shares_with() -> None:
     # x and y share three blocks and have one each; z needs four of six.
     simulation = tight(Script("x", "xy", "z"), 6)
+    simulation.add(make_request("z", prompt=tuple(range(50, 66)), max_tokens=1))
     simulation.add(make_request("x", prompt=13, max_tokens=4), make_request("y", prompt=13, max_tokens=4))
     simulation.step()
     simulation.step()
     assert simulation.books.num_free_blocks == 1
-    simulation.add(make_request("z", prompt=tuple(range(50, 66)), max_tokens=1))
     assert set(preempted(simulation.step())) == {"x", "y"}
     simulation.run()
     assert all(last(simulation, name).finish_reason == "length" for name in "xyz")
@@ -143,13 +143,14 @@ def test_who_holds_nothing_of_its_own_gives_way_only_together_with_those_it_shar
 
 def test_nobody_gives_way_whose_blocks_all_stay_in_use() -> None:
     simulation = tight(Script("xw", "y", "z"), 6, max_step_tokens=10)
+    simulation.add(make_request("z", prompt=tuple(range(90, 99)), max_tokens=1))
     simulation.add(make_request("x", prompt=13), make_request("y", prompt=(80, 81, 82, 83, 84)))
     simulation.add(make_request("w", prompt=13))
+    simulation.scheduler.admit(frozenset())
     simulation.clock.now += 20
     assert shares(simulation.step()) == {"x": (0, 9), "w": (0, 1)}
     simulation.step()
     assert simulation.tables.table("w") == simulation.tables.table("x")[:2], "w took over what x computed"
-    simulation.add(make_request("z", prompt=tuple(range(90, 99)), max_tokens=1))
     assert simulation.books.num_free_blocks == 1
     assert preempted(simulation.step()) == ("y",), "w is newer, but would free nothing"
     simulation.run()
@@ -157,7 +158,8 @@ def test_nobody_gives_way_whose_blocks_all_stay_in_use() -> None:
 
 def test_a_preempted_request_goes_on_where_its_blocks_still_are() -> None:
     simulation = tight(Script("x", "x", "x", "y", "x"), 3)
-    simulation.add(make_request("x", prompt=6, max_tokens=5), make_request("y", prompt=(40, 41, 42, 43, 44)))
+    simulation.add(make_request("y", prompt=(40, 41, 42, 43, 44), max_tokens=1))
+    simulation.add(make_request("x", prompt=6, max_tokens=5))
     for _ in range(3):
         simulation.step()
     assert preempted(simulation.step()) == ("x",)

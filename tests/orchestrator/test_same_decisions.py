@@ -35,7 +35,7 @@ class PlainScheduler(Scheduler):
             t
             for status in (RequestStatus.RUNNING, RequestStatus.WAITING)
             for t in self._tracked.values()
-            if t.status is status
+            if t.status is status and t.entered
         ]
         left, wanted = self._max_step_tokens, 0
         for t in in_order[: self._max_batch_size]:
@@ -47,13 +47,13 @@ class PlainScheduler(Scheduler):
         return max(0, wanted - self._tables.num_free_blocks)
 
     def _theta(self, ready: Sequence[Tracked], merged: str | None, costs: Costs) -> float:
-        tokens = min(sum(t.new_tokens for t in ready), self._max_step_tokens)
+        tokens = min(sum(heapq.nlargest(self._max_batch_size, (t.new_tokens for t in ready))), self._max_step_tokens)
         context = sum(heapq.nlargest(self._max_batch_size, (t.cached_len for t in ready)))
         lanes = min(len({t.adapter for t in ready}), self._max_batch_size)
         step_s = costs.merged_s(tokens, context) + costs.lanes_s(tokens, lanes)
         if merged is not None:
             step_s += costs.lanes_s(tokens, 1)
-        return max(self._theta_s, 2 * (step_s + costs.merge_s))
+        return max(self._theta_s, (1 + math.ceil(len(ready) / self._max_batch_size)) * (step_s + costs.merge_s))
 
     def _credits(self, requests: Iterable[Tracked], now: float, merged: str | None) -> list[float]:
         costs = self._cost.costs
@@ -79,9 +79,9 @@ class PlainScheduler(Scheduler):
             urgent = bounded and t.last_ran_s + credit + theta_s >= t.answer_by
             if urgent and credit < starves:
                 credit = starves
-            waited_s = now - t.last_ran_s
+            waits = now - t.last_ran_s, now - t.last_answer_s
             candidates.append(
-                Candidate(t.request_id, t.adapter, credit, t.new_tokens, t.cached_len, t.is_head, urgent, waited_s)
+                Candidate(t.request_id, t.adapter, credit, t.new_tokens, t.cached_len, t.is_head, urgent, *waits)
             )
         return candidates
 

@@ -1,4 +1,5 @@
-"""What early abort makes of three times more requests than the machine can serve, simulated and on the real engine.
+"""What early abort makes of three times more requests than the machine can serve, and what admission by KV room makes
+of more requests than memory holds (`overload_kv`), both simulated and on the real engine.
 
 The promise: of those let in, 95 % get their first token within the bound, and the machine still completes 80 % of its
 capacity; everybody else gets a typed refusal before the bound has passed.
@@ -16,6 +17,7 @@ from typing import Any
 
 import torch
 
+from vlora.bench import overload_kv
 from vlora.bench.dummy import half_billion_config, language_shapes, write_adapter
 from vlora.bench.form import Goal, Report
 from vlora.bench.policy import decision_ms
@@ -42,6 +44,8 @@ _ADAPTERS = 20
 def run(quick: bool) -> Report:
     """Replay on the machine that the package's costs describe, then run a small model. quick: fewer requests."""
     costs, load_s = read_costs(MEASURED)
+    threads = torch.get_num_threads()
+    crowds = list(overload_kv.rows(costs, quick))  # on all cores, so before the part on one thread
     rows = [*_simulated(costs, load_s, 150 if quick else 400), *_real(90 if quick else 300)]
     goals = []
     for where in ("simulated", "engine"):
@@ -53,7 +57,11 @@ def run(quick: bool) -> Report:
     for policy in _BOUNDED:
         spent = decision_ms(policy, costs, max_ttft_s=_NO_BOUND_S, weight=("*=1",))
         goals.append(Goal(f"a decision with 1,000 waiting, bounds and fair shares, {policy}, ms", spent, 2.0, True))
-    return Report("overload", rows, goals)
+    goals += overload_kv.goals(crowds)
+    columns = dict.fromkeys([*rows[0], *crowds[0]])
+    return Report(
+        "overload", [columns | row for row in (*rows, *crowds)], goals, found={"threads of KV room, engine": threads}
+    )
 
 
 def _simulated(costs: Costs, load_s: float, num_requests: int) -> Iterator[dict[str, Any]]:

@@ -63,7 +63,7 @@ def simulate(
     """Replay traffic against the scheduler, without a model: a fake clock and a machine known by its costs.
 
     \b
-        vlora simulate hottest:rate=0.3,skew=0.6 --policy vlora_cost
+        vlora simulate hottest:rate=0.3,skew=0.6 --policy vlora
         vlora simulate gamma:rate=1,cv=2 --adapters 10000 --replicas 4 --requests 10000
         vlora simulate hottest:rate=1.3 --max-ttft-s 5 --requests 500
         vlora simulate hottest:rate=3 --tenants 2 --tenant-weight tenant-1=3 --requests 300

@@ -21,7 +21,7 @@ _SETTING_HELP = {
     "device": "Device to run on: cpu or cuda.",
     "dtype": "Precision of the weights; auto takes the checkpoint's.",
     "seed": "Seed of dummy weights.",
-    "policy": "Who runs next, in which mode: vlora, vlora_cost, unmerged_only, merged_only or dlora.",
+    "policy": "Order and mode of each step: vlora_cost, vlora (Algorithm 1), unmerged_only, merged_only or dlora.",
     "max_batch_size": "Most requests in a step.",
     "max_step_tokens": "Most tokens in a step.",
     "max_context": "Prompt and answer together, in tokens; the model's own limit if not given.",

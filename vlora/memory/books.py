@@ -270,6 +270,11 @@ class BlockTables:
         return len(self.books.cached_blocks)
 
     @property
+    def num_taken_blocks(self) -> int:
+        """Blocks that requests hold, each counted once."""
+        return len(self._num_users)
+
+    @property
     def total_blocks(self) -> int:
         return self.books.num_blocks
 
@@ -287,6 +292,13 @@ class BlockTables:
     def num_users(self, block: int) -> int:
         """How many requests hold a block."""
         return self._num_users[block]
+
+    def num_own(self, request_id: str) -> int:
+        """How many blocks a request holds that no other request holds."""
+        table = self.table(request_id)
+        if self._prefix is None:
+            return len(table)
+        return sum([self._num_users[block] == 1 for block in table])
 
     def missing(self, request_id: str, num_tokens: int) -> int:
         """How many more blocks would have to be free for `grow` to succeed; 0 when it would."""
@@ -351,6 +363,13 @@ class BlockTables:
         if table:
             self._tables[request_id] = tuple(table)
         return max(cached_len, place * self.block_size)
+
+    def num_shared(self, chain: TokenChain, cached_len: int) -> int:
+        """Of the known blocks that hold a chain's first `cached_len` tokens, those that requests hold at present."""
+        if self._prefix is None:
+            return 0
+        found = [self._prefix.find(chain.key(place)) for place in range(cached_len // self.block_size)]
+        return sum(block is not None and self._num_users[block] > 0 for block in found)
 
     def learn(self, request_id: str, chain: TokenChain, start: int, stop: int) -> None:
         """The KV of a request's tokens [start, stop) has been computed: blocks that are full now become known."""

@@ -60,7 +60,8 @@ class Load:
         for tracked in bounded:
             if tracked.first_answer_s is None:
                 self._due += tracked.new_tokens
-                self._free_blocks -= -(-tracked.new_tokens // block_size)
+                if not tracked.entered:
+                    self._free_blocks -= -(-tracked.new_tokens // block_size)
         new_tokens = [t.new_tokens for t in accepted]
         self._num_decoding = min(new_tokens.count(1), max_batch_size - 1)
         self._prompts = sum(new_tokens) - new_tokens.count(1)

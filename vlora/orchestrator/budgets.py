@@ -60,7 +60,7 @@ def grant_blocks(
     then from those further back in the order, newest arrival first each time; never from one that has its grant
     already, and from nobody unless it is enough. A request preempted before that has not yielded a token since comes
     last, and only an older request may take its blocks: so the oldest always gets on, and no two requests can undo
-    each other's work forever.
+    each other's work forever. A request without KV takes no blocks from others, unless it is the oldest ready one.
     """
     items: list[BatchItem] = []
     preempted: list[Tracked] = []
@@ -78,7 +78,7 @@ def grant_blocks(
         table = tables.table(request_id)
         if len(table) * tables.block_size < wanted:  # a decoding request mostly has room left
             missing = tables.missing(request_id, wanted)
-            if missing:
+            if missing and (candidate.status is not RequestStatus.WAITING or candidate is ready[0]):
                 victims = victims or _Victims(tables, tracked, shares.keys(), ready)
                 taken = victims.for_blocks(missing, candidate, granted)
                 for victim in taken:

@@ -10,6 +10,8 @@ from typing import NamedTuple
 from vlora.orchestrator.policy import Candidate, Decision, PolicyState
 from vlora.types import Mode
 
+_OVERDUE = 0.75  # of the time it takes to answer the whole batch unmerged
+
 
 class _Work(NamedTuple):
     """What some requests need until each has its next answer.
@@ -68,6 +70,10 @@ class CheapestPlan:
     a split. Those with a prompt to compute are guests: a token each is all the bound asks for, and more would only
     share the machine among prompts that had better be computed one after the other, in order of arrival. A guest's
     token is worth next to nothing and its lanes are not, so it comes as late as the bound allows.
+
+    A prompt that is overdue leads, too, in order of arrival: a guest's token ends its wait, so that without this rule
+    a prompt whose half is never the better one would be computed token by token. Overdue is one without an answer for
+    `_OVERDUE` times as long as it takes to answer the whole batch unmerged.
     """
 
     def decide(self, ready: Sequence[Candidate], state: PolicyState) -> Decision:
@@ -99,7 +105,8 @@ class CheapestPlan:
                 else:
                     missed[plan.merged] = max(0.0, missed_s + gain_s / num_steps)
         chosen = min([chosen, *affordable], key=lambda plan: plan.mean_s)
-        return _decision(chosen, works, total, starving, batch, ready, state)._replace(carried=missed)
+        overdue_s = max(state.theta_s, _OVERDUE * unmerged_s)
+        return _decision(chosen, works, total, starving, batch, ready, state, overdue_s)._replace(carried=missed)
 
 
 def _starving(ready: Sequence[Candidate], state: PolicyState) -> list[Candidate]:
@@ -130,7 +137,7 @@ def _first_batch(ready: Sequence[Candidate], starving: Sequence[Candidate], stat
 
 def _works(requests: Sequence[Candidate], max_step_tokens: int) -> dict[str | None, _Work]:
     sums: dict[str | None, list[int]] = {}
-    for _, adapter, _, new_tokens, cached_len, head, _, _ in requests:
+    for _, adapter, _, new_tokens, cached_len, head, _, _, _ in requests:
         num_steps = 1 if new_tokens <= max_step_tokens else -(-new_tokens // max_step_tokens)
         found = sums.get(adapter)
         if found is None:
@@ -204,14 +211,19 @@ def _decision(
     batch: Sequence[Candidate],
     ready: Sequence[Candidate],
     state: PolicyState,
+    overdue_s: float,
 ) -> Decision:
     """Who runs now, with which weights: the turn's half behind those who lead it, then guests."""
+    starving_ids = {c.request_id for c in starving}
+    overdue = [c for c in batch if c.new_tokens > 1 and c.unanswered_s > overdue_s and c.request_id in starving_ids]
     leading = [c for c in starving if c.new_tokens == 1 or c.urgent]
+    seated = {c.request_id for c in leading}
+    leading += [c for c in overdue if c.request_id not in seated]
     merged, half = _turn(plan, works, total, leading, batch, ready, state)
     chosen = list(leading)
     seated = {c.request_id for c in leading}
-    starving_ids = {c.request_id for c in starving}
     seats, tokens = state.max_batch_size - len(starving), state.max_step_tokens - len(starving)
+    tokens -= sum([c.new_tokens - 1 for c in overdue])
     for c in half:
         if c.request_id in seated:
             continue

@@ -25,6 +25,8 @@ class Counters:
         self._num_preemptions = 0
         self._num_reused = 0
         self._num_computed = 0
+        self._num_step_tokens = 0
+        self._num_needed_tokens = 0
 
     def step(self, batch: Batch, result: StepResult) -> None:
         """Count a step, and the switch before it."""
@@ -43,7 +45,10 @@ class Counters:
             self._requests_by_mode[mode] += 1
 
     def computed(self, tracked: Tracked, start: int, stop: int) -> None:
-        """Count those of a request's tokens [start, stop), now computed, that belong to its prompt."""
+        """Count a request's tokens [start, stop), now computed; those of its prompt for themselves, too."""
+        self._num_step_tokens += stop - start
+        self._num_needed_tokens += max(0, stop - max(start, tracked.computed_len))
+        tracked.computed_len = max(tracked.computed_len, stop)
         of_prompt = max(0, min(stop, tracked.prompt_len) - start)
         tracked.num_computed += of_prompt
         self._num_computed += of_prompt
@@ -63,8 +68,10 @@ class Counters:
         self._num_failed += failed and reason != "cancelled"
         self._num_cancelled += failed and reason == "cancelled"
 
-    def stats(self, model: str, let_in: Iterable[Tracked], num_outside: int, tables: BlockTables) -> EngineStats:
-        """The sums, and how things stand. let_in: unfinished requests policies choose from; num_outside: the others."""
+    def stats(
+        self, model: str, let_in: Iterable[Tracked], num_outside: int, num_waiting_for_kv: int, tables: BlockTables
+    ) -> EngineStats:
+        """The sums, and how things stand. let_in: unfinished requests; num_outside: those that wait to be let in."""
         running = [tracked.status is RequestStatus.RUNNING for tracked in let_in]
         return EngineStats(
             model=model,
@@ -84,4 +91,7 @@ class Counters:
             cached_blocks=tables.num_cached_blocks,
             num_reused_tokens=self._num_reused,
             num_computed_tokens=self._num_computed,
+            num_step_tokens=self._num_step_tokens,
+            num_needed_tokens=self._num_needed_tokens,
+            num_waiting_for_kv=num_waiting_for_kv,
         )

@@ -8,14 +8,18 @@ from vlora.orchestrator.policy import Candidate, PolicyState
 
 
 def starving_first(ready: Sequence[Candidate], state: PolicyState) -> list[Candidate]:
-    """Those above theta, highest credit first, cut to what a batch takes.
+    """Those above theta, cut to what a batch takes by their credit, in order of their turn.
 
     A policy that puts them at the head of its order keeps the waiting bound: whoever starves waits for at most as many
-    steps as full batches are ready.
+    steps as full batches are ready. Within the batch the turn decides: each starving request gets a token, which sets
+    its credit back, and if the rest of the step's tokens went by credit, prompts would be passed by newer ones again
+    and again.
     """
     starving = [c for c in ready if c.credit > state.theta_s]
-    starving.sort(key=lambda c: -c.credit)
-    return starving[: state.max_batch_size]
+    if len(starving) <= state.max_batch_size:
+        return starving
+    chosen = {c.request_id for c in sorted(starving, key=lambda c: -c.credit)[: state.max_batch_size]}
+    return [c for c in starving if c.request_id in chosen]
 
 
 def largest_group(ready: Sequence[Candidate], state: PolicyState) -> tuple[str | None, list[Candidate]]:

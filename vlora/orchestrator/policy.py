@@ -15,7 +15,7 @@ class Candidate(NamedTuple):
     credit: seconds, see `Scheduler`. new_tokens: still to compute before its next answer; 1 while it decodes.
     cached_len: tokens whose KV is in place and will be read. head: whether the next answer is its only one.
     urgent: it starves because waiting theta would break its bound on the first answer. waited_s: seconds since it last
-    ran, or was let in.
+    ran, or entered the KV room. unanswered_s: seconds since its last answer, or since it entered.
     """
 
     request_id: str
@@ -26,6 +26,7 @@ class Candidate(NamedTuple):
     head: bool = False
     urgent: bool = False
     waited_s: float = 0.0
+    unanswered_s: float = 0.0
 
 
 class PolicyState(NamedTuple):

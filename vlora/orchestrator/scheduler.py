@@ -17,6 +17,7 @@ from vlora.orchestrator.admission import Admission, Load
 from vlora.orchestrator.budgets import grant_blocks, share_tokens
 from vlora.orchestrator.cost import CostModel, Costs, StepSize, num_lanes
 from vlora.orchestrator.counting import Counters
+from vlora.orchestrator.kv_admission import KvAdmission
 from vlora.orchestrator.policy import Candidate, Decision, Policy, PolicyState
 from vlora.orchestrator.reuse import look_up
 from vlora.orchestrator.stays import Stays
@@ -55,8 +56,15 @@ class Scheduler:
     these calls.
 
     A request with a bound on its first answer waits outside until `admit` lets it in or refuses it; all others are let
-    in as they come. Who is in is never refused, and the waiting bound holds for it whatever its priority: priority and
-    fair shares order those that do not starve.
+    in as they come. Who is in is never refused. It then enters the KV room in its turn (`KvAdmission`), and only
+    entered requests are a policy's choice: a request without KV never takes blocks from one under way, unless it is
+    the oldest ready one.
+
+    The waiting bound, theta + ceil(ready / MaxBS) * longest step, holds for entered requests whose adapter is in
+    memory, from entry to the first step and from step to step, whatever their priority: priority and fair shares order
+    those that do not starve. A request that is preempted leaves the room; it enters again before all new ones, and
+    the bound holds again from then on. Nothing is promised in seconds about the wait for room, but the order of entry
+    lets no request wait forever.
 
     max_request_blocks: KV blocks that are always to be had for one request alone, whatever adapters are resident.
     weights, tenant_weights: for fair shares between adapters, and before those between tenants, see `FairShares`; none
@@ -95,10 +103,11 @@ class Scheduler:
             if given
         ]
         self._admission = Admission(self._shares)
+        self._kv_admission = KvAdmission(tables, max_request_blocks, self._shares)
         self._all_wait_outside = bool(tenant_weights)
         self._tracked: dict[str, Tracked] = {}  # those that were let in, in order of arrival
         self._arrivals = itertools.count()
-        self._num_of: Counter[str] = Counter()  # of those, by adapter
+        self._num_of: Counter[str] = Counter()  # of those that need not wait for KV room, by adapter
         self._bounds: list[tuple[float, int, Tracked]] = []  # heap of (latest time, a number of its own, request)
         self._num_bounds = itertools.count()
         self._judged_s = -math.inf  # when `admit` last decided
@@ -167,17 +176,19 @@ class Scheduler:
 
     @property
     def needed_adapters(self) -> Set[str]:
-        """Adapters that requests need; of those that wait to be let in nobody knows yet whether they ever run."""
+        """Adapters that entered requests need. Those of requests that wait to be let in, or for KV room, come later:
+        they would take pages that entered requests are expected to need."""
         return self._num_of.keys()
 
     def adapters_outside(self) -> Set[str]:
-        """Adapters of requests that wait to be let in, in order of arrival."""
-        return dict.fromkeys(t.adapter for t in self._admission.waiting if t.adapter is not None).keys()
+        """Adapters of requests that wait for KV room, and of those that wait to be let in, each in order of arrival."""
+        waiting = itertools.chain(self._kv_admission.waiting, self._admission.waiting)
+        return dict.fromkeys(t.adapter for t in waiting if t.adapter is not None).keys()
 
     def waiting_adapters(self) -> tuple[str, ...]:
         """The needed adapters, the one with the highest credit first."""
         highest: dict[str, float] = {}
-        tracked = [t for t in self._tracked.values() if t.adapter is not None]
+        tracked = [t for t in self._tracked.values() if t.adapter is not None and t.entered]
         for t, credit in zip(tracked, self._credits(tracked, self._clock(), self._merged_adapter), strict=True):
             assert t.adapter is not None
             if credit > highest.get(t.adapter, -1.0):
@@ -192,12 +203,13 @@ class Scheduler:
 
     def blocks_short(self) -> int:
         """How many more KV blocks than there are free the next step would use if those under way ran, and beside them
-        the oldest of those that wait. What the prefix cache has of these is not counted: others may use it already."""
+        the oldest entered ones that have not begun. What the prefix cache has of these is not counted: others may use
+        it already."""
         most = self._tables.blocks_for(self._max_step_tokens) + self._max_batch_size  # each may begin one block more
         if most <= self._tables.num_free_blocks:
             return 0
         under_way = [t for t in self._tracked.values() if t.status is RequestStatus.RUNNING]
-        waiting = (t for t in self._tracked.values() if t.status is RequestStatus.WAITING)
+        waiting = (t for t in self._tracked.values() if t.entered and t.status is RequestStatus.WAITING)
         left, wanted = self._max_step_tokens, 0
         for tracked in itertools.islice(itertools.chain(under_way, waiting), self._max_batch_size):
             tokens = min(tracked.new_tokens, left)
@@ -206,6 +218,10 @@ class Scheduler:
                 held = len(self._tables.table(tracked.request_id)) or self._tables.blocks_for(tracked.cached_len)
                 wanted += max(0, self._tables.blocks_for(tracked.cached_len + tokens) - held)
         return max(0, wanted - self._tables.num_free_blocks)
+
+    def blocks_short_to_enter(self) -> int:
+        """How many more KV blocks would have to be free for the next request to enter; 0 when none waits for room."""
+        return self._kv_admission.blocks_short(self._tracked.values())
 
     def adapters_in_use(self) -> frozenset[str]:
         """Adapters that must stay in memory: evicting one stalls requests that hold KV blocks.
@@ -224,7 +240,9 @@ class Scheduler:
 
     def stats(self, model: str) -> EngineStats:
         """Counters since the start."""
-        stats = self._counters.stats(model, self._tracked.values(), len(self._admission), self._tables)
+        stats = self._counters.stats(
+            model, self._tracked.values(), len(self._admission), len(self._kv_admission), self._tables
+        )
         credits = self._credits(self._tracked.values(), self._clock(), self._merged_adapter)
         return msgspec.structs.replace(stats, highest_credit_s=max(credits, default=0.0))
 
@@ -233,6 +251,7 @@ class Scheduler:
         that none of them will write to what another one may read."""
         for tracked in self._tracked.values():
             tracked.check_integrity()
+            assert tracked.entered != (tracked.request_id in self._kv_admission), f"{tracked.request_id} is misplaced"
             held = len(self._tables.table(tracked.request_id))
             running = tracked.status is RequestStatus.RUNNING
             assert bool(held) == running, f"{tracked.request_id} holds {held} blocks"
@@ -253,17 +272,23 @@ class Scheduler:
         """
         now = self._clock()
         self._expire(now)
+        self._judge(now, resident)
+        self._enter(now)
+
+    def _judge(self, now: float, resident: Set[str]) -> None:
         if not self._admission:
             self._admission.rest()
             return
         look_up(self._admission.waiting, self._tables)
+        # Requests without a bound enter behind those with one, so while they wait for KV room they delay none of these.
+        accepted = tuple(t for t in self._tracked.values() if t.entered or t.answer_by is not None)
         load = Load(
-            tuple(self._tracked.values()),
+            accepted,
             self._cost.costs,
             max_batch_size=self._max_batch_size,
             max_step_tokens=self._max_step_tokens,
             block_size=self._tables.block_size,
-            free_blocks=self._tables.num_free_blocks,
+            free_blocks=self._kv_admission.free_blocks(accepted),
             resident=resident,
             most_adapters=self._most_adapters_in(resident),
             all_wait_outside=self._all_wait_outside,
@@ -278,7 +303,8 @@ class Scheduler:
     def _most_adapters_in(self, resident: Set[str]) -> float:
         """How many adapters memory holds at once: as many as it held when one could not be brought, and now and then
         one more is tried. Infinite while that has never happened."""
-        if any(t.adapter not in resident and t.let_in_s <= self._judged_s for t in self._tracked.values() if t.adapter):
+        needed = (t for t in self._tracked.values() if t.adapter and t.entered)
+        if any(t.adapter not in resident and t.let_in_s <= self._judged_s for t in needed):
             self._most_adapters = len(resident)
         else:
             self._most_adapters = max(self._most_adapters + _MORE_ADAPTERS, len(resident))
@@ -287,17 +313,32 @@ class Scheduler:
     def _let_in(self, tracked: Tracked, now: float) -> None:
         tracked.let_in(next(self._arrivals), now)
         self._tracked[tracked.request_id] = tracked
+        self._kv_admission.add(tracked)
+
+    def _enter(self, now: float) -> None:
+        """Let requests enter for which there is KV room."""
+        tracked = self._tracked.values()
+        for t in self._kv_admission.admit(now, tracked, adapter_starves=self._starved_of_adapter):
+            if t.adapter is not None:
+                self._num_of[t.adapter] += 1
+
+    def _leave(self, tracked: Tracked) -> None:
+        """A request needs its adapter no longer, or not until it enters again."""
         if tracked.adapter is not None:
-            self._num_of[tracked.adapter] += 1
+            self._num_of[tracked.adapter] -= 1
+            if not self._num_of[tracked.adapter]:
+                del self._num_of[tracked.adapter]
 
     def schedule(self, view: MemoryView) -> Batch | None:
         """The next step's batch, or None when nobody is ready."""
         now = self._clock()
         self._expire(now)
         look_up(self._tracked.values(), self._tables)
+        self._enter(now)
         resident = view.resident
         self._stays.see(view, now)
-        ready = [t for t in self._tracked.values() if (t.adapter in resident or t.adapter is None) and not t.held]
+        entered = [t for t in self._tracked.values() if t.entered and not t.held]
+        ready = [t for t in entered if t.adapter in resident or t.adapter is None]
         if not ready:
             return None
         # An adapter that left memory took its merged weights along.
@@ -324,11 +365,9 @@ class Scheduler:
         self._carried = decision.carried
         starving = {c.request_id for c in candidates if c.credit > theta_s}
         roomless: Sequence[Tracked] = ()
-        if len(ready) < len(self._tracked):
+        if len(ready) < len(entered):
             elsewhere = resident | view.loading
-            roomless = [
-                t for t in self._tracked.values() if t.adapter is not None and t.adapter not in elsewhere and not t.held
-            ]
+            roomless = [t for t in entered if t.adapter is not None and t.adapter not in elsewhere]
         self._starved_of_adapter = any(credit > theta_s for credit in self._credits(roomless, now, merged))
         batch = self._fit(decision, starving, ready, now)
         if batch is None:
@@ -350,6 +389,7 @@ class Scheduler:
                 t.is_head,
                 False,
                 now - t.last_ran_s,
+                now - t.last_answer_s,
             )
             for t, credit in zip(ready, credits, strict=True)
         ]
@@ -386,17 +426,19 @@ class Scheduler:
         return credits
 
     def _theta(self, ready: Sequence[Tracked], merged: str | None, costs: Costs) -> float:
-        """The setting, but never below two of the longest steps the ready requests could make, switch included; their
-        lanes count as equally long.
+        """The setting, but never below the longest steps that the ready requests could make, switch included: as many
+        as it takes to serve all of them once, and one more. Their lanes count as equally long.
 
-        A threshold that every request passes by waiting for a single step would decide nothing.
+        A threshold that every request passes by waiting for its turn would decide nothing.
         """
-        tokens = min(sum([t.device_len - t.cached_len for t in ready]), self._max_step_tokens)
-        context = sum(sorted([t.cached_len for t in ready], reverse=True)[: self._max_batch_size])
-        lanes = min(len({t.adapter for t in ready}), self._max_batch_size)
+        most = self._max_batch_size
+        tokens = min(sum(sorted([t.device_len - t.cached_len for t in ready])[-most:]), self._max_step_tokens)
+        context = sum(sorted([t.cached_len for t in ready], reverse=True)[:most])
+        lanes = min(len({t.adapter for t in ready}), most)
         branch_s = 0.0 if merged is None else costs.lanes_s(tokens)
         step_s = costs.merged_s(tokens, context) + costs.lanes_s(tokens, lanes) + branch_s
-        return max(self._theta_s, 2 * (step_s + costs.merge_s))
+        num_rounds = -(-len(ready) // most)
+        return max(self._theta_s, (1 + num_rounds) * (step_s + costs.merge_s))
 
     def _fit(self, decision: Decision, starving: set[str], ready: Sequence[Tracked], now: float) -> Batch | None:
         """Cut the decision to its budgets; None, and nothing changed, when nobody fits."""
@@ -409,6 +451,9 @@ class Scheduler:
         if not items:
             return None
         self._counters.preempted(len(preempted))
+        for tracked in preempted:
+            self._leave(tracked)
+            self._kv_admission.add(tracked)
         for item in items:
             tracked = self._tracked[item.request_id]
             tracked.status = RequestStatus.RUNNING
@@ -459,8 +504,7 @@ class Scheduler:
     def _computed(self, tracked: Tracked, item: BatchItem) -> None:
         """A step brought the KV of an item's tokens; what failed never comes here, so it is never known."""
         stop = item.start + item.num_tokens
-        if item.start < tracked.prompt_len:
-            self._counters.computed(tracked, item.start, stop)
+        self._counters.computed(tracked, item.start, stop)
         if tracked.chain is not None:
             self._tables.learn(item.request_id, tracked.chain, item.start, stop)
         tracked.place(stop)
@@ -471,13 +515,17 @@ class Scheduler:
             self._counters.answered(tracked)
             self._admission.observe(tracked.expected_s, now - tracked.let_in_s)
         tracked.protected = False
+        tracked.last_answer_s = now
         if tracked.is_head:
             return self._end(tracked, "head", now, head=result.heads[tracked.request_id])
         token = result.tokens[tracked.request_id]
         scores = (result.scores[tracked.request_id],) if tracked.request_id in result.scores else ()
         tracked.append(token)
         sampling = tracked.request.sampling
-        if token in self._eos_ids and not sampling.ignore_eos:
+        stopped = token in self._eos_ids and not sampling.ignore_eos
+        if stopped or tracked.num_sampled >= sampling.max_tokens:
+            self._kv_admission.lengths.observe(tracked.num_sampled, sampling.max_tokens)
+        if stopped:
             return self._end(tracked, "stop", now, tokens=(token,), scores=scores)
         if tracked.num_sampled >= sampling.max_tokens:
             return self._end(tracked, "length", now, tokens=(token,), scores=scores)
@@ -526,10 +574,10 @@ class Scheduler:
             shares.ended(tracked)
         if self._tracked.pop(tracked.request_id, None) is None:
             self._admission.remove(tracked.request_id)
-        elif tracked.adapter is not None:
-            self._num_of[tracked.adapter] -= 1
-            if not self._num_of[tracked.adapter]:
-                del self._num_of[tracked.adapter]
+        elif tracked.entered:
+            self._leave(tracked)
+        else:
+            self._kv_admission.remove(tracked)
         if len(self._bounds) > 2 * (len(self._tracked) + len(self._admission)) + _FEW_ENDED:
             # A bound may be hours ahead, and its request holds pictures.
             self._bounds = [bound for bound in self._bounds if self._find(bound[2].request_id) is bound[2]]

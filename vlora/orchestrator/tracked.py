@@ -18,7 +18,9 @@ class Tracked:
     arrival counts up as requests are let in, which is when they arrive for policies: whoever came without a bound is
     let in at once. last_ran_s starts then, too. answer_by: until when the first answer must have come, if there is a
     bound. expected_s: how long that was expected to take from being let in on. held: not to run before its grammar is
-    compiled.
+    compiled. entered: admitted to the KV room (`KvAdmission`), so policies may choose it; from then on its waiting
+    time counts. last_answer_s: of its last token, or when it entered. computed_len: the most tokens whose KV was in
+    place at any time.
     """
 
     __slots__ = (
@@ -28,12 +30,15 @@ class Tracked:
         "arrival_s",
         "cached_len",
         "chain",
+        "computed_len",
         "device_len",
+        "entered",
         "expected_s",
         "first_answer_s",
         "first_run_s",
         "held",
         "is_head",
+        "last_answer_s",
         "last_key",
         "last_ran_s",
         "let_in_s",
@@ -60,10 +65,13 @@ class Tracked:
         self.held = False
         self.priority = request.priority
         self.tenant = request.tenant
+        self.entered = False
+        self.computed_len = 0
         self.arrival = -1
         self.arrival_s = now
         self.let_in_s = now
         self.last_ran_s = now
+        self.last_answer_s = now
         bounds = [bound for bound in (request.max_ttft_s, request.max_latency_s) if bound is not None]
         self.answer_by = now + min(bounds) if bounds else None
         self.expected_s = 0.0
@@ -117,6 +125,11 @@ class Tracked:
         """From now on it is one of those that policies choose from."""
         self.arrival = arrival
         self.let_in_s = self.last_ran_s = now
+
+    def enter(self, now: float) -> None:
+        """There is KV room for it."""
+        self.entered = True
+        self.last_ran_s = self.last_answer_s = now
 
     def expired(self, now: float) -> bool:
         """Whether the caller's latency bound has passed."""

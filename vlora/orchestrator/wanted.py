@@ -29,13 +29,17 @@ def bring_wanted(scheduler: Scheduler, residency: Residency, bring: Callable[[st
 
 
 def give_way_to_kv(scheduler: Scheduler, residency: Residency, merged: str | None) -> None:
-    """Where the next step is short of KV blocks, adapters leave that no request needs: bringing one back costs less
-    than computing a request's KV again. To be called after `bring_wanted`, which knows who is wanted.
+    """Evict adapters where KV blocks are short: for the next step those that no entered request needs, as loading one
+    again costs less than computing a request's KV again; for a request to enter those that no request needs at all.
+    To be called after `bring_wanted`.
 
     merged: an adapter whose weights are in place, which stays.
     """
+    needed = {*scheduler.needed_adapters, merged}
     if num_blocks := scheduler.blocks_short():
-        residency.yield_blocks(num_blocks, kept={*scheduler.needed_adapters, merged})
+        residency.yield_blocks(num_blocks, kept=needed)
+    if num_blocks := scheduler.blocks_short_to_enter():
+        residency.yield_blocks(num_blocks, kept=needed | scheduler.adapters_outside())
 
 
 def pin_in_use(scheduler: Scheduler, residency: Residency) -> list[str]:

@@ -144,6 +144,13 @@ class _EngineCollector(Collector):
             "Requests that lost their KV blocks and were computed again.",
             value=stats.num_preemptions,
         )
+        tokens = {"first": stats.num_needed_tokens, "again": stats.num_step_tokens - stats.num_needed_tokens}
+        yield _counter(
+            "vlora_engine_step_tokens",
+            "Tokens of prompts and answers that steps computed: for the first time, or again after a preemption.",
+            "computed",
+            tokens,
+        )
         arena = {
             "kv": stats.kv_bytes,
             "cached": stats.cached_kv_bytes,
@@ -183,7 +190,11 @@ class _EngineCollector(Collector):
 
 
 def _queue(stats: EngineStats) -> dict[str, int]:
-    return {"waiting": stats.num_waiting, "running": stats.num_running}
+    return {
+        "waiting": stats.num_waiting - stats.num_waiting_for_kv,
+        "waiting_for_kv": stats.num_waiting_for_kv,
+        "running": stats.num_running,
+    }
 
 
 def _gauge(name: str, text: str, label: str, values: dict[str, int]) -> GaugeMetricFamily:

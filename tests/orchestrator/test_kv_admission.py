@@ -1,0 +1,209 @@
+"""Admission by KV room: overload costs no throughput, next to nothing is computed twice, and every request enters."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.orchestrator.simulation import Machine, Simulation, Speed, expected_tokens, make_request
+from tests.orchestrator.test_properties import all_resident, assert_answered, every_policy, longest_over_bound
+from vlora.memory.books import ArenaBooks, BlockTables
+from vlora.orchestrator import POLICIES
+from vlora.orchestrator.kv_admission import AnswerLengths, KvAdmission
+from vlora.orchestrator.tracked import Tracked
+from vlora.types import Request
+
+ADAPTERS = {"a": 2, "b": 2, "c": 2}
+
+
+# -- how long answers are expected to be ------------------------------------------------------------------------------
+
+
+def test_answers_are_expected_in_full_until_some_have_ended() -> None:
+    assert AnswerLengths().expected(0, 100) == 100
+    assert AnswerLengths().expected(99, 100) == 100
+
+
+def test_an_answer_is_expected_to_be_as_long_as_those_that_got_as_far() -> None:
+    lengths = AnswerLengths()
+    for _ in range(500):
+        lengths.observe(10, 160)
+        lengths.observe(150, 160)
+    # In sixteenths of 160 tokens, rounded up: 20 and 160.
+    assert lengths.expected(0, 160) == 91, "the newest answer weighs most, and was a long one"
+    assert lengths.expected(30, 160) == 160
+    assert lengths.expected(0, 16) == 9
+
+
+# -- the order of entry -----------------------------------------------------------------------------------------------
+
+
+def entries(admission: KvAdmission, tracked: list[Tracked]) -> list[str]:
+    """The order of entry where those that entered have ended each time before more may."""
+    order: list[str] = []
+    while len(admission):
+        entered = admission.admit(0.0, [t for t in tracked if t.request_id not in order], adapter_starves=False)
+        assert entered
+        order += [t.request_id for t in entered]
+    return order
+
+
+def waiting(requests: list[Request]) -> tuple[KvAdmission, BlockTables, list[Tracked]]:
+    """They wait for a room of eight blocks of four tokens."""
+    tables = BlockTables(ArenaBooks(8, 1), 4)
+    admission = KvAdmission(tables, 8, ())
+    tracked = [Tracked(request, 0.0, None) for request in requests]
+    for number, t in enumerate(tracked):
+        t.let_in(number, 0.0)
+        admission.add(t)
+    return admission, tables, tracked
+
+
+def test_a_large_request_is_not_passed_by_small_ones() -> None:
+    admission, _, tracked = waiting(
+        [make_request("small", prompt=4), make_request("large", prompt=28), make_request("tiny", prompt=1)]
+    )
+    assert [t.request_id for t in admission.admit(0.0, tracked, adapter_starves=False)] == ["small"]
+    assert admission.blocks_short(tracked) == 2, "large takes eight blocks beside the two of small"
+    assert admission.admit(0.0, tracked, adapter_starves=False) == ()
+    left = tracked[1:]
+    assert [t.request_id for t in admission.admit(0.0, left, adapter_starves=False)] == ["large"]
+
+
+def test_a_request_enters_where_others_will_have_ended_before_it_has_grown() -> None:
+    """Room for eight blocks; whole lengths would take eleven, but never at one time."""
+    requests = [make_request(f"r{i}", prompt=4, max_tokens=5 + 8 * i) for i in range(3)]
+    admission, _, tracked = waiting(requests)
+    # When r0 ends, all have two blocks; when r1 ends, it and r2 have four each; r2 ends with six.
+    assert len(admission.admit(0.0, tracked, adapter_starves=False)) == 3
+
+
+def test_nothing_more_enters_into_the_adapters_part_while_one_starves_for_room() -> None:
+    tables = BlockTables(ArenaBooks(8, 1), 4)
+    admission = KvAdmission(tables, 4, ())
+    tracked = [Tracked(make_request(name, prompt=8, max_tokens=1), 0.0, None) for name in "xyz"]
+    for t in tracked:
+        admission.add(t)
+    assert len(admission.admit(0.0, tracked, adapter_starves=True)) == 2
+    assert len(admission.admit(0.0, tracked, adapter_starves=False)) == 1
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    kinds=st.lists(
+        st.tuples(st.integers(1, 20), st.sampled_from([-10, 0, 0, 5]), st.sampled_from([None, None, 9.0])),
+        min_size=1,
+        max_size=60,
+    )
+)
+def test_the_nth_oldest_request_is_among_the_first_eight_n_to_enter(
+    kinds: list[tuple[int, int, float | None]],
+) -> None:
+    requests = [
+        make_request(f"r{i}", prompt=prompt, priority=priority, max_ttft_s=bound_s)
+        for i, (prompt, priority, bound_s) in enumerate(kinds)
+    ]
+    admission, _, tracked = waiting(requests)
+    order = entries(admission, tracked)
+    assert sorted(order) == sorted(request.request_id for request in requests)
+    for number, request in enumerate(requests):
+        assert order.index(request.request_id) < 8 * (number + 1)
+    if len({(priority, bound_s) for _, priority, bound_s in kinds}) == 1:
+        assert order == [request.request_id for request in requests], "of equal rank in order of arrival"
+
+
+# -- overload ---------------------------------------------------------------------------------------------------------
+
+
+@st.composite
+def overloads(draw: st.DrawFn) -> tuple[Machine, list[Request]]:
+    """A room for a few requests, and several times as many requests as fit."""
+    block_size = draw(st.sampled_from([1, 4, 16]))
+    longest_prompt, longest_answer = draw(st.sampled_from([(64, 8), (32, 32), (8, 64)]))
+    room = draw(st.integers(2, 12)) * -(-(longest_prompt + longest_answer) // block_size)
+    limit = draw(st.integers(2, 16))
+    machine = Machine(
+        num_pages=6 + room,
+        max_adapter_pages=6,
+        block_size=block_size,
+        max_batch_size=limit,
+        max_step_tokens=limit + draw(st.sampled_from([16, 64, 256])),
+        theta_s=draw(st.sampled_from([0.001, 0.1, 1.0])),
+        adapters=ADAPTERS,
+        speed=Speed(merge=draw(st.sampled_from([0.0, 0.02])), long_lane=draw(st.sampled_from([0.0, 0.01]))),
+        prefix_cache=draw(st.booleans()),
+    )
+    ends_early = draw(st.booleans())
+    requests = [
+        make_request(
+            f"r{i}",
+            draw(st.sampled_from([None, *ADAPTERS])),
+            # No two prompts begin alike, so that what is computed depends on memory alone.
+            prompt=(100 + i, *range(2, 1 + draw(st.integers(longest_prompt // 2, longest_prompt)))),
+            max_tokens=draw(st.integers(max(1, longest_answer // 4), longest_answer)),
+            ignore_eos=not ends_early,
+        )
+        for i in range(draw(st.integers(12, 24)))
+    ]
+    return machine, requests
+
+
+def fed(machine: Machine, policy: str, requests: list[Request]) -> Simulation:
+    """Hand each request over once its whole length fits beside those of all before it."""
+    simulation = all_resident(machine, policy)
+    room = simulation.tables.num_free_blocks
+    waiting, sizes = list(requests), {r.request_id: simulation.tables.blocks_for(_length(r)) for r in requests}
+    while waiting or simulation.scheduler.has_work:
+        under_way = [name for name, found in simulation.outputs.items() if not (found and found[-1].finished)]
+        held = sum(sizes[name] for name in under_way)
+        while waiting and held + sizes[waiting[0].request_id] <= room:
+            held += sizes[waiting[0].request_id]
+            simulation.add(waiting.pop(0))
+        simulation.step()
+    return simulation
+
+
+def _length(request: Request) -> int:
+    return len(request.prompt_ids) + len(expected_tokens(request)) - 1
+
+
+@settings(max_examples=60, deadline=None)
+@given(overload=overloads(), policy=every_policy)
+def test_overload_costs_no_throughput_and_computes_next_to_nothing_twice(
+    overload: tuple[Machine, list[Request]], policy: str
+) -> None:
+    machine, requests = overload
+    simulation = all_resident(machine, policy)
+    simulation.run([(0.0, request) for request in requests])
+    for request in requests:
+        assert_answered(simulation, request)
+    stats = simulation.scheduler.stats("paper")
+    assert stats.num_needed_tokens == sum(_length(request) for request in requests)
+    assert stats.num_step_tokens <= 1.15 * stats.num_needed_tokens
+    assert simulation.clock.now <= fed(machine, policy, requests).clock.now / 0.9
+    if policy != "merged_only":
+        assert longest_over_bound(simulation) <= 1e-9
+
+
+@pytest.mark.parametrize("policy", sorted(POLICIES))
+def test_the_crowd_that_was_computed_nine_times_over_is_computed_once(policy: str) -> None:
+    """96 requests of 256 and 32 tokens, room for 24 of them, a batch of 32, steps longer than half of theta."""
+    machine = Machine(
+        num_pages=6 + 24 * 18,
+        max_adapter_pages=6,
+        block_size=16,
+        max_batch_size=32,
+        max_step_tokens=256,
+        theta_s=0.1,
+        adapters=ADAPTERS,
+        speed=Speed(step=0.05),
+    )
+    simulation = all_resident(machine, policy)
+    simulation.add(*(make_request(f"r{i}", "abc"[i % 3], prompt=256, max_tokens=32) for i in range(96)))
+    assert simulation.scheduler.stats("paper").num_waiting_for_kv == 96
+    simulation.step()
+    assert simulation.scheduler.stats("paper").num_waiting_for_kv == 96 - 24
+    simulation.run()
+    stats = simulation.scheduler.stats("paper")
+    assert stats.num_preemptions == 0 and stats.num_step_tokens == stats.num_needed_tokens == 96 * (256 + 31)
