@@ -4,10 +4,11 @@ others wait here, too, and are never refused."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence, Set
+from collections.abc import Callable, Iterable, Sequence, Set
 from typing import NamedTuple
 
 from vlora.orchestrator.cost import Costs
+from vlora.orchestrator.encoding import ALONE_S, SHARE
 from vlora.orchestrator.tracked import Tracked
 from vlora.orchestrator.turns import FairShares, in_turn
 
@@ -44,10 +45,11 @@ class Load:
         resident: Set[str],
         most_adapters: float,
         all_wait_outside: bool = False,
+        patches_left: Callable[[Tracked], float] = lambda tracked: 0.0,
     ) -> None:
         """accepted: everybody who was let in and has not ended. resident: adapters in memory, which holds at most
         `most_adapters` as far as anybody knows. all_wait_outside: requests without a bound as well, so that they take
-        places here like the others."""
+        places here like the others. patches_left: of a request's images, those still to encode."""
         self._costs = costs
         self._max_batch_size = max_batch_size
         self._max_step_tokens = max_step_tokens
@@ -57,9 +59,15 @@ class Load:
         bounded = accepted if all_wait_outside else [t for t in accepted if t.answer_by is not None]
         self._num_bounded = len(bounded)
         self._due = 0  # tokens until everybody with a bound has a first answer
+        self._due_unseen = 0  # of these, tokens of requests with images to encode
+        self._due_patches = 0.0
+        self._patches_left = patches_left
         for tracked in bounded:
             if tracked.first_answer_s is None:
                 self._due += tracked.new_tokens
+                patches = patches_left(tracked)
+                self._due_patches += patches
+                self._due_unseen += tracked.new_tokens if patches else 0
                 self._free_blocks -= -(-tracked.new_tokens // block_size)
         new_tokens = [t.new_tokens for t in accepted]
         self._num_decoding = min(new_tokens.count(1), max_batch_size - 1)
@@ -67,7 +75,9 @@ class Load:
         self._num_prompts = len(new_tokens) - new_tokens.count(1)
         self._context = sum(t.cached_len for t in accepted)
         self._tokens_a_step = max_step_tokens - self._num_decoding
-        self._known: dict[int, float] = {}
+        self._known: dict[tuple[int, float], float] = {}
+        self._all_patches = sum([patches_left(t) for t in accepted if t.images])
+        self._most_decoding = max([t.max_len - t.device_len for t in accepted if t.new_tokens == 1], default=0)
         self._resident = resident
         self._most_adapters = most_adapters
         self._needed = {t.adapter for t in accepted if t.adapter is not None}
@@ -78,12 +88,17 @@ class Load:
         return self._due > 0
 
     def has_room(self, tracked: Tracked) -> bool:
-        """Whether the next step could begin with this one: a place in the batch, a token of the budget, KV blocks."""
+        """Whether the next step could begin with this one: a place in the batch, a token of the budget, KV blocks, time
+        for its images."""
         if not self._num_bounded:
             return True  # one at a time always goes, whatever others hold
         blocks = -(-tracked.new_tokens // self._block_size)
+        if tracked.images and self._due_patches * self._costs.patch_s >= ALONE_S and self._patches_left(tracked):
+            return False
         return (
-            self._num_bounded < self._max_batch_size and self._due < self._tokens_a_step and blocks <= self._free_blocks
+            self._num_bounded < self._max_batch_size
+            and self._due - self._due_unseen < self._tokens_a_step
+            and blocks <= self._free_blocks
         )
 
     def has_adapter(self, tracked: Tracked) -> bool:
@@ -100,11 +115,12 @@ class Load:
             or (self._needed <= self._resident and len(self._needed) + 1 <= self._most_adapters)
         )
 
-    def first_answer_s(self, new_tokens: int) -> float:
-        """Predicted seconds to the first answer of a request with so many tokens to compute that is let in now."""
-        seconds = self._known.get(new_tokens)
+    def first_answer_s(self, tracked: Tracked) -> float:
+        """Predicted seconds to the first answer of a request that is let in now."""
+        key = tracked.new_tokens, self._patches_left(tracked)
+        seconds = self._known.get(key)
         if seconds is None:
-            seconds = self._known[new_tokens] = self._predict_s(new_tokens)
+            seconds = self._known[key] = self._predict_s(*key)
         return seconds
 
     def take(self, tracked: Tracked) -> None:
@@ -112,6 +128,10 @@ class Load:
         self._num_accepted += 1
         self._num_bounded += 1
         self._due += tracked.new_tokens
+        patches = self._patches_left(tracked)
+        self._due_patches += patches
+        self._all_patches += patches
+        self._due_unseen += tracked.new_tokens if patches else 0
         self._prompts += tracked.new_tokens
         self._num_prompts += 1
         self._free_blocks -= -(-tracked.new_tokens // self._block_size)
@@ -119,7 +139,18 @@ class Load:
         if tracked.adapter is not None:
             self._needed.add(tracked.adapter)
 
-    def _predict_s(self, new_tokens: int) -> float:
+    def _predict_s(self, new_tokens: int, patches: float) -> float:
+        tokens_s, patch_s = self._tokens_s(new_tokens), self._costs.patch_s
+        if not patches:
+            return tokens_s + min(self._all_patches * patch_s, SHARE * tokens_s)
+        # Images come before the prompt, in the order of their requests, and share the machine with those that decode.
+        encode_s = (self._due_patches + patches) * patch_s
+        decode_s = self._costs.merged_s(self._num_decoding, self._context)
+        decode_s += self._costs.lanes_s(self._num_decoding, min(len(self._needed), self._num_decoding))
+        beside_s = self._most_decoding * decode_s if self._num_decoding else 0.0
+        return tokens_s + encode_s + min(encode_s / SHARE, beside_s)
+
+    def _tokens_s(self, new_tokens: int) -> float:
         due = self._due + new_tokens
         num_steps = -(-due // self._tokens_a_step) + self._num_accepted // self._max_batch_size
         tokens = min(
@@ -214,7 +245,7 @@ class Admission:
         def in_time(tracked: Tracked, wait_s: float = 0.0) -> bool:
             if tracked.answer_by is None:
                 return True
-            needed_s = wait_s + margin * load.first_answer_s(tracked.new_tokens)
+            needed_s = wait_s + margin * load.first_answer_s(tracked)
             if now + needed_s <= tracked.answer_by:
                 return True
             refused.append((tracked, needed_s))
@@ -234,7 +265,7 @@ class Admission:
             if not load.has_adapter(tracked):
                 left.append(tracked)
             elif in_time(tracked):  # those let in just now have made it longer
-                tracked.expected_s = load.first_answer_s(tracked.new_tokens)
+                tracked.expected_s = load.first_answer_s(tracked)
                 load.take(tracked)
                 let_in.append(tracked)
         if left:

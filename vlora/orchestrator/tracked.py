@@ -2,8 +2,24 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from vlora.memory.prefix import Key, TokenChain
 from vlora.types import Mode, Request, RequestStatus, Timings
+
+
+class Image(NamedTuple):
+    """An image or video of a request whose embeddings the runner does not hold yet.
+
+    index: place in `Request.vision`. key: its content hash, and the key of the adapter whose vision-side deltas apply.
+    last: place in the prompt of its last placeholder token.
+    """
+
+    index: int
+    key: tuple[str, str | None]
+    num_patches: float
+    num_tokens: int
+    last: int
 
 
 class Tracked:
@@ -18,7 +34,7 @@ class Tracked:
     arrival counts up as requests are let in, which is when they arrive for policies: whoever came without a bound is
     let in at once. last_ran_s starts then, too. answer_by: until when the first answer must have come, if there is a
     bound. expected_s: how long that was expected to take from being let in on. held: not to run before its grammar is
-    compiled.
+    compiled. images: those whose embeddings the runner does not hold for it yet.
     """
 
     __slots__ = (
@@ -33,6 +49,7 @@ class Tracked:
         "first_answer_s",
         "first_run_s",
         "held",
+        "images",
         "is_head",
         "last_key",
         "last_ran_s",
@@ -58,6 +75,7 @@ class Tracked:
         self.adapter = request.adapter
         self.is_head = request.head is not None
         self.held = False
+        self.images: list[Image] = []
         self.priority = request.priority
         self.tenant = request.tenant
         self.arrival = -1
