@@ -62,7 +62,7 @@ class Minibatch:
     def has_adapter(self, tracked: Tracked) -> bool:
         return True
 
-    def first_answer_s(self, new_tokens: int) -> float:
+    def first_answer_s(self, tracked: Tracked) -> float:
         return self.prefill_s
 
     def take(self, tracked: Tracked) -> None:

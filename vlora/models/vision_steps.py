@@ -40,7 +40,7 @@ def spend(flops: float) -> None:
     stack = getcurrent()
     if isinstance(stack, _Stack):
         stack.left -= flops
-        if stack.left <= 0:
+        if stack.left <= flops / 2:  # another piece of this size would be further off the budget
             assert stack.parent is not None
             stack.parent.switch()
 
