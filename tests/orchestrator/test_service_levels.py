@@ -65,6 +65,9 @@ class Minibatch:
     def first_answer_s(self, tracked: Tracked) -> float:
         return self.prefill_s
 
+    def prices_known(self, tracked: Tracked) -> bool:
+        return True
+
     def take(self, tracked: Tracked) -> None:
         self.num_places -= 1
 

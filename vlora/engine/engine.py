@@ -165,6 +165,7 @@ class Engine:
             tenant_weights=config.tenant_weights,
             placeholders=seam.placeholders,
             is_cached=self._vision.is_cached,
+            encode_share=config.encode_share,
         )
         self._users: dict[str, set[str]] = {}  # requests under way by the key of their adapter
         self._pinned: dict[str, Run] = {}  # by an operator, by name

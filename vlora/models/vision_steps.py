@@ -21,26 +21,27 @@ from vlora.models.product import linear
 # Must not contain "flash" or "sdpa": transformers tests attention names for those substrings.
 VISION_ATTENTION = "vlora_vision"
 
-CPU_PIECE_FLOPS = 1e9  # per thread: some 25 ms on a core of 40 GFLOP/s
+CPU_PIECE_FLOPS = 2.5e8  # per thread: some 7 ms on a core of 40 GFLOP/s
 GPU_PIECE_FLOPS = 1e12
 MIN_ROWS = 128  # of a linear layer's piece: products of fewer rows are slower per row
-MIN_QUERIES = 768  # of an attention piece: the CPU kernel uses its largest query blocks from here on
+MIN_QUERIES = 256  # of an attention piece; the CPU kernel is faster with 256 to 512 than with all of a large image
 
 T = TypeVar("T")
 
 
 class _Stack(greenlet):
-    """Where an interruptible call runs. left: floating-point operations that it may still use."""
+    """Where an interruptible call runs. spent: floating-point operations since it was entered; budget: allowed."""
 
-    left: float
+    spent: float
+    budget: float
 
 
 def spend(flops: float) -> None:
     """Count work of the vision tower; an interruptible call that has used its share is left until it may go on."""
     stack = getcurrent()
     if isinstance(stack, _Stack):
-        stack.left -= flops
-        if stack.left <= flops / 2:  # another piece of this size would be further off the budget
+        stack.spent += flops
+        if stack.spent >= stack.budget - flops / 2:  # another piece of this size would be further off the budget
             assert stack.parent is not None
             stack.parent.switch()
 
@@ -68,11 +69,11 @@ class PacedCall(Generic[T]):
             Exception: what the call raised; it is then over.
         """
         stack = self._stack
-        stack.parent, stack.left = getcurrent(), flops
+        stack.parent, stack.spent, stack.budget = getcurrent(), 0.0, flops
         try:
             stack.switch()
         finally:
-            self.flops += flops - stack.left
+            self.flops += stack.spent
         return stack.dead
 
     def close(self) -> None:

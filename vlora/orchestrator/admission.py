@@ -46,6 +46,7 @@ class Load:
         most_adapters: float,
         all_wait_outside: bool = False,
         patches_left: Callable[[Tracked], float] = lambda tracked: 0.0,
+        encode_share: float = SHARE,
     ) -> None:
         """accepted: everybody who was let in and has not ended. resident: adapters in memory, which holds at most
         `most_adapters` as far as anybody knows. all_wait_outside: requests without a bound as well, so that they take
@@ -62,6 +63,7 @@ class Load:
         self._due_unseen = 0  # of these, tokens of requests with images to encode
         self._due_patches = 0.0
         self._patches_left = patches_left
+        self._encode_share = encode_share
         for tracked in bounded:
             if tracked.first_answer_s is None:
                 self._due += tracked.new_tokens
@@ -123,6 +125,10 @@ class Load:
             seconds = self._known[key] = self._predict_s(*key)
         return seconds
 
+    def prices_known(self, tracked: Tracked) -> bool:
+        """Whether all that a prediction is made of has been measured."""
+        return self._costs.patch_s > 0 or not (self._all_patches or self._patches_left(tracked))
+
     def take(self, tracked: Tracked) -> None:
         """Count one in that is let in."""
         self._num_accepted += 1
@@ -142,13 +148,13 @@ class Load:
     def _predict_s(self, new_tokens: int, patches: float) -> float:
         tokens_s, patch_s = self._tokens_s(new_tokens), self._costs.patch_s
         if not patches:
-            return tokens_s + min(self._all_patches * patch_s, SHARE * tokens_s)
+            return tokens_s + min(self._all_patches * patch_s, self._encode_share * tokens_s)
         # Images come before the prompt, in the order of their requests, and share the machine with those that decode.
         encode_s = (self._due_patches + patches) * patch_s
         decode_s = self._costs.merged_s(self._num_decoding, self._context)
         decode_s += self._costs.lanes_s(self._num_decoding, min(len(self._needed), self._num_decoding))
         beside_s = self._most_decoding * decode_s if self._num_decoding else 0.0
-        return tokens_s + encode_s + min(encode_s / SHARE, beside_s)
+        return tokens_s + encode_s + min(encode_s / self._encode_share, beside_s)
 
     def _tokens_s(self, new_tokens: int) -> float:
         due = self._due + new_tokens
@@ -194,8 +200,7 @@ class Admission:
         self._entries = _Average()  # a period in which not all found room
         self._period_s = _Average()
         self._full_since: float | None = None
-        self._slowness = 1.0
-        self._scatter = 0.0
+        self._trust = {False: _Trust(), True: _Trust()}  # in predictions for requests without and with images
 
     def __len__(self) -> int:
         return len(self._waiting)
@@ -221,12 +226,10 @@ class Admission:
         """Whether more requests come than can be let in."""
         return self._entries.known and self._arrivals.value > self._entries.value
 
-    def observe(self, expected_s: float, seconds: float) -> None:
+    def observe(self, tracked: Tracked, seconds: float) -> None:
         """Learn from a first answer how far predictions can be trusted."""
-        if expected_s > 0:
-            error = seconds / expected_s - self._slowness
-            self._scatter += _DEVIATION * (abs(error) - self._scatter)
-            self._slowness += _MEAN * error
+        if tracked.expected_s > 0:
+            self._trust[bool(tracked.request.vision)].observe(seconds / tracked.expected_s)
 
     def rest(self) -> None:
         """End a period in which nobody waits."""
@@ -239,13 +242,13 @@ class Admission:
         self._num_arrived = 0
         if self._full_since is not None:
             self._period_s.add(now - self._full_since)
-        margin = self._slowness + _DEVIATIONS * self._scatter
+        margins = {shown: trust.margin for shown, trust in self._trust.items()}
         refused: list[tuple[Tracked, float]] = []
 
         def in_time(tracked: Tracked, wait_s: float = 0.0) -> bool:
             if tracked.answer_by is None:
                 return True
-            needed_s = wait_s + margin * load.first_answer_s(tracked)
+            needed_s = wait_s + margins[bool(tracked.request.vision)] * load.first_answer_s(tracked)
             if now + needed_s <= tracked.answer_by:
                 return True
             refused.append((tracked, needed_s))
@@ -265,7 +268,8 @@ class Admission:
             if not load.has_adapter(tracked):
                 left.append(tracked)
             elif in_time(tracked):  # those let in just now have made it longer
-                tracked.expected_s = load.first_answer_s(tracked)
+                # While the price of a patch is not known, a prediction says nothing about predictions.
+                tracked.expected_s = load.first_answer_s(tracked) if load.prices_known(tracked) else 0.0
                 load.take(tracked)
                 let_in.append(tracked)
         if left:
@@ -276,11 +280,35 @@ class Admission:
         for tracked in left:
             num_ahead += in_time(tracked, num_ahead * entry_s)
         if refused and not let_in and not load.will_tell:
-            self._slowness *= 1 - _RELAX
-            self._scatter *= 1 - _RELAX
+            for trust in self._trust.values():
+                trust.relax()
         for tracked in let_in:
             del self._waiting[tracked.request_id]
         return Verdict(let_in, refused)
+
+
+class _Trust:
+    """How much longer than predicted first answers took of late, and how far that scatters."""
+
+    def __init__(self) -> None:
+        self._slowness = 1.0
+        self._scatter = 0.0
+
+    @property
+    def margin(self) -> float:
+        """What predictions are multiplied with."""
+        return self._slowness + _DEVIATIONS * self._scatter
+
+    def observe(self, ratio: float) -> None:
+        """Learn from a first answer that took so many times what was predicted."""
+        error = ratio - self._slowness
+        self._scatter += _DEVIATION * (abs(error) - self._scatter)
+        self._slowness += _MEAN * error
+
+    def relax(self) -> None:
+        """Trust predictions a little more, while nothing corrects them."""
+        self._slowness *= 1 - _RELAX
+        self._scatter *= 1 - _RELAX
 
 
 class _Average:

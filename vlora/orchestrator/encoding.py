@@ -9,7 +9,7 @@ from vlora.orchestrator.tracked import Image, Tracked
 from vlora.types import Encode, Encoded
 
 SHARE = 0.7  # of a step's time with tokens, at most this much more for images: no decode waits longer for them
-ALONE_S = 0.25  # of encoding in a step without tokens: new requests are seen after this long
+ALONE_S = 0.1  # of encoding in a step without tokens: new requests are seen after this long
 _MAX_AHEAD = 4  # steps' worth of tokens whose embeddings are held for requests that have not started
 
 ContentKey = tuple[str, str | None]
@@ -138,7 +138,9 @@ class EncodeQueue:
             return []  # its requests have ended meanwhile
         self._debt = max(0.0, encoded.num_patches - encode.budget)
         # The total is an estimate; a call that is not done has something left.
-        self._left = max(self._left - encoded.num_patches, 0.02 * call.total)
+        self._left -= encoded.num_patches
+        if self._left <= 0:
+            self._left = 0.02 * call.total
         alive = [(t, image) for t, image in call.items if t.request_id in self._vision_key]
         if encoded.done or encoded.failed:
             self._call = None

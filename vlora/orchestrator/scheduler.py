@@ -64,8 +64,8 @@ class Scheduler:
     are kept where it is empty. With shares between tenants everybody waits outside until there is room: among those
     that are in, whoever starves comes first, and a crowd of one tenant's requests would starve together.
 
-    placeholders, is_cached: see `EncodeQueue`. A request runs once its images are encoded. Encoding prolongs a step
-    with tokens by at most `SHARE` of what these take, and a piece of an image more.
+    placeholders, is_cached: see `EncodeQueue`. A request runs once its images are encoded. encode_share: encoding
+    prolongs a step with tokens by at most this share of what these take, and half a piece of an image more.
     """
 
     def __init__(
@@ -84,6 +84,7 @@ class Scheduler:
         tenant_weights: Mapping[str, float] | None = None,
         placeholders: Mapping[str, int] | None = None,
         is_cached: Callable[[ContentKey], bool] = lambda key: False,
+        encode_share: float = SHARE,
     ) -> None:
         assert max_step_tokens >= max_batch_size >= 1
         self._policy = policy
@@ -112,6 +113,7 @@ class Scheduler:
         self._merged_adapter: str | None = None
         self._shadow_adapter: str | None = None  # merged last, so that its weights are at hand
         self._carried: Any = None
+        self._encode_share = encode_share
         self._encoding = EncodeQueue(placeholders or {}, is_cached, max_step_tokens)
         self._starved_of_adapter = False
         self._stays = Stays()
@@ -279,6 +281,7 @@ class Scheduler:
             most_adapters=self._most_adapters_in(resident),
             all_wait_outside=self._all_wait_outside,
             patches_left=self._encoding.patches_left,
+            encode_share=self._encode_share,
         )
         self._judged_s = now
         verdict = self._admission.judge(now, load)
@@ -362,7 +365,8 @@ class Scheduler:
     ) -> Batch | None:
         """The batch, with what there is time to encode beside it."""
         costs = self._cost.costs
-        seconds = SHARE * costs.step_s(StepSize.of(batch)) if batch is not None else ALONE_S
+        share = self._encode_share
+        seconds = share * costs.step_s(StepSize.of(batch)) if batch is not None else ALONE_S
         budget = max(1.0, seconds / costs.patch_s) if costs.patch_s else 1.0  # until something was measured
         # As with tokens: whoever has waited for longer than theta comes first, then priorities and shares decide.
         turn = list(in_turn(unseen, self._shares))
@@ -436,7 +440,7 @@ class Scheduler:
         branch_s = 0.0 if merged is None else costs.lanes_s(tokens)
         step_s = costs.merged_s(tokens, context) + costs.lanes_s(tokens, lanes) + branch_s
         if len(ready) < len(self._tracked) and any(t.images for t in self._tracked.values()):
-            step_s *= 1 + SHARE  # images may be encoded beside it
+            step_s *= 1 + min(self._encode_share, SHARE)  # images may be encoded beside it
         return max(self._theta_s, 2 * (step_s + costs.merge_s))
 
     def _fit(self, decision: Decision, starving: set[str], ready: Sequence[Tracked], now: float) -> Batch | None:
@@ -524,7 +528,7 @@ class Scheduler:
         if tracked.first_answer_s is None:
             tracked.first_answer_s = now
             self._counters.answered(tracked)
-            self._admission.observe(tracked.expected_s, now - tracked.let_in_s)
+            self._admission.observe(tracked, now - tracked.let_in_s)
         tracked.protected = False
         if tracked.is_head:
             return self._end(tracked, "head", now, head=result.heads[tracked.request_id])
