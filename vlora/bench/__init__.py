@@ -17,7 +17,21 @@ from vlora.errors import BadConfig
 if TYPE_CHECKING:
     from vlora.bench.form import Report
 
-BENCHES = ("step", "merge", "atmm", "costs", "policy", "memory", "reuse", "overload", "vision", "heads", "gateway", "soak", "tp")
+BENCHES = (
+    "step",
+    "merge",
+    "atmm",
+    "costs",
+    "policy",
+    "memory",
+    "reuse",
+    "overload",
+    "vision",
+    "heads",
+    "gateway",
+    "soak",
+    "tp",
+)
 
 
 def main(name: str, quick: bool = False, out: Path | None = None, *, only_json: bool = False, **settings: Any) -> bool:
