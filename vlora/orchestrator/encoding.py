@@ -128,7 +128,7 @@ class EncodeQueue:
                 self._debt = -budget
                 return None
         self._debt = 0.0
-        items = tuple((t.request_id, image.index) for t, image in self._call.items)
+        items = tuple((t.request_id, image.place) for t, image in self._call.items)
         return Encode(self._call.number, items, budget, self._left)
 
     def record(self, encode: Encode, encoded: Encoded) -> list[Tracked]:

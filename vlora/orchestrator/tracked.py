@@ -11,11 +11,11 @@ from vlora.types import Mode, Request, RequestStatus, Timings
 class Image(NamedTuple):
     """An image or video of a request whose embeddings the runner does not hold yet.
 
-    index: place in `Request.vision`. key: its content hash, and the key of the adapter whose vision-side deltas apply.
+    place: in `Request.vision`. key: its content hash, and the key of the adapter whose vision-side deltas apply.
     last: place in the prompt of its last placeholder token.
     """
 
-    index: int
+    place: int
     key: tuple[str, str | None]
     num_patches: float
     num_tokens: int
