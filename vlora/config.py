@@ -33,9 +33,10 @@ class EngineConfig:
     has room, so that a crowd of one tenant's requests waits outside.
     switching: how merged weights come into place; "shadow" keeps a second copy of the language model's target weights,
     "in_place" writes over them and goes back with the checkpoint's files; "auto" takes shadow where memory allows.
-    vision_cache_bytes: image embeddings kept for reuse. prefix_cache: KV blocks of prompts and answers are kept while
-    nobody needs their room, for requests that begin alike. threads: that a step computes with; None is the physical
-    cores in a process of its own (`default_threads`), and torch's number in the caller's.
+    encode_share: share of a step's time with tokens that images may be encoded in beside it. vision_cache_bytes: image
+    embeddings kept for reuse. prefix_cache: KV blocks of prompts and answers are kept while their room is not needed,
+    for requests that begin alike. threads: that a step computes with; None is the physical cores in a process of its
+    own (`default_threads`), and torch's number in the caller's.
     tensor_parallel: how many processes share the language model, each with a part of every layer (on GPUs: one GPU
     each). arena_bytes and threads are then each one's. sharding: NAME=KIND of adapters on several ranks (replicated,
     slora or auto); the name "*" is for all others, and auto where nothing is said.
@@ -61,6 +62,7 @@ class EngineConfig:
     merge_fidelity_floor: float = 0.8
     switching: Literal["auto", "shadow", "in_place"] = "auto"
     vision_cache_bytes: int = 256 * 2**20
+    encode_share: float = 0.7
     prefix_cache: bool = True
     threads: int | None = None
     tensor_parallel: int = 1
@@ -94,6 +96,10 @@ class EngineConfig:
         _parse_sharding(self.sharding)
         if not 0 <= self.merge_fidelity_floor <= 1:
             raise BadConfig(f"merge_fidelity_floor is {self.merge_fidelity_floor}; it must lie between 0 and 1")
+        if not self.encode_share > 0:
+            raise BadConfig(
+                f"encode_share is {self.encode_share}; it must be above 0 (0.7: images may prolong a step by 70 %)"
+            )
         if self.vision_cache_bytes < 0:
             raise BadConfig(f"vision_cache_bytes is {self.vision_cache_bytes}; it must be 0 (off) or more")
 

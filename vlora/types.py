@@ -91,12 +91,15 @@ class VisionInput(msgspec.Struct, frozen=True, kw_only=True):
 
     content_hash: hex digest over the processed tensors; the key under which its embeddings are cached.
     num_tokens: how many placeholder tokens of the prompt it fills.
+    num_patches: work of encoding it, in patches of a small image: its patches, and what their attention to each other
+    costs beside that, which grows with the square. 0 until an engine has computed it.
     """
 
     kind: Literal["image", "video"]
     content_hash: str
     num_tokens: int
     fields: dict[str, TensorValue]
+    num_patches: int = 0
 
 
 class Request(msgspec.Struct, frozen=True, kw_only=True):
@@ -264,16 +267,51 @@ class BatchItem(msgspec.Struct, frozen=True):
     answers: bool
 
 
+class Encode(msgspec.Struct, frozen=True):
+    """Images and videos that one call of the vision tower encodes, in as many steps as it takes.
+
+    number: of the call; the same number in a later step continues the call. items: request ids and the places of their
+    images in `Request.vision`. budget: patches to encode in this step (work done in pieces: the last one may exceed
+    it). left: patches of the call that were not encoded before this step.
+    """
+
+    number: int
+    items: tuple[tuple[str, int], ...]
+    budget: float
+    left: float
+
+    @property
+    def num_patches(self) -> float:
+        """Patches expected to be encoded in this step."""
+        return min(self.budget, self.left)
+
+
+class Encoded(msgspec.Struct, frozen=True, kw_only=True):
+    """What a step did of an `Encode`. num_patches: encoded in this step, in `seconds`.
+
+    done: the call is complete and its embeddings are kept for its requests. failed: it is over without a result; a call
+    for one request then has its error in `StepResult.errors`, and the images of several are to be encoded one request
+    at a time.
+    """
+
+    num_patches: float
+    seconds: float
+    done: bool = False
+    failed: bool = False
+
+
 class Batch(msgspec.Struct, frozen=True):
     """The scheduler's decision for one step. merged_adapter None means the base weights W0 are in place.
 
-    preempted: requests whose KV blocks were taken back; they will be computed again from their tokens.
+    preempted: requests whose KV blocks were taken back; they will be computed again from their tokens. encode: images
+    to encode beside the items, of which there may then be none.
     """
 
     mode: Mode
     merged_adapter: str | None
     items: tuple[BatchItem, ...]
     preempted: tuple[str, ...] = ()
+    encode: Encode | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -284,6 +322,7 @@ class StepResult(msgspec.Struct, frozen=True, kw_only=True):
     """What one step brought: a token or a head's answer per answering request, errors for those that failed alone.
 
     in_place: merged weights are written over W0, so nothing but what is in place is at hand, and going back costs time.
+    encoded: what became of the batch's `encode`; step_s includes its seconds.
     """
 
     tokens: dict[str, int] = {}
@@ -294,6 +333,7 @@ class StepResult(msgspec.Struct, frozen=True, kw_only=True):
     switch_s: float = 0.0
     switched: bool = False
     in_place: bool = False
+    encoded: Encoded | None = None
 
 
 class MemoryView(msgspec.Struct, frozen=True, kw_only=True):
@@ -352,6 +392,7 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     relocated_bytes: copied within the arena, so that an adapter found room.
     num_adapter_hits, num_adapter_misses: requests whose adapter was on the device when they came, and not.
     highest_credit_s: the credit (V-LoRA section 4.4.3) of the request that has it highest; 0 where nobody waits.
+    num_encoded_patches, encode_s: work of the vision tower (see `VisionInput.num_patches`), and how long it took.
     num_adapter_loads: how often one was brought to the device. num_load_waits, load_wait_s: steps in which every
     request waited for an adapter to be read or brought, and how long they waited. num_threads: that a step computes
     with, on each rank.
@@ -398,3 +439,5 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     highest_credit_s: float = 0.0
     atmm_table: str = ""
     num_threads: int = 1
+    num_encoded_patches: float = 0.0
+    encode_s: float = 0.0

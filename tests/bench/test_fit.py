@@ -65,3 +65,10 @@ def test_every_kind_of_step_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     assert found.costs.short_lane == atmm.longest_short_lane(torch.device("cpu"), torch.bfloat16)
     assert found.costs.base_s > 0 and found.costs.merge_s > 0 and found.load_s > 0
     assert found.error < 0.5
+    assert found.costs.patch_s > 0 and len({size.num_patches for size in sizes if not size.num_tokens}) == 4
+
+
+def test_the_price_of_a_patch_counts_small_pictures_as_much_as_large_ones() -> None:
+    samples = [Sample(StepSize(0, (), 0, n), 2e-3 * n) for n in (256.0, 5476.0)]
+    assert fitting.price_of_patch(samples) == pytest.approx(2e-3)
+    assert Costs(patch_s=2e-3).step_s(samples[1].size) == pytest.approx(samples[1].seconds)

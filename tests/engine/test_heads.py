@@ -226,10 +226,10 @@ class Pausing(FixedModes):
     """The detection head's prompt begins first, and waits until everybody else has been answered."""
 
     def decide(self, ready: Sequence[Candidate], state: PolicyState) -> Decision:
-        self.steps += 1
         paused = [c.request_id for c in ready if c.request_id == "wide8 detection"]
         others = [c.request_id for c in ready if c.request_id != "wide8 detection"]
-        order = paused if self.steps <= 2 or not others else others
+        self.steps += bool(paused)  # before that its picture is being encoded
+        order = paused if paused and (self.steps <= 2 or not others) else others
         return Decision(Mode.UNMERGED, None, tuple(order[: state.max_batch_size]))
 
 

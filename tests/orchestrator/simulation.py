@@ -6,7 +6,9 @@ The runner keeps what every KV slot holds, so it notices a context that is not w
 from __future__ import annotations
 
 import dataclasses
+import math
 import zlib
+from collections import Counter
 from collections.abc import Mapping, Sequence
 
 from vlora.memory.books import ArenaBooks, BlockTables
@@ -27,6 +29,9 @@ from vlora.orchestrator import (
 from vlora.simulator.loader import Loader
 from vlora.types import (
     Batch,
+    BatchItem,
+    Encode,
+    Encoded,
     ErrorValue,
     HeadAnswer,
     MemoryView,
@@ -42,6 +47,7 @@ EOS = 0
 VOCABULARY = 40
 IMAGE = 1000  # placeholder token
 SHORT_LANE = 4  # tokens
+PIECE = 4  # patches that are encoded at least, once any are
 
 
 class FakeClock:
@@ -61,6 +67,7 @@ class Speed:
     lane: float = 0.0005
     long_lane: float = 0.0
     context: float = 0.00001
+    patch: float = 0.0005
     merge: float = 0.02
 
 
@@ -115,6 +122,12 @@ class FakeRunner:
         self.contents: dict[str, Content] = {}
         self.merged: str | None = None
         self.shadow: str | None = None  # merged last: putting it back is free, as with shadow weights
+        self.num_cached = 1  # of a call's images, how many the cache keeps
+        self.cached: set[str] = set()  # contents
+        self.broken: set[str] = set()  # contents that cannot be encoded
+        self.held: set[tuple[str, int]] = set()  # embeddings, by request and place
+        self.calls: dict[int, tuple[tuple[tuple[str, int], ...], float]] = {}  # items and patches left
+        self.num_encoded: Counter[str] = Counter()
 
     def add(self, request: Request) -> None:
         self.requests[request.request_id] = request
@@ -122,8 +135,9 @@ class FakeRunner:
         self.contents[request.request_id] = Content(request, None if self.sharing else request.request_id)
 
     def run(self, batch: Batch) -> StepResult:
-        assert batch.items
+        assert batch.items or batch.encode
         self._prove_mode(batch)
+        encoded, image_errors = (None, {}) if batch.encode is None else self._encode(batch.encode)
         switched = batch.merged_adapter != self.merged
         self.merged = batch.merged_adapter
         switch_s = 0.0
@@ -131,7 +145,7 @@ class FakeRunner:
             self.shadow, switch_s = batch.merged_adapter, self.speed.merge
         tokens: dict[str, int] = {}
         heads: dict[str, HeadAnswer] = {}
-        errors: dict[str, ErrorValue] = {}
+        errors: dict[str, ErrorValue] = image_errors
         lanes = context = 0
         for item in batch.items:
             request = self.requests[item.request_id]
@@ -139,6 +153,7 @@ class FakeRunner:
             stop = item.start + item.num_tokens
             assert item.num_tokens >= 1 and stop <= known and item.answers == (stop == known)
             content = self.contents[item.request_id]
+            self._prove_images(item, request)
             for index in range(item.start):
                 assert self.slots[self._slot(item.block_table, index)] == content.at(index), "KV is gone"
             for index in range(item.start, stop):
@@ -163,10 +178,64 @@ class FakeRunner:
         speed = self.speed
         step_s = speed.step + speed.token * batch.num_tokens + speed.lane * lanes + speed.context * context
         step_s += speed.long_lane * sum(tokens > SHORT_LANE for tokens in StepSize.of(batch).lanes)
+        if not batch.items:
+            step_s = 0.0
+        step_s += encoded.seconds if encoded else 0.0
         self.clock.now += step_s + switch_s
         return StepResult(
-            tokens=tokens, heads=heads, errors=errors, step_s=step_s, switch_s=switch_s, switched=switched
+            tokens=tokens,
+            heads=heads,
+            errors=errors,
+            step_s=step_s,
+            switch_s=switch_s,
+            switched=switched,
+            encoded=encoded,
         )
+
+    def _encode(self, encode: Encode) -> tuple[Encoded, dict[str, ErrorValue]]:
+        """Do a call's share in pieces of `PIECE` patches. What a call is made of never changes."""
+        images = {self.image(request_id, place).content_hash: place for request_id, place in encode.items}
+        if encode.number not in self.calls:
+            assert not self.calls or encode.number > max(self.calls), "calls come one after the other"
+            total = sum(
+                {
+                    self.image(request_id, place).content_hash: self.image(request_id, place).num_patches
+                    for request_id, place in encode.items
+                    if self.image(request_id, place).content_hash not in self.cached
+                }.values()
+            )
+            self.calls[encode.number] = (encode.items, float(total))
+        items, left = self.calls[encode.number]
+        assert items == encode.items
+        pieces = max(1, math.ceil(encode.budget / PIECE))
+        num_patches = min(left, pieces * PIECE)
+        done = num_patches == left
+        self.calls[encode.number] = (items, left - num_patches)
+        seconds = self.speed.patch * num_patches
+        requests = {request_id for request_id, _ in items}
+        if done and images.keys() & self.broken:
+            error = ErrorValue("bad_image", "it cannot be encoded")
+            errors = {request_id: error for request_id in requests if len(requests) == 1}
+            return Encoded(num_patches=num_patches, seconds=seconds, failed=True), errors
+        if done:
+            for request_id, place in items:
+                self.held.add((request_id, place))
+            self.cached.update(list(images)[: self.num_cached])
+            self.num_encoded.update(images.keys())
+        return Encoded(num_patches=num_patches, seconds=seconds, done=done), {}
+
+    def image(self, request_id: str, place: int) -> VisionInput:
+        return self.requests[request_id].vision[place]
+
+    def _prove_images(self, item: BatchItem, request: Request) -> None:
+        """Embeddings of every image whose tokens are computed are held; cached ones are held from now on."""
+        shown = [(place, i) for place, image in enumerate(request.vision) for i in range(image.num_tokens)]
+        at = [index for index, token in enumerate(request.prompt_ids) if token == IMAGE]
+        for index, (place, _) in zip(at, shown, strict=True):
+            if index >= item.start:
+                if request.vision[place].content_hash in self.cached:
+                    self.held.add((request.request_id, place))
+                assert (request.request_id, place) in self.held, f"image {place} of {request.request_id} is not encoded"
 
     def move_block(self, block: int, target: int) -> None:
         for offset in range(self.block_size):
@@ -178,6 +247,8 @@ class FakeRunner:
     @staticmethod
     def _prove_mode(batch: Batch) -> None:
         adapters = {item.adapter for item in batch.items}
+        if not batch.items:
+            return
         if batch.mode is Mode.MERGED:
             assert adapters == {batch.merged_adapter}
         elif batch.mode is Mode.MIXED:
@@ -268,6 +339,8 @@ class Simulation:
             clock=self.clock,
             weights=machine.weights,
             tenant_weights=machine.tenant_weights,
+            placeholders={"image": IMAGE},
+            is_cached=lambda key: key[0] in self.runner.cached,
         )
         self.log: list[Step] = []
         self.outputs: dict[str, list[RequestOutput]] = {}
@@ -370,7 +443,8 @@ def make_request(
         request_id=request_id,
         prompt_ids=tuple(range(1, prompt + 1)) if isinstance(prompt, int) else prompt,
         vision=tuple(
-            VisionInput(kind="image", content_hash=content, num_tokens=count, fields={}) for content, count in images
+            VisionInput(kind="image", content_hash=content, num_tokens=count, num_patches=4 * count, fields={})
+            for content, count in images
         ),
         adapter=adapter,
         head=head,

@@ -24,7 +24,8 @@ class PlainCostModel(CostModel):
     @property
     def costs(self) -> Costs:
         each = [weight * unit for weight, unit in zip(self._weights, _UNITS, strict=True)]
-        return Costs(*each, self._switch_s or 0.0, self._back_s or 0.0, self._short_lane)
+        patch_s = self._encode_s / self._patches if self._patches else 0.0
+        return Costs(*each, self._switch_s or 0.0, self._back_s or 0.0, self._short_lane, patch_s)
 
 
 class PlainScheduler(Scheduler):
@@ -53,6 +54,8 @@ class PlainScheduler(Scheduler):
         step_s = costs.merged_s(tokens, context) + costs.lanes_s(tokens, lanes)
         if merged is not None:
             step_s += costs.lanes_s(tokens, 1)
+        if len(ready) < len(self._tracked) and any(t.images for t in self._tracked.values()):
+            step_s *= 1 + quick.SHARE
         return max(self._theta_s, (1 + math.ceil(len(ready) / self._max_batch_size)) * (step_s + costs.merge_s))
 
     def _credits(self, requests: Iterable[Tracked], now: float, merged: str | None) -> list[float]:
@@ -68,6 +71,7 @@ class PlainScheduler(Scheduler):
                 fixed_s += costs.merge_s
             token_s = costs.token_s + lanes * lane_s
             own_s = fixed_s + token_s * tokens + costs.context_token_s * t.cached_len
+            own_s += costs.patch_s * self._encoding.patches_left(t)
             credits.append(now - t.last_ran_s + own_s)
         return credits
 

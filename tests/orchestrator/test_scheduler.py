@@ -478,7 +478,7 @@ def test_the_cost_model_is_told_what_was_in_each_step() -> None:
     simulation.step()
     simulation.step()
     # The merged adapter's tokens have no lane, the other adapter's their own, and all but the former share the branch.
-    assert told == [((10, (5, 5 + 2), 0), 1.0), ((3, (1, 1 + 1), 10), 1.0)]
+    assert told == [(StepSize(10, (5, 5 + 2), 0), 1.0), (StepSize(3, (1, 1 + 1), 10), 1.0)]
 
 
 def test_only_merges_count_as_the_price_of_a_switch() -> None:

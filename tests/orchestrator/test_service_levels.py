@@ -62,8 +62,11 @@ class Minibatch:
     def has_adapter(self, tracked: Tracked) -> bool:
         return True
 
-    def first_answer_s(self, new_tokens: int) -> float:
+    def first_answer_s(self, tracked: Tracked) -> float:
         return self.prefill_s
+
+    def prices_known(self, tracked: Tracked) -> bool:
+        return True
 
     def take(self, tracked: Tracked) -> None:
         self.num_places -= 1

@@ -523,6 +523,8 @@ def test_metrics_count_what_happened() -> None:
             "vlora_arena_bytes kv",
             "vlora_arena_bytes adapters",
             "vlora_vision_cache_total hit",
+            "vlora_encoded_patches_total",
+            "vlora_encode_seconds_total",
             "vlora_adapter_requests_total hit",
             "vlora_engine_prompt_tokens_total reused",
             "vlora_highest_credit_seconds",

@@ -31,6 +31,11 @@ BENCHES = (
     "heads",
     "gateway",
     "serve",
+    "reuse",
+    "overload",
+    "vision",
+    "heads",
+    "gateway",
     "soak",
     "tp",
 )

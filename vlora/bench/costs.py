@@ -20,6 +20,7 @@ def run(quick: bool, model: str = "qwen2-0.5b", device: str = "cpu") -> Report:
             "tokens": size.num_tokens,
             "lanes": size.lanes,
             "context": size.num_context,
+            "patches": round(size.num_patches),
             "ms": 1e3 * seconds,
             "fitted ms": 1e3 * found.costs.step_s(size),
         }

@@ -7,8 +7,9 @@ import statistics
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import msgspec
 import numpy as np
 import torch
 from scipy.optimize import nnls
@@ -20,14 +21,19 @@ from vlora.bench.timing import work_seconds
 from vlora.config import EngineConfig
 from vlora.engine import Engine
 from vlora.memory.transfer import Inline
+from vlora.models.families import family_of, placeholder_count
 from vlora.models.loading import dummy_model
+from vlora.models.processing import vision_input
 from vlora.orchestrator import Candidate, CostModel, Costs, Decision, PolicyState, StepSize
-from vlora.types import Mode, Request, SamplingParams
+from vlora.types import Mode, Request, SamplingParams, VisionInput
 
 RANK = 64
 _NUM_ADAPTERS = 8
 # (requests, prompt tokens of each); all prompts of a line run in one step.
 _BATCHES = ((1, 64), (2, 256), (4, 32), (4, 128), (8, 64), (16, 8), (16, 32), (32, 8), (32, 16))
+
+
+_SIDES = (16, 24, 32, 48)  # patches of the side of a picture
 
 
 class Sample(NamedTuple):
@@ -79,7 +85,10 @@ def fit(model: Model, device: torch.device, decode_steps: int) -> Fit:
         for adapters, merging in mixes:
             machine.steps(adapters, 1, 1, merging=merging)  # plans and caches as steady work finds them
             samples += machine.steps(adapters, prompt, decode_steps, merging=merging, joining=prompt)
-    costs = fitted(samples, machine.short_lane)._replace(merge_s=merge_s)
+    machine.steps_with_picture(_SIDES[0])  # plans and caches as steady work finds them
+    pictures = [sample for _ in range(decode_steps) for side in _SIDES for sample in machine.steps_with_picture(side)]
+    costs = fitted(samples, machine.short_lane)._replace(merge_s=merge_s, patch_s=price_of_patch(pictures))
+    samples += pictures
     errors = [abs(costs.step_s(sample.size) / sample.seconds - 1) for sample in samples]
     return Fit(costs, load_s, statistics.median(errors), tuple(samples))
 
@@ -92,7 +101,13 @@ def fitted(samples: Sequence[Sample], short_lane: int) -> Costs:
     scale = features.max(axis=0)  # near 1, which keeps the problem well conditioned
     scale[scale == 0] = 1
     weights, _ = nnls(features / scale / seconds[:, None], np.ones(len(samples)))
-    return Costs._make((*map(float, weights / scale), 0.0, 0.0, short_lane))  # nothing of merging
+    return Costs._make((*map(float, weights / scale), 0.0, 0.0, short_lane, 0.0))  # nothing of merging, nor of images
+
+
+def price_of_patch(samples: Sequence[Sample]) -> float:
+    """Seconds of a patch that are off by the least share, from steps that only encode."""
+    ratios = [sample.size.num_patches / sample.seconds for sample in samples]
+    return sum(ratios) / sum([ratio * ratio for ratio in ratios])
 
 
 class _Told:
@@ -114,10 +129,26 @@ class _Sizes(CostModel):
     """Remembers what was in the last step."""
 
     last: StepSize
+    num_patches = 0.0
 
     def observe_step(self, size: StepSize, seconds: float) -> None:
         self.last = size
         super().observe_step(size, seconds)
+
+    def observe_encoding(self, num_patches: float, seconds: float) -> None:
+        self.num_patches += num_patches
+        super().observe_encoding(num_patches, seconds)
+
+
+def _picture(config: Any, side: int) -> VisionInput:
+    """An image of side x side patches, or of the one size that the model takes."""
+    vision = config.vision_config
+    if not family_of(config).mrope:
+        fields = {"pixel_values": torch.randn(1, 3, vision.image_size, vision.image_size)}
+        return vision_input("image", fields, placeholder_count(config, fields))
+    width = 3 * vision.temporal_patch_size * vision.patch_size**2
+    fields = {"pixel_values": torch.randn(side**2, width), "image_grid_thw": torch.tensor([[1, side, side]])}
+    return vision_input("image", fields, placeholder_count(config, fields))
 
 
 class _Machine:
@@ -125,7 +156,8 @@ class _Machine:
 
     def __init__(self, model: Model, device: torch.device, folder: Path) -> None:
         """folder: room for adapters, which are read from it here."""
-        built = dummy_model(model.config(), "bfloat16", device, seed=0)
+        self._config = model.config()
+        built = dummy_model(self._config, "bfloat16", device, seed=0)
         settings = EngineConfig(
             model="dummy",
             device=str(device),
@@ -159,6 +191,26 @@ class _Machine:
             found.append(self._step())
         assert not self._engine.has_work
         return found
+
+    def steps_with_picture(self, side: int) -> list[Sample]:
+        """Encode a picture of side x side patches: one sample, of the steps that this takes together."""
+        number, picture = next(self._numbers), _picture(self._config, side)
+        request = Request(
+            request_id=f"r{number}",
+            prompt_ids=(*[self._config.image_token_id] * picture.num_tokens, 3),
+            vision=(msgspec.structs.replace(picture, content_hash=f"picture {number}"),),
+            sampling=SamplingParams(max_tokens=1, ignore_eos=True),
+        )
+        self._engine.add(request)
+        self._sizes.num_patches, seconds, encoded = 0.0, 0.0, -1.0
+        while self._engine.has_work:
+            started = self._clock()
+            self._engine.step()
+            if self._sizes.num_patches == encoded:
+                continue  # the prompt's step
+            encoded = self._sizes.num_patches
+            seconds += self._clock() - started
+        return [Sample(StepSize(0, (), 0, self._sizes.num_patches), seconds)]
 
     def _add(self, adapter: str | None, prompt: int, answer: int) -> None:
         self._engine.add(

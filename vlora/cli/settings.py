@@ -34,6 +34,7 @@ _SETTING_HELP = {
     "merge_fidelity_floor": "Adapters that lose more than this when merged are never merged.",
     "switching": "How merged weights come into place: from a shadow copy, in_place (slower, no copy), or by memory.",
     "vision_cache_bytes": "Image embeddings kept for reuse.",
+    "encode_share": "By how much of its time encoding images may prolong a step of others.",
     "prefix_cache": "Keep KV of prompts and answers for requests that begin alike.",
     "threads": "Threads of the engine, on each rank; the physical cores, shared by the ranks, if not given.",
     "tensor_parallel": "Processes (on GPUs: GPUs) that share the language model.",

@@ -37,6 +37,7 @@ from vlora.memory.books import ArenaBooks, BlockTables
 from vlora.memory.prefix import PrefixCache
 from vlora.memory.residency import Residency
 from vlora.models.bank import shared_inputs
+from vlora.models.families import encode_patches
 from vlora.models.grammar import GrammarCompiler
 from vlora.models.grids import why_no_grid
 from vlora.models.loading import device_of, load_model, read_config
@@ -161,6 +162,9 @@ class Engine:
             clock=clock,
             weights=config.weights,
             tenant_weights=config.tenant_weights,
+            placeholders=seam.placeholders,
+            is_cached=self._vision.is_cached,
+            encode_share=config.encode_share,
         )
         self._users: dict[str, set[str]] = {}  # requests under way by the key of their adapter
         self._key_of: dict[str, str | None] = {}
@@ -215,11 +219,19 @@ class Engine:
         key = adapter.key if adapter else None
         bound_s = self.config.max_ttft_s if request.max_ttft_s is None else request.max_ttft_s
         inner = msgspec.structs.replace(
-            request, adapter=key, max_ttft_s=bound_s, read_from=self._read_from(request, adapter)
+            request,
+            adapter=key,
+            max_ttft_s=bound_s,
+            read_from=self._read_from(request, adapter),
+            vision=tuple(
+                msgspec.structs.replace(item, num_patches=encode_patches(self._seam.config, item))
+                for item in request.vision
+            ),
         )
+        vision_key = key if adapter and adapter.header.touches_vision and request.vision else None
         grammar = request.sampling.grammar if request.head is None else None
-        self._scheduler.add(inner, held=grammar is not None)
-        self._runner.add(inner, key if adapter and adapter.header.touches_vision and request.vision else None)
+        self._scheduler.add(inner, held=grammar is not None, vision_key=vision_key)
+        self._runner.add(inner, vision_key)
         self._key_of[request.request_id] = key
         if grammar is not None:
             self._grammars.wait_for(request.request_id, grammar)

@@ -58,6 +58,17 @@ class LaneScope:
         finally:
             self._plan = before
 
+    @contextmanager
+    def suspended(self) -> Iterator[None]:
+        """Take the lanes off, for a call inside the block that has lanes of its own."""
+        plan, self._plan = self._plan, None
+        try:
+            yield
+        finally:
+            if plan is not None:
+                self._last, self._scaled = plan, {}
+            self._plan = plan
+
     def plan_for(self, num_rows: int) -> atmm.SegmentPlan | None:
         plan = self._plan
         if plan is None or plan.num_tokens == num_rows:

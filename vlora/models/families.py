@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import sys
 from typing import Any
 
 import torch
 
 from vlora.errors import UnsupportedModel
+from vlora.types import VisionInput
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,6 +72,55 @@ def family_of(config: Any) -> Family:
         kind = windowed[0] if windowed else "sliding_attention"
         raise UnsupportedModel(f"{model_type} with {kind} layers is not served: only full attention is implemented")
     return family
+
+
+def patch_flops(config: Any) -> float:
+    """Floating-point operations of the vision side's linear layers for one patch."""
+    family, vision, hidden = family_of(config), config.vision_config, config.text_config.hidden_size
+    width = _tower_width(config)
+    inner = getattr(vision, "intermediate_size", None) or int(width * vision.mlp_ratio)
+    num_matrices = 3 if family.model_type == "qwen2_5_vl" else 2
+    tower = _tower_depth(config) * (4 * width * width + num_matrices * width * inner)
+    if not family.mrope:
+        return 2.0 * (tower + width * hidden + hidden * hidden)
+    # The merger joins so many patches, and its layers have as many rows fewer.
+    merged = vision.spatial_merge_size**2
+    num_mergers = 1 + len(getattr(vision, "deepstack_visual_indexes", ()))
+    return 2.0 * (tower + num_mergers * (merged * width * width + width * hidden))
+
+
+def encode_patches(config: Any, item: VisionInput) -> int:
+    """What encoding an image or video costs (`VisionInput.num_patches`), from the shapes of its tensors."""
+    grid_field = item.fields.get("image_grid_thw" if item.kind == "image" else "video_grid_thw")
+    pixels = item.fields.get("pixel_values" if item.kind == "image" else "pixel_values_videos")
+    family, vision = family_of(config), config.vision_config
+    if pixels is None or (family.mrope and grid_field is None):
+        return max(1, item.num_tokens)  # it cannot be encoded, and fails on its turn
+    if family.mrope:
+        assert grid_field is not None
+        num_patches = max(1, pixels.shape[0])
+        times = int.from_bytes(grid_field.data[:8], sys.byteorder) if grid_field.dtype == "int64" else 1
+        span = num_patches / min(max(1, times), num_patches)  # patches that one attends to
+        full = getattr(vision, "fullatt_block_indexes", None)
+        if full is not None:
+            share = len(full) / vision.depth
+            window = (vision.window_size / vision.patch_size) ** 2
+            span = share * span + (1 - share) * min(window, span)
+    else:
+        span = (vision.image_size // vision.patch_size) ** 2
+        num_patches = span * (pixels.shape[1] if len(pixels.shape) == 5 else 1)
+    attention = 4.0 * _tower_depth(config) * _tower_width(config) * span
+    return max(1, round(num_patches * (1 + attention / patch_flops(config))))
+
+
+def _tower_width(config: Any) -> int:
+    vision = config.vision_config
+    return int(vision.embed_dim if config.model_type == "qwen2_vl" else vision.hidden_size)
+
+
+def _tower_depth(config: Any) -> int:
+    vision = config.vision_config
+    return int(getattr(vision, "depth", None) or vision.num_hidden_layers)
 
 
 def placeholder_count(config: Any, fields: dict[str, torch.Tensor]) -> int:

@@ -59,7 +59,8 @@ class RequestState:
     """tokens: prompt and answer so far. Positions and visuals are there once the request has been prepared.
 
     head_logits: of the tokens that the request's head reads, [tokens, outputs] on the host, as far as they have been
-    computed; None before the first of them. placeholders: token id by kind of visual item.
+    computed; None before the first of them. placeholders: token id by kind of visual item. features: embeddings by
+    place in `Request.vision`, held until all of them are in `visual`.
     """
 
     def __init__(self, request: Request, vision_key: str | None, placeholders: Mapping[str, int]) -> None:
@@ -70,6 +71,7 @@ class RequestState:
         self.cursor: Cursor | None = None  # in its grammar; it moves with tokens, which a preemption keeps
         self.positions: Positions | None = None
         self.visual: Visual | None = None
+        self.features: dict[int, VisionFeatures] = {}
         self.head_logits: torch.Tensor | None = None
         self.places = _places(request, placeholders)
         self._last = [int(own[-1]) if len(own) else len(request.prompt_ids) for own in self.places]
@@ -111,6 +113,8 @@ class RequestState:
     def prepare(self, positions: Positions, visual: Visual | None, start: int) -> None:
         """Everything needed from token `start` on is there."""
         self.positions, self.visual, self._visual_from = positions, visual, start
+        if len(self.visible(start)) == len(self._last):
+            self.features.clear()  # `visual` has a copy of all of them, whatever token is computed next
 
     def grids(self) -> list[tuple[str, dict[str, torch.Tensor]]]:
         """The small tensors positions depend on, per image or video; pixels are left out."""

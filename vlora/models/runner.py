@@ -10,20 +10,21 @@ import torch
 
 import atmm
 from atmm.products import linear
-from vlora.errors import BadRequest, StepFailed, VLoraError
+from vlora.errors import BadRequest, StepFailed
 from vlora.memory.arena import PAGE_BYTES, Arena
 from vlora.models.attention import KVCache, StepAttention
 from vlora.models.bank import AdapterBank
 from vlora.models.forward import ForwardBatch, Row, lane_by_lane
 from vlora.models.grammar import Cursor, hold
 from vlora.models.head_reading import read_heads
+from vlora.models.image_encoding import ImageEncoding
 from vlora.models.last_layer import LastLayer
 from vlora.models.queries import queries_of
-from vlora.models.request_state import RequestState, Visual
+from vlora.models.request_state import RequestState
 from vlora.models.sampling import sample, token_scores
 from vlora.models.seam import Seam
 from vlora.models.switcher import ModeSwitcher
-from vlora.models.vision import VisionEncoder, VisionTask
+from vlora.models.vision import VisionEncoder
 from vlora.parallel import Group, RanksApart
 from vlora.types import Batch, BatchItem, ErrorValue, HeadAnswer, Request, StepResult, TokenScore
 
@@ -53,12 +54,12 @@ class ModelRunner:
         self._seam = seam
         self._bank = bank
         self._switcher = switcher
-        self._vision = vision
         self._block_size = block_size
         self._block_rows = block_pages * PAGE_BYTES // (seam.kv_dim * seam.dtype.itemsize)
         self._cache = KVCache(arena.kv_matrix(seam.dtype, seam.kv_dim), seam.num_layers, block_size)
         self._last_layer = LastLayer(seam.text_model.layers[seam.num_layers - 1], seam.language_scope)
         self._states: dict[str, RequestState] = {}
+        self._images = ImageEncoding(seam, vision, self._states, group)
 
     def add(self, request: Request, vision_key: str | None) -> None:
         """Take a request's tensors in. vision_key: its adapter's key if that adapter changes the vision side."""
@@ -70,6 +71,7 @@ class ModelRunner:
 
     def release(self, request_id: str) -> None:
         """Forget a request; unknown ids are ignored."""
+        self._images.release(request_id)
         self._states.pop(request_id, None)
 
     def take_tokens(self, tokens: Mapping[str, int]) -> None:
@@ -95,7 +97,8 @@ class ModelRunner:
             ) from error
         switch_s = time.perf_counter() - started
         with torch.inference_mode():
-            errors = self._prepare(batch.items)
+            encoded, errors = (None, {}) if batch.encode is None else self._images.advance(batch.encode)
+            errors |= self._images.prepare(batch.items)
             items = [item for item in batch.items if item.request_id not in errors]
             tokens: dict[str, int] = {}
             scores: dict[str, TokenScore] = {}
@@ -124,60 +127,8 @@ class ModelRunner:
             switch_s=switch_s,
             switched=switched,
             in_place=self._switcher.in_place,
+            encoded=encoded,
         )
-
-    # -- before the first forward -----------------------------------------------------------------------------------
-
-    def _prepare(self, items: Sequence[BatchItem]) -> dict[str, ErrorValue]:
-        """Encode images of requests that start, all in as few vision calls as possible; what a request reuses the KV of
-        is not encoded."""
-        new = [
-            (state, item.start) for item in items if not (state := self._states[item.request_id]).prepared(item.start)
-        ]
-        if not new:
-            return {}
-        errors: dict[str, ErrorValue] = {}
-        try:
-            self._encode(new)
-        except Exception as together:
-            log.warning("vision batch failed (%s); encoding its requests one by one", together)
-            for state, start in new:
-                try:
-                    self._encode([(state, start)])
-                except VLoraError as error:
-                    errors[state.request.request_id] = ErrorValue.of(error)
-                except Exception as error:
-                    errors[state.request.request_id] = ErrorValue.of(
-                        BadRequest(
-                            f"the images of request {state.request.request_id} cannot be encoded: "
-                            f"{type(error).__name__}: {error}"
-                        )
-                    )
-        seen = [state.request.request_id for state, _ in new if state.request.vision]
-        return errors if self._group is None or not seen else self._agree(self._group, seen, errors)
-
-    @staticmethod
-    def _agree(group: Group, seen: Sequence[str], errors: dict[str, ErrorValue]) -> dict[str, ErrorValue]:
-        """Ranks must run one batch: of the requests with images, one that fails on any rank fails on all."""
-        elsewhere = ErrorValue.of(StepFailed("its images could not be encoded on another rank"))
-        fine = group.smallest([request_id not in errors for request_id in seen], "images")
-        failed = [request_id for request_id, is_fine in zip(seen, fine, strict=True) if not is_fine]
-        return {**dict.fromkeys(failed, elsewhere), **errors}
-
-    def _encode(self, starting: Sequence[tuple[RequestState, int]]) -> None:
-        needed = [state.visible(start) for state, start in starting]
-        tasks = [
-            VisionTask(state.request.vision[i], state.vision_key)
-            for (state, _), items in zip(starting, needed, strict=True)
-            for i in items
-        ]
-        features = iter(self._vision.encode(tasks) if tasks else ())
-        for (state, start), items in zip(starting, needed, strict=True):
-            own = [next(features) for _ in items]
-            places = [state.places[i] for i in items]
-            visual = Visual.build(state.request, places, own, self._seam.device) if own else None
-            ids = torch.tensor(state.request.prompt_ids)
-            state.prepare(self._seam.positions(ids, state.grids()), visual, start)
 
     # -- the packed batch -------------------------------------------------------------------------------------------
 

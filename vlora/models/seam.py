@@ -21,6 +21,7 @@ from vlora.memory.allocation import in_huge_pages
 from vlora.models.adapted import AdaptedLinear, LaneScope, adapt
 from vlora.models.attention import StepAttention, paged_attention
 from vlora.models.families import Family, family_of
+from vlora.models.vision_steps import VISION_ATTENTION, pace, paced_attention
 
 # Must not contain "flash" or "sdpa": transformers tests attention names for those substrings.
 ATTENTION_NAME = "vlora_paged"
@@ -67,6 +68,7 @@ class Seam:
         self.head_dim: int = getattr(self.text_config, "head_dim", None) or self.hidden_size // heads
         self.num_kv_heads: int = self.text_config.num_key_value_heads  # of those, on several ranks: this rank's
         self.language_scope, self.vision_scope = LaneScope(), LaneScope()
+        self._pace_vision_attention()
         self.language_linears, self.vision_linears = self._adapt_linears()
 
     def move(self, device: torch.device) -> None:
@@ -114,8 +116,15 @@ class Seam:
             if name.startswith("model.language_model."):
                 language[name] = adapt(module, name, self.language_scope)
             else:
-                vision[name] = adapt(module, name, self.vision_scope)
+                vision[name] = pace(adapt(module, name, self.vision_scope))
         return language, vision
+
+    def _pace_vision_attention(self) -> None:
+        """Divide the tower's attention into pieces, where it is the kind that can be."""
+        if getattr(self.config.vision_config, "_attn_implementation", None) != "sdpa":
+            return  # an image of such a model is interrupted at linear layers only
+        AttentionInterface.register(VISION_ATTENTION, paced_attention)
+        self.model.set_attn_implementation({"vision_config": VISION_ATTENTION})
 
     # -- vision ---------------------------------------------------------------------------------------------------
 

@@ -37,6 +37,10 @@ class VisionEncoder:
         self.num_hits = 0
         self.num_encoded = 0
 
+    def is_cached(self, key: tuple[str, str | None]) -> bool:
+        """Whether the embeddings of a content, under an adapter's vision-side deltas, are kept."""
+        return key in self._cache
+
     def encode(self, tasks: Sequence[VisionTask]) -> list[VisionFeatures]:
         """Features of every task, in order."""
         found: dict[tuple[str, str | None], VisionFeatures] = {}

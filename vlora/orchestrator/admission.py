@@ -4,10 +4,11 @@ others wait here, too, and are never refused."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence, Set
+from collections.abc import Callable, Iterable, Sequence, Set
 from typing import NamedTuple
 
 from vlora.orchestrator.cost import Costs
+from vlora.orchestrator.encoding import ALONE_S, SHARE
 from vlora.orchestrator.tracked import Tracked
 from vlora.orchestrator.turns import FairShares, in_turn
 
@@ -44,10 +45,12 @@ class Load:
         resident: Set[str],
         most_adapters: float,
         all_wait_outside: bool = False,
+        patches_left: Callable[[Tracked], float] = lambda tracked: 0.0,
+        encode_share: float = SHARE,
     ) -> None:
         """accepted: everybody who was let in and has not ended. resident: adapters in memory, which holds at most
         `most_adapters` as far as anybody knows. all_wait_outside: requests without a bound as well, so that they take
-        places here like the others."""
+        places here like the others. patches_left: of a request's images, those still to encode."""
         self._costs = costs
         self._max_batch_size = max_batch_size
         self._max_step_tokens = max_step_tokens
@@ -57,9 +60,16 @@ class Load:
         bounded = accepted if all_wait_outside else [t for t in accepted if t.answer_by is not None]
         self._num_bounded = len(bounded)
         self._due = 0  # tokens until everybody with a bound has a first answer
+        self._due_unseen = 0  # of these, tokens of requests with images to encode
+        self._due_patches = 0.0
+        self._patches_left = patches_left
+        self._encode_share = encode_share
         for tracked in bounded:
             if tracked.first_answer_s is None:
                 self._due += tracked.new_tokens
+                patches = patches_left(tracked)
+                self._due_patches += patches
+                self._due_unseen += tracked.new_tokens if patches else 0
                 if not tracked.entered:
                     self._free_blocks -= -(-tracked.new_tokens // block_size)
         new_tokens = [t.new_tokens for t in accepted]
@@ -68,7 +78,9 @@ class Load:
         self._num_prompts = len(new_tokens) - new_tokens.count(1)
         self._context = sum(t.cached_len for t in accepted)
         self._tokens_a_step = max_step_tokens - self._num_decoding
-        self._known: dict[int, float] = {}
+        self._known: dict[tuple[int, float], float] = {}
+        self._all_patches = sum([patches_left(t) for t in accepted if t.images])
+        self._most_decoding = max([t.max_len - t.device_len for t in accepted if t.new_tokens == 1], default=0)
         self._resident = resident
         self._most_adapters = most_adapters
         self._needed = {t.adapter for t in accepted if t.adapter is not None}
@@ -79,12 +91,17 @@ class Load:
         return self._due > 0
 
     def has_room(self, tracked: Tracked) -> bool:
-        """Whether the next step could begin with this one: a place in the batch, a token of the budget, KV blocks."""
+        """Whether the next step could begin with this one: a place in the batch, a token of the budget, KV blocks, time
+        for its images."""
         if not self._num_bounded:
             return True  # one at a time always goes, whatever others hold
         blocks = -(-tracked.new_tokens // self._block_size)
+        if tracked.images and self._due_patches * self._costs.patch_s >= ALONE_S and self._patches_left(tracked):
+            return False
         return (
-            self._num_bounded < self._max_batch_size and self._due < self._tokens_a_step and blocks <= self._free_blocks
+            self._num_bounded < self._max_batch_size
+            and self._due - self._due_unseen < self._tokens_a_step
+            and blocks <= self._free_blocks
         )
 
     def has_adapter(self, tracked: Tracked) -> bool:
@@ -101,18 +118,27 @@ class Load:
             or (self._needed <= self._resident and len(self._needed) + 1 <= self._most_adapters)
         )
 
-    def first_answer_s(self, new_tokens: int) -> float:
-        """Predicted seconds to the first answer of a request with so many tokens to compute that is let in now."""
-        seconds = self._known.get(new_tokens)
+    def first_answer_s(self, tracked: Tracked) -> float:
+        """Predicted seconds to the first answer of a request that is let in now."""
+        key = tracked.new_tokens, self._patches_left(tracked)
+        seconds = self._known.get(key)
         if seconds is None:
-            seconds = self._known[new_tokens] = self._predict_s(new_tokens)
+            seconds = self._known[key] = self._predict_s(*key)
         return seconds
+
+    def prices_known(self, tracked: Tracked) -> bool:
+        """Whether all that a prediction is made of has been measured."""
+        return self._costs.patch_s > 0 or not (self._all_patches or self._patches_left(tracked))
 
     def take(self, tracked: Tracked) -> None:
         """Count one in that is let in."""
         self._num_accepted += 1
         self._num_bounded += 1
         self._due += tracked.new_tokens
+        patches = self._patches_left(tracked)
+        self._due_patches += patches
+        self._all_patches += patches
+        self._due_unseen += tracked.new_tokens if patches else 0
         self._prompts += tracked.new_tokens
         self._num_prompts += 1
         self._free_blocks -= -(-tracked.new_tokens // self._block_size)
@@ -120,7 +146,18 @@ class Load:
         if tracked.adapter is not None:
             self._needed.add(tracked.adapter)
 
-    def _predict_s(self, new_tokens: int) -> float:
+    def _predict_s(self, new_tokens: int, patches: float) -> float:
+        tokens_s, patch_s = self._tokens_s(new_tokens), self._costs.patch_s
+        if not patches:
+            return tokens_s + min(self._all_patches * patch_s, self._encode_share * tokens_s)
+        # Images come before the prompt, in the order of their requests, and share the machine with those that decode.
+        encode_s = (self._due_patches + patches) * patch_s
+        decode_s = self._costs.merged_s(self._num_decoding, self._context)
+        decode_s += self._costs.lanes_s(self._num_decoding, min(len(self._needed), self._num_decoding))
+        beside_s = self._most_decoding * decode_s if self._num_decoding else 0.0
+        return tokens_s + encode_s + min(encode_s / self._encode_share, beside_s)
+
+    def _tokens_s(self, new_tokens: int) -> float:
         due = self._due + new_tokens
         num_steps = -(-due // self._tokens_a_step) + self._num_accepted // self._max_batch_size
         tokens = min(
@@ -164,8 +201,7 @@ class Admission:
         self._entries = _Average()  # a period in which not all found room
         self._period_s = _Average()
         self._full_since: float | None = None
-        self._slowness = 1.0
-        self._scatter = 0.0
+        self._trust = {False: _Trust(), True: _Trust()}  # in predictions for requests without and with images
 
     def __len__(self) -> int:
         return len(self._waiting)
@@ -191,12 +227,10 @@ class Admission:
         """Whether more requests come than can be let in."""
         return self._entries.known and self._arrivals.value > self._entries.value
 
-    def observe(self, expected_s: float, seconds: float) -> None:
+    def observe(self, tracked: Tracked, seconds: float) -> None:
         """Learn from a first answer how far predictions can be trusted."""
-        if expected_s > 0:
-            error = seconds / expected_s - self._slowness
-            self._scatter += _DEVIATION * (abs(error) - self._scatter)
-            self._slowness += _MEAN * error
+        if tracked.expected_s > 0:
+            self._trust[bool(tracked.request.vision)].observe(seconds / tracked.expected_s)
 
     def rest(self) -> None:
         """End a period in which nobody waits."""
@@ -209,13 +243,13 @@ class Admission:
         self._num_arrived = 0
         if self._full_since is not None:
             self._period_s.add(now - self._full_since)
-        margin = self._slowness + _DEVIATIONS * self._scatter
+        margins = {shown: trust.margin for shown, trust in self._trust.items()}
         refused: list[tuple[Tracked, float]] = []
 
         def in_time(tracked: Tracked, wait_s: float = 0.0) -> bool:
             if tracked.answer_by is None:
                 return True
-            needed_s = wait_s + margin * load.first_answer_s(tracked.new_tokens)
+            needed_s = wait_s + margins[bool(tracked.request.vision)] * load.first_answer_s(tracked)
             if now + needed_s <= tracked.answer_by:
                 return True
             refused.append((tracked, needed_s))
@@ -235,7 +269,8 @@ class Admission:
             if not load.has_adapter(tracked):
                 left.append(tracked)
             elif in_time(tracked):  # those let in just now have made it longer
-                tracked.expected_s = load.first_answer_s(tracked.new_tokens)
+                # While the price of a patch is not known, a prediction says nothing about predictions.
+                tracked.expected_s = load.first_answer_s(tracked) if load.prices_known(tracked) else 0.0
                 load.take(tracked)
                 let_in.append(tracked)
         if left:
@@ -246,11 +281,35 @@ class Admission:
         for tracked in left:
             num_ahead += in_time(tracked, num_ahead * entry_s)
         if refused and not let_in and not load.will_tell:
-            self._slowness *= 1 - _RELAX
-            self._scatter *= 1 - _RELAX
+            for trust in self._trust.values():
+                trust.relax()
         for tracked in let_in:
             del self._waiting[tracked.request_id]
         return Verdict(let_in, refused)
+
+
+class _Trust:
+    """How much longer than predicted first answers took of late, and how far that scatters."""
+
+    def __init__(self) -> None:
+        self._slowness = 1.0
+        self._scatter = 0.0
+
+    @property
+    def margin(self) -> float:
+        """What predictions are multiplied with."""
+        return self._slowness + _DEVIATIONS * self._scatter
+
+    def observe(self, ratio: float) -> None:
+        """Learn from a first answer that took so many times what was predicted."""
+        error = ratio - self._slowness
+        self._scatter += _DEVIATION * (abs(error) - self._scatter)
+        self._slowness += _MEAN * error
+
+    def relax(self) -> None:
+        """Trust predictions a little more, while nothing corrects them."""
+        self._slowness *= 1 - _RELAX
+        self._scatter *= 1 - _RELAX
 
 
 class _Average:

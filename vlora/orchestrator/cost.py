@@ -28,7 +28,8 @@ class Costs(NamedTuple):
 
     lane_s, adapter_s: of short lanes; long_lane_s, long_adapter_s: of long ones.
     merge_s: putting another adapter into the weights. back_s: going back to W0; 0 where a shadow copy keeps both W0 and
-    the weights merged last, so that going between the two is free.
+    the weights merged last, so that going between the two is free. patch_s: encoding a patch of an image, whose work
+    `VisionInput.num_patches` says.
     """
 
     base_s: float = 0.0
@@ -41,6 +42,7 @@ class Costs(NamedTuple):
     merge_s: float = 0.0
     back_s: float = 0.0
     short_lane: int = 0
+    patch_s: float = 0.0
 
     @property
     def round_trip_s(self) -> float:
@@ -59,7 +61,8 @@ class Costs(NamedTuple):
 
     def step_s(self, size: StepSize) -> float:
         """Seconds of a step, merging not included."""
-        return self.merged_s(size.num_tokens, size.num_context) + sum(map(self.lanes_s, size.lanes))
+        tokens_s = self.merged_s(size.num_tokens, size.num_context) if size.num_tokens else 0.0
+        return tokens_s + sum(map(self.lanes_s, size.lanes)) + self.patch_s * size.num_patches
 
 
 class StepSize(NamedTuple):
@@ -67,17 +70,19 @@ class StepSize(NamedTuple):
 
     num_tokens: computed in it. lanes: tokens of each lane, one for each different adapter that is read, the merged
     one's deLoRA branch included: it has all tokens that have not the merged adapter. num_context: tokens whose KV was
-    in place before and is read.
+    in place before and is read. num_patches: of images, encoded beside the tokens.
     """
 
     num_tokens: int
     lanes: tuple[int, ...]
     num_context: int
+    num_patches: float = 0.0
 
     @classmethod
     def of(cls, batch: Batch) -> StepSize:
         context = sum([item.start for item in batch.items])
-        return cls.holding([(item.adapter, item.num_tokens) for item in batch.items], batch.merged_adapter, context)
+        size = cls.holding([(item.adapter, item.num_tokens) for item in batch.items], batch.merged_adapter, context)
+        return size if batch.encode is None else size._replace(num_patches=batch.encode.num_patches)
 
     @classmethod
     def holding(cls, items: Iterable[tuple[str | None, int]], merged: str | None, num_context: int) -> StepSize:
@@ -92,7 +97,7 @@ class StepSize(NamedTuple):
         return cls(total, (*by_adapter.values(), *branch), num_context)
 
     def features(self, short_lane: int) -> tuple[float, ...]:
-        """How often each of `Costs` counts, as far as they are of a step."""
+        """How often each of `Costs` counts, as far as they are of a step's tokens."""
         short = [lane for lane in self.lanes if lane <= short_lane]
         num_short, short_tokens = len(short), sum(short)
         return (
@@ -131,6 +136,7 @@ class CostModel:
         self._weights = [0.0] * _NUM
         self._switch_s: float | None = None
         self._back_s: float | None = None
+        self._patches = self._encode_s = 0.0  # sums that forget
         self._costs = Costs(short_lane=short_lane)
 
     @property
@@ -157,6 +163,12 @@ class CostModel:
                     weights[i] = max(0.0, weights[i] + (moment[i] - sum(map(mul, row, weights))) / row[i])
         self._expect()
 
+    def observe_encoding(self, num_patches: float, seconds: float) -> None:
+        """Learn from `seconds` in which so many patches were encoded."""
+        self._patches = _FORGET * self._patches + num_patches
+        self._encode_s = _FORGET * self._encode_s + seconds
+        self._expect()
+
     def observe_switch(self, seconds: float) -> None:
         """Learn from a merge that took `seconds`."""
         self._switch_s = _smoothed(self._switch_s, seconds)
@@ -169,7 +181,8 @@ class CostModel:
 
     def _expect(self) -> None:
         each = map(mul, self._weights, _UNITS)
-        self._costs = Costs._make((*each, self.switch_s, self._back_s or 0.0, self._short_lane))
+        patch_s = self._encode_s / self._patches if self._patches else 0.0
+        self._costs = Costs._make((*each, self.switch_s, self._back_s or 0.0, self._short_lane, patch_s))
 
 
 def _smoothed(average: float | None, newest: float) -> float:

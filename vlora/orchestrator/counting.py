@@ -27,11 +27,16 @@ class Counters:
         self._num_computed = 0
         self._num_step_tokens = 0
         self._num_needed_tokens = 0
+        self._num_encoded_patches = 0.0
+        self._encode_s = 0.0
 
     def step(self, batch: Batch, result: StepResult) -> None:
         """Count a step, and the switch before it."""
         self._num_steps += 1
         self._steps_by_mode[batch.mode] += 1
+        if result.encoded is not None:
+            self._num_encoded_patches += result.encoded.num_patches
+            self._encode_s += result.encoded.seconds
         if result.switched:
             self._num_switches += 1
             self._switch_s += result.switch_s
@@ -94,4 +99,6 @@ class Counters:
             num_step_tokens=self._num_step_tokens,
             num_needed_tokens=self._num_needed_tokens,
             num_waiting_for_kv=num_waiting_for_kv,
+            num_encoded_patches=self._num_encoded_patches,
+            encode_s=self._encode_s,
         )

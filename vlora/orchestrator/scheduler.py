@@ -17,6 +17,7 @@ from vlora.orchestrator.admission import Admission, Load
 from vlora.orchestrator.budgets import grant_blocks, share_tokens
 from vlora.orchestrator.cost import CostModel, Costs, StepSize, num_lanes
 from vlora.orchestrator.counting import Counters
+from vlora.orchestrator.encoding import ALONE_S, SHARE, ContentKey, EncodeQueue
 from vlora.orchestrator.kv_admission import KvAdmission
 from vlora.orchestrator.policy import Candidate, Decision, Policy, PolicyState
 from vlora.orchestrator.reuse import look_up
@@ -70,6 +71,9 @@ class Scheduler:
     weights, tenant_weights: for fair shares between adapters, and before those between tenants, see `FairShares`; none
     are kept where it is empty. With shares between tenants everybody waits outside until there is room: among those
     that are in, whoever starves comes first, and a crowd of one tenant's requests would starve together.
+
+    placeholders, is_cached: see `EncodeQueue`. A request runs once its images are encoded. encode_share: encoding
+    prolongs a step with tokens by at most this share of what these take, and half a piece of an image more.
     """
 
     def __init__(
@@ -86,6 +90,9 @@ class Scheduler:
         clock: Callable[[], float],
         weights: Mapping[str, float] | None = None,
         tenant_weights: Mapping[str, float] | None = None,
+        placeholders: Mapping[str, int] | None = None,
+        is_cached: Callable[[ContentKey], bool] = lambda key: False,
+        encode_share: float = SHARE,
     ) -> None:
         assert max_step_tokens >= max_batch_size >= 1
         self._policy = policy
@@ -115,6 +122,8 @@ class Scheduler:
         self._merged_adapter: str | None = None
         self._shadow_adapter: str | None = None  # merged last, so that its weights are at hand
         self._carried: Any = None
+        self._encode_share = encode_share
+        self._encoding = EncodeQueue(placeholders or {}, is_cached, max_step_tokens)
         self._starved_of_adapter = False
         self._stays = Stays()
         self._outputs: list[RequestOutput] = []
@@ -128,8 +137,9 @@ class Scheduler:
         """Requests to run, or outputs to hand over."""
         return bool(self._tracked or self._outputs or self._admission)
 
-    def add(self, request: Request, *, held: bool = False) -> None:
-        """Take a request in; one that is `held` runs from `release` on.
+    def add(self, request: Request, *, held: bool = False, vision_key: str | None = None) -> None:
+        """Take a request in; one that is `held` runs from `release` on. vision_key: the key of its adapter if that
+        changes the vision side.
 
         Raises PromptTooLong when its KV could not fit in memory even alone.
         """
@@ -144,6 +154,7 @@ class Scheduler:
                 f"{self._tables.block_size}; {self._max_request_blocks} are there for one request. Shorten the prompt, "
                 "lower max_tokens, or start the engine with a larger arena_bytes"
             )
+        self._encoding.add(tracked, vision_key)
         for shares in self._shares:
             shares.arrived(tracked)
         if request.max_latency_s is not None:
@@ -262,6 +273,8 @@ class Scheduler:
                 f"{tracked.request_id} would write to known blocks"
             )
         assert self._tables.holders <= self._tracked.keys(), "an ended request still holds blocks"
+        outside = [tracked.request_id for tracked in self._admission.waiting]
+        self._encoding.check_integrity({*self._tracked, *outside})
 
     # -- decide -------------------------------------------------------------------------------------------------------
 
@@ -292,6 +305,8 @@ class Scheduler:
             resident=resident,
             most_adapters=self._most_adapters_in(resident),
             all_wait_outside=self._all_wait_outside,
+            patches_left=self._encoding.patches_left,
+            encode_share=self._encode_share,
         )
         self._judged_s = now
         verdict = self._admission.judge(now, load)
@@ -330,19 +345,30 @@ class Scheduler:
                 del self._num_of[tracked.adapter]
 
     def schedule(self, view: MemoryView) -> Batch | None:
-        """The next step's batch, or None when nobody is ready."""
+        """The next step's batch, of tokens, of images to encode, or of both; None when nothing can be computed."""
         now = self._clock()
         self._expire(now)
         look_up(self._tracked.values(), self._tables)
         self._enter(now)
         resident = view.resident
         self._stays.see(view, now)
-        entered = [t for t in self._tracked.values() if t.entered and not t.held]
+        entered = [t for t in self._tracked.values() if t.entered]
+        # Of entered requests only: embeddings held for one without KV room could keep those of entered ones out.
+        unseen = [t for t in entered if not self._encoding.is_ready(t)]
+        entered = [t for t in entered if not t.held]
         ready = [t for t in entered if t.adapter in resident or t.adapter is None]
-        if not ready:
-            return None
+        if unseen:
+            waiting_for_images = set(unseen)
+            ready = [t for t in ready if t not in waiting_for_images]
         # An adapter that left memory took its merged weights along.
         merged = self._merged_adapter if self._merged_adapter in resident else None
+        batch = self._batch_of(ready, entered, view, now, merged) if ready else None
+        return self._with_images(batch, unseen, resident, now, merged) if unseen else batch
+
+    def _batch_of(
+        self, ready: Sequence[Tracked], entered: Sequence[Tracked], view: MemoryView, now: float, merged: str | None
+    ) -> Batch:
+        resident = view.resident
         shadow = self._shadow_adapter if self._shadow_adapter in resident else None
         costs = self._cost.costs
         theta_s = self._theta(ready, merged, costs)
@@ -376,6 +402,24 @@ class Scheduler:
             batch = self._fit(Decision(Mode.UNMERGED, None, oldest), starving, ready, now)
             assert batch is not None, "the oldest request does not fit, although it was admitted"
         return batch
+
+    def _with_images(
+        self, batch: Batch | None, unseen: Sequence[Tracked], resident: Set[str], now: float, merged: str | None
+    ) -> Batch | None:
+        """The batch, with what there is time to encode beside it."""
+        costs = self._cost.costs
+        share = self._encode_share
+        seconds = share * costs.step_s(StepSize.of(batch)) if batch is not None else ALONE_S
+        budget = max(1.0, seconds / costs.patch_s) if costs.patch_s else 1.0  # until something was measured
+        # As with tokens: whoever has waited for longer than theta comes first, then priorities and shares decide.
+        turn = list(in_turn(unseen, self._shares))
+        turn.sort(key=lambda t: min(0.0, self._theta_s - (now - t.last_ran_s)))
+        encode = self._encoding.choose(turn, resident, budget, alone=batch is None)
+        if encode is None:
+            return batch
+        if batch is None:
+            batch = Batch(Mode.UNMERGED if merged is None else Mode.MERGED, merged, ())
+        return msgspec.structs.replace(batch, encode=encode)
 
     def _candidates(self, ready: Sequence[Tracked], now: float, merged: str | None, theta_s: float) -> list[Candidate]:
         credits = self._credits(ready, now, merged)
@@ -412,6 +456,7 @@ class Scheduler:
             for n in range(3)
         ]
         context_s, merge_s = costs.context_token_s, 0.0 if merged is None else costs.merge_s
+        patch_s = costs.patch_s
         own, base, other = lanes[0], lanes[num_lanes(None, merged)], lanes[1 if merged is None else 2]
         base, other = ([(fixed_s + merge_s, token_s) for fixed_s, token_s in each] for each in (base, other))
         credits: list[float] = []
@@ -422,6 +467,8 @@ class Scheduler:
                 tokens = limit
             fixed_s, token_s = (own if adapter == merged else base if adapter is None else other)[tokens > short]
             own_s = fixed_s + token_s * tokens + context_s * cached
+            if t.images:
+                own_s += patch_s * self._encoding.patches_left(t)
             credits.append(now - t.last_ran_s + own_s)
         return credits
 
@@ -437,6 +484,8 @@ class Scheduler:
         lanes = min(len({t.adapter for t in ready}), most)
         branch_s = 0.0 if merged is None else costs.lanes_s(tokens)
         step_s = costs.merged_s(tokens, context) + costs.lanes_s(tokens, lanes) + branch_s
+        if len(ready) < len(self._tracked) and any(t.images for t in self._tracked.values()):
+            step_s *= 1 + min(self._encode_share, SHARE)  # images may be encoded beside it
         num_rounds = -(-len(ready) // most)
         return max(self._theta_s, (1 + num_rounds) * (step_s + costs.merge_s))
 
@@ -457,6 +506,7 @@ class Scheduler:
         for item in items:
             tracked = self._tracked[item.request_id]
             tracked.status = RequestStatus.RUNNING
+            self._encoding.started(tracked, item.start)
             self.waits.waited(now - tracked.last_ran_s)
             if tracked.first_run_s is None:
                 tracked.first_run_s = now
@@ -484,7 +534,7 @@ class Scheduler:
         self._counters.step(batch, result)
         self.waits.stepped(result.step_s + result.switch_s)
         self._learn_costs(batch, result)
-        outputs: list[RequestOutput] = []
+        outputs = self._record_images(batch, result, now) if batch.encode is not None else []
         for item in batch.items:
             tracked = self._tracked.get(item.request_id)
             if tracked is None:
@@ -501,6 +551,19 @@ class Scheduler:
                 outputs.append(self._answer(tracked, result, now))
         return tuple(outputs)
 
+    def _record_images(self, batch: Batch, result: StepResult, now: float) -> list[RequestOutput]:
+        assert batch.encode is not None
+        if result.encoded is None:
+            return []  # the step failed before it got there
+        outputs: list[RequestOutput] = []
+        for tracked in self._encoding.record(batch.encode, result.encoded):
+            if tracked.first_run_s is None:
+                tracked.first_run_s = now
+            tracked.last_ran_s = now
+            if tracked.request_id in result.errors:
+                outputs.append(self._end(tracked, "error", now, error=result.errors[tracked.request_id]))
+        return outputs
+
     def _computed(self, tracked: Tracked, item: BatchItem) -> None:
         """A step brought the KV of an item's tokens; what failed never comes here, so it is never known."""
         stop = item.start + item.num_tokens
@@ -513,7 +576,7 @@ class Scheduler:
         if tracked.first_answer_s is None:
             tracked.first_answer_s = now
             self._counters.answered(tracked)
-            self._admission.observe(tracked.expected_s, now - tracked.let_in_s)
+            self._admission.observe(tracked, now - tracked.let_in_s)
         tracked.protected = False
         tracked.last_answer_s = now
         if tracked.is_head:
@@ -539,8 +602,14 @@ class Scheduler:
             elif merged is not None and merged != self._shadow_adapter:
                 self._cost.observe_switch(result.switch_s)
                 self._shadow_adapter = None if result.in_place else merged
-        if result.step_s > 0 and not result.errors:
-            self._cost.observe_step(StepSize.of(batch), result.step_s)
+        encode_s = 0.0
+        if result.encoded is not None:
+            encode_s = result.encoded.seconds
+            self._cost.observe_encoding(result.encoded.num_patches, encode_s)
+        if batch.items and result.step_s > encode_s and not result.errors:
+            # The two are measured apart, so that an image's time is never put down to tokens.
+            size = StepSize.of(batch)._replace(num_patches=0.0)
+            self._cost.observe_step(size, result.step_s - encode_s)
 
     def _end(
         self,
@@ -570,6 +639,7 @@ class Scheduler:
         )
 
     def _forget(self, tracked: Tracked) -> None:
+        self._encoding.forget(tracked.request_id)
         for shares in self._shares:
             shares.ended(tracked)
         if self._tracked.pop(tracked.request_id, None) is None:

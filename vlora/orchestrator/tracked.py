@@ -2,8 +2,24 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from vlora.memory.prefix import Key, TokenChain
 from vlora.types import Mode, Request, RequestStatus, Timings
+
+
+class Image(NamedTuple):
+    """An image or video of a request whose embeddings the runner does not hold yet.
+
+    place: in `Request.vision`. key: its content hash, and the key of the adapter whose vision-side deltas apply.
+    last: place in the prompt of its last placeholder token.
+    """
+
+    place: int
+    key: tuple[str, str | None]
+    num_patches: float
+    num_tokens: int
+    last: int
 
 
 class Tracked:
@@ -20,7 +36,7 @@ class Tracked:
     bound. expected_s: how long that was expected to take from being let in on. held: not to run before its grammar is
     compiled. entered: admitted to the KV room (`KvAdmission`), so policies may choose it; from then on its waiting
     time counts. last_answer_s: of its last token, or when it entered. computed_len: the most tokens whose KV was in
-    place at any time.
+    place at any time. images: those whose embeddings the runner does not hold for it yet.
     """
 
     __slots__ = (
@@ -37,6 +53,7 @@ class Tracked:
         "first_answer_s",
         "first_run_s",
         "held",
+        "images",
         "is_head",
         "last_answer_s",
         "last_key",
@@ -63,6 +80,7 @@ class Tracked:
         self.adapter = request.adapter
         self.is_head = request.head is not None
         self.held = False
+        self.images: list[Image] = []
         self.priority = request.priority
         self.tenant = request.tenant
         self.entered = False

@@ -186,6 +186,12 @@ class _EngineCollector(Collector):
         )
         looked_up = {"hit": stats.num_vision_hits, "miss": stats.num_vision_encoded}
         yield _counter("vlora_vision_cache", "Images looked up among the embeddings kept.", "result", looked_up)
+        yield CounterMetricFamily(
+            "vlora_encoded_patches",
+            "Patches of images encoded; large images count for more than they have.",
+            value=stats.num_encoded_patches,
+        )
+        yield CounterMetricFamily("vlora_encode_seconds", "Time in which images were encoded.", value=stats.encode_s)
         yield GaugeMetricFamily("vlora_vision_cache_bytes", "Image embeddings kept.", value=stats.vision_cache_bytes)
 
 

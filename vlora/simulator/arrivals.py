@@ -9,6 +9,8 @@ class Arrival(NamedTuple):
     """time_s: seconds from the start, never falling within a workload. adapter None: the base model.
 
     answer_tokens 0: a task head answers in one pass over the prompt. max_ttft_s, priority, tenant: as of a request.
+    images: the patches of each image (`VisionInput.num_patches`), 0 for one whose embeddings are cached; their tokens
+    are among those of the prompt.
     """
 
     time_s: float
@@ -18,6 +20,7 @@ class Arrival(NamedTuple):
     max_ttft_s: float | None = None
     priority: int = 0
     tenant: str | None = None
+    images: tuple[int, ...] = ()
 
 
 def adapter_name(number: int) -> str:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from vlora.errors import BadConfig
 from vlora.orchestrator import Costs, StepSize
-from vlora.types import Batch, HeadAnswer, StepResult
+from vlora.types import Batch, Encoded, HeadAnswer, StepResult
 
 MEASURED = Path(__file__).parent / "costs" / "epyc-qwen2-0.5b-rank64.json"
 _TOKEN = 1
@@ -57,6 +57,11 @@ class Machine:
                 tokens[item.request_id] = _TOKEN
                 heads[item.request_id] = _ANSWER
         step_s = self._costs.step_s(StepSize.of(batch))
+        encoded = None
+        if batch.encode is not None:
+            done = batch.encode.budget >= batch.encode.left or not self._costs.patch_s
+            num_patches = batch.encode.left if done else batch.encode.budget
+            encoded = Encoded(num_patches=num_patches, seconds=self._costs.patch_s * num_patches, done=done)
         self._clock.now += step_s + switch_s
         return StepResult(
             tokens=tokens,
@@ -65,14 +70,15 @@ class Machine:
             switch_s=switch_s,
             switched=switched,
             in_place=self._costs.back_s > 0,
+            encoded=encoded,
         )
 
 
 def read_costs(path: Path) -> tuple[Costs, float]:
     """A machine's costs and `load_s`, the seconds that bringing an adapter into memory takes, from a JSON file.
 
-    The file holds an object "costs" with these numbers, as `vlora bench costs --out DIR` writes it; `back_s` is
-    0 if not given. Raises BadConfig with the field at fault.
+    The file holds an object "costs" with these numbers, as `vlora bench costs --out DIR` writes it; `back_s` and
+    `patch_s` are 0 if not given. Raises BadConfig with the field at fault.
     """
     try:
         found = json.loads(path.read_text())
@@ -83,7 +89,7 @@ def read_costs(path: Path) -> tuple[Costs, float]:
     values = found.get("costs") if isinstance(found, dict) else None
     if not isinstance(values, dict):
         raise BadConfig(f'{path}: no object "costs" in it')
-    values = {"back_s": 0.0, **values}
+    values = {"back_s": 0.0, "patch_s": 0.0, **values}
     for field in _PRICES:
         value = values.get(field)
         if isinstance(value, bool) or not isinstance(value, int | float) or not (math.isfinite(value) and value >= 0):

@@ -14,7 +14,7 @@ from vlora.simulator.arrivals import Arrival
 from vlora.simulator.loader import Loader
 from vlora.simulator.machine import Clock, Machine
 from vlora.simulator.tenants import Contest
-from vlora.types import Batch, EngineStats, MemoryView, Request, RequestOutput, SamplingParams
+from vlora.types import Batch, EngineStats, MemoryView, Request, RequestOutput, SamplingParams, VisionInput
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -64,6 +64,8 @@ class Box:
 
 
 _NO_TIME_LEFT_S = 1e-9
+_IMAGE_TOKEN = 1
+_CACHED = "cached"  # content of images whose embeddings are kept
 
 
 class Replica:
@@ -90,6 +92,8 @@ class Replica:
             clock=self.clock,
             weights=box.settings().weights,
             tenant_weights=box.settings().tenant_weights,
+            placeholders={"image": _IMAGE_TOKEN},
+            is_cached=lambda key: key[0] == _CACHED,
         )
         self.contest = Contest()
         self._view = MemoryView(resident=frozenset(), mergeable=frozenset())
@@ -109,7 +113,17 @@ class Replica:
         self.scheduler.add(
             Request(
                 request_id=request_id,
-                prompt_ids=_prompt(arrival.prompt_tokens),
+                prompt_ids=_prompt(arrival.prompt_tokens, len(arrival.images)),
+                vision=tuple(
+                    VisionInput(
+                        kind="image",
+                        content_hash=f"{request_id}/{place}" if num_patches else _CACHED,
+                        num_tokens=1,
+                        num_patches=num_patches,
+                        fields={},
+                    )
+                    for place, num_patches in enumerate(arrival.images)
+                ),
                 adapter=arrival.adapter,
                 head=None if arrival.answer_tokens else "head",
                 sampling=_sampling(arrival.answer_tokens or 1),
@@ -169,8 +183,9 @@ class Replica:
 
 
 @functools.lru_cache(maxsize=4096)
-def _prompt(num_tokens: int) -> tuple[int, ...]:
-    return (0,) * num_tokens
+def _prompt(num_tokens: int, num_images: int) -> tuple[int, ...]:
+    """Each image stands for one of the tokens: what it takes to encode it does not depend on how many it fills."""
+    return (_IMAGE_TOKEN,) * num_images + (0,) * (num_tokens - num_images)
 
 
 @functools.lru_cache(maxsize=4096)

@@ -19,22 +19,40 @@ PATTERNS = ("distinct", "uniform", "skewed", "identical")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Lengths:
-    """Prompt and answer lengths in tokens, drawn evenly between the two ends. `answer` 0 is a task head."""
+    """Prompt and answer lengths in tokens, drawn evenly between the two ends. `answer` 0 is a task head.
+
+    images: of each request, with so many `patches` each (`VisionInput.num_patches`); their tokens are among those of
+    the prompt. hits: the share of images whose embeddings are cached. shown: the share of requests that have images.
+    """
 
     prompt_min: int = 192
     prompt_max: int = 320
     answer_min: int = 16
     answer_max: int = 112
+    images: int = 0
+    patches: int = 256
+    hits: float = 0.0
+    shown: float = 1.0
 
     def __post_init__(self) -> None:
         _check(self, 1, "prompt_min")
-        _check(self, 0, "answer_min")
+        _check(self, 0, "answer_min", "images", "hits", "shown")
+        _check(self, 1, "patches")
+        _check_shares(self, "hits", "shown")
+        if self.images > self.prompt_min:
+            raise BadConfig(f"images is {self.images}; a prompt of {self.prompt_min} tokens cannot hold as many")
         for low, high in (("prompt_min", "prompt_max"), ("answer_min", "answer_max")):
             if getattr(self, low) > getattr(self, high):
                 raise BadConfig(f"{low} ({getattr(self, low)}) is above {high} ({getattr(self, high)}); give both")
 
     def draw(self, draws: random.Random) -> tuple[int, int]:
         return draws.randint(self.prompt_min, self.prompt_max), draws.randint(self.answer_min, self.answer_max)
+
+    def draw_images(self, draws: random.Random) -> tuple[int, ...]:
+        """Of a request; from draws of their own, so that with and without images the same is asked otherwise."""
+        if not self.images or draws.random() >= self.shown:
+            return ()
+        return tuple(0 if draws.random() < self.hits else self.patches for _ in range(self.images))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -58,11 +76,12 @@ class Gamma(Lengths):
         shape = self.cv**-2
         scales = [1 / (shape * self.rate * share) for share in power_law(num_adapters, self.alpha)]
         # The first second is like any other: time 0 falls somewhere into a gap, and likelier into a long one.
+        pictures = random.Random(f"images {seed}")
         next_up = [(draws.random() * draws.gammavariate(shape + 1, scale), i) for i, scale in enumerate(scales)]
         heapq.heapify(next_up)
         for _ in range(num_requests):
             now, i = next_up[0]
-            yield Arrival(now, adapter_name(i), *self.draw(draws))
+            yield Arrival(now, adapter_name(i), *self.draw(draws), images=self.draw_images(pictures))
             heapq.heapreplace(next_up, (now + draws.gammavariate(shape, scales[i]), i))
 
 
@@ -82,7 +101,7 @@ class Hottest(Lengths):
 
     def arrivals(self, num_requests: int, num_adapters: int, seed: int) -> Iterator[Arrival]:
         draws = random.Random(seed)
-        return _poisson(self, self.rate, hottest(num_adapters, self.skew), num_requests, draws)
+        return _poisson(self, self.rate, hottest(num_adapters, self.skew), num_requests, draws, seed)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -100,7 +119,7 @@ class Punica(Lengths):
 
     def arrivals(self, num_requests: int, num_adapters: int, seed: int) -> Iterator[Arrival]:
         draws = random.Random(seed)
-        return _poisson(self, self.rate, punica(self.pattern, num_requests), num_requests, draws)
+        return _poisson(self, self.rate, punica(self.pattern, num_requests), num_requests, draws, seed)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -108,7 +127,8 @@ class Video:
     """Streams of `fps` frames a second that each send a chunk once it is full (V-LoRA section 6.1: 30 frames, 1 s).
 
     `frames` of a chunk's frames are looked at, each `frame_tokens` long, and answered by the stream's own task head.
-    Stream i has adapter i modulo their number. answer: tokens of an answer in words, 0 for a head.
+    Stream i has adapter i modulo their number. answer: tokens of an answer in words, 0 for a head. patches: of a frame
+    (`VisionInput.num_patches`); hits: the share of frames whose embeddings are cached.
     """
 
     streams: int = 3
@@ -117,18 +137,23 @@ class Video:
     frames: int = 6
     frame_tokens: int = 256
     answer: int = 0
+    patches: int = 1024
+    hits: float = 0.0
 
     def __post_init__(self) -> None:
         _check(self, 1, "streams", "fps", "chunk", "frames", "frame_tokens")
-        _check(self, 0, "answer")
+        _check(self, 0, "answer", "patches", "hits")
+        _check_shares(self, "hits")
 
     def arrivals(self, num_requests: int, num_adapters: int, seed: int) -> Iterator[Arrival]:
-        draws = random.Random(seed)
+        draws, pictures = random.Random(seed), random.Random(f"images {seed}")
         period_s = self.chunk / self.fps
         starts = sorted((draws.uniform(0, period_s), stream) for stream in range(self.streams))
         chunks = ((start + turn * period_s, stream) for turn in itertools.count() for start, stream in starts)
         for now, stream in itertools.islice(chunks, num_requests):
-            yield Arrival(now, adapter_name(stream % num_adapters), self.frames * self.frame_tokens, self.answer)
+            images = tuple(0 if pictures.random() < self.hits else self.patches for _ in range(self.frames))
+            prompt = self.frames * self.frame_tokens
+            yield Arrival(now, adapter_name(stream % num_adapters), prompt, self.answer, images=images)
 
 
 Workload = Gamma | Hottest | Punica | Video
@@ -170,13 +195,20 @@ def _check(workload: Lengths | Video, least: float, *fields: str) -> None:
             raise BadConfig(f"{field} is {value}; it must be a number of {least:g} or more")
 
 
+def _check_shares(workload: Lengths | Video, *fields: str) -> None:
+    for field in fields:
+        if getattr(workload, field) > 1:
+            raise BadConfig(f"{field} is {getattr(workload, field)}; it is a share and must be at most 1")
+
+
 def _poisson(
-    lengths: Lengths, rate: float, shares: Sequence[float] | None, num_requests: int, draws: random.Random
+    lengths: Lengths, rate: float, shares: Sequence[float] | None, num_requests: int, draws: random.Random, seed: int
 ) -> Iterator[Arrival]:
     """shares None: every request has an adapter of its own."""
     sums = list(itertools.accumulate(shares)) if shares else None
+    pictures = random.Random(f"images {seed}")
     now = 0.0
     for number in range(num_requests):
         now += draws.expovariate(rate)
         which = number if sums is None else draws.choices(range(len(sums)), cum_weights=sums)[0]
-        yield Arrival(now, adapter_name(which), *lengths.draw(draws))
+        yield Arrival(now, adapter_name(which), *lengths.draw(draws), images=lengths.draw_images(pictures))

@@ -1,0 +1,165 @@
+"""What the encoding of ten 1,024 x 1,024 pictures costs requests that decode, and what dividing it costs altogether.
+
+The twin encodes in the step: all pictures that wait, whole. Both engines answer the same requests.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import statistics
+import time
+from typing import Any, NamedTuple
+
+import msgspec
+import torch
+
+from vlora.bench.dummy import half_billion_config
+from vlora.bench.form import Goal, Report
+from vlora.config import EngineConfig
+from vlora.engine import Engine
+from vlora.memory.transfer import Inline
+from vlora.models.loading import dummy_model
+from vlora.models.processing import vision_input
+from vlora.orchestrator import CostModel, StepSize
+from vlora.types import Request, RequestOutput, SamplingParams, VisionInput
+
+_SIDE = 74  # patches of the side of a picture of 1,024 pixels, rounded to whole tokens
+_TOWER = {"depth": 2, "embed_dim": 384, "num_heads": 6, "mlp_ratio": 4}
+_NUM_DECODING = 8
+
+
+class _Step(NamedTuple):
+    seconds: float
+    size: StepSize | None  # None: no tokens
+
+
+class _Found(NamedTuple):
+    """plain, beside: seconds of decode steps without and with pictures being encoded. total_s: from the pictures'
+    arrival to the last answer."""
+
+    plain: list[float]
+    beside: list[float]
+    total_s: float
+
+
+def run(quick: bool) -> Report:
+    """The 0.5 B-parameter Qwen2-VL's first layers and a small tower of its family in float32, on all threads.
+
+    quick: three pictures.
+    """
+    num_pictures, num_layers, answer = (3, 2, 160) if quick else (10, 4, 500)
+    config = half_billion_config(num_layers)
+    for name, value in _TOWER.items():
+        setattr(config.vision_config, name, value)
+    divided = _Machine(config, EngineConfig.encode_share).run(num_pictures, answer)
+    whole = _Machine(config, math.inf).run(num_pictures, answer)
+    rows: list[dict[str, Any]] = [
+        {
+            "encoding": name,
+            "decode steps": len(found.plain),
+            "p50 ms": 1e3 * statistics.median(found.plain),
+            "p99 ms": 1e3 * _p99(found.plain),
+            "beside pictures": len(found.beside),
+            "p50 ms beside": 1e3 * statistics.median(found.beside) if found.beside else math.nan,
+            "p99 ms beside": 1e3 * _p99(found.beside) if found.beside else math.nan,
+            "all s": found.total_s,
+        }
+        for name, found in (("divided", divided), ("in the step", whole))
+    ]
+    goals = [
+        Goal("p99 of decode steps beside pictures / without", _p99(divided.beside) / _p99(divided.plain), 2.0, True),
+        Goal("throughput / encoding in the step", whole.total_s / divided.total_s, 0.95, False),
+    ]
+    return Report("vision", rows, goals, found={"threads": torch.get_num_threads(), "pictures": num_pictures})
+
+
+def _p99(seconds: list[float]) -> float:
+    return sorted(seconds)[int(0.99 * len(seconds))] if seconds else math.nan
+
+
+class _Sizes(CostModel):
+    """Remembers what was in the last step."""
+
+    last: StepSize | None = None
+
+    def observe_step(self, size: StepSize, seconds: float) -> None:
+        self.last = size
+        super().observe_step(size, seconds)
+
+
+class _Machine:
+    """An engine whose steps are timed one by one."""
+
+    def __init__(self, config: Any, encode_share: float) -> None:
+        self._config, self._sizes = config, _Sizes()
+        settings = EngineConfig(
+            model="dummy",
+            dtype="float32",
+            arena_bytes=2**29,
+            max_batch_size=2 * _NUM_DECODING + 4,
+            encode_share=encode_share,
+            vision_cache_bytes=0,
+        )
+        built = dummy_model(config, "float32", torch.device("cpu"), seed=0)
+        self._engine = Engine(settings, model=built, executor=Inline(), cost=self._sizes)
+        self._numbers = itertools.count()
+
+    def run(self, num_pictures: int, answer: int) -> _Found:
+        """Decode steps alone, then with the pictures of others, to the last answer."""
+        picture = _picture(self._config)
+        self._add([picture], 1)
+        self._finish()  # the price of a patch is known
+        for _ in range(_NUM_DECODING):
+            self._add([], answer)
+        plain = [step.seconds for step in (self._step() for _ in range(60)) if _decodes(step)][10:]
+        started = time.perf_counter()
+        for _ in range(num_pictures):
+            self._add([picture], 1)
+        beside: list[float] = []
+        encoded = self._engine.stats().num_encoded_patches
+        while self._engine.has_work:
+            step = self._step()
+            now = self._engine.stats().num_encoded_patches
+            if now > encoded and _decodes(step):
+                beside.append(step.seconds)
+            encoded = now
+        return _Found(plain, beside, time.perf_counter() - started)
+
+    def _finish(self) -> None:
+        while self._engine.has_work:
+            self._step()
+
+    def _step(self) -> _Step:
+        self._sizes.last = None
+        started = time.perf_counter()
+        outputs: tuple[RequestOutput, ...] = self._engine.step()
+        seconds = time.perf_counter() - started
+        assert all(output.error is None for output in outputs), outputs
+        return _Step(seconds, self._sizes.last)
+
+    def _add(self, pictures: list[VisionInput], answer: int) -> None:
+        number = next(self._numbers)
+        config = self._config
+        shown = [token for picture in pictures for token in [config.image_token_id] * picture.num_tokens]
+        self._engine.add(
+            Request(
+                request_id=f"r{number}",
+                prompt_ids=(*shown, *range(3 + number % 50, 35 + number % 50)),
+                # Speed does not depend on the pixels: what makes a picture another one is its hash.
+                vision=tuple(msgspec.structs.replace(each, content_hash=f"picture {number}") for each in pictures),
+                sampling=SamplingParams(max_tokens=answer, ignore_eos=True),
+            )
+        )
+
+
+def _decodes(step: _Step) -> bool:
+    """Whether all tokens of a step were of requests that decode."""
+    return step.size is not None and step.size.num_tokens == _NUM_DECODING
+
+
+def _picture(config: Any) -> VisionInput:
+    vision = config.vision_config
+    width = 3 * vision.temporal_patch_size * vision.patch_size**2
+    fields = {"pixel_values": torch.randn(_SIDE**2, width), "image_grid_thw": torch.tensor([[1, _SIDE, _SIDE]])}
+    return vision_input("image", fields, _SIDE**2 // 4)
