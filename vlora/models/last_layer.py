@@ -53,7 +53,7 @@ class LastLayer:
         Raises UnsupportedModel when the layer has not the modules that this relies on.
         """
         attention: Any = getattr(layer, "self_attn", None)
-        projections = [getattr(attention, name, None) for name in ("q_proj", "k_proj", "v_proj", "o_proj")]
+        projections: list[Any] = [getattr(attention, name, None) for name in ("q_proj", "k_proj", "v_proj", "o_proj")]
         mlp: Any = getattr(layer, "mlp", None)
         if not all(isinstance(linear, AdaptedLinear) for linear in projections) or not isinstance(mlp, nn.Module):
             raise UnsupportedModel(
