@@ -83,7 +83,7 @@ def _fastest(num_rows: int, layers: Sequence[Tensor], clock: Callable[[], float]
 
             return call
 
-        ways = products.ways(layers[0])
+        ways = products.ways(num_rows, layers[0])
         seconds = race({way: timed(way) for way in ways}, _TURNS, _IN_RACE, _ENOUGH_S)
     best = min(ways, key=seconds.__getitem__)
     return best if seconds[best] < _MARGIN * seconds[ruled] else ruled

@@ -32,6 +32,7 @@ measured: dict[Key, Way] = {}
 _THIN_FLOAT32 = 24
 _THIN_BFLOAT16 = 32
 _THIN_WITHOUT_BFLOAT16 = 48
+_FEW = 4  # rows up to which a product without instructions for its type may be bound by memory
 _BLOCK = 8 * 2**20  # weights that are converted to float32 at a time: 32 MiB
 
 
@@ -70,13 +71,18 @@ def key_of(num_rows: int, weight: Tensor) -> Key:
     return (1 << (num_rows - 1).bit_length(), *weight.shape, weight.dtype)
 
 
-def ways(weight: Tensor) -> list[Way]:
-    """The ways that can multiply with this weight on the CPU."""
-    found: list[Way] = ["library"]
+def ways(num_rows: int, weight: Tensor) -> list[Way]:
+    """The ways that can multiply so many rows with this weight on the CPU, without those known to be far slower."""
+    emulated = _is_emulated(weight)
+    found: list[Way] = []
     if multiplies(weight):
         found.append("rows")
-    if weight.dtype is torch.bfloat16:
-        found += ["left", "float32"]
+    if not emulated or num_rows <= _FEW or not found:
+        found.append("library")
+    if emulated:
+        found.append("float32")
+    if prefers_weight_left(num_rows, weight.dtype, weight.device):
+        found.append("left")
     return found
 
 
@@ -84,11 +90,16 @@ def rule(num_rows: int, weight: Tensor) -> Way:
     """What is chosen for a weight on the CPU where nothing was measured."""
     if prefers_weight_left(num_rows, weight.dtype, weight.device):
         return "left"
-    emulated = weight.dtype is torch.bfloat16 and not multiplies_bfloat16()
+    emulated = _is_emulated(weight)
     thin = _THIN_WITHOUT_BFLOAT16 if emulated else _THIN_BFLOAT16 if weight.dtype is torch.bfloat16 else _THIN_FLOAT32
     if num_rows <= thin and multiplies(weight):
         return "rows"
     return "float32" if emulated and num_rows > 1 else "library"
+
+
+def _is_emulated(weight: Tensor) -> bool:
+    """Whether torch computes a product with this weight without instructions for its type."""
+    return weight.dtype is torch.bfloat16 and not multiplies_bfloat16()
 
 
 def _library(x: Tensor, layers: Sequence[Weights]) -> Tensor:

@@ -29,6 +29,7 @@ for name in ("VLORA_TOKEN", "VLORA_ADMIN_TOKEN"):
     os.environ.pop(name, None)
 
 
+@pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
     """`-n auto`: one worker per usable core, as far as memory allows; 0, which is one process, for a single core.
 

@@ -320,7 +320,7 @@ def test_names_are_known_and_differ() -> None:
 def test_a_table_that_names_it_is_read_without_it(tmp_path: Path, nowhere: Path) -> None:
     row = [512, 2, 64, 64, 128, 2, "EVEN", "bfloat16", NAME]
     table = tmp_path / "table.json"
-    table.write_text(json.dumps({"columns": tables.COLUMNS, "rows": [row]}))
+    table.write_text(json.dumps({"device": "a GPU", "columns": tables.COLUMNS, "rows": [row]}))
     assert [strategy for _, strategy in tables.read_table(table, "cuda").rows] == [NAME]
 
 
