@@ -22,6 +22,8 @@ if "PYTEST_XDIST_WORKER_COUNT" in os.environ:
 
 import torch  # noqa: E402
 
+from vlora.orchestrator.kv_admission import KvAdmission  # noqa: E402
+
 # No test may look for a model hub; set before transformers is imported anywhere.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 # Nor may a server started by a test take the tokens of who runs it.
@@ -75,3 +77,9 @@ def device(request: pytest.FixtureRequest) -> str:
 def data_folder(tmp_path_factory: pytest.TempPathFactory) -> None:
     """No test, and no process that one starts, reads or writes the user's own tables."""
     os.environ["XDG_DATA_HOME"] = str(tmp_path_factory.mktemp("data"))
+
+
+@pytest.fixture
+def no_kv_admission(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Requests enter as if they needed no KV room, so that they preempt each other."""
+    monkeypatch.setattr(KvAdmission, "_peak", lambda self, needs: 0)

@@ -101,7 +101,8 @@ class Recorded:
         inner_run = self.engine._runner.run
 
         def recording_run(batch: Any) -> Any:
-            self.modes.add(batch.mode)
+            if batch.items:  # a step may also do nothing but encode images
+                self.modes.add(batch.mode)
             self.engine.check_integrity()
             self.engine._scheduler.check_integrity()
             return inner_run(batch)

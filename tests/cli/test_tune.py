@@ -82,7 +82,7 @@ def test_the_engine_finds_the_table_of_a_search_by_its_threads(tmp_path: Path, m
     tables.choose_table.cache_clear()
     try:
         torch.set_num_threads(2)
-        assert tune("--model", "embedded", "--dtype", "float32")[0] == 0
+        assert tune("--model", "embedded", "--dtype", "float32", "--threads", "2")[0] == 0
         written = tmp_path / "vlora" / "tables" / f"{tables.device_name('cpu')}-t2.json"
         assert json.loads(written.read_text())["threads"] == 2
         tables.choose_table.cache_clear()

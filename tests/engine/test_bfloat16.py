@@ -30,7 +30,10 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> Reference:
     made.family = family
     made.adapters = oracle.save(Path(tmp_path_factory.mktemp(family)))
     made.cases = [
-        (("wide8", "everywhere64")[seed % 2], make_prompt(family, rounded, seed, num_images=seed % 2, text=(12, 12)))
+        (
+            ("wide8", "everywhere64")[seed % 2],
+            make_prompt(family, rounded, seed, num_images=seed // 2 % 2, text=(12, 12)),
+        )
         for seed in range(PROMPTS)
     ]
     made.answers = [oracle.generate(prompt, adapter, 1) for adapter, prompt in made.cases]

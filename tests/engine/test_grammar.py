@@ -288,6 +288,7 @@ def test_scores_are_the_models_own(local: LocalEngine) -> None:
     assert len(scores) == len(tokens_of(outputs)) and any(s.logprob < s.top[0][1] for s in scores)
 
 
+@pytest.mark.usefixtures("no_kv_admission")
 def test_a_preempted_answer_goes_on_where_it_was(folder: str) -> None:
     requests = [ask(f"r{i}", schema_grammar(PERSON), seed=i, max_tokens=60) for i in range(8)]
     roomy, scarce = engine(folder, prefix_cache=False), engine(folder, pages=26, prefix_cache=False)

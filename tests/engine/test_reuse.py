@@ -17,7 +17,6 @@ from tests.families import HIDDEN, VIDEO_FAMILIES, Prompt, build_model, make_pro
 from tests.harness import FixedModes, Recorded
 from tests.oracle import Oracle
 from vlora.memory import prefix
-from vlora.orchestrator.kv_admission import KvAdmission
 from vlora.types import Mode, Request
 
 pytestmark = [pytest.mark.gpu, pytest.mark.slow]
@@ -159,9 +158,8 @@ def test_a_reloaded_name_never_answers_from_what_the_old_content_left(reference:
     engine.check_integrity()
 
 
-def test_preempted_requests_find_what_is_left_of_them(reference: Reference, monkeypatch: pytest.MonkeyPatch) -> None:
-    # Requests enter as if they needed no room, so that memory does not hold those that did.
-    monkeypatch.setattr(KvAdmission, "_peak", lambda self, needs: 0)
+@pytest.mark.usefixtures("no_kv_admission")
+def test_preempted_requests_find_what_is_left_of_them(reference: Reference) -> None:
     recorded = Recorded(reference, MODES["mixed"], scarce_memory=True, vision_cache_bytes=0)
     adapters = ["wide8", None, "patterned16", "wide8"]
     cases = [

@@ -107,6 +107,7 @@ def test_prompts_run_in_chunks(reference: Reference) -> None:
         assert_same(got, want)
 
 
+@pytest.mark.usefixtures("no_kv_admission")
 def test_preempted_requests_go_on_where_they_were(reference: Reference) -> None:
     run = run_engine(reference, FixedModes(Mode.MIXED, "wide8"), NUM_TOKENS, scarce_memory=True)
     assert run.num_preemptions > 0

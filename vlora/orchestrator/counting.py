@@ -33,7 +33,8 @@ class Counters:
     def step(self, batch: Batch, result: StepResult) -> None:
         """Count a step, and the switch before it."""
         self._num_steps += 1
-        self._steps_by_mode[batch.mode] += 1
+        if batch.items:
+            self._steps_by_mode[batch.mode] += 1
         if result.encoded is not None:
             self._num_encoded_patches += result.encoded.num_patches
             self._encode_s += result.encoded.seconds

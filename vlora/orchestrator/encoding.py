@@ -168,7 +168,8 @@ class EncodeQueue:
         keys: set[ContentKey] = set()
         total = 0.0
         reserved = sum(self._ahead.values())
-        for tracked in waiting:
+        # First those of which some images are encoded: until they start, what is held for them keeps others out.
+        for tracked in sorted(waiting, key=lambda t: t.request_id not in self._ahead):
             request_id = tracked.request_id
             vision_key = self._vision_key[request_id]
             if (vision_key is not None and vision_key not in resident) or (items and request_id in self._alone):
