@@ -1,4 +1,4 @@
-"""Result files that cannot be written are told by name."""
+"""The error of a result file that cannot be written."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from vlora.errors import BadConfig
 
 @contextlib.contextmanager
 def writing(file: Path) -> Iterator[None]:
-    """What is done inside is done to `file`. Raises BadConfig with its name for what the system says of it."""
+    """Turn an OSError inside the block into BadConfig with the name of `file`."""
     try:
         yield
     except OSError as error:

@@ -157,7 +157,7 @@ def _tree(cls: type[VLoraError]) -> dict[str, type[VLoraError]]:
 
 
 def error_codes() -> tuple[str, ...]:
-    """Of all errors there are."""
+    """The `code` of every error class."""
     return tuple(_tree(VLoraError))
 
 
