@@ -79,7 +79,7 @@ class Recorded:
             max_step_tokens=max_step_tokens,
             block_size=8,
             # Adapters take up to half; blocks are one page each: scarce memory has room for about half of the requests.
-            arena_bytes=(80 if scarce_memory else 1024) * PAGE_BYTES,
+            arena_bytes=(72 if scarce_memory else 1024) * PAGE_BYTES,
             merge_fidelity_floor=0.0,
             **settings,
         )

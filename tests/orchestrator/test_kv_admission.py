@@ -46,6 +46,8 @@ def entries(admission: KvAdmission, tracked: list[Tracked]) -> list[str]:
         entered = admission.admit(0.0, [t for t in tracked if t.request_id not in order], adapter_starves=False)
         assert entered
         order += [t.request_id for t in entered]
+        for t in entered:
+            admission.remove(t)
     return order
 
 
@@ -65,8 +67,9 @@ def test_a_large_request_is_not_passed_by_small_ones() -> None:
         [make_request("small", prompt=4), make_request("large", prompt=28), make_request("tiny", prompt=1)]
     )
     assert [t.request_id for t in admission.admit(0.0, tracked, adapter_starves=False)] == ["small"]
-    assert admission.blocks_short(tracked) == 2, "large takes eight blocks beside the two of small"
+    assert admission.blocks_short == 2, "large takes eight blocks beside the two of small"
     assert admission.admit(0.0, tracked, adapter_starves=False) == ()
+    admission.remove(tracked[0])
     left = tracked[1:]
     assert [t.request_id for t in admission.admit(0.0, left, adapter_starves=False)] == ["large"]
 

@@ -507,7 +507,7 @@ def test_theta_grows_with_the_steps_that_all_ready_requests_take(num_requests: i
     num_starving = num_ready = 0
     for step in range(100):
         simulation.step()
-        if step and simulation.watched.credits:  # before the first step nothing is known of their length
+        if step > 1 and simulation.watched.credits:  # nothing is known of their length before a step of each kind
             theta_s, credits = simulation.watched.theta_s, simulation.watched.credits.values()
             assert theta_s >= (1 + math.ceil(len(credits) / 4)) * 0.2 * 0.99
             num_starving += sum(credit > theta_s for credit in credits)

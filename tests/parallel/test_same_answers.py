@@ -160,14 +160,18 @@ def test_what_ranks_say_is_what_the_formulas_say(team: Team) -> None:
         team.recorded.answer(cases, NUM_TOKENS)
         said = {key: (entry.calls, entry.num_bytes) for key, entry in ledger.take().items()}
         num_tokens = [len(prompt.prompt_ids) + NUM_TOKENS - 1 for _, prompt in cases]
+        # The last layer computes keys and values of all tokens, and all else of those whose hidden state is read.
+        num_rows = [(LAYERS - 1) * count + NUM_TOKENS for count in num_tokens]
         wanted = {
-            ("all_reduce", "base"): (2 * LAYERS * NUM_TOKENS, 2 * LAYERS * 4 * HIDDEN * sum(num_tokens)),
+            ("all_reduce", "base"): (2 * LAYERS * NUM_TOKENS, 2 * 4 * HIDDEN * sum(num_rows)),
             ("broadcast", "orders"): (NUM_TOKENS, said["broadcast", "orders"][1]),
         }
         if ranks:
-            hidden = sum(rank * count for rank, count in zip(ranks, num_tokens, strict=True))
-            wanted["all_gather", "slora"] = (2 * LAYERS * NUM_TOKENS, LAYERS * 4 * 5 * hidden // team.size)
-            wanted["all_reduce", "slora"] = (2 * LAYERS * NUM_TOKENS, LAYERS * 4 * 2 * hidden)
+            hidden = sum(rank * count for rank, count in zip(ranks, num_rows, strict=True))
+            # Its q reads other rows of a prompt than its k and v, so hidden values for all three are gathered twice.
+            prompts = sum(rank * len(prompt.prompt_ids) for rank, (_, prompt) in zip(ranks, cases, strict=True))
+            wanted["all_gather", "slora"] = (2 * LAYERS * NUM_TOKENS + 1, 4 * (5 * hidden + 3 * prompts) // team.size)
+            wanted["all_reduce", "slora"] = (2 * LAYERS * NUM_TOKENS, 4 * 2 * hidden)
         assert said == wanted
 
 

@@ -69,7 +69,7 @@ def test_ready_line_then_a_signal_drains_and_ends_with_code_0(tmp_path: Path, nu
     adapters = [f"{name}={write_adapter(tmp_path / name)}" for name in ("signs", "cam")]
     text = "under way " * 40
     with serving("scripted", "60", *adapters) as (process, client, line):
-        assert line.endswith("| model scripted | adapters: cam, signs\n")
+        assert line.endswith("| model scripted | 1 thread | adapters: cam, signs\n")
         (engine,) = children(process.pid)
         holding = client.stream("forever", max_tokens=90_000)  # for as long as it takes to hear that it drains
         next(holding)

@@ -325,7 +325,8 @@ class _Bringing:
 class LeadRunner:
     """Rank 0's `ModelRunner`, with the others told of everything it does.
 
-    They are told of a request with its first step: under overload many never have one, and its images are sent once.
+    They are told of a request with the first step that computes its tokens or encodes its images: under overload many
+    never have one, and images are sent once.
     """
 
     def __init__(self, team: Team, runner: ModelRunner) -> None:
@@ -350,9 +351,10 @@ class LeadRunner:
 
     def run(self, batch: Batch) -> StepResult:
         """One step on all ranks. Raises EngineDead for whatever goes wrong in it."""
-        for item in batch.items:
-            if (new := self._new.pop(item.request_id, None)) is not None:
-                self._told.add(item.request_id)
+        encoded = () if batch.encode is None else batch.encode.items
+        for request_id in (*(item.request_id for item in batch.items), *(request_id for request_id, _ in encoded)):
+            if (new := self._new.pop(request_id, None)) is not None:
+                self._told.add(request_id)
                 self._team.tell(new)
         self._team.run(batch)
         try:

@@ -73,7 +73,8 @@ class ImageEncoding:
         seconds = time.perf_counter() - started
         fine = error is None
         if self._group is not None:
-            fine = bool(self._group.smallest([fine], "images")[0])
+            # Ranks with other numbers of threads work in other pieces: the call is done when it is on all of them.
+            fine, done = map(bool, self._group.smallest([fine, done], "images"))
         if not fine:
             self._abandon()
             requests = {state.request.request_id: state for state, _ in call.items}

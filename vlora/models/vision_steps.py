@@ -63,12 +63,17 @@ class PacedCall(Generic[T]):
         self.result = self._call()
 
     def advance(self, flops: float) -> bool:
-        """Do about `flops` more operations, at least one piece. Returns whether the call has returned.
+        """Do about `flops` more operations, at least one piece, or nothing once the call has returned.
+
+        Returns:
+            Whether the call has returned.
 
         Raises:
             Exception: what the call raised; it is then over.
         """
         stack = self._stack
+        if stack.dead:
+            return True
         stack.parent, stack.spent, stack.budget = getcurrent(), 0.0, flops
         try:
             stack.switch()

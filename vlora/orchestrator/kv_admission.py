@@ -40,8 +40,11 @@ class AnswerLengths:
 
     def expected(self, num_tokens: int, max_tokens: int) -> int:
         """Expected whole length, in tokens, of an answer that has `num_tokens` so far and does not end here."""
-        mean = self._means[min(_BUCKETS - 1, num_tokens * _BUCKETS // max_tokens)]
-        return min(max_tokens, max(num_tokens + 1, round(mean * max_tokens)))
+        bucket = num_tokens * _BUCKETS // max_tokens
+        length = round(self._means[bucket if bucket < _BUCKETS else -1] * max_tokens)
+        if length <= num_tokens:
+            length = num_tokens + 1
+        return length if length < max_tokens else max_tokens
 
 
 class _Need(NamedTuple):
@@ -76,7 +79,9 @@ class KvAdmission:
         self._shares = shares
         self._waiting: dict[str, Tracked] = {}  # in order of arrival, but for preempted ones
         self._num_entries = 0
-        self._first: Tracked | None = None  # the next to enter, known until the set of waiting requests changes
+        self._num_changes = 0  # requests that came or ended
+        self._refused_at: tuple[int, int, bool] | None = None  # changes, blocks for KV and whether an adapter starved
+        self._blocks_short = 0
         self.lengths = AnswerLengths()
 
     def __len__(self) -> int:
@@ -93,12 +98,12 @@ class KvAdmission:
         """Wait for room: a new request, or one that was preempted."""
         tracked.entered = False
         self._waiting[tracked.request_id] = tracked
-        self._first = None
+        self._num_changes += 1
 
     def remove(self, tracked: Tracked) -> None:
-        """Forget a request that has ended."""
+        """Forget a request that has ended, whether it waited or had entered."""
         self._waiting.pop(tracked.request_id, None)
-        self._first = None
+        self._num_changes += 1
 
     def free_blocks(self, tracked: Iterable[Tracked], *, adapter_starves: bool = False) -> int:
         """Blocks that no entered request is expected to hold at any time. Below 0 where answers grew longer than
@@ -111,37 +116,39 @@ class KvAdmission:
         return room - self._peak(needs)
 
     def admit(self, now: float, tracked: Iterable[Tracked], *, adapter_starves: bool) -> Sequence[Tracked]:
-        """Let requests enter, in order, as far as there is room; those that did. tracked: all, entered or waiting."""
+        """Let requests enter, in order, as far as there is room; those that did. tracked: all, entered or waiting.
+
+        Steps alone make no room, so after a refusal all this is computed again only when requests came or ended, or
+        the arena's part for KV has changed.
+        """
         if not self._waiting:
+            return ()
+        num_blocks = self._tables.num_free_blocks + self._tables.num_taken_blocks
+        if (self._num_changes, num_blocks, adapter_starves) == self._refused_at:
             return ()
         needs, room = self._under_way(tracked, adapter_starves)
         entered: list[Tracked] = []
         whole = sum([need.blocks + self._growth(need.tokens_left) for need in needs])
-        # The first of the last time decides alone whether the order is to be found at all.
-        if self._first is not None and needs and self._peak([*needs, self._need(self._first)]) > room:
-            return ()
         for t in self._in_order():
             need = self._need(t)
             whole += need.blocks + self._growth(need.tokens_left)
             needs.append(need)
             # Where even the whole lengths fit, the peak need not be found.
-            if whole > room and len(needs) > 1 and self._peak(needs) > room:
-                self._first = t
-                return entered
+            if whole > room and len(needs) > 1 and (peak := self._peak(needs)) > room:
+                self._refused_at = self._num_changes, num_blocks, adapter_starves
+                self._blocks_short = peak - room
+                break
             self._num_entries += 1
             del self._waiting[t.request_id]
             t.enter(now)
             entered.append(t)
-        self._first = None
         return entered
 
-    def blocks_short(self, tracked: Iterable[Tracked]) -> int:
-        """How many more blocks would have to be free for the next request to enter; 0 when none waits."""
-        if not self._waiting:
-            return 0
-        needs, room = self._under_way(tracked, False)
-        first = self._first or next(self._in_order())
-        return max(0, self._peak([*needs, self._need(first)]) - room)
+    @property
+    def blocks_short(self) -> int:
+        """How many more blocks would have had to be free for one more request to enter when `admit` was called; 0 when
+        none waits."""
+        return self._blocks_short if self._waiting else 0
 
     def _under_way(self, tracked: Iterable[Tracked], adapter_starves: bool) -> tuple[list[_Need], int]:
         """What each entered request needs, and the blocks there are for all of these."""
@@ -156,22 +163,26 @@ class KvAdmission:
             free = min(free, self._max_request_blocks - self._tables.num_taken_blocks)
         return needs, free + own
 
-    def _need(self, t: Tracked) -> _Need:
-        expected = self._expected_len(t)
-        blocks = self._tables.blocks_for(t.device_len)
+    def _need(self, t: Tracked) -> _Need:  # for every entered request whenever one comes or ends
+        tables, device_len = self._tables, t.device_len
+        blocks = tables.blocks_for(device_len)
         if t.status is RequestStatus.RUNNING:
-            held = len(self._tables.table(t.request_id))
-            blocks = max(blocks, held) - (held - self._tables.num_own(t.request_id))
+            held = len(tables.table(t.request_id))
+            blocks = (blocks if blocks > held else held) - (held - tables.num_own(t.request_id))
         elif t.chain is not None:
-            blocks -= self._tables.num_shared(t.chain, t.cached_len)
-        return _Need(max(0, expected - 1 - t.device_len), blocks)  # the KV of the last token is never computed
+            blocks -= tables.num_shared(t.chain, t.cached_len)
+        tokens_left = self._expected_len(t) - 1 - device_len  # the KV of the last token is never computed
+        return _Need(tokens_left if tokens_left > 0 else 0, blocks)
 
     def _peak(self, needs: Sequence[_Need]) -> int:
         """The most blocks that requests hold at one time when all answers grow at one pace."""
-        peak = blocks = 0
-        for number, need in enumerate(sorted(needs, reverse=True), 1):
-            blocks += need.blocks
-            peak = max(peak, blocks + number * self._growth(need.tokens_left))
+        block_size = self._tables.block_size
+        peak = held = 0
+        for number, (tokens_left, blocks) in enumerate(sorted(needs, reverse=True), 1):
+            held += blocks
+            then = held + number * -(-tokens_left // block_size)
+            if then > peak:
+                peak = then
         return peak
 
     def _growth(self, num_tokens: int) -> int:
@@ -195,4 +206,4 @@ class KvAdmission:
     def _expected_len(self, t: Tracked) -> int:
         if t.is_head or t.num_preemptions:
             return t.max_len
-        return t.prompt_len + self.lengths.expected(t.num_sampled, t.request.sampling.max_tokens)
+        return t.prompt_len + self.lengths.expected(t.device_len - t.prompt_len, t.max_len - t.prompt_len)

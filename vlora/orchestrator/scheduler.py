@@ -232,7 +232,7 @@ class Scheduler:
 
     def blocks_short_to_enter(self) -> int:
         """How many more KV blocks would have to be free for the next request to enter; 0 when none waits for room."""
-        return self._kv_admission.blocks_short(self._tracked.values())
+        return self._kv_admission.blocks_short
 
     def adapters_in_use(self) -> frozenset[str]:
         """Adapters that must stay in memory: evicting one stalls requests that hold KV blocks.
@@ -644,10 +644,10 @@ class Scheduler:
             shares.ended(tracked)
         if self._tracked.pop(tracked.request_id, None) is None:
             self._admission.remove(tracked.request_id)
-        elif tracked.entered:
-            self._leave(tracked)
         else:
             self._kv_admission.remove(tracked)
+            if tracked.entered:
+                self._leave(tracked)
         if len(self._bounds) > 2 * (len(self._tracked) + len(self._admission)) + _FEW_ENDED:
             # A bound may be hours ahead, and its request holds pictures.
             self._bounds = [bound for bound in self._bounds if self._find(bound[2].request_id) is bound[2]]
