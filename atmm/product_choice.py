@@ -22,6 +22,7 @@ from torch import Tensor
 from atmm import cache, processor, products
 from atmm.compiled import library
 from atmm.compiled.products import Weights
+from atmm.contention import Contention
 from atmm.products import Key, Way
 from atmm.race import race
 
@@ -41,19 +42,24 @@ def measure(weights: Sequence[Tensor], clock: Callable[[], float] = time.perf_co
     """Measure how products with these weights are fastest, unless that is known from an earlier start.
 
     weights: [d_out, d_in] of a model's layers on the CPU. Takes seconds once per shape, processor and number of
-    threads. From then on `atmm.products.choose` follows it.
+    threads. From then on `atmm.products.choose` follows it. What is measured while other processes take the cores is
+    discarded: the rule decides, and the next start measures.
     """
     file = cache.folder() / f"products-{_machine()}.json"
     known = _read(file)
     fresh: dict[Key, Way] = {}
+    contention = Contention()
     started = time.monotonic()
     for layers in _by_shape(weights):
         for num_rows in _ROWS:
             key = products.key_of(num_rows, layers[0])
             if key not in known and key not in fresh:
                 fresh[key] = _fastest(num_rows, layers, clock)
-    products.measured.update(known | fresh)
-    if fresh:
+    products.measured.update(known)
+    if fresh and contention.disturbs():
+        log.warning("products are chosen by rule: other processes took the cores while they were to be measured")
+    elif fresh:
+        products.measured.update(fresh)
         log.info("measured %d kinds of products in %.1f s", len(fresh), time.monotonic() - started)
         _write(file, known | fresh)
 

@@ -1,11 +1,15 @@
 // y[t, o] = bias[o] + sum_i x[t, i] * w[o, i] for a thin batch: the weights are read once, row by row, as they lie.
 //
 // Decoding multiplies a handful of tokens with every weight of the model, so the product takes as long as memory needs
-// to hand the weights over. Sums are kept in float32 registers: a tile of R weight rows by M tokens at a time.
+// to hand the weights over. Sums are kept in float32 registers: a tile of R weight rows by M tokens at a time. The R
+// rows come from R places far apart, each of which is read in order: a processor prefetches several streams, but not
+// several rows of one page at once (docs/decisions.md, 2026-11-23).
 #include <omp.h>
 
 #include <algorithm>
+#include <cstdlib>
 #include <memory>
+#include <new>
 
 #include "vectors.h"
 
@@ -40,6 +44,14 @@ inline float sum_of(Floats values) {
 #endif
 }
 
+// Keeps a value that several products read in its register: compilers load it again for each of them.
+inline Floats kept(Floats value) {
+#if defined(__AVX__)
+  asm("" : "+v"(value));
+#endif
+  return value;
+}
+
 template <typename Register, typename T>
 inline Register load_register(const T* from) {
   Register values;
@@ -63,7 +75,7 @@ struct Arithmetic<float> {
     Floats rows[R];
     for (int r = 0; r < R; ++r) rows[r] = load_register<Floats>(w + r * w_stride);
     for (int m = 0; m < M; ++m) {
-      const Floats values = load_register<Floats>(x + m * x_stride);
+      const Floats values = kept(load_register<Floats>(x + m * x_stride));
       for (int r = 0; r < R; ++r) sums[r][m] = fused(rows[r], values, sums[r][m]);
     }
   }
@@ -112,12 +124,12 @@ struct Arithmetic<BFloat16> {
     Floats rows[R];
     for (int r = 0; r < R; ++r) rows[r] = Floats(load_register<Bits>(w + r * w_stride) << 16);
     for (int m = 0; m < M; ++m) {
-      const Floats values = load_register<Floats>(x + m * x_stride);
+      const Floats values = kept(load_register<Floats>(x + m * x_stride));
       for (int r = 0; r < R; ++r) sums[r][m] = fused(rows[r], values, sums[r][m]);
     }
     for (int r = 0; r < R; ++r) rows[r] = Floats(load_register<Bits>(w + r * w_stride) & 0xffff0000u);
     for (int m = 0; m < M; ++m) {
-      const Floats values = load_register<Floats>(x + m * x_stride + kWidth);
+      const Floats values = kept(load_register<Floats>(x + m * x_stride + kWidth));
       for (int r = 0; r < R; ++r) sums[r][m] = fused(rows[r], values, sums[r][m]);
     }
   }
@@ -135,16 +147,19 @@ struct Layer {
   int64_t y_token, d_out;
 };
 
-// x in the order in which weights are read, every row padded with zeros to whole groups, and by one group more: rows a
-// power of two apart evict each other from the first cache.
+constexpr int64_t kLine = 64;  // bytes of a cache line
+
+// x in the order in which weights are read, every row padded with zeros to whole groups, and by a line more: rows a
+// power of two apart evict each other from the first cache. Rows begin with a line: a load over two costs two.
 template <typename T>
 struct Prepared {
   using Kind = Arithmetic<T>;
   using Input = typename Kind::Input;
 
   Prepared(const T* x, int64_t x_token, int64_t num_tokens, int64_t d_in)
-      : stride((d_in + Kind::kGroup - 1) / Kind::kGroup * Kind::kGroup + Kind::kGroup),
-        values(new Input[num_tokens * stride]) {
+      : stride(whole_lines((d_in + Kind::kGroup - 1) / Kind::kGroup * Kind::kGroup) + kPerLine),
+        values(static_cast<Input*>(std::aligned_alloc(kLine, num_tokens * stride * sizeof(Input))), &std::free) {
+    if (!values) throw std::bad_alloc();
     const int64_t whole = d_in / Kind::kGroup * Kind::kGroup;
     for (int64_t t = 0; t < num_tokens; ++t) {
       const T* from = x + t * x_token;
@@ -158,60 +173,52 @@ struct Prepared {
     }
   }
 
+  static constexpr int64_t kPerLine = kLine / sizeof(Input);
+  static int64_t whole_lines(int64_t count) { return (count + kPerLine - 1) / kPerLine * kPerLine; }
+
   int64_t stride;
-  std::unique_ptr<Input[]> values;
+  std::unique_ptr<Input, decltype(&std::free)> values;
 };
 
-// to[m * pitch + r]: the products of R rows of weights with M rows of x. The next R rows are prefetched meanwhile, into
-// the second cache: few lines can be on their way to the first at a time.
+constexpr int64_t kTokens = 4;  // of a tile, at most
+constexpr int64_t kBlock = 32;  // features of a stream whose sums are kept until they are stored together
+
+// Streams of weights that are read at a time: as many as there are registers for beside one or two tokens, and beside
+// more. With 16 registers, three rows by four tokens leave none for the inputs.
+#if defined(__AVX512F__)
+constexpr int kStreamsOfFew = 8, kStreams = 4;
+#else
+constexpr int kStreamsOfFew = 4, kStreams = 2;
+#endif
+constexpr int64_t kAhead = 1024;  // bytes: how far before its use a line of weights is asked for
+
+// to[m * pitch + r * kBlock]: the products of R rows of weights, `stream` apart, with M rows of x. ahead: whether the
+// weights are read for the first time.
 template <typename T, int R, int M>
-inline void tile(float* to, int64_t pitch, const T* w, int64_t w_stride, const typename Arithmetic<T>::Input* values,
-                 int64_t x_stride, int64_t d_in) {
+inline void tile(float* to, int64_t pitch, const T* w, int64_t stream, const typename Arithmetic<T>::Input* values,
+                 int64_t x_stride, int64_t d_in, bool ahead) {
   using Kind = Arithmetic<T>;
+  constexpr int64_t kPerLine = kLine / sizeof(T);
   Floats sums[R][M] = {};
   const int64_t whole = d_in / Kind::kGroup * Kind::kGroup;
   for (int64_t i = 0; i < whole; i += Kind::kGroup) {
-    for (int r = 0; r < R; ++r) __builtin_prefetch(w + (r + R) * w_stride + i, 0, 2);
-    Kind::template multiply<R, M>(sums, w + i, w_stride, values + i, x_stride);
+    if (ahead && i % kPerLine == 0)
+      for (int r = 0; r < R; ++r) __builtin_prefetch(reinterpret_cast<const char*>(w + r * stream + i) + kAhead, 0, 3);
+    Kind::template multiply<R, M>(sums, w + i, stream, values + i, x_stride);
   }
   if (whole < d_in) {
     T rest[R][Kind::kGroup] = {};
-    for (int r = 0; r < R; ++r) std::memcpy(rest[r], w + r * w_stride + whole, (d_in - whole) * sizeof(T));
+    for (int r = 0; r < R; ++r) std::memcpy(rest[r], w + r * stream + whole, (d_in - whole) * sizeof(T));
     Kind::template multiply<R, M>(sums, rest[0], Kind::kGroup, values + whole, x_stride);
   }
   for (int m = 0; m < M; ++m)
-    for (int r = 0; r < R; ++r) to[m * pitch + r] = sum_of(sums[r][m]);
+    for (int r = 0; r < R; ++r) to[m * pitch + r * kBlock] = sum_of(sums[r][m]);
 }
 
-// Rows of weights of a tile with M tokens: as many sums as there are registers for.
-template <int M>
-constexpr int rows_beside() {
-#if defined(__AVX512F__)
-  return M <= 2 ? 8 : 4;
-#else
-  return M <= 2 ? 4 : 3;
-#endif
-}
-
-constexpr int64_t kTokens = 4;     // of a tile, at most
-constexpr int64_t kFeatures = 96;  // of a block: its sums are kept until they are stored together
-
-// Sums of features [first, stop) and M tokens.
-template <typename T, int M>
-void strip(float* to, const Layer<T>& layer, int64_t first, int64_t stop, const typename Arithmetic<T>::Input* values,
-           int64_t x_stride, int64_t d_in) {
-  constexpr int R = rows_beside<M>();
-  const T* w = layer.w + first * layer.w_stride;
-  int64_t o = first;
-  for (; o + R <= stop; o += R, w += R * layer.w_stride)
-    tile<T, R, M>(to + o - first, kFeatures, w, layer.w_stride, values, x_stride, d_in);
-  for (; o < stop; ++o, w += layer.w_stride)
-    tile<T, 1, M>(to + o - first, kFeatures, w, layer.w_stride, values, x_stride, d_in);
-}
-
+// Stores features [first, first + width) of all tokens. pitch: sums of a token.
 template <typename T>
-void write(const Layer<T>& layer, int64_t first, int64_t width, const float* sums, int64_t num_tokens) {
-  for (int64_t t = 0; t < num_tokens; ++t, sums += kFeatures) {
+void write(const Layer<T>& layer, int64_t first, int64_t width, const float* sums, int64_t pitch, int64_t num_tokens) {
+  for (int64_t t = 0; t < num_tokens; ++t, sums += pitch) {
     T* y = layer.y + t * layer.y_token + first;
     const T* bias = layer.bias ? layer.bias + first : nullptr;
     int64_t o = 0;
@@ -220,31 +227,40 @@ void write(const Layer<T>& layer, int64_t first, int64_t width, const float* sum
   }
 }
 
-template <typename T>
-void range(const Layer<T>& layer, const Prepared<T>& x, int64_t first, int64_t stop, int64_t num_tokens, int64_t d_in,
-           float* sums) {
+// Features first + r * per + [0, per) for r < R, the weights of each r a stream of their own.
+template <typename T, int R>
+void streams(const Layer<T>& layer, const Prepared<T>& x, int64_t first, int64_t per, int64_t num_tokens, int64_t d_in,
+             float* sums) {
   // Tiles of nearly equal numbers of tokens: five are 3 and 2, because 4 and 1 read the weights with idle sums.
-  const int64_t num_tiles = (num_tokens + kTokens - 1) / kTokens;
-  const int64_t step = num_tiles == 1 ? kFeatures : rows_beside<kTokens>();
-  for (int64_t block = first; block < stop; block += kFeatures) {
-    const int64_t end = std::min(block + kFeatures, stop);
-    for (int64_t o = block; o < end; o += step) {
-      const int64_t to = std::min(o + step, end);
+  const int64_t num_tiles = (num_tokens + kTokens - 1) / kTokens, stream = per * layer.w_stride, pitch = R * kBlock;
+  for (int64_t block = 0; block < per; block += kBlock) {
+    const int64_t width = std::min(kBlock, per - block);
+    for (int64_t o = 0; o < width; ++o) {
+      const T* w = layer.w + (first + block + o) * layer.w_stride;
       for (int64_t k = 0, t = 0; k < num_tiles; ++k) {
         const int64_t size = (num_tokens - t + num_tiles - k - 1) / (num_tiles - k);
-        float* at = sums + t * kFeatures + o - block;
+        float* to = sums + t * pitch + o;
         const auto* values = x.values.get() + t * x.stride;
         switch (size) {
-          case 1: strip<T, 1>(at, layer, o, to, values, x.stride, d_in); break;
-          case 2: strip<T, 2>(at, layer, o, to, values, x.stride, d_in); break;
-          case 3: strip<T, 3>(at, layer, o, to, values, x.stride, d_in); break;
-          default: strip<T, 4>(at, layer, o, to, values, x.stride, d_in);
+          case 1: tile<T, R, 1>(to, pitch, w, stream, values, x.stride, d_in, k == 0); break;
+          case 2: tile<T, R, 2>(to, pitch, w, stream, values, x.stride, d_in, k == 0); break;
+          case 3: tile<T, R, 3>(to, pitch, w, stream, values, x.stride, d_in, k == 0); break;
+          default: tile<T, R, 4>(to, pitch, w, stream, values, x.stride, d_in, k == 0);
         }
         t += size;
       }
     }
-    write(layer, block, end - block, sums, num_tokens);
+    for (int r = 0; r < R; ++r) write(layer, first + r * per + block, width, sums + r * kBlock, pitch, num_tokens);
   }
+}
+
+// Features [first, stop).
+template <typename T, int R>
+void range(const Layer<T>& layer, const Prepared<T>& x, int64_t first, int64_t stop, int64_t num_tokens, int64_t d_in,
+           float* sums) {
+  const int64_t per = (stop - first) / R;
+  streams<T, R>(layer, x, first, per, num_tokens, d_in, sums);
+  streams<T, 1>(layer, x, first + R * per, stop - first - R * per, num_tokens, d_in, sums);
 }
 
 template <typename T>
@@ -254,16 +270,17 @@ void linear(const Layer<T>* layers, int64_t num_layers, const T* x, int64_t x_to
   for (int64_t k = 0; k < num_layers; ++k) total += layers[k].d_out;
 #pragma omp parallel
   {
-    const std::unique_ptr<float[]> sums(new float[num_tokens * kFeatures]);
-    // A contiguous share of all features for each thread, cut where tiles end.
+    const std::unique_ptr<float[]> sums(new float[num_tokens * kStreamsOfFew * kBlock]);
+    // A contiguous share of all features for each thread, cut where all its streams are equally long.
     const int64_t num_threads = omp_get_num_threads(), thread = omp_get_thread_num();
-    constexpr int64_t cut = 12;  // a multiple of every tile's rows but the widest
+    constexpr int64_t cut = kStreamsOfFew;
+    const auto share_of_layer = num_tokens <= 2 ? range<T, kStreamsOfFew> : range<T, kStreams>;
     const int64_t share = (total + num_threads * cut - 1) / (num_threads * cut) * cut;
     int64_t first = std::min(total, thread * share), stop = std::min(total, first + share), before = 0;
     for (int64_t k = 0; k < num_layers && before < stop; before += layers[k++].d_out)
       if (first < before + layers[k].d_out)
-        range(layers[k], prepared, std::max<int64_t>(0, first - before), std::min(layers[k].d_out, stop - before),
-              num_tokens, d_in, sums.get());
+        share_of_layer(layers[k], prepared, std::max<int64_t>(0, first - before),
+                       std::min(layers[k].d_out, stop - before), num_tokens, d_in, sums.get());
   }
 }
 

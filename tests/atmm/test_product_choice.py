@@ -12,6 +12,7 @@ from torch import Tensor
 
 from atmm import product_choice, products
 from atmm.compiled.products import Weights
+from atmm.contention import Contention
 
 
 class Machine:
@@ -44,6 +45,7 @@ def apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(products, "multiplies", lambda weight: True)
     monkeypatch.setattr(products, "prefers_weight_left", lambda *given: False)
     monkeypatch.setattr(products, "multiplies_bfloat16", lambda: False)
+    monkeypatch.setattr(Contention, "disturbs", lambda self: False)
     yield
 
 
@@ -64,6 +66,16 @@ def test_the_fastest_way_is_chosen_and_later_starts_know_it(monkeypatch: pytest.
     monkeypatch.setattr(products, "measured", {})
     product_choice.measure(WEIGHTS, machine)
     assert not machine.calls and chosen(3) == "float32"
+
+
+def test_nothing_is_learned_while_others_take_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    machine = Machine(monkeypatch, {"rows": 4.0, "library": 3.0, "float32": 1.0})
+    monkeypatch.setattr(Contention, "disturbs", lambda self: True)
+    product_choice.measure(WEIGHTS, machine)
+    assert machine.calls and chosen(3) == "rows"
+    monkeypatch.setattr(Contention, "disturbs", lambda self: False)
+    product_choice.measure(WEIGHTS, machine)
+    assert chosen(3) == "float32", "the next start measures"
 
 
 def test_a_small_difference_does_not_change_the_rule(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,40 +2,67 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
 
 from vlora.bench import policy_engine
-from vlora.bench.dummy import small_config
-from vlora.bench.journal import Journal
+from vlora.bench.dummy import dummy_picture, small_config
 from vlora.bench.models import Model
-from vlora.bench.policy_engine import Point, WorkClock, average_token_latency_ms, capacity, confirm, drive
-from vlora.orchestrator import Costs
+from vlora.bench.policy_engine import FLOOR, Point, confirm, retrieval, video
+from vlora.bench.policy_workers import WorkClock, average_token_latency_ms, capacity, drive
+from vlora.bench.timing import threads
+from vlora.orchestrator import POLICIES, Costs
 from vlora.simulator import Arrival
 from vlora.types import RequestOutput, Timings
 
 pytestmark = pytest.mark.slow
 
-SMALL = Model("small", small_config, 256 * 2**20)
+SMALL = Model("small", small_config, 256 * 2**20, all_policies=True)
+PAIR = SMALL._replace(all_policies=False)
 CPU = torch.device("cpu")
+PICTURE = dummy_picture(small_config(), 8)
+RETRIEVAL = retrieval(0.6, PICTURE)
 
 
-def test_both_policies_answer_every_arrival_on_the_engine_and_in_the_simulator() -> None:
-    costs = Costs(base_s=0.01, token_s=1e-4, lane_s=2e-3, long_lane_s=1e-4, merge_s=0.01, short_lane=8)
-    (point,) = confirm(costs, SMALL, 4, CPU, skews=(0.6,), repeats=2, num_requests=12, once=Journal(None, None).once)
-    assert point.skew == 0.6 and point.requests_s > 0
-    assert len(point.baseline_ms) == len(point.ours_ms) == len(point.floor_ms) == len(point.simulated) == 2
-    assert point.ratios == tuple(o / b for o, b in zip(point.ours_ms, point.baseline_ms, strict=True))
-    assert all(floor < base for floor, base in zip(point.floor_ms, point.baseline_ms, strict=True))
-    assert all(0.2 < ratio < 5 for ratio in (*point.ratios, *point.simulated)), "both did the same work"
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    with threads(1):
+        yield
+
+
+def test_every_policy_answers_every_arrival_on_the_engine_and_two_in_the_simulator() -> None:
+    costs = Costs(base_s=0.01, token_s=1e-4, lane_s=2e-3, long_lane_s=1e-4, merge_s=0.01, short_lane=8, patch_s=1e-4)
+
+    def once(name: str, make: Callable[[], Any]) -> Any:
+        return 5.0 if name.startswith("capacity") else make()
+
+    points = confirm(costs, SMALL, 4, CPU, skews=(0.6,), repeats=1, num_requests=6, once=once)
+    assert [(point.app, point.skew) for point in points] == [("retrieval", 0.6), ("video", 0.5), ("video", 0.125)]
+    for point in points:
+        assert point.requests_s > 0 and point.threads == 1
+        assert point.latency_ms.keys() == {*POLICIES, FLOOR}
+        assert all(len(found) == 1 for found in (*point.latency_ms.values(), point.simulated))
+        assert all(0.2 < ratio < 5 for ratio in (*point.ratios(), *point.simulated)), "both did the same work"
+        assert point.best in POLICIES and point.best != "vlora_cost"
+        for goal in point.goals():
+            assert point.app in goal.name
+
+
+def test_video_is_pictures_that_a_head_answers_at_the_rate_asked_for() -> None:
+    arrivals = video(2, PICTURE).make(80, 4.0, 1)
+    assert all(each.answer_tokens == 0 and each.images == 2 * (PICTURE.num_patches,) for each in arrivals)
+    assert all(each.prompt_tokens == 2 * (PICTURE.num_tokens + 1) + 1 for each in arrivals)
+    assert {each.adapter for each in arrivals} == {"adapter-0", "adapter-1"}
+    assert arrivals[-1].time_s == pytest.approx(80 / 4.0, rel=0.1)
 
 
 def test_capacity_is_a_full_batch_s() -> None:
     """By a clock that counts steps: a request has its place for as many as its answer has tokens, sixteen in the
     middle, whatever order the policy serves those in who wait."""
-    worker = policy_engine._Engines(SMALL, 4, CPU).workers["unmerged_only"]
+    worker = policy_engine._Engines(PAIR, 4, CPU, RETRIEVAL).workers["unmerged_only"]
     num_steps = 0
     run = worker.engine.step
 
@@ -46,7 +73,7 @@ def test_capacity_is_a_full_batch_s() -> None:
 
     worker.engine.step = step  # type: ignore[method-assign]
     worker.clock = WorkClock(lambda: float(num_steps))
-    found = capacity(worker, 0.6)
+    found = capacity(worker, lambda number: [each._replace(images=()) for each in RETRIEVAL.make(number, 1.0, 0)])
     assert found == pytest.approx(worker.engine.config.max_batch_size / 16, rel=0.1)
     assert not worker.engine.has_work, "those under way were cancelled"
 
@@ -54,7 +81,7 @@ def test_capacity_is_a_full_batch_s() -> None:
 def test_engines_side_by_side_are_at_the_same_place_of_the_same_arrivals() -> None:
     """A machine that is ten times slower for a second is so for each of them: by a clock in which every step takes
     its turn's time, none is ever ahead of another by more than a step, and idle time is skipped by each alone."""
-    workers = policy_engine._Engines(SMALL, 4, CPU).workers
+    workers = policy_engine._Engines(PAIR, 4, CPU, RETRIEVAL).workers
     now = 0.0
     elapsed: dict[str, float] = dict.fromkeys(workers, 0.0)
     for name, worker in workers.items():
@@ -73,7 +100,7 @@ def test_engines_side_by_side_are_at_the_same_place_of_the_same_arrivals() -> No
         worker.engine.step = step  # type: ignore[method-assign]
     arrivals = [Arrival(0.0, "adapter-0", 16, 40) for _ in range(4)]
     found = drive(workers, arrivals)
-    assert all(len(outputs) == 4 for outputs in found.values())
+    assert all(len(each.finished) == 4 for each in found.values())
     assert max(elapsed.values()) - min(elapsed.values()) <= 1.0
     assert sum(elapsed.values()) == pytest.approx(now), "a clock stands while another engine runs"
 
@@ -90,19 +117,28 @@ def test_the_twin_on_paper_has_the_same_past() -> None:
         merge_s=0.2,
         short_lane=8,
     )
-    arrivals = policy_engine._arrivals(40, 5.0, 0.6, seed=1)
-    twin = policy_engine._Paper(costs, "vlora_cost")
+    arrivals = RETRIEVAL.make(40, 5.0, 1)
+    twin = policy_engine._Paper(costs, "vlora_cost", RETRIEVAL.make(32, 1e6, 0))
     first, second = twin.latency_ms(arrivals), twin.latency_ms(arrivals)
     assert twin._replica.scheduler._cost.costs.merged_s(32, 0) == pytest.approx(0.132, rel=0.02)
     assert second == pytest.approx(first, rel=0.2)
 
 
-def test_spread_and_error_of_a_point() -> None:
-    point = Point(0.6, 1.0, (10.0, 10.0, 10.0), (7.0, 8.0, 9.0), (6.0, 5.0, 4.0), (0.75, 0.85, 0.86))
-    assert point.ratio == 0.8
-    assert point.floor == 0.5
-    assert point.spread == pytest.approx(0.2)
-    assert point.error == pytest.approx(0.05)
+def test_what_a_point_says() -> None:
+    latency_ms = {
+        "vlora_cost": (7.0, 8.0, 9.0),
+        "unmerged_only": (10.0, 10.0, 10.0),
+        "dlora": (8.0, 8.0, 10.0),
+        "merged_only": (1.0, 1.0, 1.0),
+        FLOOR: (6.0, 5.0, 4.0),
+    }
+    point = Point("retrieval", 0.6, 1, 1.0, latency_ms, (0.75, 0.85, 0.86), ("merged_only",))
+    assert point.ratio == 0.8 and point.floor == 0.5 and point.error == pytest.approx(0.05)
+    assert point.best == "dlora", "what broke the waiting bound is no rival"
+    to_baseline, to_best, simulated = point.goals()
+    assert to_baseline.holds and to_baseline.goal == 0.97
+    assert to_best.value == 0.9 and to_best.goal == pytest.approx(1.0 + 1.0 - 0.875)
+    assert simulated.value == pytest.approx(0.05) and simulated.goal == pytest.approx(0.2)
 
 
 def test_the_clock_runs_with_its_engine_skips_idle_time_and_never_goes_back() -> None:

@@ -31,11 +31,7 @@ BENCHES = (
     "heads",
     "gateway",
     "serve",
-    "reuse",
-    "overload",
     "vision",
-    "heads",
-    "gateway",
     "soak",
     "tp",
 )

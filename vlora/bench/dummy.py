@@ -7,11 +7,15 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
+import msgspec
 import torch
 from safetensors.torch import save_file
 from transformers import Qwen2VLConfig
 
+from vlora.models.families import encode_patches, family_of, placeholder_count
+from vlora.models.processing import vision_input
 from vlora.parallel.plan import COLUMN_PARALLEL, ROW_PARALLEL
+from vlora.types import VisionInput
 
 Vision = Literal["tower", "none"]
 """The vision tower of a dummy model: of its family's real shape, or one that takes next to no time and memory."""
@@ -143,6 +147,18 @@ def _config(
         video_token_id=special_tokens + 4,
         tie_word_embeddings=tied,
     )
+
+
+def dummy_picture(config: Any, side: int) -> VisionInput:
+    """An image of random pixels, of side x side patches, or of the one size that the model takes."""
+    vision = config.vision_config
+    if family_of(config).mrope:
+        width = 3 * vision.temporal_patch_size * vision.patch_size**2
+        fields = {"pixel_values": torch.randn(side**2, width), "image_grid_thw": torch.tensor([[1, side, side]])}
+    else:
+        fields = {"pixel_values": torch.randn(1, 3, vision.image_size, vision.image_size)}
+    picture = vision_input("image", fields, placeholder_count(config, fields))
+    return msgspec.structs.replace(picture, num_patches=encode_patches(config, picture))
 
 
 def write_adapter(

@@ -7,7 +7,7 @@ import statistics
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import msgspec
 import numpy as np
@@ -15,17 +15,15 @@ import torch
 from scipy.optimize import nnls
 
 import atmm
-from vlora.bench.dummy import language_shapes, write_adapter
+from vlora.bench.dummy import dummy_picture, language_shapes, write_adapter
 from vlora.bench.models import Model
 from vlora.bench.timing import work_seconds
 from vlora.config import EngineConfig
 from vlora.engine import Engine
 from vlora.memory.transfer import Inline
-from vlora.models.families import family_of, placeholder_count
 from vlora.models.loading import dummy_model
-from vlora.models.processing import vision_input
 from vlora.orchestrator import Candidate, CostModel, Costs, Decision, PolicyState, StepSize
-from vlora.types import Mode, Request, SamplingParams, VisionInput
+from vlora.types import Mode, Request, SamplingParams
 
 RANK = 64
 _NUM_ADAPTERS = 8
@@ -53,8 +51,8 @@ class Fit(NamedTuple):
 
 
 def fit(model: Model, device: torch.device, decode_steps: int) -> Fit:
-    """Time steps of a model of random weights in bfloat16 with adapters of rank 64, on a CPU with one thread, and fit
-    their cost.
+    """Time steps of a model of random weights in bfloat16 with adapters of rank 64 on torch's threads, and fit their
+    cost.
 
     Every kind of step that a policy may decide on is among them: over W0 and over merged weights without a lane,
     unmerged with adapters of their own and with shared ones, mixed; prompts, decoding, and a prompt that joins those
@@ -62,7 +60,6 @@ def fit(model: Model, device: torch.device, decode_steps: int) -> Fit:
 
     decode_steps: of each batch.
     """
-    torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
         machine = _Machine(model, device, Path(folder))
     names: list[str | None] = list(machine.names)
@@ -140,17 +137,6 @@ class _Sizes(CostModel):
         super().observe_encoding(num_patches, seconds)
 
 
-def _picture(config: Any, side: int) -> VisionInput:
-    """An image of side x side patches, or of the one size that the model takes."""
-    vision = config.vision_config
-    if not family_of(config).mrope:
-        fields = {"pixel_values": torch.randn(1, 3, vision.image_size, vision.image_size)}
-        return vision_input("image", fields, placeholder_count(config, fields))
-    width = 3 * vision.temporal_patch_size * vision.patch_size**2
-    fields = {"pixel_values": torch.randn(side**2, width), "image_grid_thw": torch.tensor([[1, side, side]])}
-    return vision_input("image", fields, placeholder_count(config, fields))
-
-
 class _Machine:
     """An engine whose steps can be timed one by one."""
 
@@ -194,7 +180,7 @@ class _Machine:
 
     def steps_with_picture(self, side: int) -> list[Sample]:
         """Encode a picture of side x side patches: one sample, of the steps that this takes together."""
-        number, picture = next(self._numbers), _picture(self._config, side)
+        number, picture = next(self._numbers), dummy_picture(self._config, side)
         request = Request(
             request_id=f"r{number}",
             prompt_ids=(*[self._config.image_token_id] * picture.num_tokens, 3),

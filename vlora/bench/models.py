@@ -12,11 +12,13 @@ from vlora.errors import BadConfig
 
 
 class Model(NamedTuple):
-    """arena_bytes: eight adapters of rank 64 fit into a half of it, and KV of 128 short requests into the other."""
+    """arena_bytes: eight adapters of rank 64 fit into a half of it, and KV of 128 short requests into the other.
+    all_policies: whether a machine has memory for an engine of each policy at one time."""
 
     name: str
     config: Callable[[], Any]
     arena_bytes: int
+    all_policies: bool = False
 
 
 def _qwen2_vl_7b() -> Qwen2VLConfig:
@@ -64,7 +66,7 @@ def _llava_13b() -> LlavaConfig:
 MODELS = {
     model.name: model
     for model in (
-        Model("qwen2-0.5b", half_billion_config, 2 * 2**30),
+        Model("qwen2-0.5b", half_billion_config, 2 * 2**30, all_policies=True),
         Model("qwen2-vl-7b", _qwen2_vl_7b, 8 * 2**30),
         Model("llava-13b", _llava_13b, 12 * 2**30),
     )

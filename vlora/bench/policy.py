@@ -1,8 +1,9 @@
 """What each policy makes of the same traffic on the same machine: V-LoRA's figures 14 and 19 to 23, simulated.
 
-The machine is this one: the cost model is fitted to the real engine's steps at the start of the run. All policies have
-our operators and our switch, so what differs is only who runs when, and in which mode. The engine itself then runs a
-few points, and so does the simulator: what it says is to be within what repeats differ by.
+The machine is this one: the cost model is fitted to the real engine's steps at the start of the run, on the threads of
+a server by default. All policies have our operators and our switch, so what differs is only who runs when, and in which
+mode. The engine itself runs a few points with pictures, on these threads and on one, and so does the simulator: what it
+says is to be within what repeats differ by.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import functools
 import itertools
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,8 +21,9 @@ from vlora.bench.fit import RANK
 from vlora.bench.form import Goal, Report, environment
 from vlora.bench.journal import Journal
 from vlora.bench.models import model_named
-from vlora.bench.policy_engine import BASELINE, LOAD, OURS, Point, confirm
+from vlora.bench.policy_engine import BASELINE, OURS, SKEWS, confirm
 from vlora.bench.policy_plots import draw
+from vlora.bench.timing import thread_counts, threads
 from vlora.config import EngineConfig
 from vlora.models.loading import device_of
 from vlora.orchestrator import POLICIES, Costs
@@ -50,19 +52,24 @@ def run(quick: bool, partial: Path | None = None, model: str = "qwen2-0.5b", dev
     env = environment()
     where = {"model": model, "device": device, **{name: env[name] for name in ("machine", "gpu", "versions", "commit")}}
     journal = Journal(partial, {"quick": quick, **where})
-    fitted = journal.once("fit", lambda: stated(measured(quick, model, device), model))
-    machine = fitted["costs"]
-    load_s, costs = machine["load_s"], Costs(**{name: machine[name] for name in Costs._fields})
-    points = confirm(
-        costs,
-        model_named(model),
-        RANK,
-        device_of(EngineConfig(model=model, device=device), 0),
-        skews=(0.6,) if quick else (0.6, 0.8, 0.95),
-        repeats=2 if quick else 3,
-        num_requests=12 if quick else 80,
-        once=journal.once,
-    )
+    on = device_of(EngineConfig(model=model, device=device), 0)
+    fits, points = [], []
+    for number in thread_counts() if device == "cpu" else [1]:
+        with threads(number):
+            found = journal.once(f"fit, {number}", lambda: stated(measured(quick, model, device), model))
+            fits.append(found)
+            points += confirm(
+                _costs(found),
+                model_named(model),
+                RANK,
+                on,
+                skews=list(SKEWS)[:1] if quick else list(SKEWS),
+                repeats=2 if quick else 3,
+                num_requests=12 if quick else 60,
+                once=journal.once,
+            )
+    fitted = fits[0]
+    costs, load_s = _costs(fitted), fitted["costs"]["load_s"]
     rows: list[dict[str, Any]] = [
         journal.once(name, make) for cells in (_retrieval, _video) for name, make in cells(costs, load_s, quick)
     ]
@@ -77,21 +84,13 @@ def run(quick: bool, partial: Path | None = None, model: str = "qwen2-0.5b", dev
     goals.append(Goal(f"{OURS} / vlora (Algorithm 1), median of all cells", algorithm1, 1.0, True))
     for policy in POLICIES:
         goals.append(Goal(f"a decision with 1,000 waiting, {policy}, ms", decision_ms(policy, costs), 2.0, True))
-    goals += itertools.chain.from_iterable(map(_confirmed, points))
+    goals += itertools.chain.from_iterable(point.goals() for point in points)
     journal.close()
-    return Report("policy", rows, goals, found={**fitted, "engine": [_stated(point) for point in points]})
+    return Report("policy", rows, goals, found={**fitted, "engine": [point.stated() for point in points]})
 
 
-def _stated(point: Point) -> dict[str, Any]:
-    return {**point._asdict(), "ratios": point.ratios, "floor": point.floor}
-
-
-def _confirmed(point: Point) -> Iterator[Goal]:
-    repeats, simulated = (", ".join(f"{ratio:.3f}" for ratio in found) for found in (point.ratios, point.simulated))
-    where = f"engine at {LOAD:g} of capacity, skew {point.skew:g}"
-    floor = f"without any adapter {point.floor:.3f}"
-    yield Goal(f"{OURS} / {BASELINE}, {where}, median of {repeats}; {floor}", point.ratio, 0.8, True)
-    yield Goal(f"simulated ({simulated}) against measured, {where}; spread of repeats", point.error, point.spread, True)
+def _costs(found: Mapping[str, Any]) -> Costs:
+    return Costs(**{name: found["costs"][name] for name in Costs._fields})
 
 
 Cells = Iterator[tuple[str, Callable[[], dict[str, Any]]]]  # a name and what finds its row

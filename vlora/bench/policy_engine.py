@@ -1,106 +1,146 @@
-"""The simulator's word on `vlora_cost` against the real engine's: the same arrivals through both, at a few points.
-
-Three engines work through the same arrivals side by side, each by a clock of its own: ours, the baseline, and one whose
-requests want no adapter, which no policy can be quicker than. Whichever is furthest behind has the next step, so that a
-machine which is slow for a while is slow for all of them.
-"""
+"""Every policy on the real engine, with pictures: the same arrivals through all of them, and through the simulator."""
 
 from __future__ import annotations
 
-import contextlib
 import functools
-import itertools
 import math
 import statistics
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
-from vlora.bench.dummy import language_shapes, write_adapter
+from vlora.bench.dummy import dummy_picture
+from vlora.bench.form import Goal
 from vlora.bench.models import Model
-from vlora.bench.timing import work_seconds
+from vlora.bench.policy_workers import NUM_ADAPTERS, Worker, average_token_latency_ms, capacity, drive
+from vlora.bench.timing import in_words
 from vlora.config import EngineConfig
-from vlora.engine import Engine
-from vlora.memory.transfer import Inline
-from vlora.models.loading import dummy_model
-from vlora.orchestrator import Costs
+from vlora.orchestrator import POLICIES, Costs
 from vlora.simulator import Arrival, Box
-from vlora.simulator.arrivals import adapter_name
 from vlora.simulator.replica import Replica
-from vlora.simulator.workloads import Hottest
-from vlora.types import Request, RequestOutput, SamplingParams, Timings
+from vlora.simulator.workloads import Hottest, Video
+from vlora.types import RequestOutput, VisionInput
 
 OURS, BASELINE = "vlora_cost", "unmerged_only"
-_FLOOR = "without adapters"
+FLOOR = "without adapters"
 LOAD = 0.9  # of the baseline's measured capacity
-_NUM_ADAPTERS = 8
-# A thirteenth of visual retrieval's lengths, prompts and answers in its proportion: so a run of half a minute sees as
-# many requests come and go as one of six minutes would.
-_LENGTHS = {"prompt_min": 15, "prompt_max": 25, "answer_min": 12, "answer_max": 20}
+SKEWS = {0.6: 0.97, 0.8: 0.92, 0.95: 0.82}
+"""The hottest adapter's share of retrieval, and what our policy may take of the baseline's latency."""
+_VIDEO_ADAPTERS = (2, NUM_ADAPTERS)
+_SIDE = 8  # patches of a picture's side: 112 pixels, 16 tokens
+_FRAMES = 2
+
+
+class Traffic(NamedTuple):
+    """What is asked. skew: the hottest adapter's share. make: arrivals by number, requests a second and seed."""
+
+    app: str
+    skew: float
+    make: Callable[[int, float, int], list[Arrival]]
+
+    def __str__(self) -> str:
+        return f"{self.app}, skew {self.skew:g}"
+
+
+def retrieval(skew: float, picture: VisionInput) -> Traffic:
+    """A picture, a few words, and answers of 12 to 20 tokens.
+
+    A thirteenth of visual retrieval's lengths (V-LoRA section 6.2), so that a run of a minute sees as many requests
+    come and go as one of a quarter of an hour would.
+    """
+    prompt = picture.num_tokens + 1
+
+    def make(number: int, rate: float, seed: int) -> list[Arrival]:
+        lengths = {"prompt_min": prompt + 2, "prompt_max": prompt + 8, "answer_min": 12, "answer_max": 20}
+        hottest = Hottest(rate=rate, skew=skew, images=1, patches=picture.num_patches, **lengths)
+        return list(hottest.arrivals(number, NUM_ADAPTERS, seed))
+
+    return Traffic("retrieval", skew, make)
+
+
+def video(num_adapters: int, picture: VisionInput) -> Traffic:
+    """Eight cameras that each send two frames a period, which a task head answers in one pass."""
+
+    def make(number: int, rate: float, seed: int) -> list[Arrival]:
+        tokens, patches = picture.num_tokens + 1, picture.num_patches
+        cameras = Video(streams=NUM_ADAPTERS, frames=_FRAMES, frame_tokens=tokens, patches=patches)
+        period_s = NUM_ADAPTERS / rate  # of a camera; the workload's own is one second
+        return [
+            arrival._replace(time_s=arrival.time_s * period_s, prompt_tokens=arrival.prompt_tokens + 1)
+            for arrival in cameras.arrivals(number, num_adapters, seed)
+        ]
+
+    return Traffic("video", 1 / num_adapters, make)
 
 
 class Point(NamedTuple):
-    """What came of one skewness. Average token latencies in ms, a value for each repeat; the simulated ratios are for
-    the same arrivals. floor_ms: without any adapter."""
+    """What came of one kind of traffic at a number of threads.
 
+    latency_ms: average token latency by policy, a value for each repeat. simulated: our policy's over the baseline's
+    for the same arrivals. broke: policies under which a request waited for longer than the waiting bound allows.
+    """
+
+    app: str
     skew: float
+    threads: int
     requests_s: float
-    baseline_ms: tuple[float, ...]
-    ours_ms: tuple[float, ...]
-    floor_ms: tuple[float, ...]
-    simulated: tuple[float, ...]
+    latency_ms: Mapping[str, Sequence[float]]
+    simulated: Sequence[float]
+    broke: Sequence[str]
 
-    @property
-    def ratios(self) -> tuple[float, ...]:
-        return tuple(ours / base for ours, base in zip(self.ours_ms, self.baseline_ms, strict=True))
-
-    @property
-    def floor(self) -> float:
-        """The least ratio that any policy could have."""
-        return statistics.median(least / base for least, base in zip(self.floor_ms, self.baseline_ms, strict=True))
+    def ratios(self, other: str = BASELINE) -> list[float]:
+        """Our policy's latency over another's, of each repeat."""
+        return [ours / its for ours, its in zip(self.latency_ms[OURS], self.latency_ms[other], strict=True)]
 
     @property
     def ratio(self) -> float:
-        return statistics.median(self.ratios)
+        return statistics.median(self.ratios())
 
     @property
-    def spread(self) -> float:
-        """Between the lowest and the highest ratio of the repeats."""
-        return max(self.ratios) - min(self.ratios)
+    def floor(self) -> float:
+        """The least ratio to the baseline that any policy could have: without any adapter."""
+        pairs = zip(self.latency_ms[FLOOR], self.latency_ms[BASELINE], strict=True)
+        return statistics.median(least / base for least, base in pairs)
+
+    @property
+    def best(self) -> str:
+        """The best other policy that kept the waiting bound."""
+        others = [name for name in self.latency_ms if name not in (OURS, FLOOR, *self.broke)]
+        return min(others or [BASELINE], key=lambda name: statistics.median(self.latency_ms[name]))
 
     @property
     def error(self) -> float:
         """How far the simulator's ratio is from the engine's, in the middle."""
         return abs(statistics.median(self.simulated) - self.ratio)
 
+    def stated(self) -> dict[str, Any]:
+        """The point for a report."""
+        return {**self._asdict(), "ratios": self.ratios(), "floor": self.floor, "best other": self.best}
 
-class WorkClock:
-    """One engine's time: seconds of work (`work_seconds`) while it runs, plus the idle ones that are skipped instead of
-    slept through. Nobody learns from an engine that waits."""
+    def goals(self) -> Iterator[Goal]:
+        """Where every policy ran: our latency over the baseline's and over the best other's, and the simulator's
+        error."""
+        where = f"engine at {LOAD:g} of capacity, {self.app}, skew {self.skew:g}, {in_words(self.threads)}"
+        if self.app == "retrieval":
+            ratios = f"median of {_listed(self.ratios())}; {FLOOR} {self.floor:.3f}"
+            yield Goal(f"{OURS} / {BASELINE}, {where}, {ratios}", self.ratio, SKEWS[self.skew], True)
+        to_best = self.ratios(self.best)
+        name = f"{OURS} / {self.best}, the best other in bound, {where}, median of {_listed(to_best)}"
+        yield Goal(name, statistics.median(to_best), 1.0 + spread(to_best), True)
+        name = f"simulated ({_listed(self.simulated)}) against measured, {where}; spread of repeats"
+        yield Goal(name, self.error, spread(self.ratios()), True)
 
-    def __init__(self, seconds: Callable[[], float]) -> None:
-        self._seconds = seconds
-        self._before_s = 0.0
-        self._since_s: float | None = None
 
-    def __call__(self) -> float:
-        return self._before_s if self._since_s is None else self._before_s + self._seconds() - self._since_s
+def spread(ratios: Sequence[float]) -> float:
+    """Between the lowest and the highest of the repeats."""
+    return max(ratios) - min(ratios)
 
-    @contextlib.contextmanager
-    def running(self) -> Iterator[None]:
-        """Time passes within."""
-        assert self._since_s is None
-        self._since_s = self._seconds()
-        try:
-            yield
-        finally:
-            self._before_s, self._since_s = self(), None
 
-    def skip_to(self, now_s: float) -> None:
-        self._before_s += max(0.0, now_s - self())
+def _listed(ratios: Sequence[float]) -> str:
+    return ", ".join(f"{ratio:.3f}" for ratio in ratios)
 
 
 Once = Callable[[str, Callable[[], Any]], Any]
@@ -117,38 +157,44 @@ def confirm(
     num_requests: int,
     once: Once,
 ) -> list[Point]:
-    """Run both policies, and no adapters, on engines over a model each, random weights, bfloat16; on a CPU with one
-    thread.
+    """Run every policy, and no adapters, on engines over a model each, random weights, bfloat16, on torch's threads.
 
-    costs: of the machine that the simulator runs the same arrivals on. Each repeat has arrivals of its own.
-    once: a journal's, which may know what was measured before.
+    costs: of the machine that the simulator runs the same arrivals on. skews: of retrieval; video follows. Each repeat
+    has arrivals of its own. once: a journal's, which may know what was measured before.
     """
-    torch.set_num_threads(1)
-    engines = _Engines(model, rank, device)
-    paper = {policy: _Paper(costs, policy) for policy in (BASELINE, OURS)}
-    points = []
-    for skew in skews:
-        # By skewness: requests of one adapter share its reading, so unmerged-only serves more of them.
-        rate = LOAD * once(f"capacity, skew {skew}", functools.partial(engines.capacity, skew))
-        found = []
-        simulated = []
-        for seed in range(1, repeats + 1):
-            arrivals = _arrivals(num_requests, rate, skew, seed)
-            make = functools.partial(engines.latencies_ms, arrivals)
-            found.append(once(f"engines, skew {skew}, repeat {seed}", make))
-            simulated.append(paper[OURS].latency_ms(arrivals) / paper[BASELINE].latency_ms(arrivals))
-        base, ours, floor = (tuple(each[name] for each in found) for name in (BASELINE, OURS, _FLOOR))
-        points.append(Point(skew, rate, base, ours, floor, tuple(simulated)))
-    return points
+    picture = dummy_picture(model.config(), _SIDE)
+    traffics = [*(retrieval(skew, picture) for skew in skews), *(video(number, picture) for number in _VIDEO_ADAPTERS)]
+    engines = _Engines(model, rank, device, retrieval(0.5, picture))
+    return [_point(costs, engines, traffic, repeats, num_requests, once) for traffic in traffics]
+
+
+def _point(costs: Costs, engines: _Engines, traffic: Traffic, repeats: int, num_requests: int, once: Once) -> Point:
+    num_threads = torch.get_num_threads()
+    where = f"{traffic}, {in_words(num_threads)}"
+    # By skewness: requests of one adapter share its reading, so unmerged-only serves more of them.
+    rate = LOAD * once(f"capacity, {where}", functools.partial(engines.capacity, traffic))
+    paper = {policy: _Paper(costs, policy, engines.warm_up()) for policy in (BASELINE, OURS)}
+    latency_ms: dict[str, list[float]] = {}
+    simulated: list[float] = []
+    broke: set[str] = set()
+    for seed in range(1, repeats + 1):
+        arrivals = traffic.make(num_requests, rate, seed)
+        found = once(f"engines, {where}, repeat {seed}", functools.partial(engines.measure, arrivals))
+        for name, (its_ms, in_bound) in found.items():
+            latency_ms.setdefault(name, []).append(its_ms)
+            if not in_bound:
+                broke.add(name)
+        simulated.append(paper[OURS].latency_ms(arrivals) / paper[BASELINE].latency_ms(arrivals))
+    return Point(traffic.app, traffic.skew, num_threads, rate, latency_ms, simulated, sorted(broke - {FLOOR}))
 
 
 class _Paper:
     """An engine's twin in the simulator, with the same past: as warm, and as far with learning what a step takes. Only
     the baseline's capacity is not asked of it."""
 
-    def __init__(self, costs: Costs, policy: str) -> None:
+    def __init__(self, costs: Costs, policy: str, warm_up: Sequence[Arrival]) -> None:
         self._replica = Replica(Box(costs=costs, policy=policy))
-        self.latency_ms(_warm_up())
+        self.latency_ms(warm_up)
 
     def latency_ms(self, arrivals: Sequence[Arrival]) -> float:
         replica, started, outputs = self._replica, self._replica.clock.now, list[RequestOutput]()
@@ -159,158 +205,36 @@ class _Paper:
         return average_token_latency_ms([*outputs, *replica.run_until(math.inf)])
 
 
-class _Worker:
-    """An engine and its clock."""
-
-    def __init__(self, model: Model, rank: int, device: torch.device, policy: str, folder: Path | None) -> None:
-        """folder: where the adapters are, or are to be written; None for one without any."""
-        self.clock = WorkClock(work_seconds(device))
-        self._plain = folder is None
-        built = dummy_model(model.config(), "bfloat16", device, seed=0)
-        settings = EngineConfig(
-            model="dummy",
-            device=str(device),
-            policy=policy,
-            arena_bytes=model.arena_bytes,
-            merge_fidelity_floor=0.0,
-            prefix_cache=False,
-        )
-        self.engine = Engine(settings, model=built, clock=self.clock, executor=Inline())
-        if folder is not None:
-            shapes = language_shapes(built)
-            for i in range(_NUM_ADAPTERS):
-                path = folder / adapter_name(i)
-                if not path.exists():
-                    write_adapter(path, shapes, rank, seed=i)
-                self.engine.load_adapter(adapter_name(i), str(path))
-
-    def add(self, number: int, arrival: Arrival) -> None:
-        self.engine.add(_request(number, arrival._replace(adapter=None) if self._plain else arrival))
-
-    def step(self) -> tuple[RequestOutput, ...]:
-        with self.clock.running():
-            return self.engine.step()
-
-
 class _Engines:
-    """The three, made when one of them is first asked for something."""
+    """One for each policy that the model leaves room for, and one without adapters; made when first asked."""
 
-    def __init__(self, model: Model, rank: int, device: torch.device) -> None:
+    def __init__(self, model: Model, rank: int, device: torch.device, first: Traffic) -> None:
+        """first: what they warm up with."""
         self._model = model
         self._rank = rank
         self._device = device
+        self._first = first
+
+    def warm_up(self) -> list[Arrival]:
+        """A batch of requests at once, by which every adapter is brought and cost models learn what a step takes."""
+        return self._first.make(EngineConfig.max_batch_size, 1e6, 0)
 
     @functools.cached_property
-    def workers(self) -> dict[str, _Worker]:
+    def workers(self) -> dict[str, Worker]:
+        policies = list(POLICIES) if self._model.all_policies else [BASELINE, OURS]
         with tempfile.TemporaryDirectory() as found:
             folder = Path(found)
-            workers = {
-                BASELINE: _Worker(self._model, self._rank, self._device, BASELINE, folder),
-                OURS: _Worker(self._model, self._rank, self._device, OURS, folder),
-                _FLOOR: _Worker(self._model, self._rank, self._device, BASELINE, None),
-            }
-        # Every adapter is brought, and the cost model learns what a step takes.
-        drive(workers, _warm_up())
+            make = functools.partial(Worker, self._model, self._rank, self._device, picture_side=_SIDE)
+            workers = {policy: make(policy=policy, folder=folder) for policy in policies}
+            workers[FLOOR] = make(policy=BASELINE, folder=None)
+        drive(workers, self.warm_up())
         return workers
 
-    def capacity(self, skew: float) -> float:
+    def capacity(self, traffic: Traffic) -> float:
         """Requests per second of the baseline."""
-        return capacity(self.workers[BASELINE], skew)
+        return capacity(self.workers[BASELINE], lambda number: traffic.make(number, 1.0, 0))
 
-    def latencies_ms(self, arrivals: Sequence[Arrival]) -> dict[str, float]:
-        """Average token latency of each."""
-        return {name: average_token_latency_ms(outputs) for name, outputs in drive(self.workers, arrivals).items()}
-
-
-def _arrivals(number: int, rate: float, skew: float, seed: int) -> list[Arrival]:
-    return list(Hottest(rate=rate, skew=skew, **_LENGTHS).arrivals(number, _NUM_ADAPTERS, seed))
-
-
-def _warm_up() -> list[Arrival]:
-    return _arrivals(EngineConfig.max_batch_size, 1e6, 0.5, seed=0)
-
-
-def capacity(worker: _Worker, skew: float) -> float:
-    """Requests per second with every place of the batch taken: where one ends another comes, and the first batch is not
-    counted. With more of them waiting, those who starve would take turns and all of them end at about the same time."""
-    size = worker.engine.config.max_batch_size
-    coming = enumerate(itertools.cycle(_arrivals(4 * size, 1.0, skew, seed=0)))
-
-    def come() -> str:
-        number, arrival = next(coming)
-        worker.add(number, arrival)
-        return str(number)
-
-    under_way = {come() for _ in range(size)}
-    num_ended, before, started = 0, 0, 0.0
-    while num_ended < 3 * size:
-        for output in worker.step():
-            if output.finished:
-                _timings(output)  # it was answered
-                under_way.remove(output.request_id)
-                under_way.add(come())
-                num_ended += 1
-        if not before and num_ended >= size:
-            before, started = num_ended, worker.clock()
-    found = (num_ended - before) / (worker.clock() - started)
-    for request_id in under_way:
-        worker.engine.cancel(request_id)
-    return found
-
-
-def _request(number: int, arrival: Arrival) -> Request:
-    return Request(
-        request_id=str(number),
-        prompt_ids=tuple(itertools.islice(itertools.cycle(range(3, 100)), arrival.prompt_tokens)),
-        adapter=arrival.adapter,
-        sampling=SamplingParams(max_tokens=arrival.answer_tokens, ignore_eos=True),
-    )
-
-
-class _Drive:
-    """A worker on its way through arrivals: requests are handed over when they are due, or at the end of the step that
-    was under way."""
-
-    def __init__(self, worker: _Worker, arrivals: Iterable[Arrival]) -> None:
-        self._worker = worker
-        self._started = worker.clock()
-        self._waiting = iter(enumerate(arrivals))
-        self._following = next(self._waiting, None)
-        self.finished: list[RequestOutput] = []  # the last output of each
-
-    @property
-    def under_way(self) -> bool:
-        return self._following is not None or self._worker.engine.has_work
-
-    @property
-    def elapsed_s(self) -> float:
-        return self._worker.clock() - self._started
-
-    def step(self) -> None:
-        worker = self._worker
-        if self._following is not None and not worker.engine.has_work:
-            worker.clock.skip_to(self._started + self._following[1].time_s)
-        while self._following is not None and self._following[1].time_s <= self.elapsed_s:
-            worker.add(*self._following)
-            self._following = next(self._waiting, None)
-        self.finished += [output for output in worker.step() if output.finished]
-
-
-def drive(workers: Mapping[str, _Worker], arrivals: Sequence[Arrival]) -> dict[str, list[RequestOutput]]:
-    """All through the same arrivals, the one that is furthest behind first; what each answered."""
-    drives = {name: _Drive(worker, arrivals) for name, worker in workers.items()}
-    while left := [each for each in drives.values() if each.under_way]:
-        min(left, key=lambda each: each.elapsed_s).step()
-    return {name: each.finished for name, each in drives.items()}
-
-
-def average_token_latency_ms(outputs: Sequence[RequestOutput]) -> float:
-    """The sum of each request's latency over the number of all tokens, prompts' and answers' (V-LoRA section 6.1)."""
-    timings = [_timings(output) for output in outputs]
-    tokens = sum(each.num_prompt_tokens + each.num_completion_tokens for each in timings)
-    return 1e3 * sum(each.latency_s for each in timings) / tokens
-
-
-def _timings(output: RequestOutput) -> Timings:
-    assert output.error is None and output.timings is not None, output.error
-    return output.timings
+    def measure(self, arrivals: Sequence[Arrival]) -> dict[str, tuple[float, bool]]:
+        """Average token latency in ms of each, and whether the waiting bound was kept."""
+        found = drive(self.workers, arrivals)
+        return {name: (average_token_latency_ms(each.finished), each.in_bound) for name, each in found.items()}

@@ -17,6 +17,7 @@ import torch
 
 from vlora.bench.dummy import half_billion_config
 from vlora.bench.form import Report
+from vlora.bench.timing import thread_counts, threads
 from vlora.config import EngineConfig
 from vlora.engine import LocalEngine
 from vlora.models.loading import dummy_model
@@ -30,15 +31,11 @@ _PEAK_SIDE = 2048
 def run(quick: bool) -> Report:
     """Prompts of 2,048 tokens in a 0.5 B-parameter model, by tokens a step; in both types, on one thread and on all.
     quick: a sixth of its layers, fewer rounds."""
-    before = torch.get_num_threads()
     rows = []
-    try:
-        for threads in sorted({1, before}):
-            torch.set_num_threads(threads)
+    for number in thread_counts():
+        with threads(number):
             for dtype in ("float32", "bfloat16"):
-                rows += _prefills(dtype, threads, num_layers=4 if quick else 24, rounds=2 if quick else 5)
-    finally:
-        torch.set_num_threads(before)
+                rows += _prefills(dtype, number, num_layers=4 if quick else 24, rounds=2 if quick else 5)
     return Report("prefill", rows, [])
 
 
@@ -58,7 +55,7 @@ def prefill_flops(text_config: Any, num_tokens: int) -> int:
     return 2 * (products + attention + hidden * text_config.vocab_size)
 
 
-def _prefills(dtype: str, threads: int, num_layers: int, rounds: int) -> list[dict[str, Any]]:
+def _prefills(dtype: str, num_threads: int, num_layers: int, rounds: int) -> list[dict[str, Any]]:
     config = half_billion_config(num_layers)
     prefill = _prefill(config, dtype)
     left, right = torch.rand(2, _PEAK_SIDE, _PEAK_SIDE)
@@ -81,7 +78,7 @@ def _prefills(dtype: str, threads: int, num_layers: int, rounds: int) -> list[di
         rows.append(
             {
                 "dtype": dtype,
-                "threads": threads,
+                "threads": num_threads,
                 "layers": num_layers,
                 "tokens a step": width,
                 "us a token": took / _PROMPT * 1e6,

@@ -25,7 +25,7 @@ from transformers import DynamicCache
 import atmm
 from vlora.bench.dummy import half_billion_config, language_shapes, write_adapter
 from vlora.bench.form import Goal, Report
-from vlora.bench.timing import interleaved, median_ms, median_ratio
+from vlora.bench.timing import in_words, interleaved, median_ms, median_ratio, thread_counts
 from vlora.config import EngineConfig
 from vlora.engine import LocalEngine
 from vlora.models.loading import dummy_model
@@ -91,7 +91,7 @@ class _Bench:
 
     def __init__(self, rounds: int) -> None:
         self._rounds = rounds
-        self._cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        self._numbers = thread_counts()
         self.rows: list[dict[str, Any]] = []
         self.goals: list[Goal] = []
 
@@ -109,16 +109,15 @@ class _Bench:
         goals: at most, for the ratio to each of the others. scales: whether two threads must be faster than one.
         bytes_ratio: bytes that the step reads over those of the other, the ratio of two steps bound by memory.
         """
-        numbers = sorted({self._cores, 1}, reverse=True)
-        calls = {(what, threads): _on(threads, step) for threads in numbers for what, step in steps.items()}
+        calls = {(what, threads): _on(threads, step) for threads in self._numbers for what, step in steps.items()}
         keys = {f"{what} {threads}": (what, threads) for what, threads in calls}
         seconds = interleaved(
             {key: calls[pair] for key, pair in keys.items()}, self._rounds, _WARMUP, clock=time.perf_counter
         )
         found = {pair: seconds[key] for key, pair in keys.items()}
-        torch.set_num_threads(self._cores)
+        torch.set_num_threads(self._numbers[0])
         what, *others = steps
-        for threads in numbers:
+        for threads in self._numbers:
             for other in others:
                 ratio = median_ratio(found[what, threads], found[other, threads])
                 self.rows.append(
@@ -134,14 +133,10 @@ class _Bench:
                 )
                 goal = goals.get(other)
                 if goal is not None:
-                    self.goals.append(Goal(f"{name} / {other}, {_threads(threads)}", ratio, goal, True))
-        if scales and self._cores == 2:
+                    self.goals.append(Goal(f"{name} / {other}, {in_words(threads)}", ratio, goal, True))
+        if scales and self._numbers[0] == 2:
             ratio = median_ratio(found[what, 2], found[what, 1])
             self.goals.append(Goal(f"{name}, two threads / one", ratio, 0.62, True))
-
-
-def _threads(number: int) -> str:
-    return "1 thread" if number == 1 else f"{number} threads"
 
 
 def _on(threads: int, step: Step) -> Step:

@@ -4,15 +4,42 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 
 import torch
 
+from vlora.engine.cores import default_threads
+
 
 def work_seconds(device: torch.device) -> Callable[[], float]:
-    """A clock of what is done on a device: the process's own CPU seconds, so that other work on the machine does not
-    look like the model's; on a GPU, which nobody else is on, the time that passes."""
-    return time.process_time if device.type == "cpu" else time.perf_counter
+    """A clock of what is done on a device.
+
+    With one thread of a CPU, the process's own CPU seconds, so that other work on the machine does not look like the
+    model's. With several threads, and on a GPU, the time that passes: nothing else may run there.
+    """
+    one_thread = device.type == "cpu" and torch.get_num_threads() == 1
+    return time.process_time if one_thread else time.perf_counter
+
+
+@contextmanager
+def threads(number: int) -> Iterator[None]:
+    """torch computes with so many threads until the block ends."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(number)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def thread_counts() -> list[int]:
+    """What benches measure: the threads of a server by default, then one."""
+    return sorted({default_threads(), 1}, reverse=True)
+
+
+def in_words(num_threads: int) -> str:
+    return "1 thread" if num_threads == 1 else f"{num_threads} threads"
 
 
 def interleaved(

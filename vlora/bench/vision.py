@@ -14,13 +14,12 @@ from typing import Any, NamedTuple
 import msgspec
 import torch
 
-from vlora.bench.dummy import half_billion_config
+from vlora.bench.dummy import dummy_picture, half_billion_config
 from vlora.bench.form import Goal, Report
 from vlora.config import EngineConfig
 from vlora.engine import Engine
 from vlora.memory.transfer import Inline
 from vlora.models.loading import dummy_model
-from vlora.models.processing import vision_input
 from vlora.orchestrator import CostModel, StepSize
 from vlora.types import Request, RequestOutput, SamplingParams, VisionInput
 
@@ -107,7 +106,7 @@ class _Machine:
 
     def run(self, num_pictures: int, answer: int) -> _Found:
         """Decode steps alone, then with the pictures of others, to the last answer."""
-        picture = _picture(self._config)
+        picture = dummy_picture(self._config, _SIDE)
         self._add([picture], 1)
         self._finish()  # the price of a patch is known
         for _ in range(_NUM_DECODING):
@@ -156,10 +155,3 @@ class _Machine:
 def _decodes(step: _Step) -> bool:
     """Whether all tokens of a step were of requests that decode."""
     return step.size is not None and step.size.num_tokens == _NUM_DECODING
-
-
-def _picture(config: Any) -> VisionInput:
-    vision = config.vision_config
-    width = 3 * vision.temporal_patch_size * vision.patch_size**2
-    fields = {"pixel_values": torch.randn(_SIDE**2, width), "image_grid_thw": torch.tensor([[1, _SIDE, _SIDE]])}
-    return vision_input("image", fields, _SIDE**2 // 4)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, S
 from typing import NamedTuple
 
 from vlora.orchestrator.tracked import Image, Tracked
-from vlora.types import Encode, Encoded
+from vlora.types import Encode, Encoded, RequestStatus
 
 SHARE = 0.7  # of a step's time with tokens, at most this much more for images: no decode waits longer for them
 ALONE_S = 0.1  # of encoding in a step without tokens: new requests are seen after this long
@@ -106,6 +106,11 @@ class EncodeQueue:
             tracked.images = [image for image in tracked.images if image.last < start]
         self._ahead.pop(tracked.request_id, None)
 
+    @property
+    def adapters_under_way(self) -> Set[str]:
+        """Adapters whose deltas apply to images of the call under way: were one evicted, all its work would be lost."""
+        return frozenset() if self._call is None else _adapters(self._call.items)
+
     def choose(self, waiting: Iterable[Tracked], resident: Set[str], budget: float, *, alone: bool) -> Encode | None:
         """What to encode in a step.
 
@@ -150,8 +155,11 @@ class EncodeQueue:
             for tracked, image in alive:
                 if image in tracked.images:
                     tracked.images.remove(image)
-                    held = self._ahead.get(tracked.request_id, 0)
-                    self._ahead[tracked.request_id] = held + image.num_tokens
+                    # One that started without this image, which the prefix cache had, may have been preempted since: it
+                    # waits for KV room, and what is held for it must not keep those out that have the room.
+                    if tracked.entered and tracked.status is RequestStatus.WAITING:
+                        held = self._ahead.get(tracked.request_id, 0)
+                        self._ahead[tracked.request_id] = held + image.num_tokens
         return list(dict.fromkeys(t for t, _ in alive))
 
     def check_integrity(self, tracked: Collection[str]) -> None:

@@ -235,19 +235,21 @@ class Scheduler:
         return self._kv_admission.blocks_short
 
     def adapters_in_use(self) -> frozenset[str]:
-        """Adapters that must stay in memory: evicting one stalls requests that hold KV blocks.
+        """Adapters that must stay in memory: evicting one stalls requests that hold KV blocks, or loses images that are
+        half encoded.
 
         While a request starves for an adapter that found no room, only those that came not long ago, and those of
         requests that were preempted and have not yielded a token since: the others keep their KV and wait in turn.
         """
         now = self._clock()
         holders = (self._tracked[holder] for holder in self._tables.holders)
-        return frozenset(
+        held = frozenset(
             tracked.adapter
             for tracked in holders
             if tracked.adapter is not None
             and (tracked.protected or not self._starved_of_adapter or not self._stays.is_over(tracked.adapter, now))
         )
+        return held | self._encoding.adapters_under_way
 
     def stats(self, model: str) -> EngineStats:
         """Counters since the start."""

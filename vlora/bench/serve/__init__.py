@@ -26,7 +26,6 @@ from vlora.bench.serve.comparison import (
     Comparison,
     Files,
     check_answers,
-    default_threads,
     model_files,
     serving,
 )
@@ -34,6 +33,7 @@ from vlora.bench.serve.figures import Run, row
 from vlora.bench.serve.load import drive
 from vlora.bench.serve.surfaces import ChatCompletions, token_from_environment
 from vlora.bench.serve.workload import Workload, asks
+from vlora.engine.cores import default_threads
 from vlora.errors import BadConfig
 
 __all__ = ["run"]

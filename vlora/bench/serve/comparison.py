@@ -6,13 +6,11 @@ import asyncio
 import contextlib
 import dataclasses
 import itertools
-import os
 import statistics
 from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import psutil
 import torch
 
 from vlora.bench.serve.answers import Agreement, compare
@@ -23,6 +21,7 @@ from vlora.bench.serve.load import drive
 from vlora.bench.serve.surfaces import ChatCompletions, Rpyc
 from vlora.bench.serve.workload import Ask, Workload, asks
 from vlora.bench.served import Served, running
+from vlora.engine.cores import default_threads
 from vlora.models.processing import InputProcessor
 
 BASELINE_DTYPES = ("float32", "bfloat16")
@@ -239,12 +238,6 @@ def check_answers(
 async def _ask(server: Served, name: str, files: Files, workload: Workload, requests: Iterable[Ask]) -> Run:
     async with surface(name, server, files) as send:
         return await drive(workload, iter(requests), send)
-
-
-def default_threads() -> int:
-    """Torch's own choice: one for each physical core that this process may use."""
-    allowed = len(os.sched_getaffinity(0))
-    return min(psutil.cpu_count(logical=False) or allowed, allowed)
 
 
 def model_files(config: Any, folder: Path, num_adapters: int) -> Files:
