@@ -233,6 +233,7 @@ class Pausing(FixedModes):
         return Decision(Mode.UNMERGED, None, tuple(order[: state.max_batch_size]))
 
 
+@pytest.mark.usefixtures("no_kv_admission")
 def test_rows_gathered_before_a_preemption_are_gathered_anew(
     qwen: Headed, read_logits: dict[str, torch.Tensor]
 ) -> None:
