@@ -23,6 +23,7 @@ from peft import LoraConfig, get_peft_model
 from transformers import DynamicCache
 
 import atmm
+from atmm import products
 from vlora.bench.dummy import half_billion_config, language_shapes, write_adapter
 from vlora.bench.form import Goal, Report
 from vlora.bench.timing import in_words, interleaved, median_ms, median_ratio, thread_counts
@@ -163,9 +164,12 @@ def _without_compiled_kernels() -> Iterator[None]:
     before = os.environ.get("ATMM_COMPILED")
     os.environ["ATMM_COMPILED"] = "0"
     atmm.load_kernels.cache_clear()
+    chosen = dict(products.measured)
+    products.measured.clear()  # they may name the kernels
     try:
         yield
     finally:
+        products.measured.update(chosen)
         os.environ.pop("ATMM_COMPILED")
         if before is not None:
             os.environ["ATMM_COMPILED"] = before
