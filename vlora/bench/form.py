@@ -15,6 +15,8 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+from atmm.tables import device_name
+
 
 @dataclasses.dataclass(frozen=True)
 class Goal:
@@ -78,7 +80,7 @@ class Report:
 def environment() -> dict[str, Any]:
     """Machine, versions, threads, commit: what a figure means nothing without."""
     return {
-        "machine": f"{platform.machine()} {_cpu_name()}",
+        "machine": f"{platform.machine()} {_cpu_name()}, {device_name('cpu')}",
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
         "python": platform.python_version(),
         "versions": {name: importlib.metadata.version(name) for name in ("vlora", "torch", "transformers", "peft")},
