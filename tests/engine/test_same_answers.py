@@ -67,7 +67,8 @@ def assert_same(got: tuple[list[int], torch.Tensor], want: tuple[list[int], torc
 
 def test_unmerged_batch_of_all_ranks(reference: Reference) -> None:
     run = run_engine(reference, FixedModes(Mode.UNMERGED), NUM_TOKENS)
-    assert run.modes == {Mode.UNMERGED}
+    # A step of base-model requests alone, whose images were encoded first, has nothing to add: it counts as merged.
+    assert Mode.UNMERGED in run.modes and Mode.MIXED not in run.modes
     for got, want in zip(run.answers, reference.answers, strict=True):
         assert_same(got, want)
 
