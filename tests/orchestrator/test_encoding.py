@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from tests.orchestrator.simulation import IMAGE, Machine, Simulation, Speed, make_request
+from tests.orchestrator.simulation import IMAGE, Machine, Simulation, Speed, expected_tokens, make_request
 from vlora.orchestrator.encoding import EncodeQueue
 from vlora.orchestrator.tracked import Tracked
-from vlora.types import Encoded, RequestStatus
+from vlora.types import Encoded, Request, RequestStatus
 
 
 def entered(queue: EncodeQueue, name: str, num_tokens: int, vision_key: str | None = None) -> Tracked:
@@ -67,3 +67,82 @@ def test_an_adapter_stays_while_images_are_encoded_with_its_deltas() -> None:
             calls.append(batch.encode.number)
     assert not simulation.scheduler.has_work
     assert set(calls) == {1, 2} and len(calls) > 4, "each call was finished once begun"
+
+
+def shown(name: str, num_tokens: int, content: str | None = None) -> Request:
+    """A request with one image of `num_tokens` placeholders, 4 patches each."""
+    prompt = (1, *[IMAGE] * num_tokens, 2)
+    return make_request(name, prompt=prompt, images=[(content or name, num_tokens)], max_tokens=3)
+
+
+def warm() -> Simulation:
+    """A machine whose costs are known, so that a call takes several requests' images."""
+    simulation = Simulation(Machine())
+    simulation.add(shown("first", 4))
+    simulation.run()
+    return simulation
+
+
+def test_a_broken_image_fails_its_own_request_alone() -> None:
+    simulation = warm()
+    simulation.runner.broken.add("bad")
+    simulation.add(shown("r1", 5), shown("r2", 5, "bad"), shown("r3", 5), shown("r4", 5, "bad"))
+    batch = simulation.step()
+    assert batch is not None and batch.encode is not None
+    assert {name for name, _ in batch.encode.items} == {"r1", "r2", "r3", "r4"}, "they share a call"
+    simulation.run()
+    reasons = {name: outputs[-1].finish_reason for name, outputs in simulation.outputs.items() if name != "first"}
+    assert reasons == {"r1": "length", "r2": "error", "r3": "length", "r4": "error"}
+    error = simulation.outputs["r2"][-1].error
+    assert error is not None and error.code == "bad_image"
+    answer = [token for output in simulation.outputs["r1"] for token in output.token_ids]
+    assert answer == expected_tokens(simulation.runner.requests["r1"])
+
+
+def test_a_request_cancelled_in_the_middle_of_a_call_costs_the_others_nothing() -> None:
+    """Two requests show the same large picture, which takes many steps beside a third one's answer."""
+    simulation = warm()
+    simulation.add(make_request("text", max_tokens=400))
+    simulation.step()
+    simulation.add(shown("r1", 40, "same"), shown("r2", 40, "same"))
+    batch = simulation.step()
+    assert batch is not None and batch.encode is not None and len(batch.encode.items) == 2
+    number = batch.encode.number
+    simulation.cancel("r1")
+    num_steps = 0
+    while not simulation.outputs["r2"]:
+        batch = simulation.step()
+        assert batch is not None and (batch.encode is None or batch.encode.number == number), "no call is begun anew"
+        num_steps += batch.encode is not None
+    assert num_steps > 1 and simulation.runner.num_encoded["same"] == 1
+
+
+def test_a_call_ends_with_its_last_request() -> None:
+    simulation = warm()
+    simulation.add(make_request("text", max_tokens=40))
+    simulation.step()
+    simulation.add(shown("r1", 100))
+    batch = simulation.step()
+    assert batch is not None and batch.encode is not None
+    simulation.cancel("r1")
+    simulation.add(shown("r2", 5))
+    batch = simulation.step()
+    assert batch is not None and batch.encode is not None and batch.encode.items == (("r2", 0),)
+
+
+def test_embeddings_held_ahead_are_bounded() -> None:
+    """Everybody who encodes ahead of need waits for the batch, which one long answer after the other fills."""
+    simulation = Simulation(Machine(max_batch_size=2, max_step_tokens=8))
+    simulation.add(*(make_request(f"text{i}", max_tokens=60) for i in range(2)))
+    simulation.step()
+    simulation.add(*(shown(f"r{i}", 5) for i in range(20)))
+    started: set[str] = set()
+    most = 0
+    while simulation.scheduler.has_work:
+        batch = simulation.step()
+        assert batch is not None
+        started.update(item.request_id for item in batch.items)
+        ahead = {name for name, _ in simulation.runner.held if name not in started}
+        most = max(most, 5 * len(ahead))
+    assert 8 < most <= 4 * 8
+    assert all(outputs[-1].finish_reason == "length" for outputs in simulation.outputs.values())
