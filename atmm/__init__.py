@@ -7,6 +7,7 @@ requests, no models.
 from atmm.ahead import compile_ahead
 from atmm.compiled import library as load_kernels
 from atmm.compiled.attention import attend, serves_attention
+from atmm.compiled.norm import rms_norm, serves_norm
 from atmm.divided import gains_from_copies, longest_short_lane
 from atmm.head_rows import HeadRows
 from atmm.operator import add_delta, add_deltas, head_logits, merge
@@ -35,5 +36,7 @@ __all__ = [
     "longest_short_lane",
     "measure_products",
     "merge",
+    "rms_norm",
     "serves_attention",
+    "serves_norm",
 ]

@@ -24,7 +24,7 @@ import torch
 
 from atmm import cache
 
-_SOURCES = ("merge.cpp", "lanes.cpp", "products.cpp", "attention.cpp", "evict.cpp")
+_SOURCES = ("merge.cpp", "lanes.cpp", "products.cpp", "attention.cpp", "norm.cpp", "evict.cpp")
 _HEADERS = ("vectors.h",)
 _FLAGS = ("-std=c++17", "-O3", "-march=native", "-ffp-contract=fast", "-fno-math-errno", "-fopenmp", "-fPIC")
 _INT, _POINTER, _FLOAT = ctypes.c_int64, ctypes.c_void_p, ctypes.c_float
@@ -42,6 +42,7 @@ _ARGUMENTS = {
     ),
     "deltas": (_POINTER, _INT, _INT, _POINTER, _INT, _INT, _POINTER, _INT, _POINTER, _INT, _INT, _INT),
     "linear": (_POINTER, _INT, _POINTER, _INT, _INT, _INT),
+    "normalize": (_POINTER, _POINTER, _INT, _POINTER, _INT, _INT, _FLOAT),
 }
 _TYPES = {torch.bfloat16: "bfloat16", torch.float32: "float32"}
 
@@ -53,7 +54,7 @@ class Library:
 
     def __init__(self, file: Path) -> None:
         loaded = ctypes.CDLL(str(file))
-        self.merge, self.shrink, self.expand, self.attend, self.deltas, self.linear = (
+        self.merge, self.shrink, self.expand, self.attend, self.deltas, self.linear, self.normalize = (
             {dtype: _function(loaded, f"atmm_{name}_{suffix}", arguments) for dtype, suffix in _TYPES.items()}
             for name, arguments in _ARGUMENTS.items()
         )

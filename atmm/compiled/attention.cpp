@@ -14,6 +14,7 @@ namespace {
 
 constexpr int64_t kPiece = 256;  // tokens of a context that a task reads
 constexpr int64_t kTile = 32;    // tokens whose keys or values are floats at a time, in the first cache
+constexpr int64_t kAhead = 16;   // tokens between the row that is read and the one that is fetched
 constexpr int64_t kSide = 4;     // tokens, or query heads, that are computed side by side
 constexpr float kLog2E = 1.44269504f;
 
@@ -105,12 +106,15 @@ inline float largest(Values values) {
   return most;
 }
 
-// Rows of the cache as floats, [tokens, pitch]; values behind `dim` are zero.
+// Rows of the cache as floats, [tokens, pitch]; values behind `dim` are zero. Blocks of a context lie scattered, so the
+// processor does not foresee the next row: one of `left`, those from here to the context's end, is fetched ahead.
 template <typename T>
-void read_tile(float* tile, const T* cache, int64_t stride, const int64_t* rows, int64_t tokens, int64_t dim,
-               int64_t pitch) {
+void read_tile(float* tile, const T* cache, int64_t stride, const int64_t* rows, int64_t tokens, int64_t left,
+               int64_t dim, int64_t pitch) {
   for (int64_t t = 0; t < tokens; ++t) {
     const T* from = cache + rows[t] * stride;
+    const char* later = reinterpret_cast<const char*>(cache + rows[std::min(t + kAhead, left - 1)] * stride);
+    for (int64_t i = 0; i < dim * int64_t(sizeof(T)); i += 64) __builtin_prefetch(later + i);
     float* to = tile + t * pitch;
     int64_t i = 0;
     for (; i + kNative <= dim; i += kNative) write(to + i, read(from + i));
@@ -188,7 +192,7 @@ void attend_piece(float* sums, float* most, float* totals, Scratch& scratch, con
     for (int64_t i = 0; i < dim; ++i) scratch.q[g * pitch + i] = kLog2E * scale * load_one(q + g * q_head + i * q_feature);
   for (int64_t t = 0; t < tokens; t += kTile) {
     const int64_t count = std::min(kTile, tokens - t);
-    read_tile(tile, k, stride, rows + t, count, dim, pitch);
+    read_tile(tile, k, stride, rows + t, count, tokens - t, dim, pitch);
     int64_t g = 0;
     for (; g + 2 <= group; g += 2)
       score_tile<2>(scores + g * kPiece + t, scratch.q.get() + g * pitch, tile, count, pitch);
@@ -216,7 +220,7 @@ void attend_piece(float* sums, float* most, float* totals, Scratch& scratch, con
   std::fill(sums, sums + group * pitch, 0.0f);
   for (int64_t t = 0; t < tokens; t += kTile) {
     const int64_t count = std::min(kTile, tokens - t);
-    read_tile(tile, v, stride, rows + t, count, dim, pitch);
+    read_tile(tile, v, stride, rows + t, count, tokens - t, dim, pitch);
     const float* weights = scores + t;
     int64_t g = 0;
     for (; g + kSide <= group; g += kSide) weigh_tile<kSide>(sums + g * pitch, weights + g * kPiece, tile, count, pitch);

@@ -21,6 +21,7 @@ from vlora.memory.allocation import in_huge_pages
 from vlora.models.adapted import AdaptedLinear, LaneScope, adapt
 from vlora.models.attention import StepAttention, paged_attention
 from vlora.models.families import Family, family_of
+from vlora.models.norms import fuse_norms
 from vlora.models.vision_steps import VISION_ATTENTION, pace, paced_attention
 
 # Must not contain "flash" or "sdpa": transformers tests attention names for those substrings.
@@ -69,6 +70,7 @@ class Seam:
         self.num_kv_heads: int = self.text_config.num_key_value_heads  # of those, on several ranks: this rank's
         self.language_scope, self.vision_scope = LaneScope(), LaneScope()
         self._pace_vision_attention()
+        fuse_norms(model)
         self.language_linears, self.vision_linears = self._adapt_linears()
 
     def move(self, device: torch.device) -> None:
