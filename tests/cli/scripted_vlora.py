@@ -7,7 +7,6 @@ import json
 import sys
 from pathlib import Path
 
-import tests.server.light  # noqa: F401
 from tests.server.scripted import ENGINE_COMMAND, ByteProcessor, write_adapter
 from vlora.config import EngineConfig, ServerConfig
 

@@ -28,7 +28,6 @@ def fuse(plan: Path, out: Path, **options: object) -> None:
 
 
 def script_serving() -> None:
-    import tests.server.light  # noqa: F401
     import vlora.server.supervise
     from tests.server.scripted import ENGINE_COMMAND, ByteProcessor
 

@@ -25,7 +25,6 @@ from typing import Any, NamedTuple
 import msgspec
 from PIL import Image
 
-from heads import TASKS
 from vlora.config import EngineConfig
 from vlora.engine.snapshot import AdapterLoad, ArenaMap, ArenaRun, EngineSnapshot, QueuedRequest, StepRecord
 from vlora.errors import (
@@ -41,7 +40,7 @@ from vlora.errors import (
     UnknownAdapter,
     VLoraError,
 )
-from vlora.models import Region
+from vlora.models.pictures import Region
 from vlora.types import (
     AdapterStatus,
     EngineStats,
@@ -60,6 +59,7 @@ ENGINE_COMMAND = (sys.executable, "-m", "tests.server.scripted_process")
 EOS = 256
 IMAGE = 257
 LABELS = ("dark", "bright")
+TASKS = ("classification", "action", "binary", "counting", "multi_label", "regression", "detection")
 
 
 def head_answer(task: str, vision: Sequence[VisionInput]) -> HeadAnswer:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 
-import tests.server.light  # noqa: F401
 from tests.server.scripted import ScriptedEngine
 from vlora.engine.process import run
 

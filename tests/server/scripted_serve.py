@@ -6,7 +6,6 @@ import asyncio
 import os
 import sys
 
-import tests.server.light  # noqa: F401
 import vlora.cli
 import vlora.server.supervise
 from tests.server.scripted import ENGINE_COMMAND, ByteProcessor

@@ -539,7 +539,7 @@ def test_tokens_are_read_again_on_sighup(tmp_path: Path) -> None:
     file.write_text(f"old: {{token: {USER}}}")
     file.chmod(0o600)
     code = (
-        "import tests.server.light, asyncio, pathlib, sys\n"
+        "import asyncio, pathlib, sys\n"
         "from tests.server.scripted import ENGINE_COMMAND, ByteProcessor\n"
         "from vlora.server.supervise import serve\n"
         "from vlora.server.tokens import read_tokens\n"

@@ -216,7 +216,7 @@ def test_ctrl_c_while_the_model_loads_ends_at_once() -> None:
 def test_a_port_in_use_is_told_before_the_model_loads() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         code = (
-            "import tests.server.light, asyncio\n"
+            "import asyncio\n"
             "from vlora.server.supervise import serve\n"
             "from vlora.config import EngineConfig, ServerConfig\n"
             f"config = ServerConfig(rpyc_port={taken.getsockname()[1]})\n"
@@ -250,7 +250,7 @@ def test_of_two_servers_that_start_at_once_the_later_one_is_told() -> None:
 
 def test_http_is_served_beside_rpyc_when_it_is_asked_for() -> None:
     code = (
-        "import tests.server.light, asyncio\n"
+        "import asyncio\n"
         "from tests.server.scripted import ENGINE_COMMAND, ByteProcessor\n"
         "from vlora.server.supervise import serve\n"
         "from vlora.config import EngineConfig, ServerConfig\n"

@@ -1,5 +1,20 @@
 """The model side of the engine: loading, the seam into transformers, vision, sampling, the runner, mode switching."""
 
-from vlora.models.processing import EncodedPrompt, InputProcessor, Region
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from vlora.lazy import attributes
+
+if TYPE_CHECKING:
+    from vlora.models.pictures import Region
+    from vlora.models.processing import EncodedPrompt, InputProcessor
 
 __all__ = ["EncodedPrompt", "InputProcessor", "Region"]
+
+__getattr__ = attributes(
+    __name__,
+    EncodedPrompt="vlora.models.processing",
+    InputProcessor="vlora.models.processing",
+    Region="vlora.models.pictures",
+)

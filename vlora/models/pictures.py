@@ -2,9 +2,20 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from PIL import Image, ImageOps
 
 FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "GIF", "TIFF")
+
+
+class Region(NamedTuple):
+    """The part of a picture that its tokens show, in pixels."""
+
+    left: float
+    top: float
+    width: float
+    height: float
 
 
 def upright_rgb(image: Image.Image) -> Image.Image:

@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 
 from vlora.client.values import HeadResult
-from vlora.models import Region
+from vlora.models.pictures import Region
 from vlora.types import FoundBox, HeadAnswer
 
 

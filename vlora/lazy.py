@@ -1,0 +1,23 @@
+"""Packages whose names are imported when they are used, so that importing one of their modules stays cheap."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from typing import Any
+
+
+def attributes(package: str, **modules: str) -> Callable[[str], Any]:
+    """A module-level `__getattr__` (PEP 562) for a package.
+
+    Args:
+        package: its `__name__`.
+        modules: for each name that the package offers, the module that defines it.
+    """
+
+    def get(name: str) -> Any:
+        if name not in modules:
+            raise AttributeError(f"module {package!r} has no attribute {name!r}")
+        return getattr(importlib.import_module(modules[name]), name)
+
+    return get
