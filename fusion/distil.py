@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from fusion.check import Checked
 from fusion.objectives import HeadObjective, Read
 from fusion.plan import TrainingPlan
+from fusion.precision import mixed_precision
 from fusion.reading import Prepared, read_samples
 from fusion.train import Domain, FrozenBase
 from heads import TaskHead
@@ -178,7 +179,7 @@ class _Pair:
         self._peft.set_adapter(which)
         seen = [sample.embeddings for sample in samples]  # read from disk each time
         features = [rows for rows in seen if rows is not None]
-        with torch.autocast(self._base.seam.device.type, torch.bfloat16, enabled=self._bfloat16):
+        with mixed_precision(self._base.seam.device, self._bfloat16):
             return read_samples(self._base.seam, samples, features)
 
 

@@ -79,8 +79,9 @@ class TrainingPlan(_Strict):
 
     rehearsal: share of each batch drawn from the domains already in the adapter. patience: stop after that many looks
     at samples kept from training (twelve looks in `steps`) that saw no smaller loss, and go back to the smallest; None
-    trains to the end. bfloat16: compute in it where torch does so safely; weights stay as they are.
-    gradient_checkpointing: compute activations twice instead of keeping them.
+    trains to the end. bfloat16: compute in it where torch does so safely and the
+    processor has instructions for it; weights stay as they are. gradient_checkpointing: compute activations twice
+    instead of keeping them.
     """
 
     steps: Whole = Field(120, ge=1)

@@ -26,6 +26,7 @@ from fusion.identity import hash_of_weights
 from fusion.objectives import HeadObjective, Objective, Read, answer_in_words, task_of
 from fusion.pack import Score
 from fusion.plan import DomainPlan, Plan
+from fusion.precision import mixed_precision
 from fusion.reading import Prepared, embed, read_samples
 from fusion.samples import Sample, Splits, held_back
 from fusion.tasks import MEANS
@@ -496,8 +497,7 @@ class LoraTrainer:
             return read_samples(self._base.seam, samples, self._base.features_of(samples))
 
     def _autocast(self) -> torch.autocast:
-        enabled = self._plan.training.bfloat16
-        return torch.autocast(self._base.seam.device.type, torch.bfloat16, enabled=enabled)
+        return mixed_precision(self._base.seam.device, self._plan.training.bfloat16)
 
     def _seed(self, what: str) -> int:
         return zlib.crc32(f"{self._plan.seed} {what}".encode())

@@ -41,6 +41,7 @@ from fusion.embedded.evaluate import accuracy_by_skill, as_pixels, format_accura
 from fusion.embedded.model import IMAGE_TOKENS, build_model
 from fusion.embedded.processor import build_processor
 from fusion.embedded.spectra import GIST_FEATURES, PATCH_FEATURES, gist, patch_spectra
+from fusion.precision import mixed_precision
 
 VISION_SHARE = 0.15
 """Part of the run in which only the vision tower trains."""
@@ -231,7 +232,7 @@ class Trainer:
         rng = np.random.default_rng((self.seed, self.step, self.rank))
         self._set_rates()
         vision_only = self.done < VISION_SHARE
-        with torch.autocast(self.device.type, torch.bfloat16):
+        with mixed_precision(self.device):
             losses = self._vision_losses(rng) if vision_only else self._joint_losses(rng)
             total = torch.stack(
                 [loss * (1.0 if name == "answer" else PROBE_WEIGHT) for name, loss in losses.items()]

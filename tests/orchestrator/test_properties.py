@@ -109,7 +109,7 @@ def assert_answered(simulation: Simulation, request: Request) -> None:
         assert last.timings.steps_by_mode == {} and bounds, "only who has a bound is ever refused"
 
 
-@settings(max_examples=1000, deadline=None)
+@settings(max_examples=500, deadline=None)
 @given(
     machine=machines(),
     arrivals=loads(),
