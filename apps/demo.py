@@ -51,7 +51,7 @@ def run(
     fused = out / "fused"
     console.rule("1. fuse: domains into adapters")
     said = sys.stderr if console.stderr else None  # what it says belongs where the rest is told
-    if subprocess.run([*command, "fuse", plan, "--out", str(fused)], stdout=said).returncode != 0:
+    if subprocess.run([*command, "fuse", plan, "--out", str(fused), "--restart"], stdout=said).returncode != 0:
         raise VLoraError("the demo ends here: `vlora fuse` failed, see above")
     report = json.loads((fused / "report.json").read_text())
     console.rule("2. serve: engine and front end")

@@ -104,13 +104,13 @@ def refuse_others(folder: Path, identity: Mapping[str, str]) -> None:
         )
         raise BadPlan(
             f"{made_of.parent} was begun with something else, so it cannot be resumed:\n{told}\n"
-            "undo the change, or run without --resume to begin anew"
+            "undo the change, or give --restart instead of --resume to begin again"
         )
 
 
 def _damaged(file: Path) -> BadPlan:
     """What a run writes is whole, also if it is killed: something else has been at it."""
-    return BadPlan(f"{file} is damaged, so the run cannot be resumed; run without --resume to begin anew")
+    return BadPlan(f"{file} is damaged, so the run cannot be resumed; give --restart instead of --resume")
 
 
 def _short(value: str | None) -> str:

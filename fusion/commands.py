@@ -35,6 +35,7 @@ from fusion.report import (
 )
 from fusion.report_examples import confusion_of, examples_of
 from fusion.report_page import page
+from fusion.results import refuse_to_overwrite, replaced
 from fusion.samples import Splits
 from fusion.side_by_side import Job, one_thread, side_by_side
 from fusion.sources import STREAMS
@@ -55,20 +56,38 @@ def fuse(
     *,
     device: str = "cpu",
     resume: bool = False,
+    restart: bool = False,
     oracle: bool = False,
     workers: int = 1,
     console: Console | None = None,
 ) -> FusionReport:
     """Run a plan file and write OUT/adapters/NAME/ (PEFT format with heads), OUT/test/, OUT/report.json and
-    OUT/report.html.
+    OUT/report.html, all of them at the end.
 
-    resume: go on with the trainings that an earlier run left in OUT/checkpoint. oracle: also find out what could not be
-    beaten, which takes many more trainings. Raises BadPlan, and BadConfig where another process is at work in OUT.
+    Args:
+        plan_path: the plan.
+        out: folder for the results, and for trainings meanwhile.
+        device: to train on.
+        resume: go on with the trainings that an earlier run left in OUT/checkpoint.
+        restart: delete these, and replace the results of an earlier run.
+        oracle: also find the fewest adapters possible, which takes many more trainings.
+        workers: trainings at a time, on a CPU.
+        console: for progress and the report's table.
+
+    Raises:
+        BadPlan: the plan or its data cannot be used.
+        BadConfig: OUT holds an earlier run's work and neither `resume` nor `restart` is given, or another process is at
+            work there.
     """
     if workers > 1 and not device.startswith("cpu"):
         raise BadConfig(f"workers is {workers}, but on {device} one process trains at a time; leave workers out")
-    checked = check(read_plan_file(plan_path))
-    console, out = console or Console(), Path(out)
+    if resume and restart:
+        raise BadConfig("resume goes on with what is there, restart deletes it: give one of the two")
+    plan, console, out = read_plan_file(plan_path), console or Console(), Path(out)
+    if out.exists() and not resume and not restart:
+        with held(out):
+            refuse_to_overwrite(out)
+    checked = check(plan)
     with held(out):
         return run(checked, out, device=device, resume=resume, oracle=oracle, workers=workers, console=console)
 
@@ -172,14 +191,15 @@ def run(
         plan=plan.model_dump(mode="json"),
     )
     states = {name: state_of(plan, adapter, trainings) for adapter, name in names.items()}
-    _write_adapters(out / "adapters", report, trainer, states)
-    write_test_data(out / "test", plan, splits)
-    report.write(out / "report.json")
     examples = {
         name: examples_of(own.splits.test, tested[name], own.splits.labels, own.task, own.plan.question)
         for name, own in domains.items()
     }
-    (out / "report.html").write_text(page(report, examples))
+    with replaced(out) as folder:
+        _write_adapters(folder / "adapters", report, trainer, states)
+        write_test_data(folder / "test", plan, splits)
+        (folder / "report.html").write_text(page(report, examples))
+        report.write(folder / "report.json")
     shutil.rmtree(out / "features")  # much larger than all the rest, and made again within seconds
     console.print(report.table())
     return report
@@ -220,14 +240,9 @@ def timeline(packing: Packing) -> tuple[StepReport, ...]:
 
 
 def _write_adapters(folder: Path, report: FusionReport, trainer: LoraTrainer, states: Mapping[str, State]) -> None:
-    """All adapters, or those that were there before if the process dies on the way."""
-    temporary = folder.with_name(f"{folder.name}.unfinished")
-    shutil.rmtree(temporary, ignore_errors=True)
     for adapter in report.adapters:
-        trainer.save(temporary / adapter.name, states[adapter.name])
-        (temporary / adapter.name / "README.md").write_text(model_card(report, adapter))
-    shutil.rmtree(folder, ignore_errors=True)
-    temporary.rename(folder)
+        trainer.save(folder / adapter.name, states[adapter.name])
+        (folder / adapter.name / "README.md").write_text(model_card(report, adapter))
 
 
 def _told(verdict: Verdict) -> OracleReport:

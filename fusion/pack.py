@@ -229,8 +229,9 @@ def _list(names: Sequence[str]) -> str:
 
 
 def told(scores: Mapping[str, Score], thresholds: Mapping[str, float]) -> str:
-    """For people."""
+    """Scores beside their thresholds, for people; lower bounds where a confidence is set, which makes them differ."""
+    bounds = {name: f"lower bound {score.lower:.3f}, " for name, score in scores.items() if score.lower != score.value}
     return ", ".join(
-        f"{name} {score.value:.3f} (surely {score.lower:.3f}, promised {thresholds[name]:.3f})"
+        f"{name} {score.value:.3f} ({bounds.get(name, '')}threshold {thresholds[name]:.3f})"
         for name, score in scores.items()
     )

@@ -112,23 +112,31 @@ class FusionReport:
         file.write_text(json.dumps(dataclasses.asdict(self), indent=2) + "\n")
 
     def table(self) -> Table:
-        table = Table(title=f"{len(self.domains)} domains in {len(self.adapters)} adapters, {self.seconds:.0f} s")
+        """Nothing is cut off where a terminal is narrow. Lower bounds are a column where a confidence is set."""
+        numbers = f"{_number(len(self.domains), 'domain')} in {_number(len(self.adapters), 'adapter')}"
+        table = Table(title=f"{numbers}, {self.seconds:.0f} s")
         for column in ("domain", "data", "adapter"):
-            table.add_column(column)
-        for column in ("threshold", "validation", "at least", "test before", "test after"):
-            table.add_column(column, justify="right")
+            table.add_column(column, overflow="fold")
+        bound = () if self.confidence is None else ("lower bound",)
+        for column in ("threshold", "validation", *bound, "test before", "test after"):
+            table.add_column(column, justify="right", overflow="fold")
         for domain in self.domains:
+            judged = [f"{domain.validation:.3f}", *([f"{domain.bound:.3f}"] if bound else [])]
+            judged[-1] += "" if domain.met else " (missed)"
             table.add_row(
                 domain.name,
                 domain.real_or_synthetic,
                 domain.adapter,
                 f"{domain.threshold:.2f}",
-                f"{domain.validation:.3f}",
-                f"{domain.bound:.3f}" + ("" if domain.met else " (missed)"),
+                *judged,
                 f"{domain.before:.3f}",
                 f"{domain.after:.3f}",
             )
         return table
+
+
+def _number(count: int, noun: str) -> str:
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
 
 
 def model_card(report: FusionReport, adapter: AdapterReport) -> str:
@@ -143,7 +151,7 @@ def model_card(report: FusionReport, adapter: AdapterReport) -> str:
     layers = f"{'all linear layers' if lora['targets'] is None else ', '.join(lora['targets'])} of the language model"
     vision = " and all of the vision side" if lora["vision"] else ""
     blocks = f" in {lora['blocks']} blocks" if lora["blocks"] > 1 else ""
-    sure = "the value itself" if report.confidence is None else f"confidence {report.confidence:g}"
+    sure = "no confidence set" if report.confidence is None else f"confidence {report.confidence:g}"
     return f"""---
 base_model: {report.base}
 library_name: peft
@@ -153,7 +161,7 @@ library_name: peft
 A LoRA adapter for {report.base} that holds {len(own)} of the {len(report.domains)} domains of one fusion run (seed
 {report.seed}).
 
-| domain | task | pixels | metric | threshold | validation | at least ({sure}) | test | test samples |
+| domain | task | pixels | metric | threshold | validation | lower bound ({sure}) | test | test samples |
 |---|---|---|---|---|---|---|---|---|
 {rows}
 

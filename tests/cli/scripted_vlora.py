@@ -70,9 +70,9 @@ def serve(adapters: Path) -> None:
 
 if __name__ == "__main__":
     match sys.argv[1:]:
-        case ["fuse", "broken", "--out", _]:
+        case ["fuse", "broken", "--out", _, "--restart"]:
             sys.exit(2)
-        case ["fuse", _, "--out", out]:
+        case ["fuse", _, "--out", out, "--restart"]:
             fuse(Path(out))
         case ["serve", "--model", "scripted", "--adapters", folder, "--rpyc-port", "0"]:
             serve(Path(folder))

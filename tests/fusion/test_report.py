@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+import io
 import json
 from pathlib import Path
 
 import yaml
+from rich.console import Console
 
 from fusion.commands import timeline
-from fusion.pack import Score, Trained, pack
+from fusion.pack import Score, Trained, pack, told
 from fusion.plan import DomainPlan, LoraPlan, Plan
 from fusion.report import AdapterReport, DomainReport, FusionReport, model_card
 
@@ -71,3 +73,23 @@ def test_an_adapters_card_tells_how_it_was_trained() -> None:
     jointly = model_card(dataclasses.replace(made, plan={**made.plan, "packing": "jointly"}), both)
     assert "Trained on all of its domains at once, for at most 120 steps of 32 samples each." in jointly
     assert "of each batch" not in jointly
+
+
+def test_the_table_has_lower_bounds_where_a_confidence_is_set_and_cuts_nothing_off() -> None:
+    def shown(made: FusionReport) -> str:
+        console = Console(width=60, file=io.StringIO())
+        console.print(made.table())
+        assert isinstance(console.file, io.StringIO)
+        return console.file.getvalue()
+
+    made = report()
+    one = dataclasses.replace(made, domains=made.domains[:1], adapters=made.adapters[:1], confidence=None)
+    assert "2 domains in 2 adapters, 6 s" in shown(made) and "1 domain in 1 adapter, 6 s" in shown(one)
+    assert "0.850" in shown(made) and "0.850" not in shown(one)
+    assert "…" not in shown(made)
+
+
+def test_scores_are_told_beside_their_thresholds() -> None:
+    thresholds = {"digits": 0.88}
+    assert told({"digits": Score(0.93, 0.93)}, thresholds) == "digits 0.930 (threshold 0.880)"
+    assert told({"digits": Score(0.93, 0.912)}, thresholds) == "digits 0.930 (lower bound 0.912, threshold 0.880)"

@@ -21,7 +21,7 @@ import torch
 from fusion.commands import fuse as run
 from tests.fusion.small import COLORS, write_base, write_folders
 from vlora.cli import main
-from vlora.errors import BadPlan
+from vlora.errors import BadConfig, BadPlan
 
 pytestmark = pytest.mark.slow
 
@@ -155,6 +155,8 @@ def test_a_plan_that_is_refused_takes_nothing_from_an_earlier_run(made: Path) ->
     plan, out = write_plan(made, steps=1), made / "kept"
     finished(plan, out)
     before = num_trained(out)
+    with pytest.raises(BadConfig, match="--restart"):
+        run(plan, out)
     good = plan.read_text()
     for asked, instead, told in (
         ("{rank: 2}", "{rank: 2, targets: [p_proj]}", "p_proj"),  # a linear layer it has not
@@ -162,5 +164,5 @@ def test_a_plan_that_is_refused_takes_nothing_from_an_earlier_run(made: Path) ->
     ):
         plan.write_text(good.replace(asked, instead))
         with pytest.raises(BadPlan, match=told):
-            run(plan, out)
+            run(plan, out, restart=True)
         assert num_trained(out) == before > 0

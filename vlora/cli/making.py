@@ -11,7 +11,7 @@ from vlora.cli.group import cli
 from vlora.cli.progress import waiting
 from vlora.cli.server_flags import json_option, print_json
 from vlora.config import EngineConfig
-from vlora.errors import BadConfig
+from vlora.errors import BadConfig, BadPlan
 
 
 @cli.command()
@@ -20,11 +20,20 @@ from vlora.errors import BadConfig
 @click.option("--device", default=EngineConfig.device, show_default=True, help="Device to train on: cpu or cuda.")
 @click.option("--check", is_flag=True, help="Explain the plan, with everything that is wrong in it; train nothing.")
 @click.option("--resume", is_flag=True, help="Go on with what a run that was stopped left in --out.")
+@click.option("--restart", is_flag=True, help="Train everything again; delete what an earlier run left in --out.")
 @click.option("--oracle", is_flag=True, help="Also find the fewest adapters possible; takes many more trainings.")
 @click.option("--workers", default=1, type=click.IntRange(min=1), help="Trainings at a time, of one CPU thread each.")
 @json_option
 def fuse(
-    plan: Path, out: Path | None, device: str, check: bool, resume: bool, oracle: bool, workers: int, as_json: bool
+    plan: Path,
+    out: Path | None,
+    device: str,
+    check: bool,
+    resume: bool,
+    restart: bool,
+    oracle: bool,
+    workers: int,
+    as_json: bool,
 ) -> None:
     """Train adapters and task heads from a fusion plan: a file, or the name of one in the package.
 
@@ -47,21 +56,36 @@ def fuse(
             commands.explain(file, json_out=as_json)
     elif out is None:
         raise click.UsageError("--out is missing: a folder for adapters and report (or --check, to train nothing)")
+    elif resume and restart:
+        raise click.UsageError("--resume goes on with what is there, --restart deletes it: give one of the two")
     else:
         from rich.console import Console
 
         console = Console(stderr=as_json)
-        report = commands.fuse(file, out, device=device, resume=resume, oracle=oracle, workers=workers, console=console)
+        report = commands.fuse(
+            file,
+            out,
+            device=device,
+            resume=resume,
+            restart=restart,
+            oracle=oracle,
+            workers=workers,
+            console=console,
+        )
         if as_json:
             print_json(report)
 
 
 def _plan_file(plan: Path) -> Path:
-    """The file itself, or that of a plan in the package."""
+    """The file itself, or that of a plan in the package. Raises BadPlan when there is neither."""
     import fusion
 
-    packaged = Path(fusion.__file__).parent / "plans" / f"{plan}.yaml"
-    return packaged if packaged.is_file() and not plan.is_file() else plan
+    if plan.exists():
+        return plan
+    packaged = {file.stem: file for file in sorted((Path(fusion.__file__).parent / "plans").glob("*.yaml"))}
+    if str(plan) not in packaged:
+        raise BadPlan(f"{plan}: no such file, and no plan of that name in the package ({', '.join(packaged)})")
+    return packaged[str(plan)]
 
 
 @cli.command("convert-bd")
