@@ -39,7 +39,7 @@ CHROMIUM ?= $(shell command -v chromium || command -v chromium-browser || comman
 console-test: install
 	@test -n "$(CHROMIUM)" || { echo "error: no Chromium here; apt-get install chromium, or make console-test CHROMIUM=/path" >&2; exit 1; }
 	$(VENV)/bin/pip install --quiet --editable ".[console]"
-	VLORA_CHROMIUM="$(CHROMIUM)" $(VENV)/bin/python -m pytest -q tests/console
+	CHROMIUM="$(CHROMIUM)" $(VENV)/bin/python -m pytest -q tests/console
 
 lint: install
 	$(VENV)/bin/ruff check .

@@ -23,7 +23,8 @@ def configure(environ: Mapping[str, str]) -> None:
     handler = logging.StreamHandler()
     handler.setFormatter(_JsonLines() if environ.get(JSON_VARIABLE) else _TextLines())
     level = environ.get(LEVEL_VARIABLE, "warning")
-    _write("vlora", handler, level if level in LEVELS else "warning")
+    for package in ("vlora", "atmm"):
+        _write(package, handler, level if level in LEVELS else "warning")
     for library in _OTHERS:
         _write(library, handler, "error")
 

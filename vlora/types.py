@@ -397,6 +397,7 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     request waited for an adapter to be read or brought, and how long they waited. num_threads: that a step computes
     with, on each rank.
     atmm_table: the measured table that chooses kernels, in words; empty where there is no engine behind the numbers.
+    cpu_kernels: "compiled", or "plain torch" without a C++ compiler that works; empty on a GPU.
     """
 
     model: str
@@ -438,6 +439,7 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     num_adapter_misses: int = 0
     highest_credit_s: float = 0.0
     atmm_table: str = ""
+    cpu_kernels: str = ""
     num_threads: int = 1
     num_encoded_patches: float = 0.0
     encode_s: float = 0.0

@@ -75,8 +75,9 @@ def library() -> Library | None:
         return None
     compiler = shutil.which(os.environ.get("CXX", "c++"))
     if compiler is None:
-        _log.info(
-            "no C++ compiler: the CPU works with plain torch kernels (install g++ to speed up merging and decoding)"
+        _log.warning(
+            "no C++ compiler found: products, attention and merges on the CPU are plain torch, and a decode step takes "
+            "up to four times as long; install g++ (Debian and Ubuntu: apt-get install g++) or set CXX, and start again"
         )
         return None
     try:

@@ -250,6 +250,7 @@ def test_seconds_without_an_answer_are_told_and_end_with_code_1(
         ),
         (["serve", "--adapter", "cam"], "--adapter is 'cam'; write NAME=PATH"),
         (["serve", "--adapter", "a=x", "--adapter", "a=y"], "adapter 'a' is given twice"),
+        (["serve", "--adapter", "a=x", "--served-model-name", "a"], "adapter 'a' has the base model's name; rename it"),
         (["serve", "--adapters", "nowhere"], "nowhere: no folder with an adapter_config.json in it"),
         (["serve", "--max-batch-size", "0"], "max_batch_size is 0; it must be at least 1"),
         (["serve", "--theta-s", "nan"], "theta_s is nan; it must be above 0"),
@@ -280,7 +281,8 @@ def test_seconds_without_an_answer_are_told_and_end_with_code_1(
             ["bench", "policy", "--device", "cuda:7"],
             "device 'cuda:7' was asked for, but torch sees no CUDA device here",
         ),
-        (["fuse", "nowhere.yaml", "--out", "x"], "nowhere.yaml"),
+        (["fuse", "nowhere.yaml"], "nowhere.yaml: no such file, and no plan of that name in the package (demo, small)"),
+        (["fuse", "demo", "--out", "x", "--resume", "--restart"], "give one of the two"),
     ],
 )
 def test_mistakes_are_one_line_and_code_2(
@@ -306,14 +308,14 @@ def test_several_mistakes_of_a_plan_have_a_line_each(vlora_command: Vlora, monke
         raise BadPlan("plan.yaml, line 3, field `a`: is missing\nplan.yaml, line 9, field `b`: no such field")
 
     monkeypatch.setattr("fusion.commands.fuse", refuse)
-    code, _, err = vlora_command("fuse", "plan.yaml", "--out", "x")
+    code, _, err = vlora_command("fuse", "demo", "--out", "x")
     assert code == 2 and err == (
         "error: plan.yaml, line 3, field `a`: is missing\nerror: plan.yaml, line 9, field `b`: no such field\n"
     )
 
 
 @pytest.mark.parametrize(
-    ("command", "runs"), [(("fuse", "plan.yaml", "--out", "x"), "fusion.commands.fuse"), (("demo",), "apps.demo.run")]
+    ("command", "runs"), [(("fuse", "demo", "--out", "x"), "fusion.commands.fuse"), (("demo",), "apps.demo.run")]
 )
 def test_with_json_what_is_told_meanwhile_goes_elsewhere(
     vlora_command: Vlora, monkeypatch: pytest.MonkeyPatch, command: tuple[str, ...], runs: str
@@ -343,6 +345,15 @@ def test_a_conversion_is_told_in_words_or_json(vlora_command: Vlora, monkeypatch
         ],
         "domains": [conversion.domains[0]._asdict()],
     }
+
+
+def test_a_models_name_tells_nothing_of_where_it_lies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "qwen2-vl").mkdir()
+    monkeypatch.chdir(tmp_path)
+    for model in (f"{tmp_path}/qwen2-vl", f"{tmp_path}/qwen2-vl/", "qwen2-vl", "./qwen2-vl/."):
+        assert vlora.cli.serving.served_name(model) == "qwen2-vl"
+    for model in ("Qwen/Qwen2-VL-2B-Instruct", "embedded"):
+        assert vlora.cli.serving.served_name(model) == model
 
 
 def test_adapter_folders_are_found_by_name(tmp_path: Path) -> None:

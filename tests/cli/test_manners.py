@@ -282,9 +282,11 @@ def test_batch_answers_in_order_and_tells_bad_pictures(
 
 def test_status_tells_a_server_at_a_glance(vlora_command: Vlora, address: str) -> None:  # noqa: F811
     code, out, err = vlora_command("status", "--server", address)
-    assert (code, err) == (0, "") and "0 running, 0 waiting" in out and out.count("\n") == 9
+    assert (code, err) == (0, "") and "0 running, 0 waiting" in out and out.count("\n") == 10
     assert "threads    1\n" in out
-    assert out.splitlines()[-1] == "ATMM table unknown"  # no kernels behind a scripted engine
+    *_, table, kernels = out.splitlines()
+    assert table == "ATMM table unknown"
+    assert kernels == "kernels    plain torch, slower: there is no C++ compiler that works"
     code, out, _ = vlora_command("status", "--server", address, "--json")
     assert code == 0 and json.loads(out)["num_running"] == 0
 

@@ -11,7 +11,7 @@ import pytest
 if TYPE_CHECKING:
     from playwright.sync_api import Browser
 
-CHROMIUM = os.environ.get("VLORA_CHROMIUM")
+CHROMIUM = os.environ.get("CHROMIUM")
 
 
 @pytest.fixture(scope="session")

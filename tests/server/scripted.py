@@ -303,6 +303,7 @@ class ScriptedEngine:
             num_preemptions=0,
             free_blocks=10,
             total_blocks=10,
+            cpu_kernels="plain torch",
         )
 
     def snapshot(self, since: int = 0) -> EngineSnapshot:

@@ -18,6 +18,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 from PIL import Image
 
+import atmm
 from fusion.embedded.model import build_model
 from fusion.embedded.processor import build_processor
 from heads import HeadSpec, TaskHead, save_heads
@@ -78,6 +79,7 @@ def client(folder: Path) -> Iterator[Client]:
         assert match, process.communicate()
         assert process.stdout.readline().startswith("ATMM table: ")
         with Client(port=int(match[1])) as made:
+            assert made.stats().cpu_kernels == ("compiled" if atmm.load_kernels() else "plain torch")
             yield made
         process.send_signal(signal.SIGINT)
         _, err = process.communicate(timeout=15)

@@ -18,6 +18,8 @@ from vlora.errors import VLoraError
 if TYPE_CHECKING:
     from vlora.client import Client
 
+_KERNELS = {"compiled": "compiled C++", "plain torch": "plain torch, slower: there is no C++ compiler that works"}
+
 
 @cli.command()
 @click.argument("image", type=click.Path(path_type=Path))
@@ -236,5 +238,6 @@ def status(wait_s: float, client: Client, as_json: bool) -> None:
         ("adapters", f"{stats.num_resident_adapters} of {stats.num_adapters} on the device"),
         ("preempted", str(stats.num_preemptions)),
         ("ATMM table", stats.atmm_table or "unknown"),
+        *([("kernels", _KERNELS.get(stats.cpu_kernels, stats.cpu_kernels))] if stats.cpu_kernels else ()),
     ):
         click.echo(f"{name:<10} {value}")

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import difflib
+import os
 from pathlib import Path
 from typing import Any
 
 import click
 
+from vlora.cli.environment import refuse_unknown
 from vlora.errors import BadConfig
 
 ENVIRONMENT = "VLORA"
@@ -128,6 +130,9 @@ def cli(context: click.Context) -> None:
     """
     if context.invoked_subcommand is None:
         click.echo(context.get_help())
+        return
+    assert isinstance(context.command, click.Group)
+    refuse_unknown(context.command, ENVIRONMENT, os.environ)
 
 
 @cli.command()

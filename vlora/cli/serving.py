@@ -20,6 +20,11 @@ from vlora.logs import JSON_VARIABLE, LEVEL_VARIABLE, LEVELS, configure
 
 @cli.command()
 @click.option("--model", default=EMBEDDED, show_default=True, help="A folder, a hub name, or the model in the package.")
+@click.option(
+    "--served-model-name",
+    metavar="NAME",
+    help="The base model's name in requests; the folder's, or the hub name, if not given.",
+)
 @click.option("--adapter", "adapters", multiple=True, metavar="NAME=PATH", help="Serve this adapter; may be repeated.")
 @click.option("--adapters", "folder", type=click.Path(path_type=Path), help="Serve every adapter folder in here.")
 @click.option(
@@ -40,6 +45,7 @@ from vlora.logs import JSON_VARIABLE, LEVEL_VARIABLE, LEVELS, configure
 @config_flags(ServerConfig, skip=("tokens",))
 def serve(
     model: str,
+    served_model_name: str | None,
     adapters: tuple[str, ...],
     folder: Path | None,
     token_file: Path | None,
@@ -58,6 +64,11 @@ def serve(
     os.environ |= {LEVEL_VARIABLE: log_level, JSON_VARIABLE: "1" if log_json else ""}
     configure(os.environ)
     named = named_adapters(adapters, folder)
+    model_name = served_name(model) if served_model_name is None else served_model_name
+    if not model_name.strip():
+        raise BadConfig("the base model's name is empty; give a --served-model-name")
+    if model_name in named:
+        raise BadConfig(f"adapter {model_name!r} has the base model's name; rename it or give a --served-model-name")
     engine_config = make_config(EngineConfig, settings, model=model_path(model))
     all_tokens = functools.partial(read_tokens, token_file, os.environ)
     server_config = make_config(ServerConfig, settings, tokens=all_tokens())
@@ -77,7 +88,7 @@ def serve(
                 server_config,
                 named,
                 announce=announce,
-                model_name=model,
+                model_name=model_name,
                 read_tokens=None if token_file is None else all_tokens,
             )
         )
@@ -85,6 +96,12 @@ def serve(
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)
+
+
+def served_name(model: str) -> str:
+    """A folder's own name: where it lies on this machine is not for callers to see. A hub name as it is."""
+    folder = Path(model).expanduser()
+    return folder.resolve().name if model != EMBEDDED and folder.is_dir() else model
 
 
 def named_adapters(pairs: tuple[str, ...], folder: Path | None) -> dict[str, str]:

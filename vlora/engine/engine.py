@@ -109,8 +109,9 @@ class Engine:
         config = self.config
         self.num_threads = set_threads(config)
         # Kernels are built here where that is still to do, and further down for a GPU: not in the middle of a request.
-        atmm.load_kernels()
-        self._atmm_table = atmm.describe_table(device_of(config, 0).type)
+        device = device_of(config, 0).type
+        self._cpu_kernels = "" if device != "cpu" else "compiled" if atmm.load_kernels() else "plain torch"
+        self._atmm_table = atmm.describe_table(device)
         group: Group | None = None
         if config.tensor_parallel == 1:
             self._seam = seam = Seam(load_model(config) if model is None else model)
@@ -350,6 +351,7 @@ class Engine:
             num_load_waits=self._num_load_waits,
             load_wait_s=self._load_wait_s,
             atmm_table=self._atmm_table,
+            cpu_kernels=self._cpu_kernels,
             num_threads=self.num_threads,
         )
 

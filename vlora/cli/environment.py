@@ -1,0 +1,55 @@
+"""Environment variables that look like options and are none: a misspelt one would otherwise be ignored."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Iterator, Mapping
+
+import click
+
+from vlora.errors import BadConfig
+
+_NO_OPTIONS = ("VLORA_CONFIG", "VLORA_TOKEN", "VLORA_ADMIN_TOKEN")
+# What Kubernetes and Docker links set for a service whose name begins with vlora.
+_OF_SERVICES = re.compile(r"_SERVICE_(HOST|PORT(_\w+)?)$|_PORT(_\d+_(TCP|UDP)(_(PROTO|PORT|ADDR))?)?$|_(NAME|ENV_\w+)$")
+
+
+def refuse_unknown(group: click.Group, prefix: str, environ: Mapping[str, str]) -> None:
+    """Check that every variable of our prefix is one that some command reads.
+
+    Args:
+        group: of all commands.
+        prefix: of our variables, without the underscore behind it.
+        environ: the environment.
+
+    Raises:
+        BadConfig: names the first unknown variable, and the one that it resembles.
+    """
+    known = {*_NO_OPTIONS, *_variables(group, prefix)}
+    for name in sorted(environ):
+        if not name.startswith(f"{prefix}_") or name in known or _is_of_a_service(name, environ[name]):
+            continue
+        own = {each.removeprefix(f"{prefix}_"): each for each in known}
+        match = difflib.get_close_matches(name.removeprefix(f"{prefix}_"), own, 1)
+        hint = f"did you mean {own[match[0]]}?" if match else "unset it"
+        raise BadConfig(f"no command reads the environment variable {name}; {hint}")
+
+
+def _variables(group: click.Group, prefix: str) -> Iterator[str]:
+    for name, command in group.commands.items():
+        own = f"{prefix}_{name.upper().replace('-', '_')}"
+        if isinstance(command, click.Group):
+            yield from _variables(command, own)
+        for option in command.params:
+            if not isinstance(option, click.Option):
+                continue
+            given = option.envvar
+            yield from [given] if isinstance(given, str) else given or ()
+            yield f"{own}_{option.opts[0].removeprefix('--').replace('-', '_').upper()}"
+
+
+def _is_of_a_service(name: str, value: str) -> bool:
+    found = _OF_SERVICES.search(name)
+    # A misspelt option may end in _PORT, too; theirs has an address.
+    return found is not None and (not name.endswith("_PORT") or "://" in value or name.endswith("_SERVICE_PORT"))
