@@ -48,6 +48,9 @@ class Case(NamedTuple):
         return dataclasses.replace(workload, requests=1, duration_s=None, concurrency=1, rate=None)
 
 
+# The name of the model without an adapter in requests over HTTP.
+_BASE = "base"
+
 CASES = {
     case.name: case
     for case in (
@@ -73,7 +76,19 @@ def serving(files: Files, dtype: str, threads: int | None) -> Iterator[Served]:
         BadConfig: The server does not start.
     """
     adapters = [flag for name, path in files.adapters.items() for flag in ("--adapter", f"{name}={path}")]
-    flags = ["--model", files.model, *adapters, "--dtype", dtype, "--rpyc-port", "0", "--http-port", "0"]
+    flags = [
+        "--model",
+        files.model,
+        "--served-model-name",
+        _BASE,
+        *adapters,
+        "--dtype",
+        dtype,
+        "--rpyc-port",
+        "0",
+        "--http-port",
+        "0",
+    ]
     flags += ["--no-prefix-cache", "--vision-cache-bytes", "0", "--arena-bytes", str(2 * 2**30)]
     flags += ["--request-timeout-s", "600", "--max-requests", "1024"]
     if threads is not None:
@@ -88,7 +103,7 @@ async def surface(name: str, server: Served, files: Files) -> AsyncIterator[Chat
     names = list(files.adapters)
     client: ChatCompletions | Rpyc
     if name == "http":
-        client = ChatCompletions(f"http://127.0.0.1:{server.http_port}/v1", files.model, names)
+        client = ChatCompletions(f"http://127.0.0.1:{server.http_port}/v1", _BASE, names)
     else:
         client = Rpyc(server.rpyc_port, names)
     try:
