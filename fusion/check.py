@@ -12,7 +12,8 @@ from rich.console import Console
 
 from fusion.data.load import DomainData, load_domains
 from fusion.data.targets import labels_shown
-from fusion.lora_size import LoraSize, lora_size
+from fusion.families import refuse_heads
+from fusion.lora_size import LoraSize, lora_size, shapes_of
 from fusion.mistakes import Mistakes, PlanText
 from fusion.plan import DomainPlan, LoraPlan, Plan, PlanFile, RelativeThreshold
 from fusion.samples import Sample
@@ -55,8 +56,11 @@ class DomainCheck:
 def check(file: PlanFile) -> Checked:
     """Everything that can be known to be wrong before training. Raises BadPlan telling all of it."""
     plan, mistakes = file.plan, Mistakes(file.text)
-    size = lora_size(plan, mistakes)
+    seam = shapes_of(plan, mistakes)
+    size = None if seam is None else lora_size(plan, seam, mistakes)
     data = load_domains(plan, mistakes)
+    if seam is not None:
+        refuse_heads(plan, {name: own.splits.task for name, own in data.items()}, seam.config, mistakes)
     mistakes.refuse()
     assert size is not None, "what it lacks was told"
     return Checked(plan, file.text, data, size)

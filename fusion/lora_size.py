@@ -9,6 +9,7 @@ from transformers import AutoConfig
 
 from fusion.blocks import num_parameters, undivided
 from fusion.embedded import checkpoint_path
+from fusion.families import why_not_trained
 from fusion.mistakes import Mistakes
 from fusion.plan import Plan
 from vlora.models.loading import dummy_model
@@ -30,8 +31,9 @@ class LoraSize:
         return self.parameters * _BYTES
 
 
-def lora_size(plan: Plan, mistakes: Mistakes) -> LoraSize | None:
-    """Read the base model's config, no weights. None where base or targets cannot be, which is told."""
+def shapes_of(plan: Plan, mistakes: Mistakes) -> Seam | None:
+    """The plan's base model without weights, on the meta device. None, and a mistake noted, where it cannot be loaded
+    or its family cannot be trained."""
     base = checkpoint_path() if plan.base == "embedded" else plan.base
     try:
         config = from_pretrained(AutoConfig, base)
@@ -39,7 +41,15 @@ def lora_size(plan: Plan, mistakes: Mistakes) -> LoraSize | None:
     except Exception as error:  # libraries raise whatever a broken config makes them raise
         mistakes.add(f'{plan.base!r} is neither "embedded" nor a model that can be loaded: {error}', "base")
         return None
-    seam = Seam(model)
+    if why := why_not_trained(config):
+        mistakes.add(f"{plan.base!r}: {why}", "base")
+        return None
+    return Seam(model)
+
+
+def lora_size(plan: Plan, seam: Seam, mistakes: Mistakes) -> LoraSize | None:
+    """Size of the plan's adapters over a base model, of which only shapes are read. None, and a mistake noted, for
+    targets and blocks that the model cannot have."""
     language = {name: layer for name, layer in seam.language_linears.items() if _wanted(name, plan.lora.targets)}
     known = sorted({name.rpartition(".")[2] for name in seam.language_linears})
     unknown = [target for target in plan.lora.targets or () if target not in known]

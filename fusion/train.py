@@ -21,6 +21,7 @@ from fusion.accumulate import backward_in_parts, halving
 from fusion.blocks import block_config, scaled_alpha, undivided
 from fusion.bounds import bounded
 from fusion.decoding import Prompt, greedy
+from fusion.families import why_not_trained
 from fusion.features import FeatureCache, Features, InMemory
 from fusion.identity import hash_of_weights
 from fusion.objectives import HeadObjective, Objective, Read, answer_in_words, task_of
@@ -86,11 +87,16 @@ class FrozenBase:
 
     weights: their hash. features: where to keep image features; None keeps them in memory, all of them.
     train_vision: leave pictures as they are, since their features will change.
+
+    Raises:
+        BadPlan: models of this family cannot be trained.
     """
 
     def __init__(
         self, model: Any, processor: InputProcessor, *, features: Path | None = None, train_vision: bool = False
     ) -> None:
+        if why := why_not_trained(model.config):
+            raise BadPlan(why)
         self.processor = processor
         self.seam = Seam(model)
         # Features through the seam, exactly as serving makes them; training through the model's own attention. On a CPU
@@ -139,10 +145,7 @@ class FrozenBase:
 
     def encode(self, items: Sequence[VisionInput]) -> list[torch.Tensor]:
         """Image features [num_tokens, hidden] of each, with gradients where they are on."""
-        features = self._vision.encode([VisionTask(item, None) for item in items])
-        if features and features[0].deepstack:
-            raise NotImplementedError("fusion does not train on models with deepstack features (Qwen3-VL) yet")
-        return [one.rows for one in features]
+        return [one.rows for one in self._vision.encode([VisionTask(item, None) for item in items])]
 
     def features_of(self, samples: Sequence[Prepared]) -> list[torch.Tensor]:
         """Image features of each sample [placeholders, hidden]: those that were kept, or made anew where they would

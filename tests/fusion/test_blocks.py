@@ -16,7 +16,7 @@ from transformers import AutoModelForImageTextToText
 
 from fusion.checkpoint import Checkpoint
 from fusion.identity import identity_of
-from fusion.lora_size import lora_size
+from fusion.lora_size import lora_size, shapes_of
 from fusion.mistakes import Mistakes, PlanText
 from fusion.plan import LoraPlan
 from fusion.train import LoraTrainer
@@ -118,7 +118,10 @@ def test_scaling_is_that_of_a_blocks_rank(rslora: bool, alpha: float) -> None:
 
 
 def test_the_size_told_is_what_is_trained(trained: LoraTrainer, base: str) -> None:
-    size = lora_size(plan_of(base, ("colors",), lora=LORA), Mistakes(PlanText()))
+    plan, mistakes = plan_of(base, ("colors",), lora=LORA), Mistakes(PlanText())
+    seam = shapes_of(plan, mistakes)
+    assert seam is not None
+    size = lora_size(plan, seam, mistakes)
     assert size is not None
     assert size.parameters == sum(p.numel() for p in trained._lora.values())
 

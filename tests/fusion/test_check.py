@@ -12,7 +12,7 @@ from click.testing import CliRunner
 from fusion.check import check, explain
 from fusion.embedded.model import build_model
 from fusion.embedded.processor import build_processor
-from fusion.lora_size import lora_size
+from fusion.lora_size import lora_size, shapes_of
 from fusion.mistakes import Mistakes, PlanText
 from fusion.plan import LoraPlan, Plan, read_plan_file
 from fusion.teaching import threshold_before_training
@@ -177,7 +177,10 @@ def test_an_adapter_is_as_large_as_peft_makes_it(tmp_path: Path, settings: dict[
     model.save_pretrained(str(tmp_path))
     build_processor().save_pretrained(str(tmp_path))
     lora = LoraPlan(**settings)
-    size = lora_size(Plan(base=str(tmp_path), lora=lora, domains=(DOMAIN,)), Mistakes(PlanText()))
+    plan, mistakes = Plan(base=str(tmp_path), lora=lora, domains=(DOMAIN,)), Mistakes(PlanText())
+    seam = shapes_of(plan, mistakes)
+    assert seam is not None
+    size = lora_size(plan, seam, mistakes)
     leaves = {name.rpartition(".")[2] for name, m in model.model.language_model.named_modules() if type(m) is nn.Linear}
     pattern = rf".*language_model\..*\.({'|'.join(lora.targets or leaves)})"
     if lora.vision:

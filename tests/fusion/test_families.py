@@ -1,0 +1,150 @@
+"""Every served family is trained as transformers would train it, or refused by name before anything is loaded."""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from fusion.check import check
+from fusion.commands import fuse
+from fusion.families import TRAINED, why_not_trained
+from fusion.plan import DomainPlan, LoraPlan, Plan, TrainingPlan, read_plan_file
+from fusion.reading import read_samples
+from fusion.samples import Sample, Splits
+from fusion.train import Domain, FrozenBase, LoraTrainer
+from tests.families import FAMILIES, build_model
+from tests.fusion.made import write_plan
+from tests.models.test_processing import image_processor, tokenizer
+from vlora.cli import main
+from vlora.errors import BadPlan
+from vlora.models import InputProcessor
+from vlora.models.processing import to_tensor
+
+SIZES = ((40, 24), (20, 33), (64, 64))
+ANSWERS = ("what", "what is", "what is shown")
+PLAN = DomainPlan(name="asked", source="made", question="what is shown ?", threshold=0.5)
+
+
+def processor_of(family: str, config: object) -> InputProcessor:
+    tokens = tokenizer()
+    if family.startswith("qwen"):  # between these marks, positions of one picture end and those of the next begin
+        tokens.chat_template = str(tokens.chat_template).replace("<image>", "<vs><image><ve>")
+    return InputProcessor(config, tokens, image_processor(family))
+
+
+def clips(num_frames: int) -> Splits:
+    rng = np.random.default_rng(0)
+    samples = []
+    for place in range(6):
+        frames = [rng.integers(0, 255, (*SIZES[place % 3], 3), dtype=np.uint8) for _ in range(num_frames)]
+        samples.append(Sample(frames, ANSWERS[place % 3]))
+    return Splits("vqa", (), samples, samples, samples, real=False)
+
+
+def loss_of_transformers(model: object, processor: InputProcessor, sample: Sample, answer: tuple[int, ...]) -> float:
+    """Mean negative log-likelihood of an answer's tokens, by the unmodified model's own forward."""
+    encoded = processor.encode(
+        processor.chat(PLAN.question, len(sample.frames)), [Image.fromarray(frame) for frame in sample.frames]
+    )
+    ids = torch.tensor([[*encoded.prompt_ids, *answer]])
+    fields: dict[str, list[torch.Tensor]] = {}
+    for item in encoded.vision:
+        for name, value in item.fields.items():
+            fields.setdefault(name, []).append(to_tensor(value))
+    inputs: dict[str, torch.Tensor] = {}
+    for name, parts in fields.items():
+        most = max(part.shape[1] for part in parts) if parts[0].ndim == 5 else 0
+        padded = [torch.cat([p, p.new_zeros(1, most - p.shape[1], *p.shape[2:])], 1) if most else p for p in parts]
+        inputs[name] = parts[0] if name == "batch_num_images" else torch.cat(padded)
+    if processor.family.mrope:
+        inputs["mm_token_type_ids"] = (ids == processor.image_token_id).int()
+    logits = model(input_ids=ids, attention_mask=torch.ones_like(ids), **inputs).logits[0]  # type: ignore[operator]
+    chosen = torch.log_softmax(logits[-len(answer) - 1 : -1].float(), -1)
+    return float(-chosen[torch.arange(len(answer)), torch.tensor(answer)].mean())
+
+
+@pytest.mark.parametrize("num_frames", [1, 2])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_family_that_trains_has_the_loss_of_transformers(family: str, num_frames: int) -> None:
+    if family not in TRAINED:
+        with pytest.raises(BadPlan, match=f"the family {family} cannot be trained"):
+            FrozenBase(model := build_model(family), processor_of(family, model.config))
+        return
+    model, splits = build_model(family), clips(num_frames)
+    base = FrozenBase(model, processor_of(family, model.config))
+    domain, reference = Domain(PLAN, splits, base), build_model(family)
+    with torch.no_grad():
+        read = read_samples(base.seam, domain.train, base.features_of(domain.train))
+        expected = [
+            loss_of_transformers(reference, base.processor, sample, one.answer)
+            for sample, one in zip(splits.train, domain.train, strict=True)
+        ]
+    assert read.words.tolist() == pytest.approx(expected, abs=1e-4)
+    assert len({round(loss, 3) for loss in expected}) == len(expected)  # so that agreeing means something
+
+
+@pytest.mark.parametrize("vision", [False, True])
+@pytest.mark.parametrize("family", TRAINED)
+def test_a_family_that_trains_reaches_every_layer_it_adapts(family: str, vision: bool) -> None:
+    model = build_model(family)
+    base = FrozenBase(model, processor_of(family, model.config), train_vision=vision)
+    training = TrainingPlan(steps=2, batch_size=4, learning_rate=0.01)
+    plan = Plan(lora=LoraPlan(rank=2, vision=vision), training=training, domains=(PLAN,))
+    trainer = LoraTrainer(base, {PLAN.name: Domain(PLAN, clips(1), base)}, plan)
+    trainer.fresh()
+    trainer.train(PLAN.name, ())
+    still = {name for name, p in trainer._lora.items() if "lora_B" in name and not p.abs().max()}
+    # A LLaVA that reads the features of its tower's last layer but one has deltas without use on the last.
+    last = rf"vision_tower\.encoder\.layers\.{getattr(model.config.vision_config, 'num_hidden_layers', 0) - 1}\."
+    assert not {name for name in still if not re.search(last, name)}, still
+    assert trainer.said(PLAN.name, trainer.domains[PLAN.name].test)
+
+
+def write_base(folder: Path, family: str) -> None:
+    """Its config only: weights and processor are not reached."""
+    build_model(family).config.save_pretrained(str(folder))
+
+
+def test_a_family_that_cannot_be_trained_is_refused_by_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_base(tmp_path / "base", "qwen3_vl")
+    plan = write_plan(tmp_path, "source: sklearn-digits", more="seed: 0\nbase: base\n")
+    for arguments in (("--check",), ("--out", str(tmp_path / "out"))):
+        monkeypatch.setattr(sys, "argv", ["vlora", "fuse", str(plan), *arguments])
+        with pytest.raises(SystemExit) as left:
+            main()
+        error = capsys.readouterr().err
+        assert left.value.code == 2 and error.count("\n") == 1
+        assert error.startswith(f"error: {plan}, line 2, field `base`: ")
+        assert "the family qwen3_vl cannot be trained" in error and error.endswith(f"{', '.join(TRAINED)}\n")
+    assert not (tmp_path / "out").exists()
+
+
+def test_every_family_but_those_refused_passes_the_check(tmp_path: Path) -> None:
+    for family in FAMILIES:
+        (tmp_path / family).mkdir()
+        write_base(tmp_path / family / "base", family)
+        plan = read_plan_file(write_plan(tmp_path / family, "source: sklearn-digits", more="base: base\n"))
+        if family in TRAINED:
+            assert check(plan).size.layers == 4 * 7
+        else:
+            with pytest.raises(BadPlan, match=family):
+                check(plan)
+    assert why_not_trained(build_model("qwen2_vl").config) is None and "qwen3_vl" not in TRAINED
+
+
+def test_a_head_that_needs_a_grid_is_refused_where_tokens_form_none(tmp_path: Path) -> None:
+    """Detection on a family that cuts pictures into tiles."""
+    write_base(tmp_path / "base", "llava_next")
+    kinds = ("source: drawn-signs", "source: drawn-traffic-detection")
+    plan = write_plan(tmp_path, *kinds, more="base: base\n")
+    with pytest.raises(BadPlan, match=r"detection cannot be trained on .*llava_next cuts a picture") as error:
+        fuse(plan, tmp_path / "out")
+    assert "field `domains[1]`" in str(error.value) and "domains[0]" not in str(error.value)
