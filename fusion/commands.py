@@ -19,6 +19,7 @@ from fusion.embedded import checkpoint_path
 from fusion.fusing import Verdict, packing_of, state_of, surely_alone, thresholds_of, verdict_of
 from fusion.hold import held
 from fusion.identity import hash_of_processing, identity_of
+from fusion.kept import Kept
 from fusion.mistakes import Mistakes
 from fusion.objectives import answer_in_words
 from fusion.pack import Packing, names_of
@@ -60,6 +61,7 @@ def fuse(
     oracle: bool = False,
     workers: int = 1,
     console: Console | None = None,
+    kept: Kept | None = None,
 ) -> FusionReport:
     """Run a plan file and write OUT/adapters/NAME/ (PEFT format with heads), OUT/test/, OUT/report.json and
     OUT/report.html, all of them at the end.
@@ -73,6 +75,7 @@ def fuse(
         oracle: also find the fewest adapters possible, which takes many more trainings.
         workers: trainings at a time, on a CPU.
         console: for progress and the report's table.
+        kept: notified when an earlier run's trainings are deleted, from where on an interrupted run can be resumed.
 
     Raises:
         BadPlan: the plan or its data cannot be used.
@@ -89,7 +92,8 @@ def fuse(
             refuse_to_overwrite(out)
     checked = check(plan)
     with held(out):
-        return run(checked, out, device=device, resume=resume, oracle=oracle, workers=workers, console=console)
+        kept = kept or Kept(out, restart=restart)
+        return run(checked, out, kept, device=device, resume=resume, oracle=oracle, workers=workers, console=console)
 
 
 def explain(plan_path: Path | str, *, json_out: bool = False, console: Console | None = None) -> None:
@@ -105,6 +109,7 @@ def explain(plan_path: Path | str, *, json_out: bool = False, console: Console |
 def run(
     checked: Checked,
     out: Path,
+    kept: Kept,
     *,
     device: str,
     resume: bool,
@@ -134,6 +139,7 @@ def run(
     with one_thread() if several else nullcontext(), Progress(console, count) as progress:
         trainer = LoraTrainer(base, domains, plan, progress=progress.step, say=progress.say)
         checkpoint = Checkpoint(out / "checkpoint", identity, resume=resume)  # a plan refused till now cleared nothing
+        kept.begun()
         trainings = Trainings(
             trainer, checkpoint, rehearsal=plan.training.rehearsal, starting=progress.begin, made=progress.end
         )

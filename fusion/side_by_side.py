@@ -19,6 +19,7 @@ Ahead = Callable[[Sequence[Job]], None]
 """Has jobs done that are sure to be asked for, or does nothing: whoever asks later finds what was made."""
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
+_STOP = (signal.SIGINT, signal.SIGTERM)
 
 
 def side_by_side(jobs: Sequence[Job], at_once: int, enter: Callable[[], None]) -> None:
@@ -29,15 +30,22 @@ def side_by_side(jobs: Sequence[Job], at_once: int, enter: Callable[[], None]) -
     """
     context = multiprocessing.get_context("fork")
     running: list[BaseProcess] = []
-    for job in jobs:
-        while len(running) >= at_once:
-            wait([process.sentinel for process in running])
-            running = [process for process in running if process.is_alive()]
-        process: BaseProcess = context.Process(target=_run, args=(job, enter, os.getpid()), daemon=True)
-        process.start()
-        running.append(process)
-    for left in running:
-        left.join()
+    try:
+        for job in jobs:
+            while len(running) >= at_once:
+                wait([process.sentinel for process in running])
+                running = [process for process in running if process.is_alive()]
+            process: BaseProcess = context.Process(target=_run, args=(job, enter, os.getpid()), daemon=True)
+            with _signals_blocked():  # until the fork has its own handlers
+                process.start()
+                running.append(process)
+        for left in running:
+            left.join()
+    except BaseException:
+        for left in running:  # before an interrupted run counts what is kept
+            left.kill()
+            left.join()
+        raise
 
 
 @contextlib.contextmanager
@@ -51,12 +59,24 @@ def one_thread() -> Iterator[None]:
         torch.set_num_threads(before)
 
 
+@contextlib.contextmanager
+def _signals_blocked() -> Iterator[None]:
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, _STOP)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
 def _run(job: Job, enter: Callable[[], None], parent: int) -> None:
     # With a parent that is killed, too: the run is resumed, and its folder is held as long as a fork lives.
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
         return
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent gets it, too, and ends its forks
+    # A terminal sends an interrupt to forks, too; the parent ends them.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _STOP)
     torch.set_num_threads(1)
     enter()
     with contextlib.suppress(Exception):  # the parent meets it again

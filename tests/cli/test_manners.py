@@ -317,3 +317,31 @@ def test_a_bad_value_says_where_it_stands(
 def test_the_module_runs_as_the_command() -> None:
     done = subprocess.run([*COMMAND, "--version"], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0 and "version" in done.stdout and vlora.cli.cli is cli
+
+
+@pytest.mark.parametrize(("number", "code", "word"), [("SIGINT", 130, "interrupted"), ("SIGTERM", 143, "terminated")])
+def test_a_command_that_ends_at_once_does_so_with_one_line(number: str, code: int, word: str) -> None:
+    """Whether it was stopped once or twice: the block here does not end by itself."""
+    code_of = (
+        "import sys, time\n"
+        "from vlora.cli.interrupt import ends_with\n"
+        "with ends_with(lambda: 'go on with: that'):\n"
+        "    try: print('begun', flush=True); time.sleep(30)\n"
+        "    finally:\n"
+        "        if sys.argv[1] == '2': print('left', flush=True); time.sleep(30)\n"
+    )
+    for times in (1, 2):
+        child = subprocess.Popen(
+            [sys.executable, "-c", code_of, str(times)],
+            cwd=ROOT,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        assert child.stdout is not None and child.stdout.readline() == "begun\n"
+        child.send_signal(getattr(signal, number))
+        if times == 2:
+            assert child.stdout.readline() == "left\n"
+            child.send_signal(getattr(signal, number))
+        _, said = child.communicate(timeout=20)
+        assert (child.returncode, said) == (code, f"{word}: go on with: that\n")

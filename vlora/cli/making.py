@@ -8,6 +8,7 @@ from pathlib import Path
 import click
 
 from vlora.cli.group import cli
+from vlora.cli.interrupt import ends_with
 from vlora.cli.progress import waiting
 from vlora.cli.server_flags import json_option, print_json
 from vlora.config import EngineConfig
@@ -42,16 +43,21 @@ def fuse(
         vlora fuse plan.yaml --out out
         vlora fuse plan.yaml --out out --resume
         vlora fuse demo --out demo
+
+    Ctrl-C and a termination signal end at once. Finished trainings are kept; the last line is the command that goes
+    on with them.
     """
     import warnings
+
+    from fusion.kept import Kept, same_command
 
     # Third parties' notes to their own callers.
     warnings.simplefilter("ignore", FutureWarning)
     warnings.filterwarnings("ignore", module=r"peft\.")
-    from fusion import commands
-
     file = _plan_file(plan)
     if check:
+        from fusion import commands
+
         with waiting("checking"):
             commands.explain(file, json_out=as_json)
     elif out is None:
@@ -61,17 +67,21 @@ def fuse(
     else:
         from rich.console import Console
 
-        console = Console(stderr=as_json)
-        report = commands.fuse(
-            file,
-            out,
-            device=device,
-            resume=resume,
-            restart=restart,
-            oracle=oracle,
-            workers=workers,
-            console=console,
-        )
+        kept = Kept(out, restart=restart)
+        with ends_with(lambda: f"{kept}; go on with: {same_command(sys.argv, kept.option)}"):
+            from fusion import commands  # takes seconds, in which an interrupt ends likewise
+
+            report = commands.fuse(
+                file,
+                out,
+                device=device,
+                resume=resume,
+                restart=restart,
+                oracle=oracle,
+                workers=workers,
+                console=Console(stderr=as_json),
+                kept=kept,
+            )
         if as_json:
             print_json(report)
 
