@@ -12,10 +12,14 @@ from rich.console import Console
 
 from fusion.data.load import DomainData, load_domains
 from fusion.data.targets import labels_shown
+from fusion.estimate import Estimate
 from fusion.families import refuse_heads
+from fusion.fusing import most_trainings
 from fusion.lora_size import LoraSize, lora_size, shapes_of
 from fusion.mistakes import Mistakes, PlanText
 from fusion.plan import DomainPlan, LoraPlan, Plan, PlanFile, RelativeThreshold
+from fusion.progress import Progress
+from fusion.progress_display import duration
 from fusion.samples import Sample
 from fusion.tasks import HEADS, METRICS, SAID, WORDS
 from fusion.teaching import threshold_before_training
@@ -53,12 +57,13 @@ class DomainCheck:
     teacher: dict[str, object] | None
 
 
-def check(file: PlanFile) -> Checked:
-    """Everything that can be known to be wrong before training. Raises BadPlan telling all of it."""
+def check(file: PlanFile, progress: Progress | None = None) -> Checked:
+    """Everything that can be known to be wrong before training. Raises BadPlan telling all of it. progress: where
+    reading pictures and asking teachers is shown."""
     plan, mistakes = file.plan, Mistakes(file.text)
     seam = shapes_of(plan, mistakes)
     size = None if seam is None else lora_size(plan, seam, mistakes)
-    data = load_domains(plan, mistakes)
+    data = load_domains(plan, mistakes, progress)
     if seam is not None:
         refuse_heads(plan, {name: own.splits.task for name, own in data.items()}, seam.config, mistakes)
     mistakes.refuse()
@@ -71,7 +76,7 @@ def explain(checked: Checked) -> list[DomainCheck]:
     return [_domain(domain, checked.plan, checked.data[domain.name]) for domain in checked.plan.domains]
 
 
-def as_json(checked: Checked) -> str:
+def as_json(checked: Checked, estimate: Estimate) -> str:
     plan, size = checked.plan, checked.size
     return json.dumps(
         {
@@ -88,12 +93,13 @@ def as_json(checked: Checked) -> str:
             "packing": plan.packing,
             "confidence": plan.confidence,
             "training_s_at_most": _longest(plan),
+            "estimate": dataclasses.asdict(estimate),
             "domains": [dataclasses.asdict(domain) for domain in explain(checked)],
         }
     )
 
 
-def tell(checked: Checked, console: Console) -> None:
+def tell(checked: Checked, estimate: Estimate, console: Console) -> None:
     """The same for people."""
     for domain in explain(checked):
         kind = f"{domain.task}, answered by {_answered(domain)}, on {domain.real_or_synthetic} pixels"
@@ -108,7 +114,6 @@ def tell(checked: Checked, console: Console) -> None:
     plan, size, training = checked.plan, checked.size, checked.plan.training
     where = "language model and vision side" if plan.lora.vision else "language model"
     in_order = "" if plan.packing == "jointly" else f"order {' and '.join(plan.order)}, "
-    seconds = _longest(plan)
     rows = {
         "adapter": f"{_kind(plan.lora)}, on "
         f"{size.layers} layers of the {where}: {size.parameters:,} parameters, {size.num_bytes / 1e6:.1f} MB",
@@ -120,9 +125,7 @@ def tell(checked: Checked, console: Console) -> None:
         ),
         "packing": f"{plan.packing}, {in_order}seed {plan.seed}, decided on "
         + (f"lower bounds at a confidence of {plan.confidence:g}" if plan.confidence else "the score itself"),
-        "time": "not known; `training.seconds` would bound it"
-        if seconds is None
-        else f"at most {seconds / 60:.1f} min of training, and evaluation",
+        "time": _time(plan, estimate),
     }
     _block(console, f"run: {len(plan.domains)} domain{'s' * (len(plan.domains) > 1)} on {plan.base}", rows)
 
@@ -206,17 +209,23 @@ def _taught(teacher: Mapping[str, object] | None) -> str:
     return f"{teacher['name']}: {teacher['score']:.3f} on validation data; {left}{beyond}"
 
 
+def _time(plan: Plan, estimate: Estimate) -> str:
+    least, most = duration(estimate.at_least_s), duration(estimate.at_most_s)
+    if plan.packing == "jointly":
+        fits = "where all domains fit into one adapter"
+    else:
+        fits = "where every domain fits into the first adapter"
+    said = f"about {least} {fits}, at most {most}" if least != most else f"about {least}"
+    threads = "" if estimate.threads is None else f", {estimate.threads} thread{'s' * (estimate.threads > 1)}"
+    measured = (
+        f"{estimate.measured_steps} step{'s' * (estimate.measured_steps > 1)} of {estimate.measured_samples} samples"
+    )
+    return (
+        f"{said}; roughly, from {measured} measured here ({estimate.device}{threads}): "
+        f"{estimate.step_s:.2f} s a step of {estimate.batch_size}"
+    )
+
+
 def _longest(plan: Plan) -> float | None:
-    """Seconds of the longest possible run. Every domain alone, and into the last adapter (naive), or into each of those
-    that the domains before it opened (first fit), or all at once and then one less each time, and any two of what is
-    left united (jointly)."""
-    if plan.training.seconds is None:
-        return None
-    number = len(plan.domains)
-    pairs = number * (number - 1) // 2
-    beside_others = {
-        "naive": (number - 1) * len(plan.order),
-        "first_fit": pairs * len(plan.order),
-        "jointly": pairs + number + pairs * number,
-    }
-    return plan.training.seconds * (number + beside_others[plan.packing])
+    """Seconds of training in the longest possible run, where the plan bounds them."""
+    return None if plan.training.seconds is None else plan.training.seconds * most_trainings(plan)

@@ -16,7 +16,16 @@ from rich.console import Console
 from fusion.check import Checked, as_json, check, tell
 from fusion.checkpoint import Checkpoint, State, refuse_others
 from fusion.embedded import checkpoint_path
-from fusion.fusing import Verdict, packing_of, state_of, surely_alone, thresholds_of, verdict_of
+from fusion.estimate import estimate
+from fusion.fusing import (
+    Verdict,
+    fewest_trainings,
+    packing_of,
+    state_of,
+    surely_alone,
+    thresholds_of,
+    verdict_of,
+)
 from fusion.hold import held
 from fusion.identity import hash_of_processing, identity_of
 from fusion.kept import Kept
@@ -90,64 +99,75 @@ def fuse(
     if out.exists() and not resume and not restart:
         with held(out):
             refuse_to_overwrite(out)
-    checked = check(plan)
-    with held(out):
-        kept = kept or Kept(out, restart=restart)
-        return run(checked, out, kept, device=device, resume=resume, oracle=oracle, workers=workers, console=console)
+    with Progress(console) as progress:
+        checked = check(plan, progress)
+        with held(out):
+            kept = kept or Kept(out, restart=restart)
+            report = run(checked, out, kept, progress, device=device, resume=resume, oracle=oracle, workers=workers)
+    console.print(report.table())
+    return report
 
 
-def explain(plan_path: Path | str, *, json_out: bool = False, console: Console | None = None) -> None:
-    """Tell what a plan file would do, without training. Raises BadPlan with everything that is wrong in it."""
-    checked = check(read_plan_file(plan_path))
+def explain(
+    plan_path: Path | str, *, device: str = "cpu", json_out: bool = False, console: Console | None = None
+) -> None:
+    """Print what a plan file would do, and how long it would take here by a few measured steps.
+
+    Args:
+        plan_path: the plan.
+        device: to measure on.
+        json_out: print one line of JSON.
+        console: for what is printed; progress is shown on stderr.
+
+    Raises:
+        BadPlan: the plan or its data cannot be used; the message has everything that is wrong in it.
+        BadConfig: the base model's weights or its processor cannot be loaded.
+    """
+    with Progress(Console(stderr=True)) as progress:
+        checked = check(read_plan_file(plan_path), progress)
+        estimated = estimate(checked.plan, checked.data, frozen_base(checked.plan, device, progress))
     console = console or Console()
     if json_out:
-        console.out(as_json(checked), highlight=False)
+        console.out(as_json(checked, estimated), highlight=False)
     else:
-        tell(checked, console)
+        tell(checked, estimated, console)
 
 
 def run(
     checked: Checked,
     out: Path,
     kept: Kept,
+    progress: Progress,
     *,
     device: str,
     resume: bool,
     oracle: bool,
     workers: int,
-    console: Console,
 ) -> FusionReport:
     """See `fuse`. Deterministic for a seed, device and number of threads."""
     started = time.perf_counter()
     plan, data = checked.plan, checked.data
-    base_path = checkpoint_path() if plan.base == "embedded" else plan.base
     splits = {name: own.splits for name, own in data.items()}
-    processor = InputProcessor.from_pretrained(base_path)
-    model = load_model(EngineConfig(model=base_path, device=device, dtype="float32"))
-    base = FrozenBase(model, processor, features=out / "features", train_vision=plan.lora.vision)
-    identity = identity_of(plan, splits, base.weights, hash_of_processing(processor), device)
+    base = frozen_base(plan, device, progress, features=out / "features")
+    identity = identity_of(plan, splits, base.weights, hash_of_processing(base.processor), device, progress)
     if resume:  # what cannot be resumed is told before anything takes long
         refuse_others(out / "checkpoint", identity)
     domains = prepared(checked, base)
-    console.print(f"asking the base model {base_path} without adapters")
-    with console.status("asking"):
-        before = {name: score_before_training(domain) for name, domain in domains.items()}
+    before = {name: score_before_training(domain) for name, domain in domains.items()}
     teachers = {name: own.taught for name, own in data.items() if own.taught is not None}
     first = surely_alone(plan, teachers)
-    count = len(first) + len(plan.order) * len(domains)
     several = workers > 1
-    with one_thread() if several else nullcontext(), Progress(console, count) as progress:
-        trainer = LoraTrainer(base, domains, plan, progress=progress.step, say=progress.say)
+    with one_thread() if several else nullcontext():
+        trainer = LoraTrainer(base, domains, plan, progress=progress)
         checkpoint = Checkpoint(out / "checkpoint", identity, resume=resume)  # a plan refused till now cleared nothing
         kept.begun()
-        trainings = Trainings(
-            trainer, checkpoint, rehearsal=plan.training.rehearsal, starting=progress.begin, made=progress.end
-        )
+        trainings = Trainings(trainer, checkpoint, rehearsal=plan.training.rehearsal, progress=progress)
+        progress.expect(fewest_trainings(plan, first))
 
         def ahead(jobs: Sequence[Job]) -> None:
             if several and jobs:
                 progress.say(f"training side by side: {len(jobs)}, {workers} at a time")
-                side_by_side(jobs, workers, progress.silence)
+                side_by_side(jobs, workers, progress)
 
         ahead([partial(trainings, (name,)) for name in first])
         thresholds = thresholds_of(plan, trainings, teachers, progress.say)
@@ -156,7 +176,9 @@ def run(
     tested: dict[str, list[object]] = {}
     for adapter in packing.adapters:
         trainer.restore(state_of(plan, adapter, trainings))
-        tested.update({name: trainer.answers(name, domains[name].test) for name in adapter})
+        for name in adapter:
+            with progress.work(f"testing {name}", len(domains[name].test), "samples") as moved:
+                tested[name] = trainer.answers(name, domains[name].test, moved)
     names = names_of(packing.adapters)
     targets = {name: [sample.target for sample in own.test] for name, own in domains.items()}
     report = FusionReport(
@@ -207,8 +229,15 @@ def run(
         (folder / "report.html").write_text(page(report, examples))
         report.write(folder / "report.json")
     shutil.rmtree(out / "features")  # much larger than all the rest, and made again within seconds
-    console.print(report.table())
     return report
+
+
+def frozen_base(plan: Plan, device: str, progress: Progress, *, features: Path | None = None) -> FrozenBase:
+    """The plan's base model, loaded. Raises BadConfig where a part of it is missing."""
+    path = checkpoint_path() if plan.base == "embedded" else plan.base
+    processor = InputProcessor.from_pretrained(path)
+    model = load_model(EngineConfig(model=path, device=device, dtype="float32"))
+    return FrozenBase(model, processor, features=features, train_vision=plan.lora.vision, progress=progress)
 
 
 def prepared(checked: Checked, base: FrozenBase) -> dict[str, Domain]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,6 +20,7 @@ from fusion.check import check
 from fusion.distil import Distilled, distil
 from fusion.embedded import checkpoint_path
 from fusion.plan import PlanFile
+from fusion.progress import Progress
 from vlora.adapters import SiteShape
 from vlora.adapters.peft_format import (
     CONFIG_FILE,
@@ -62,13 +63,13 @@ def convert(
     rank: int | None = None,
     base: str | None = None,
     data: PlanFile | None = None,
-    say: Callable[[str], None] = lambda _: None,
+    progress: Progress | None = None,
 ) -> Conversion:
     """Write `adapter`, its heads unchanged, to the folder `out` in PEFT's format with `blocks` blocks.
 
     rank: of every converted layer, its own if None. base: the base model, the one the adapter names if None. data: a
     plan on whose domains the result is trained to answer as the adapter does; of it, domains, training and seed count.
-    All of `out` is written, or nothing.
+    progress: where layers, training and scoring are shown. All of `out` is written, or nothing.
 
     Raises BadAdapter for what cannot be converted, BadConfig for `out` and `base`, BadPlan for data.
     """
@@ -83,13 +84,14 @@ def convert(
     base = checkpoint_path() if base == "embedded" else base
     header = _read(adapter, base)
     ranks = _ranks(header, blocks, rank)
-    checked = None if data is None else check(data)
+    progress = progress or Progress()
+    checked = None if data is None else check(data, progress)
     temporary = out.with_name(f"{out.name}.unfinished")
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir(parents=True)
     try:
-        layers = _write(header, config, ranks, blocks, temporary)
-        domains = [] if checked is None else distil(header, temporary, base, checked, say)
+        layers = _write(header, config, ranks, blocks, temporary, progress)
+        domains = [] if checked is None else distil(header, temporary, base, checked, progress)
         temporary.rename(out)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
@@ -141,30 +143,50 @@ def _ranks(header: AdapterHeader, blocks: int, wanted: int | None) -> dict[str, 
 
 
 def _write(
-    header: AdapterHeader, config: Mapping[str, Any], ranks: Mapping[str, int], blocks: int, folder: Path
+    header: AdapterHeader,
+    config: Mapping[str, Any],
+    ranks: Mapping[str, int],
+    blocks: int,
+    folder: Path,
+    progress: Progress,
 ) -> list[ConvertedLayer]:
     layers: list[ConvertedLayer] = []
     tensors: dict[str, Tensor] = {}
     by_module: dict[str, int] = {}
     factors = load_file(header.path / WEIGHTS_FILE)
-    for target in header.targets:
-        a, b = factors[target.tensor_a], factors[target.tensor_b].double() * target.scale
-        side = block_side(target.site)
-        made = None if side is None else Blocks(side, blocks)
-        rank, error = ranks.get(target.site, target.rank), 0.0
-        if not (a.isfinite().all() and b.isfinite().all()):
-            raise BadAdapter(f"{header.path}: the factors of {target.site} hold values that are not finite")
-        if made is not None:
-            a, b, error = nearest_blocks(a, b, made, rank)
-        tensors |= {target.tensor_a: _stored(a), target.tensor_b: _stored(b)}
-        by_module[_module(target)] = rank
-        layers.append(ConvertedLayer(target.site, made, rank, error))
+    with progress.work(f"converting {header.path}", len(header.targets), "layers") as moved:
+        for target in header.targets:
+            layer, tensors[target.tensor_a], tensors[target.tensor_b] = _converted(
+                header, target, factors, ranks, blocks
+            )
+            layers.append(layer)
+            by_module[_module(target)] = layer.rank
+            moved(len(layers))
     save_file(tensors, folder / WEIGHTS_FILE, metadata={"format": "pt"})
     (folder / CONFIG_FILE).write_text(json.dumps({**config, **_settings(by_module, layers, blocks)}, indent=2) + "\n")
     for file in HEAD_FILES:
         if (header.path / file).exists():
             shutil.copyfile(header.path / file, folder / file)
     return layers
+
+
+def _converted(
+    header: AdapterHeader,
+    target: TargetHeader,
+    factors: Mapping[str, Tensor],
+    ranks: Mapping[str, int],
+    blocks: int,
+) -> tuple[ConvertedLayer, Tensor, Tensor]:
+    """A layer with its factors A and B. Raises BadAdapter for values that are not finite."""
+    a, b = factors[target.tensor_a], factors[target.tensor_b].double() * target.scale
+    side = block_side(target.site)
+    made = None if side is None else Blocks(side, blocks)
+    rank, error = ranks.get(target.site, target.rank), 0.0
+    if not (a.isfinite().all() and b.isfinite().all()):
+        raise BadAdapter(f"{header.path}: the factors of {target.site} hold values that are not finite")
+    if made is not None:
+        a, b, error = nearest_blocks(a, b, made, rank)
+    return ConvertedLayer(target.site, made, rank, error), _stored(a), _stored(b)
 
 
 def _settings(ranks: Mapping[str, int], layers: Sequence[ConvertedLayer], blocks: int) -> dict[str, Any]:

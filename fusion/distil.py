@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -17,6 +17,7 @@ from fusion.check import Checked
 from fusion.objectives import HeadObjective, Read
 from fusion.plan import TrainingPlan
 from fusion.precision import mixed_precision
+from fusion.progress import Moved, Progress
 from fusion.reading import Prepared, read_samples
 from fusion.train import Domain, FrozenBase
 from heads import TaskHead
@@ -47,7 +48,7 @@ class Distilled(NamedTuple):
 
 
 def distil(
-    original: AdapterHeader, converted: Path, base_path: str, checked: Checked, say: Callable[[str], None]
+    original: AdapterHeader, converted: Path, base_path: str, checked: Checked, progress: Progress
 ) -> list[Distilled]:
     """Train the adapter in `converted` to have the original's hidden states on the training data of the plan's domains
     that it has heads for: as many steps as the plan says for each, at a third of its rate or less. What came nearest to
@@ -63,7 +64,9 @@ def distil(
         )
     plan = checked.plan
     base = FrozenBase(
-        load_model(EngineConfig(model=base_path, dtype="float32")), InputProcessor.from_pretrained(base_path)
+        load_model(EngineConfig(model=base_path, dtype="float32")),
+        InputProcessor.from_pretrained(base_path),
+        progress=progress,
     )
     domains = {
         domain.name: Domain(domain, checked.data[domain.name].splits, base)
@@ -80,17 +83,22 @@ def distil(
     pair = _Pair(base, original, converted, bfloat16=plan.training.bfloat16)
 
     def scored(which: str) -> dict[str, float]:
-        return {name: pair.score(which, domain, original.heads[name]) for name, domain in domains.items()}
+        found = {}
+        with progress.work(f"scoring the {which} adapter", len(domains), "domains") as moved:
+            for name, domain in domains.items():
+                found[name] = pair.score(which, domain, original.heads[name])
+                moved(len(found))
+        return found
 
     def apart() -> dict[str, float]:
         return {name: pair.apart(domain.test) for name, domain in domains.items()}
 
     first, second, before = scored(_ORIGINAL), scored(_CONVERTED), apart()
     steps = plan.training.steps * len(domains)
-    say(f"distilling {', '.join(domains)}: {steps} steps of {plan.training.batch_size} samples")
     samples = [sample for domain in domains.values() for sample in domain.train]
     looked_at = [sample for domain in domains.values() for sample in domain.validation[:_LOOKED_AT]]
-    pair.train(samples, looked_at, steps, plan.training, np.random.default_rng(plan.seed))
+    with progress.work(f"distilling {', '.join(domains)}", steps, "steps") as moved:
+        pair.train(samples, looked_at, steps, plan.training, np.random.default_rng(plan.seed), moved)
     save_file(pair.factors(), converted / WEIGHTS_FILE, metadata={"format": "pt"})
     third, after = scored(_CONVERTED), apart()
     return [Distilled(name, first[name], second[name], third[name], before[name], after[name]) for name in domains]
@@ -123,6 +131,7 @@ class _Pair:
         steps: int,
         settings: TrainingPlan,
         rng: np.random.Generator,
+        moved: Moved,
     ) -> None:
         """Leaves the state that was nearest to the original on the samples looked at."""
         self._peft.set_adapter(_CONVERTED)
@@ -145,6 +154,7 @@ class _Pair:
             optimizer.zero_grad(set_to_none=True)
             if step + 1 in looks and (found := self.apart(looked_at)) < nearest:
                 nearest, best = found, [p.detach().clone() for p in parameters]
+            moved(step + 1, f"loss {float(loss.detach()):.4f}, held-out hidden states apart by {nearest:.3f} at best")
         with torch.no_grad():
             for parameter, kept in zip(parameters, best, strict=True):
                 parameter.copy_(kept)

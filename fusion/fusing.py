@@ -104,6 +104,28 @@ def surely_alone(plan: Plan, teachers: Mapping[str, float]) -> tuple[str, ...]:
     )
 
 
+def fewest_trainings(plan: Plan, alone: Sequence[str]) -> int:
+    """Trainings of one domain that a run needs at least, of which one of several domains counts as many: every domain
+    fits where it is tried first. alone: domains that are trained alone in any case."""
+    orders = 1 if plan.packing == "jointly" else len(plan.order)
+    again = plan.packing != "jointly" and plan.domains[0].name in alone  # the first one is alone in its adapter
+    return len(alone) + orders * len(plan.domains) - (1 if again else 0)
+
+
+def most_trainings(plan: Plan) -> int:
+    """Trainings of one domain that a run needs at most: every domain alone, and into the last adapter (naive), or into
+    each of those that the domains before it opened (first fit), or all at once and then one less each time, and any two
+    of what is left united (jointly)."""
+    number = len(plan.domains)
+    pairs = number * (number - 1) // 2
+    beside_others = {
+        "naive": (number - 1) * len(plan.order),
+        "first_fit": pairs * len(plan.order),
+        "jointly": pairs + number + pairs * number,
+    }
+    return number + beside_others[plan.packing]
+
+
 def state_of(plan: Plan, adapter: Adapter, trainings: Trainings) -> State:
     """Weights of an adapter of the plan's packing."""
     return trainings.state_together(adapter) if plan.packing == "jointly" else trainings.state(adapter)

@@ -11,15 +11,23 @@ from typing import Any
 import torch
 
 from fusion.plan import Plan
+from fusion.progress import Progress
 from fusion.samples import Splits
 from vlora.models import InputProcessor
 
 
-def identity_of(plan: Plan, splits: Mapping[str, Splits], base: str, processing: str, device: str) -> dict[str, str]:
+def identity_of(
+    plan: Plan,
+    splits: Mapping[str, Splits],
+    base: str,
+    processing: str,
+    device: str,
+    progress: Progress | None = None,
+) -> dict[str, str]:
     """Every field of the plan by its dotted name; each domain's data, the base's weights and its processing as
-    hashes."""
+    hashes. progress: where reading all pictures is shown."""
     fields = {f"plan's {name}": value for name, value in _fields(plan.model_dump(mode="json"))}
-    data = {f"data of {name}": _hash_of_data(own) for name, own in splits.items()}
+    data = {f"data of {name}": _hash_of_data(name, own, progress or Progress()) for name, own in splits.items()}
     return {**fields, **data, "weights of the base": base, "processing of the base": processing, "device": device}
 
 
@@ -43,15 +51,19 @@ def hash_of_processing(processor: InputProcessor) -> str:
     return hashlib.sha256(json.dumps(told, sort_keys=True, default=str).encode()).hexdigest()
 
 
-def _hash_of_data(splits: Splits) -> str:
+def _hash_of_data(name: str, splits: Splits, progress: Progress) -> str:
     digest = hashlib.sha256(f"{splits.task} {splits.labels}".encode())
-    for part in (splits.train, splits.validation, splits.test):
-        digest.update(f"part of {len(part)}".encode())
-        for sample in part:
-            digest.update(f"{sample.target} {sample.question} {sample.group}".encode())
-            for frame in sample.frames:
-                digest.update(f"{frame.shape}".encode())
-                digest.update(frame.tobytes())
+    parts = (splits.train, splits.validation, splits.test)
+    done = 0
+    with progress.work(f"reading the pictures of {name}", sum(map(len, parts)), "samples") as moved:
+        for part in parts:
+            digest.update(f"part of {len(part)}".encode())
+            for sample in part:
+                digest.update(f"{sample.target} {sample.question} {sample.group}".encode())
+                for frame in sample.frames:
+                    digest.update(f"{frame.shape}".encode())
+                    digest.update(frame.tobytes())
+                moved(done := done + 1)
     return digest.hexdigest()
 
 

@@ -8,11 +8,16 @@ import ctypes
 import multiprocessing
 import os
 import signal
-from collections.abc import Callable, Iterator, Sequence
-from multiprocessing.connection import wait
+import sys
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
+from pickle import UnpicklingError
+from typing import Protocol
 
 import torch
+
+from fusion.progress import Event
 
 Job = Callable[[], object]
 Ahead = Callable[[Sequence[Job]], None]
@@ -22,29 +27,48 @@ _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 _STOP = (signal.SIGINT, signal.SIGTERM)
 
 
-def side_by_side(jobs: Sequence[Job], at_once: int, enter: Callable[[], None]) -> None:
+class Watcher(Protocol):
+    """Progress of jobs, which is made in forks and shown here (`fusion.progress.Progress`)."""
+
+    def forward(self, send: Callable[[Event], None]) -> None:
+        """Send what happens instead of showing it. Called in each fork before its job."""
+
+    def receive(self, fork: Hashable, event: Event | None) -> None:
+        """Show what a fork sent; None when it has ended."""
+
+
+def side_by_side(jobs: Sequence[Job], at_once: int, watcher: Watcher) -> None:
     """Run jobs in forks of one thread each, `at_once` at a time. What a job returns or raises is lost: who needs it
     asks again here, which is quick where it was done, and raises where it cannot be.
 
-    enter: called in each fork before its job. For CPUs only: CUDA does not live through a fork.
+    For CPUs only: CUDA does not live through a fork.
     """
     context = multiprocessing.get_context("fork")
-    running: list[BaseProcess] = []
+    waiting = list(reversed(jobs))
+    running: dict[Connection, BaseProcess] = {}
     try:
-        for job in jobs:
-            while len(running) >= at_once:
-                wait([process.sentinel for process in running])
-                running = [process for process in running if process.is_alive()]
-            process: BaseProcess = context.Process(target=_run, args=(job, enter, os.getpid()), daemon=True)
-            with _signals_blocked():  # until the fork has its own handlers
-                process.start()
-                running.append(process)
-        for left in running:
-            left.join()
+        while waiting or running:
+            while waiting and len(running) < at_once:
+                receiving, sending = context.Pipe(duplex=False)
+                with _signals_blocked():  # until the fork has its own handlers
+                    process = context.Process(
+                        target=_run, args=(waiting.pop(), watcher, sending, os.getpid()), daemon=True
+                    )
+                    process.start()
+                    running[receiving] = process
+                sending.close()  # the fork's own end is the only one, and closes with it
+            for receiving in wait(list(running)):
+                assert isinstance(receiving, Connection)
+                try:
+                    watcher.receive(receiving, receiving.recv())
+                except (EOFError, OSError, UnpicklingError):  # it has ended, perhaps in the middle of an event
+                    watcher.receive(receiving, None)
+                    running.pop(receiving).join()
+                    receiving.close()
     except BaseException:
-        for left in running:  # before an interrupted run counts what is kept
-            left.kill()
-            left.join()
+        for process in running.values():  # before an interrupted run counts what is kept
+            process.kill()
+            process.join()
         raise
 
 
@@ -68,7 +92,7 @@ def _signals_blocked() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def _run(job: Job, enter: Callable[[], None], parent: int) -> None:
+def _run(job: Job, watcher: Watcher, events: Connection, parent: int) -> None:
     # With a parent that is killed, too: the run is resumed, and its folder is held as long as a fork lives.
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
@@ -77,7 +101,9 @@ def _run(job: Job, enter: Callable[[], None], parent: int) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _STOP)
+    # Bars replace these by what takes a lock, which a thread of the parent may have held at the fork.
+    sys.stdout, sys.stderr = sys.__stdout__, sys.__stderr__
     torch.set_num_threads(1)
-    enter()
+    watcher.forward(events.send)
     with contextlib.suppress(Exception):  # the parent meets it again
         job()

@@ -10,6 +10,7 @@ from fusion.data.targets import default_labels, reader
 from fusion.mistakes import Mistakes
 from fusion.objectives import metric_of_some, task_of
 from fusion.plan import BuiltInTeacher, DomainPlan, RelativeThreshold
+from fusion.progress import Progress
 from fusion.samples import Splits
 from fusion.tasks import WORDS
 from fusion.teachers import TEACHERS
@@ -44,14 +45,14 @@ def threshold_before_training(domain: DomainPlan, taught: float | None) -> float
 
 
 def label_by_teacher(
-    domain: DomainPlan, task: str, items: Sequence[Item], mistakes: Mistakes
+    domain: DomainPlan, task: str, items: Sequence[Item], mistakes: Mistakes, progress: Progress
 ) -> tuple[list[Item | None], Teaching] | None:
     """Items with the teacher's answers; None in the place of one it is not sure enough of, or whose label is none of
     the plan's. None for a teacher that fails, which is told."""
     assert domain.teacher is not None, "the plan file asks for one"
     here = mistakes.inside("teacher")
     teacher = open_teacher(domain.teacher, task, here)
-    said = None if teacher is None else _ask(teacher, [item.frames for item in items], here)
+    said = None if teacher is None else _ask(domain, teacher, [item.frames for item in items], here, progress)
     if teacher is None or said is None:
         return None
     floor = domain.teacher.min_confidence
@@ -75,7 +76,7 @@ def label_by_teacher(
     return kept, Teaching(teacher.name, 1.0, len(said) - len(sure), boxes, within.beyond)
 
 
-def compare_with_teacher(domain: DomainPlan, splits: Splits, mistakes: Mistakes) -> Teaching | None:
+def compare_with_teacher(domain: DomainPlan, splits: Splits, mistakes: Mistakes, progress: Progress) -> Teaching | None:
     """How good a teacher is where the data has labels of its own. None without a teacher, or for one that fails, which
     is told."""
     measure = isinstance(domain.threshold, RelativeThreshold) and domain.threshold.relative_to == "teacher"
@@ -86,7 +87,7 @@ def compare_with_teacher(domain: DomainPlan, splits: Splits, mistakes: Mistakes)
     samples = splits.validation
     here = mistakes.inside("teacher")
     teacher = open_teacher(domain.teacher, splits.task, here)
-    said = None if teacher is None else _ask(teacher, [sample.frames for sample in samples], here)
+    said = None if teacher is None else _ask(domain, teacher, [sample.frames for sample in samples], here, progress)
     if teacher is None or said is None:
         return None
     within = _within(splits.task, splits.labels, said, teacher, here)
@@ -133,13 +134,17 @@ def _score(domain: DomainPlan, splits: Splits, answers: Sequence[object]) -> flo
     return metric_of_some(task_of(splits, domain.metric), answers, [sample.target for sample in splits.validation])
 
 
-def _ask(teacher: Teacher, clips: Sequence[Clip], mistakes: Mistakes) -> list[Labelled] | None:
+def _ask(
+    domain: DomainPlan, teacher: Teacher, clips: Sequence[Clip], mistakes: Mistakes, progress: Progress
+) -> list[Labelled] | None:
     said: list[Labelled] = []
-    for first in range(0, len(clips), _AT_ONCE):
-        part = [list(clip) for clip in clips[first : first + _AT_ONCE]]
-        try:
-            said += teacher.label(part)
-        except Exception as error:  # code of others raises whatever it likes
-            mistakes.add(f"{teacher.name} fails: {type(error).__name__}: {error}")
-            return None
+    with progress.work(f"asking {teacher.name} about {domain.name}", len(clips), "samples") as moved:
+        for first in range(0, len(clips), _AT_ONCE):
+            part = [list(clip) for clip in clips[first : first + _AT_ONCE]]
+            try:
+                said += teacher.label(part)
+            except Exception as error:  # code of others raises whatever it likes
+                mistakes.add(f"{teacher.name} fails: {type(error).__name__}: {error}")
+                return None
+            moved(len(said))
     return said

@@ -8,6 +8,7 @@ import time
 import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -24,10 +25,12 @@ from fusion.decoding import Prompt, greedy
 from fusion.families import why_not_trained
 from fusion.features import FeatureCache, Features, InMemory
 from fusion.identity import hash_of_weights
+from fusion.looks import Looks
 from fusion.objectives import HeadObjective, Objective, Read, answer_in_words, task_of
-from fusion.pack import Score
+from fusion.pack import Adapter, Score
 from fusion.plan import DomainPlan, Plan
 from fusion.precision import mixed_precision
+from fusion.progress import Moved, Progress
 from fusion.reading import Prepared, embed, read_samples
 from fusion.samples import Sample, Splits, held_back
 from fusion.tasks import MEANS
@@ -41,11 +44,12 @@ from vlora.models.seam import Seam
 from vlora.models.vision import VisionEncoder, VisionTask
 from vlora.types import VisionInput
 
-_ENCODE_AT_ONCE = 64
+_ENCODE_AT_ONCE = 16  # samples; progress is shown as often
 _SCORE_AT_ONCE = 50
 _WARM_UP_STEPS = 10
 _LOOKS = 12  # at samples kept from training, within all steps of it
 _CURVE_POINTS = 24
+_RECENT = 10  # steps whose mean loss is shown
 
 _LONGER = 2  # times the longest answer to be learned: what is decoded is cut off there
 
@@ -59,17 +63,28 @@ class Domain:
     held_back: training samples that tell when to stop, and calibrate heads whose answers go by how sure they are;
     others: the rest, which shares no group with them. Validation data stays untouched by all that, so that a bound
     computed on it means what it says.
+
+    Args:
+        most: how many samples of each part are prepared; all if not given.
     """
 
-    def __init__(self, plan: DomainPlan, splits: Splits, base: FrozenBase) -> None:
+    def __init__(self, plan: DomainPlan, splits: Splits, base: FrozenBase, *, most: int | None = None) -> None:
         self.plan = plan
         self.splits = splits
         self.base = base
         self.task = task_of(splits, plan.metric)
-        self.train, self.validation, self.test = (
-            base.prepare(plan.question, splits, part) for part in (splits.train, splits.validation, splits.test)
-        )
-        kept = set(held_back(splits.train))
+        parts = [part[:most] for part in (splits.train, splits.validation, splits.test)]
+        done = 0
+        with base.progress.work(f"encoding the pictures of {plan.name}", sum(map(len, parts)), "samples") as moved:
+
+            def encoded(count: int) -> None:
+                nonlocal done
+                moved(done := done + count)
+
+            self.train, self.validation, self.test = (
+                base.prepare(plan.question, splits, part, encoded) for part in parts
+            )
+        kept = set(held_back(splits.train[:most]))
         self.held_back = [sample for place, sample in enumerate(self.train) if place in kept]
         self.others = [sample for place, sample in enumerate(self.train) if place not in kept]
 
@@ -86,18 +101,26 @@ class FrozenBase:
     """The base model without gradients: image features, prompts, and the language model that adapters sit on.
 
     weights: their hash. features: where to keep image features; None keeps them in memory, all of them.
-    train_vision: leave pictures as they are, since their features will change.
+    train_vision: leave pictures as they are, since their features will change. progress: where work over samples is
+    shown.
 
     Raises:
         BadPlan: models of this family cannot be trained.
     """
 
     def __init__(
-        self, model: Any, processor: InputProcessor, *, features: Path | None = None, train_vision: bool = False
+        self,
+        model: Any,
+        processor: InputProcessor,
+        *,
+        features: Path | None = None,
+        train_vision: bool = False,
+        progress: Progress | None = None,
     ) -> None:
         if why := why_not_trained(model.config):
             raise BadPlan(why)
         self.processor = processor
+        self.progress = progress or Progress()
         self.seam = Seam(model)
         # Features through the seam, exactly as serving makes them; training through the model's own attention. On a CPU
         # the fused one spends 1.7 times as long per step, all of it backwards (docs/decisions.md, 2026-11-21).
@@ -110,14 +133,21 @@ class FrozenBase:
         self._vision = VisionEncoder(self.seam, cache_bytes=0)
 
     @torch.no_grad()
-    def prepare(self, question: str, splits: Splits, samples: Sequence[Sample]) -> list[Prepared]:
-        """Encode every sample's frames and its question, or else the domain's."""
+    def prepare(
+        self,
+        question: str,
+        splits: Splits,
+        samples: Sequence[Sample],
+        encoded: Callable[[int], None] = lambda count: None,
+    ) -> list[Prepared]:
+        """Encode every sample's frames and its question, or else the domain's. encoded: called with the number of
+        samples that were, after each few."""
         prepared: list[Prepared] = []
         for first in range(0, len(samples), _ENCODE_AT_ONCE):
             part = samples[first : first + _ENCODE_AT_ONCE]
-            encoded = [self._encode(question, sample) for sample in part]
-            features = [None] * len(part) if self.train_vision else self._kept_features(encoded)
-            for sample, one, seen in zip(part, encoded, features, strict=True):
+            prompts = [self._encode(question, sample) for sample in part]
+            features = [None] * len(part) if self.train_vision else self._kept_features(prompts)
+            for sample, one, seen in zip(part, prompts, features, strict=True):
                 ids = torch.tensor(one.prompt_ids)
                 answer = self._answer(splits, sample)
                 if len(ids) + len(answer) > self.seam.max_positions:
@@ -141,6 +171,7 @@ class FrozenBase:
                         answer,
                     )
                 )
+            encoded(len(part))
         return prepared
 
     def encode(self, items: Sequence[VisionInput]) -> list[torch.Tensor]:
@@ -203,7 +234,7 @@ class LoraTrainer:
     """Trains adapters over a frozen base, one at a time. A state is LoRA tensors by name, and heads by domain.
 
     What a training gives depends on the state it began from, the plan and its seed only: draws are seeded by what is
-    trained. progress: told steps done and steps at most.
+    trained. progress: where trainings and scorings are shown.
     """
 
     def __init__(
@@ -212,14 +243,12 @@ class LoraTrainer:
         domains: Mapping[str, Domain],
         plan: Plan,
         *,
-        progress: Callable[[int, int], None] = lambda done, most: None,
-        say: Callable[[str], None] = lambda _: None,
+        progress: Progress | None = None,
     ) -> None:
         self._base = base
         self.domains = dict(domains)
         self._plan = plan
-        self._progress = progress
-        self._say = say
+        self._progress = progress or Progress()
         self._at_once = _SCORE_AT_ONCE
         self._heads: dict[str, nn.Linear] = {}
         for parameter in base.model.parameters():
@@ -286,35 +315,48 @@ class LoraTrainer:
             return [domain] * (settings.batch_size - rehearsed) + again
 
         held = (*beside, domain) if rehearsed else (domain,)
-        return self._fit((domain,), held, settings.steps, rows, f"{domain} beside {','.join(beside)}")
+        with self._shown(trained_into(domain, beside), settings.steps, 1) as moved:
+            return self._fit(
+                (domain,), held, settings.steps, rows, f"{domain} beside {','.join(beside)}", (*beside, domain), moved
+            )
 
     def train_together(self, domains: Sequence[str]) -> tuple[float, ...]:
         """Train several domains into a fresh adapter at once, with as many steps for each as one alone would get."""
         settings = self._plan.training
+        steps = settings.steps * len(domains)
 
         def rows(step: int) -> list[str]:
             first = step * settings.batch_size
             return [domains[place % len(domains)] for place in range(first, first + settings.batch_size)]
 
-        return self._fit(domains, domains, settings.steps * len(domains), rows, f"together {','.join(domains)}")
+        with self._shown(trained_at_once(domains), steps, len(domains)) as moved:
+            return self._fit(domains, domains, steps, rows, f"together {','.join(domains)}", tuple(domains), moved)
+
+    def _shown(self, what: str, steps: int, trainings: int) -> AbstractContextManager[Moved]:
+        return self._progress.work(what, steps, "steps", trainings=trainings)
 
     def _fit(
-        self, new: Sequence[str], held: Sequence[str], steps: int, rows: Callable[[int], list[str]], what: str
+        self,
+        new: Sequence[str],
+        held: Sequence[str],
+        steps: int,
+        rows: Callable[[int], list[str]],
+        what: str,
+        adapter: Adapter,
+        moved: Moved,
     ) -> tuple[float, ...]:
         """new: domains without a head so far. held: those whose loss tells when to stop. rows: the domain of each
-        sample of a step's batch."""
+        sample of a step's batch. what: seeds the draws. adapter: all domains in it."""
         settings = self._plan.training
         for domain in new:
             if self.domains[domain].task.num_outputs:
                 self._heads[domain] = self._new_head(domain)
         rng = np.random.default_rng(self._seed(what))
-        parameters = [*self._lora.values(), *(p for head in self._heads.values() for p in head.parameters())]
-        for parameter in parameters:
-            parameter.requires_grad_(True)
-        optimizer = torch.optim.AdamW(parameters, settings.learning_rate, weight_decay=0.0)
+        optimizer = self._optimizer()
         size = settings.batch_size
         losses: list[float] = []
         best, best_state, looks_since = math.inf, None, 0
+        looks = Looks(self._held_out, adapter, self._progress.clock)
         self._peft.train()
         started = time.process_time()
         for step in range(steps):
@@ -326,17 +368,13 @@ class LoraTrainer:
             rate = min(1.0, (step + 1) / _WARM_UP_STEPS) * 0.5 * (1 + math.cos(math.pi * done))
             for group in optimizer.param_groups:
                 group["lr"] = settings.learning_rate * rate
-            batch = [pair for name, count in Counter(rows(step)).items() for pair in self._draw(rng, name, count)]
-            loss, size = halving(
-                size,
-                lambda at_once, batch=batch: self._backward(batch, at_once),  # type: ignore[misc]
-                lambda at_once: self._after_too_much(optimizer, at_once),
-            )
+            loss, size = self._step(optimizer, self._batch(rng, rows(step)), size)
             losses.append(loss)
-            nn.utils.clip_grad_norm_(parameters, 1.0)
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=True)
-            self._progress(step + 1, steps)
+            if self._progress.watched and looks.due and step + 1 < steps:
+                before = time.process_time()
+                self._look(looks)
+                started += time.process_time() - before  # whether somebody watches changes no training
+            moved(step + 1, _facts(losses, looks), max(done, (step + 1) / steps))
             if settings.patience is not None and (step + 1) % max(1, steps // _LOOKS) == 0:
                 held_back = self._held_back_loss(held)
                 looks_since = 0 if held_back < best else looks_since + 1
@@ -349,6 +387,55 @@ class LoraTrainer:
         self._peft.eval()
         return _curve(losses)
 
+    def _optimizer(self) -> torch.optim.Optimizer:
+        """Over the adapter and all heads there are."""
+        parameters = [*self._lora.values(), *(p for head in self._heads.values() for p in head.parameters())]
+        for parameter in parameters:
+            parameter.requires_grad_(True)
+        return torch.optim.AdamW(parameters, self._plan.training.learning_rate, weight_decay=0.0)
+
+    def _batch(self, rng: np.random.Generator, rows: Sequence[str]) -> list[tuple[str, Prepared]]:
+        return [pair for name, count in Counter(rows).items() for pair in self._draw(rng, name, count)]
+
+    def _step(
+        self, optimizer: torch.optim.Optimizer, batch: Sequence[tuple[str, Prepared]], size: int
+    ) -> tuple[float, int]:
+        """One step of the optimizer on a batch, `size` samples of it at once or, where memory runs out, fewer. Returns
+        the loss, and how many it was."""
+        loss, size = halving(
+            size,
+            lambda at_once: self._backward(batch, at_once),
+            lambda at_once: self._after_too_much(optimizer, at_once),
+        )
+        nn.utils.clip_grad_norm_(optimizer.param_groups[0]["params"], 1.0)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        return loss, size
+
+    def time_step(self, rows: Sequence[str]) -> float:
+        """Seconds that a step takes on a batch of samples of these domains. It changes the adapter, and makes heads for
+        all domains."""
+        for name, domain in self.domains.items():
+            if domain.task.num_outputs and name not in self._heads:
+                self._heads[name] = self._new_head(name)
+        optimizer, rng = self._optimizer(), np.random.default_rng(self._seed("time"))
+        self._peft.train()
+        began = time.perf_counter()
+        self._step(optimizer, self._batch(rng, rows), len(rows))
+        if self._base.seam.device.type == "cuda":
+            torch.cuda.synchronize(self._base.seam.device)
+        took = time.perf_counter() - began
+        self._peft.eval()
+        return took
+
+    def _look(self, looks: Looks) -> None:
+        self._peft.eval()
+        looks.look()
+        self._peft.train()
+
+    def _held_out(self, domain: str, count: int) -> float:
+        return self.score(domain, self.domains[domain].validation[:count])
+
     @torch.no_grad()
     def score(self, domain: str, samples: Sequence[Prepared]) -> float:
         """The domain's metric on these samples, 0 to 1."""
@@ -358,7 +445,9 @@ class LoraTrainer:
     @torch.no_grad()
     def bounded_score(self, domain: str, samples: Sequence[Prepared]) -> Score:
         """The same with its lower bound at the plan's confidence, or the score itself as bound where it has none."""
-        answers, targets = self.answers(domain, samples), [sample.target for sample in samples]
+        with self._progress.work(f"scoring {domain}", len(samples), "samples") as moved:
+            answers = self.answers(domain, samples, moved)
+        targets = [sample.target for sample in samples]
         task, confidence = self.domains[domain].task, self._plan.confidence
         if confidence is None:
             value = task.metric(answers, targets)
@@ -373,22 +462,31 @@ class LoraTrainer:
         return sum(float(read.exact.sum()) for _, read in self._reads(domain, samples)) / len(samples)
 
     @torch.no_grad()
-    def said(self, domain: str, samples: Sequence[Prepared]) -> list[str]:
+    def said(
+        self, domain: str, samples: Sequence[Prepared], moved: Moved = lambda done, facts="", share=None: None
+    ) -> list[str]:
         """What the language model says of each, cut off at twice the length of the longest answer that it was to
-        learn."""
+        learn. moved: called with the number of samples done."""
         limit = _LONGER * max(len(sample.answer) for sample in self.domains[domain].train)
 
         def decode(part: Sequence[Prepared]) -> list[str]:
             with self._autocast():
                 return self._base.said(part, limit)
 
-        return [words for _, found in self._in_parts(samples, decode) for words in found]
+        words: list[str] = []
+        for _, found in self._in_parts(samples, decode):
+            words += found
+            moved(len(words))
+        return words
 
     @torch.no_grad()
-    def answers(self, domain: str, samples: Sequence[Prepared]) -> list[object]:
-        """What is said of each sample, as the domain's metrics compare it."""
+    def answers(
+        self, domain: str, samples: Sequence[Prepared], moved: Moved = lambda done, facts="", share=None: None
+    ) -> list[object]:
+        """What is said of each sample, as the domain's metrics compare it. moved: called with the number of samples
+        done."""
         if self.domains[domain].task.needs_text:
-            return list(self.said(domain, samples))
+            return list(self.said(domain, samples, moved))
         task = self.domains[domain].task
         if task.calibration_decides:
             task = self.calibrated(domain)
@@ -397,6 +495,7 @@ class LoraTrainer:
             with self._autocast():
                 found = task.answers(read, self._heads.get(domain), [s.target for s in part])
                 answers += [s.of_whole_pictures(answer) for s, answer in zip(part, found, strict=True)]
+            moved(len(answers))
         return answers
 
     @torch.no_grad()
@@ -481,7 +580,7 @@ class LoraTrainer:
 
     def _after_too_much(self, optimizer: torch.optim.Optimizer, at_once: int) -> None:
         optimizer.zero_grad(set_to_none=True)  # what parts before had added
-        self._say(f"out of memory: going on with {at_once} samples at a time, and the same gradients")
+        self._progress.say(f"out of memory: going on with {at_once} samples at a time, and the same gradients")
 
     def _loss_of(self, batch: Sequence[tuple[str, Prepared]], read: Read) -> torch.Tensor:
         """Every domain's own loss on its part of the batch, and the language model's on answers in words."""
@@ -506,8 +605,25 @@ class LoraTrainer:
         return zlib.crc32(f"{self._plan.seed} {what}".encode())
 
 
+def _facts(losses: Sequence[float], looks: Looks) -> str:
+    """The loss of late, and what held-out samples scored when they were last looked at."""
+    recent = losses[-_RECENT:]
+    loss = f"loss {sum(recent) / len(recent):.3f}"
+    return f"{loss}, held-out {looks}" if str(looks) else loss
+
+
 def _name(sample: Sample) -> object:
     return getattr(sample.frames, "file", "a drawn picture")
+
+
+def trained_into(domain: str, beside: Sequence[str]) -> str:
+    """How a training of one more domain into an adapter is called."""
+    return f"training {domain} into {', '.join(beside) or 'a new adapter'}"
+
+
+def trained_at_once(domains: Sequence[str]) -> str:
+    """How a training of several domains into a fresh adapter is called."""
+    return f"training {', '.join(domains)} at once"
 
 
 def _window(shown: Region) -> Window:

@@ -7,14 +7,14 @@ from collections.abc import Callable, Collection
 
 from fusion.checkpoint import Checkpoint, State
 from fusion.pack import Adapter, Trained
-from fusion.train import LoraTrainer
+from fusion.progress import Progress
+from fusion.train import LoraTrainer, trained_at_once, trained_into
 
 
 class Trainings:
     """`fusion.pack.Train` by one trainer. rehearsal: share of each batch for the domains an adapter holds already.
 
-    starting: told what is about to be trained, which takes a while, and how many domains' steps that are; made: told
-    these when it is done, or was known already.
+    progress: is notified of trainings that are asked for and known already.
     """
 
     def __init__(
@@ -23,14 +23,12 @@ class Trainings:
         checkpoint: Checkpoint,
         *,
         rehearsal: float,
-        starting: Callable[[str, int], None] = lambda what, size: None,
-        made: Callable[[int], None] = lambda size: None,
+        progress: Progress | None = None,
     ) -> None:
         self.trainer = trainer
         self._checkpoint = checkpoint
         self._rehearsal = rehearsal
-        self._starting = starting
-        self._ended = made
+        self._progress = progress or Progress()
 
     def __call__(self, adapter: Adapter) -> Trained:
         """Train the last domain into the adapter of those before it."""
@@ -45,8 +43,7 @@ class Trainings:
                 self.trainer.fresh()
             return self.trainer.train(domain, beside, rehearsal=self._rehearsal)
 
-        told = f"{adapter[-1]} into {', '.join(adapter[:-1]) or 'a new adapter'}"
-        return self._made(self._key(adapter), adapter, told, 1, train)
+        return self._made(self._key(adapter), adapter, trained_into(adapter[-1], adapter[:-1]), 1, train)
 
     def together(self, domains: Collection[str]) -> Trained:
         """Train a set of domains into one adapter at once. Of one domain alone: the same as in sequence."""
@@ -58,7 +55,7 @@ class Trainings:
             self.trainer.fresh()
             return self.trainer.train_together(names)
 
-        return self._made(self._key_together(names), names, f"{', '.join(names)} at once", len(names), train)
+        return self._made(self._key_together(names), names, trained_at_once(names), len(names), train)
 
     def state(self, adapter: Adapter) -> State:
         """Weights of an adapter that has been trained."""
@@ -69,18 +66,18 @@ class Trainings:
         return self._checkpoint.state(self._key(names) if len(names) == 1 else self._key_together(names))
 
     def _made(
-        self, key: str, domains: Adapter, told: str, size: int, train: Callable[[], tuple[float, ...]]
+        self, key: str, domains: Adapter, what: str, size: int, train: Callable[[], tuple[float, ...]]
     ) -> Trained:
         found = self._checkpoint.trained(key)
         if found is None:
-            self._starting(told, size)
             started = time.perf_counter()
             losses = train()
             own = self.trainer.domains
             scores = {name: self.trainer.bounded_score(name, own[name].validation) for name in domains}
             found = Trained(scores, time.perf_counter() - started, losses)
             self._checkpoint.keep(key, found, self.trainer.snapshot())
-        self._ended(size)
+        else:
+            self._progress.known(what, size)
         return found
 
     def _key(self, adapter: Adapter) -> str:

@@ -13,31 +13,39 @@ from fusion.samples import Splits, Target
 from fusion.train import Domain
 
 _LONGEST_LABEL = 8  # tokens that the base model may take for a short answer
-_ASKED = 100  # test samples of a domain: an answer in words takes many steps
+MOST_ASKED = 100  # test samples of a domain: an answer in words takes many steps
 _AT_ONCE = 32  # of these, whose keys and values are in memory
 
 
 def score_before_training(domain: Domain) -> float:
     """The domain's metric on its first test samples, of what the base model says when asked its question. To be called
     while that is what the domain's base is: before a trainer is made on it."""
-    own = dataclasses.replace(domain.splits, test=domain.splits.test[:_ASKED])
+    own = dataclasses.replace(domain.splits, test=domain.splits.test[:MOST_ASKED])
+    return score_of_words(own, domain.plan.metric, said_before_training(domain))
+
+
+def said_before_training(domain: Domain) -> list[str]:
+    """What the base model says of the domain's first test samples, of those that are prepared."""
     tokenizer = domain.base.processor.tokenizer
-    wanted = [answer_in_words(own, sample) for sample in own.test]
+    wanted = [answer_in_words(domain.splits, sample) for sample in domain.splits.test[:MOST_ASKED]]
     longest = max(_LONGEST_LABEL, *(len(tokenizer(words)["input_ids"]) for words in wanted))
-    return score_of_words(own, domain.plan.metric, _said(domain, domain.test[:_ASKED], longest))
+    return _said(domain, domain.test[:MOST_ASKED], longest)
 
 
 def _said(domain: Domain, samples: Sequence[Prepared], longest: int) -> list[str]:
     """In `longest` tokens, of as many samples at once as memory has room for."""
     said: list[str] = []
     at_once = _AT_ONCE
-    while len(said) < len(samples):
+    what = f"asking the base model about {domain.plan.name}"
+    with domain.base.progress.work(what, len(samples), "samples") as moved:
+        while len(said) < len(samples):
 
-        def attempt(size: int, left: Sequence[Prepared] = samples[len(said) :]) -> list[str]:
-            return domain.base.said(left[:size], longest)
+            def attempt(size: int, left: Sequence[Prepared] = samples[len(said) :]) -> list[str]:
+                return domain.base.said(left[:size], longest)
 
-        found, at_once = halving(at_once, attempt, lambda size: None)
-        said += found
+            found, at_once = halving(at_once, attempt, lambda size: None)
+            said += found
+            moved(len(said))
     return said
 
 

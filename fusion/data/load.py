@@ -21,6 +21,7 @@ from fusion.data.targets import labels_shown, targets_of
 from fusion.data.verify import check_parts, verified
 from fusion.mistakes import Mistakes
 from fusion.plan import Coco, DataPlan, DomainPlan, ImageFolder, Plan, Questions, References, Unlabelled, VideoFolder
+from fusion.progress import Progress
 from fusion.samples import Sample, Splits, held_back
 from fusion.sources import BUILT_IN, load_source
 from fusion.tasks import HEADS, LEAST_LABELS, METRICS, WORDS
@@ -56,27 +57,28 @@ class DomainData:
         return None if self.teaching is None else self.teaching.score
 
 
-def load_domains(plan: Plan, mistakes: Mistakes) -> dict[str, DomainData]:
+def load_domains(plan: Plan, mistakes: Mistakes, progress: Progress | None = None) -> dict[str, DomainData]:
     """Read, check and cut every domain's data, by name. What is wrong is told; a domain that has no samples for it is
-    left out."""
+    left out. progress: where reading pictures and asking teachers is shown."""
+    progress = progress or Progress()
     loaded: dict[str, DomainData] = {}
     for place, domain in enumerate(plan.domains):
-        data = _load(domain, plan, mistakes.inside("domains", place))
+        data = _load(domain, plan, mistakes.inside("domains", place), progress)
         if data is not None:
             loaded[domain.name] = data
     return loaded
 
 
-def _load(domain: DomainPlan, plan: Plan, mistakes: Mistakes) -> DomainData | None:
+def _load(domain: DomainPlan, plan: Plan, mistakes: Mistakes, progress: Progress) -> DomainData | None:
     if domain.source in BUILT_IN:
         splits = _built_in(domain, plan.seed, mistakes)
         data = None if splits is None else DomainData(splits)
     else:
-        data = _own(domain, plan.seed, mistakes)
+        data = _own(domain, plan.seed, mistakes, progress)
     if data is None:
         return None
     if data.teaching is None and not mistakes:
-        data = dataclasses.replace(data, teaching=compare_with_teacher(domain, data.splits, mistakes))
+        data = dataclasses.replace(data, teaching=compare_with_teacher(domain, data.splits, mistakes, progress))
     _can_be_kept(domain, plan, data, mistakes)
     if domain.metric == "overlap":
         _are_boxes(data.splits, mistakes)
@@ -105,7 +107,7 @@ def _built_in(domain: DomainPlan, seed: int, mistakes: Mistakes) -> Splits | Non
     return splits
 
 
-def _own(domain: DomainPlan, seed: int, mistakes: Mistakes) -> DomainData | None:
+def _own(domain: DomainPlan, seed: int, mistakes: Mistakes, progress: Progress) -> DomainData | None:
     """Data of the user's own."""
     data, here = domain.data, mistakes.inside("data")
     if data is None:
@@ -127,12 +129,12 @@ def _own(domain: DomainPlan, seed: int, mistakes: Mistakes) -> DomainData | None
     except OSError as error:
         here.add(f"{error.filename} cannot be read: {error.strerror}", "path")
         return None
-    seen = verified(items, here)
+    seen = verified(items, here, progress, domain.name)
     if here:
         return None
     teaching = None
     if isinstance(data, Unlabelled):
-        taught = label_by_teacher(domain, task, items, mistakes)
+        taught = label_by_teacher(domain, task, items, mistakes, progress)
         if taught is None:
             return None
         labelled, teaching = taught

@@ -12,17 +12,21 @@ from fusion.data.frames import Frames, Seen
 from fusion.data.items import Item
 from fusion.data.targets import labels_shown
 from fusion.mistakes import Mistakes
+from fusion.progress import Progress
 from fusion.samples import Splits
 
 _SHOWS_LABELS = ("classification", "binary", "action", "multi_label", "detection")  # all of them in every part
 
 
-def verified(items: Sequence[Item], mistakes: Mistakes) -> list[Seen]:
-    """Decode every file once, and look for one picture in two parts."""
+def verified(items: Sequence[Item], mistakes: Mistakes, progress: Progress, name: str) -> list[Seen]:
+    """Decode every file once, and look for one picture in two parts. name: the domain's."""
     field = "path"
     different = list(dict.fromkeys(item.frames for item in items))  # a picture may have many questions
-    with ThreadPoolExecutor() as pool:
-        found = dict(zip(different, pool.map(_see, different), strict=True))
+    found: dict[Frames, Seen | str] = {}
+    with ThreadPoolExecutor() as pool, progress.work(f"checking the files of {name}", len(different), "files") as moved:
+        for frames, one in zip(different, pool.map(_see, different), strict=True):
+            found[frames] = one
+            moved(len(found))
     seen: list[Seen] = []
     first: dict[str, Item] = {}
     told: set[tuple[str, Path]] = set()

@@ -58,8 +58,7 @@ def fuse(
     if check:
         from fusion import commands
 
-        with waiting("checking"):
-            commands.explain(file, json_out=as_json)
+        commands.explain(file, device=device, json_out=as_json)
     elif out is None:
         raise click.UsageError("--out is missing: a folder for adapters and report (or --check, to train nothing)")
     elif resume and restart:
@@ -125,22 +124,17 @@ def convert_bd(
     """
     import warnings
 
+    from rich.console import Console
+
     from fusion.convert import convert
     from fusion.plan import read_plan_file
+    from fusion.progress import Progress
 
     warnings.simplefilter("ignore", FutureWarning)
     out = out or adapter.with_name(f"{adapter.name}-bd{blocks}")
     plan = None if data is None else read_plan_file(_plan_file(data))
-    with waiting("converting"):
-        found = convert(
-            adapter,
-            out,
-            blocks=blocks,
-            rank=rank,
-            base=base,
-            data=plan,
-            say=lambda text: click.echo(text, err=True),
-        )
+    with Progress(Console(stderr=True)) as progress:
+        found = convert(adapter, out, blocks=blocks, rank=rank, base=base, data=plan, progress=progress)
     if as_json:
         layers, domains = [each._asdict() for each in found.layers], [each._asdict() for each in found.domains]
         print_json({"out": str(out), "layers": layers, "domains": domains})
