@@ -119,6 +119,9 @@ class ByteProcessor:
         shown = tuple(Region(0, 0, image.width, image.height) for image in images)
         return Encoded(tuple(IMAGE if byte == 0 else byte for byte in prompt.encode()), vision, shown)
 
+    def as_given(self, token_ids: Sequence[int]) -> Encoded:
+        return Encoded(tuple(token_ids), (), ())
+
     def decode(self, token_ids: Sequence[int]) -> str:
         return bytes(token for token in token_ids if token < 256).decode(errors="replace")
 

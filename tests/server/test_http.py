@@ -86,7 +86,10 @@ def test_a_streamed_answer(api: Api) -> None:
         ("say:x", {"max_tokens": 10**6}, 400, "prompt_too_long", "tokens and may be answered with 1000000"),
         ("say:x", {"temperature": -1}, 400, "bad_request", "temperature is -1"),
         ("say:x", {"n": 17}, 400, "bad_request", "n: "),
-        ("say:x", {"logit_bias": {"5": 1}}, 400, "bad_request", "logit_bias: this field is not served"),
+        ("say:x", {"suffix": "y"}, 400, "bad_request", "suffix: this field is not served; text is continued at"),
+        ("say:x", {"logit_bias": {"a": 1}}, 400, "bad_request", "logit_bias has 'a' where a token id belongs"),
+        ("say:x", {"logit_bias": {"9" * 99: 1}}, 400, "bad_request", "99' where a token id belongs"),
+        ("say:x", {"min_tokens": 9, "max_tokens": 8}, 400, "bad_request", "min_tokens is 9; it must lie between 0 and"),
         ("say:x", {"messages": []}, 400, "bad_request", "messages: "),
         ("say:x", {"messages": [{"role": "robot", "content": "x"}]}, 400, "bad_request", "messages.0.role: "),
         (7, {}, 400, "bad_request", "messages.0.content"),
@@ -370,10 +373,14 @@ def test_fields_that_ask_for_nothing_are_taken_and_others_are_not_ignored(api: A
         "seed": None,
     }
     assert api.chat("say:fine", **nothing)[0] == 200
-    for name, value in (("presence_penalty", 0.5), ("tools", [{"type": "function"}]), ("top_k", 5), ("best_of", 2)):
+    for name, value, instead in (
+        ("functions", [{"name": "f"}], "; use tools"),
+        ("best_of", 2, "; use n"),
+        ("top_q", 5, ""),
+    ):
         status, answer = api.chat("say:x", **{name: value})
         assert status == 400 and answer["error"] == {
-            "message": f"{name}: this field is not served",
+            "message": f"{name}: this field is not served{instead}",
             "type": "invalid_request_error",
             "code": "bad_request",
             "param": name,

@@ -100,6 +100,10 @@ class InputProcessor:
         shown = tuple(shown_region(self.image_processor, image.width, image.height) for image in images)
         return EncodedPrompt(tuple(self._tokenize(text, special)), vision, shown)
 
+    def as_given(self, token_ids: Sequence[int]) -> EncodedPrompt:
+        """A prompt whose token ids are given, without images."""
+        return EncodedPrompt(tuple(token_ids), ())
+
     def decode(self, token_ids: Sequence[int]) -> str:
         return str(self.tokenizer.decode(list(token_ids), skip_special_tokens=True))
 

@@ -10,7 +10,7 @@ import time
 import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
 
 import msgspec
 
@@ -57,6 +57,22 @@ _SHOWN = 128  # of a name that nobody has: it may be as long as a message
 Messages = Sequence[Mapping[str, Any]]
 """A conversation as chat templates take it; content entries are {"type": "image"} or {"type": "text", "text": ...}."""
 
+
+class PlainText(NamedTuple):
+    """A prompt as it is: no chat template, no images."""
+
+    text: str
+
+
+class PromptTokens(NamedTuple):
+    """A prompt as token ids of the model's tokenizer."""
+
+    token_ids: tuple[int, ...]
+
+
+Prompt = str | Messages | PlainText | PromptTokens
+"""A question (the images go before it), a conversation, or what goes to the model as it is."""
+
 Image = bytes | RawImage | str
 """An encoded image, raw pixels, or the URL of an encoded one."""
 
@@ -89,7 +105,7 @@ class FrontEnd:
 
     async def generate(
         self,
-        prompt: str | Messages,
+        prompt: Prompt,
         images: Sequence[Image] = (),
         *,
         adapter: str | None = None,
@@ -102,7 +118,7 @@ class FrontEnd:
     ) -> AsyncIterator[str | Answer]:
         """Pieces of text as they become certain, then the whole Answer. Closing the iterator early cancels the request.
 
-        prompt: a question (the images go before it) or whole messages. images: encoded bytes or URLs, in order.
+        images: encoded bytes or URLs, in order.
         max_latency_s, max_ttft_s, priority, tenant: as of `Request`. whole: the caller reads nothing but the Answer.
         Raises BadRequest's kinds for a request that is wrong, OverCapacity, DeadlineMissed, DeadlineUnreachable,
         StepFailed, EngineDead.
@@ -127,7 +143,7 @@ class FrontEnd:
 
     async def choices(
         self,
-        prompt: str | Messages,
+        prompt: Prompt,
         images: Sequence[Image] = (),
         *,
         num_choices: int = 1,
@@ -221,7 +237,8 @@ class FrontEnd:
 
     async def _answer(self, request: Request, clock: _Clock) -> AsyncGenerator[Piece | Answer, None]:
         """One request's pieces, then its Answer. Raises the error it ended with."""
-        text = AnswerText(self._processor.decode, self._processor.token_text, request.sampling.stop)
+        sampling = request.sampling
+        text = AnswerText(self._processor.decode, self._processor.token_text, sampling.stop, sampling.min_tokens)
         num_tokens = 0
         asked_s, first_s = clock.elapsed_s, 0.0
         async with self._outputs(request, clock) as outputs:
@@ -232,14 +249,16 @@ class FrontEnd:
                     num_tokens += len(output.token_ids)
                     piece = text.feed(output.token_ids, output.scores)
                     if piece.text:
-                        yield piece
+                        yield piece._replace(
+                            num_prompt_tokens=len(request.prompt_ids), num_completion_tokens=num_tokens
+                        )
                     if text.stopped and not output.finished:
                         await self._engine.cancel(request.request_id)
         if output.error is not None and (output.timings is None or not text.stopped):
             raise output.error.to_exception()
         piece = text.finish()
         if piece.text:
-            yield piece
+            yield piece._replace(num_prompt_tokens=len(request.prompt_ids), num_completion_tokens=num_tokens)
         assert output.timings is not None, "a request that was answered has timings"
         if request.whole and output.timings.ttft_s is not None:
             first_s = asked_s + output.timings.ttft_s
@@ -415,13 +434,18 @@ class FrontEnd:
             raise UnknownAdapter(f"no adapter named {name[:_SHOWN]!r}; registered: {known}", field="adapter")
         return self._adapters[name]
 
-    async def _prepare(self, prompt: str | Messages, images: Sequence[Image], clock: _Clock) -> EncodedPrompt:
+    async def _prepare(self, prompt: Prompt, images: Sequence[Image], clock: _Clock) -> EncodedPrompt:
         """Fetch; then decode, template, tokenize and process images off the event loop, but for a few words."""
 
         def work(encoded: Sequence[bytes | RawImage]) -> EncodedPrompt:
             pixels = decode_images(encoded, self.config)
-            if isinstance(prompt, str):
-                return self._processor.encode(self._processor.chat(prompt, len(pixels)), pixels)
+            match prompt:
+                case PromptTokens():
+                    return self._processor.as_given(prompt.token_ids)
+                case PlainText():
+                    return self._processor.encode(prompt.text)
+                case str():
+                    return self._processor.encode(self._processor.chat(prompt, len(pixels)), pixels)
             return self._processor.encode(self._processor.template(prompt), pixels)
 
         if not images and _is_short(prompt):
@@ -479,9 +503,10 @@ def _seed_of_choice(seed: int | None, choice: int) -> int | None:
     return int.from_bytes(hashlib.blake2b(f"{seed} {choice}".encode(), digest_size=7).digest())
 
 
-def _check_text(prompt: str | Messages, sampling: SamplingParams, config: ServerConfig) -> None:
-    texts = [prompt] if isinstance(prompt, str) else list(_texts(prompt))
-    if not any(text.strip() for text in texts):
+def _check_text(prompt: Prompt, sampling: SamplingParams, config: ServerConfig) -> None:
+    texts = list(_texts(prompt))
+    # A plain text of blanks is continued as any other.
+    if not (isinstance(prompt, PlainText | PromptTokens) and any(prompt)) and not any(text.strip() for text in texts):
         raise BadRequest("the prompt is empty; ask something", field="prompt")
     for text in texts:
         try:
@@ -507,15 +532,23 @@ def _check_text(prompt: str | Messages, sampling: SamplingParams, config: Server
         )
 
 
-def _is_short(prompt: str | Messages) -> bool:
+def _is_short(prompt: Prompt) -> bool:
     """Whether a thread would cost a prompt without images more than it spares the event loop."""
-    if isinstance(prompt, str):
-        return len(prompt) <= _SHORT_CHARS
-    return len(prompt) <= _SHORT_TURNS and sum(map(len, _texts(prompt))) <= _SHORT_CHARS
+    num_turns = 1 if isinstance(prompt, str | PlainText | PromptTokens) else len(prompt)
+    return num_turns <= _SHORT_TURNS and sum(map(len, _texts(prompt))) <= _SHORT_CHARS
 
 
-def _texts(messages: Messages) -> Iterator[str]:
-    for message in messages:
+def _texts(prompt: Prompt) -> Iterator[str]:
+    match prompt:
+        case PromptTokens():
+            return
+        case PlainText():
+            yield prompt.text
+            return
+        case str():
+            yield prompt
+            return
+    for message in prompt:
         content = message["content"]
         if isinstance(content, str):
             yield content
