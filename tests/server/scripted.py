@@ -100,6 +100,8 @@ class Encoded(NamedTuple):
 class ByteProcessor:
     """One token per byte; an image is one token that carries its mean brightness."""
 
+    takes_tools = False
+
     def chat(self, question: str, num_images: int = 0) -> str:
         return "\0" * num_images + question
 

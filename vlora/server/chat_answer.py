@@ -9,6 +9,7 @@ import msgspec
 
 from vlora.client.values import Answer, TokenLogprob
 from vlora.server.text import Piece
+from vlora.server.tool_calls import CallReader
 
 _LEAST_LOGPROB = -9999.0  # as in OpenAI's answers: JSON has no infinity
 
@@ -20,19 +21,21 @@ class ChatAnswer:
         head: The answer's id, time and model, which are in each form.
         logprobs: The request asked for them.
         counts: Each event has the token counts so far.
+        tools: The answer may call tools.
     """
 
-    def __init__(self, head: dict[str, Any], *, logprobs: bool, counts: bool = False) -> None:
+    def __init__(self, head: dict[str, Any], *, logprobs: bool, counts: bool = False, tools: bool = False) -> None:
         self._head = head
         self._logprobs = logprobs
+        self._tools = tools
+        self._readers: dict[int, CallReader] = {}  # by choice of a stream
         self._counts = RunningCounts() if counts else None
 
     def whole(self, answers: Sequence[Answer]) -> dict[str, Any]:
         choices = [
             {
                 "index": index,
-                "message": {"role": "assistant", "content": answer.text},
-                "finish_reason": answer.finish_reason,
+                **self._message(answer),
                 "logprobs": self._scores(answer.logprobs),
             }
             for index, answer in enumerate(answers)
@@ -47,17 +50,40 @@ class ChatAnswer:
         """The event with a choice's next text."""
         if self._counts is not None:
             self._counts.take(index, piece.num_prompt_tokens, piece.num_completion_tokens)
-        return self._event(index, {"content": piece.text}, self._scores(piece.logprobs))
+        scores = self._scores(piece.logprobs)
+        if not self._tools:
+            return self._event(index, {"content": piece.text}, scores)
+        reader = self._readers.setdefault(index, CallReader())
+        first = reader.num_calls
+        text, calls = reader.feed(piece.text)
+        delta: dict[str, Any] = {"content": text} if text else {}
+        if calls:
+            delta["tool_calls"] = [{"index": first + place, **call.as_value()} for place, call in enumerate(calls)]
+        return self._event(index, delta, scores) if delta or scores else b""
 
     def end(self, index: int, answer: Answer) -> bytes:
         """The event that closes a choice."""
         if self._counts is not None:
             self._counts.take(index, answer.num_prompt_tokens, answer.num_completion_tokens)
-        return self._event(index, {}, finish_reason=answer.finish_reason)
+        reader = self._readers.get(index)
+        text = "" if reader is None else reader.finish()
+        called = reader is not None and reader.num_calls > 0
+        return self._event(index, {"content": text} if text else {}, finish_reason=_reason(answer, called))
 
     def usage(self, answers: Sequence[Answer]) -> bytes:
         """The event that ends a stream whose usage was asked for."""
         return event({**self._head, "object": "chat.completion.chunk", "choices": [], "usage": usage(answers)})
+
+    def _message(self, answer: Answer) -> dict[str, Any]:
+        message: dict[str, Any] = {"role": "assistant", "content": answer.text}
+        if self._tools:
+            reader = CallReader()
+            text, calls = reader.feed(answer.text)
+            message["content"] = text + reader.finish()
+            if calls:
+                message["content"] = message["content"] or None
+                message["tool_calls"] = [call.as_value() for call in calls]
+        return {"message": message, "finish_reason": _reason(answer, "tool_calls" in message)}
 
     def _event(
         self, index: int, delta: dict[str, Any], scores: dict[str, Any] | None = None, finish_reason: str | None = None
@@ -116,6 +142,10 @@ def usage(answers: Sequence[Answer], num_choices: int | None = None) -> dict[str
         "total_tokens": prompt + completion,
         "prompt_tokens_details": {"cached_tokens": sum(answer.timings.num_cached_tokens for answer in firsts)},
     }
+
+
+def _reason(answer: Answer, called: bool) -> str:
+    return "tool_calls" if called and answer.finish_reason == "stop" else answer.finish_reason
 
 
 def finite(logprob: float) -> float:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import Field, ValidationInfo, field_validator
+from pydantic import Field, ValidationInfo, field_validator, model_validator
 
+from vlora.errors import BadRequest
 from vlora.server.request_form import MAX_TOKENS, Sampled, Strict
 from vlora.server.response_format import json_grammar
+from vlora.server.tools import MAX_TOOLS, Choice, NamedTool, Tool, ToolCall, call_grammar
 from vlora.types import MAX_LOGPROBS, SamplingParams
 
 MAX_MESSAGES = 1024
@@ -33,19 +35,31 @@ class ImagePart(Strict):
 
 
 class ChatMessage(Strict):
-    role: Literal["system", "developer", "user", "assistant"]
+    """An assistant's message may have calls instead of content; a tool's message is the result of one."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
     content: (
         str
         | Annotated[
             list[Annotated[TextPart | ImagePart, Field(discriminator="type")]],
             Field(max_length=MAX_PARTS, fail_fast=True),
         ]
-    )
+    ) = ""
+    tool_calls: list[ToolCall] = Field([], max_length=MAX_TOOLS, fail_fast=True)
+    tool_call_id: str = ""
 
     @classmethod
     def asks_for_nothing(cls, name: str, value: Any) -> bool:
-        """A name only labels who speaks; the rest are an answer's fields, as clients send them back."""
-        return value is None or name == "name" or (name in ("tool_calls", "annotations") and value == [])
+        """A name only labels who speaks; annotations are an answer's field, as clients send it back."""
+        return value is None or name == "name" or (name == "annotations" and value == [])
+
+    @model_validator(mode="after")
+    def check_role(self) -> Self:
+        if "content" not in self.model_fields_set and not self.tool_calls:
+            raise ValueError("a message has no content; send a text, or a list of parts")
+        if self.tool_calls and self.role != "assistant":
+            raise ValueError(f"tool_calls in a message of role {self.role!r}; only an assistant's message has calls")
+        return self
 
 
 class ResponseFormat(Strict):
@@ -57,11 +71,8 @@ class ChatRequest(Sampled):
     """What is served of OpenAI's request for chat completions."""
 
     WITHOUT_EFFECT: ClassVar[Mapping[str, tuple[Any, ...]]] = {
-        "tools": ([],),
-        "tool_choice": ("none", "auto"),
         "functions": ([],),
         "function_call": ("none", "auto"),
-        "parallel_tool_calls": (True, False),
         "modalities": (["text"],),
     }
 
@@ -70,6 +81,9 @@ class ChatRequest(Sampled):
     logprobs: bool = False
     top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
     response_format: ResponseFormat | None = None
+    tools: list[Tool] = Field([], max_length=MAX_TOOLS, fail_fast=True)
+    tool_choice: Choice | None = None
+    parallel_tool_calls: bool = True
 
     @field_validator("top_logprobs")
     @classmethod
@@ -79,18 +93,35 @@ class ChatRequest(Sampled):
         return top_logprobs
 
     def sampling(self) -> SamplingParams:
-        """Raises BadRequest when a value is out of range, or not served."""
+        """Raises BadRequest when a value is out of range, or fields do not go together."""
         form = self.response_format
+        grammar = None if form is None else json_grammar(form.type, form.json_schema)
+        if self.offered:
+            if grammar is not None:
+                raise BadRequest(
+                    "response_format and tools do not go together: each sets the answer's form; leave one out, or set "
+                    "tool_choice to 'none'",
+                    field="response_format",
+                )
+            grammar = call_grammar(self.offered, self.tool_choice or "auto", self.parallel_tool_calls)
+        elif isinstance(self.tool_choice, NamedTool) or self.tool_choice == "required":
+            raise BadRequest("tool_choice asks for a call, and there are no tools; send tools", field="tool_choice")
         named = "max_tokens" if self.max_completion_tokens is None else "max_completion_tokens"
         return self.sampling_of(
             getattr(self, named),
             name=named,
             logprobs=(self.top_logprobs or 0) if self.logprobs else None,
-            grammar=None if form is None else json_grammar(form.type, form.json_schema),
+            grammar=grammar,
         )
 
+    @property
+    def offered(self) -> list[Tool]:
+        """Tools that the answer may call."""
+        return [] if self.tool_choice == "none" else self.tools
+
     def conversation(self) -> tuple[list[dict[str, Any]], list[str]]:
-        """Messages as chat templates take them, and the images' URLs in order."""
+        """Messages as chat templates take them, and the images' URLs in order. Raises BadRequest for calls that are
+        none."""
         images: list[str] = []
         plain: list[dict[str, Any]] = []
         for message in self.messages:
@@ -103,5 +134,11 @@ class ChatRequest(Sampled):
                     images.append(part.image_url.url)
                     content.append({"type": "image"})
             # Templates know the older name.
-            plain.append({"role": "system" if message.role == "developer" else message.role, "content": content})
+            turn: dict[str, Any] = {
+                "role": "system" if message.role == "developer" else message.role,
+                "content": content if message.content else [],
+            }
+            if message.tool_calls:
+                turn["tool_calls"] = [call.as_value() for call in message.tool_calls]
+            plain.append(turn)
         return plain, images

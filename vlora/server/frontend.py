@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hashlib
+import json
 import logging
 import time
 import uuid
@@ -70,7 +71,14 @@ class PromptTokens(NamedTuple):
     token_ids: tuple[int, ...]
 
 
-Prompt = str | Messages | PlainText | PromptTokens
+class Conversation(NamedTuple):
+    """Messages for a chat template that takes tools (`FrontEnd.takes_tools`). tools: as OpenAI's API declares them."""
+
+    messages: Messages
+    tools: Sequence[Mapping[str, Any]]
+
+
+Prompt = str | Messages | PlainText | PromptTokens | Conversation
 """A question (the images go before it), a conversation, or what goes to the model as it is."""
 
 Image = bytes | RawImage | str
@@ -280,6 +288,11 @@ class FrontEnd:
         )
         yield answer
 
+    @property
+    def takes_tools(self) -> bool:
+        """Whether the model's chat template has a place for tools, calls and their results."""
+        return self._processor.takes_tools
+
     # -- adapters and counters ----------------------------------------------------------------------------------------
 
     async def adapters(self) -> tuple[AdapterStatus, ...]:
@@ -446,6 +459,8 @@ class FrontEnd:
                     return self._processor.encode(prompt.text)
                 case str():
                     return self._processor.encode(self._processor.chat(prompt, len(pixels)), pixels)
+                case Conversation():
+                    return self._processor.encode(self._processor.template(prompt.messages, prompt.tools), pixels)
             return self._processor.encode(self._processor.template(prompt), pixels)
 
         if not images and _is_short(prompt):
@@ -534,6 +549,8 @@ def _check_text(prompt: Prompt, sampling: SamplingParams, config: ServerConfig) 
 
 def _is_short(prompt: Prompt) -> bool:
     """Whether a thread would cost a prompt without images more than it spares the event loop."""
+    if isinstance(prompt, Conversation):
+        return False
     num_turns = 1 if isinstance(prompt, str | PlainText | PromptTokens) else len(prompt)
     return num_turns <= _SHORT_TURNS and sum(map(len, _texts(prompt))) <= _SHORT_CHARS
 
@@ -547,6 +564,10 @@ def _texts(prompt: Prompt) -> Iterator[str]:
             return
         case str():
             yield prompt
+            return
+        case Conversation():
+            yield from _texts(prompt.messages)
+            yield json.dumps(prompt.tools)
             return
     for message in prompt:
         content = message["content"]

@@ -24,7 +24,7 @@ from vlora.server.body_route import BodyRoute
 from vlora.server.chat_answer import ChatAnswer, event
 from vlora.server.chat_form import MAX_PARTS, ChatRequest
 from vlora.server.console.routes import add_console
-from vlora.server.frontend import FrontEnd, Prompt
+from vlora.server.frontend import Conversation, FrontEnd, Prompt
 from vlora.server.head_answers import head_form
 from vlora.server.http_errors import ErrorBody, error_body, handle_errors
 from vlora.server.http_guard import ADMIN_PATHS, guarded, tenant
@@ -32,6 +32,7 @@ from vlora.server.interleave import interleave
 from vlora.server.request_form import Leveled, Sampled, Strict
 from vlora.server.text import Piece
 from vlora.server.text_completions import CompletionRequest, TextAnswer
+from vlora.server.tools import as_messages
 from vlora.types import AdapterStatus, SamplingParams
 
 T = TypeVar("T")
@@ -140,9 +141,18 @@ def _asking(app: FastAPI, front_end: FrontEnd, model: str) -> None:
 
     async def answer(body: ChatRequest, request: Request) -> Response:
         messages, images = body.conversation()
-        parts = ask(body, messages, images, body.sampling(), request)
-        counts = body.stream_options.continuous_usage_stats
-        form = ChatAnswer(answer_head("chatcmpl", body), logprobs=body.logprobs, counts=counts)
+        prompt: Prompt = messages
+        if body.offered or any(message.role == "tool" or message.tool_calls for message in body.messages):
+            declared = [tool.model_dump(exclude={"function": {"strict"}}) for tool in body.offered]
+            taken = front_end.takes_tools
+            prompt = Conversation(messages, declared) if taken else as_messages(messages, declared)
+        parts = ask(body, prompt, images, body.sampling(), request)
+        form = ChatAnswer(
+            answer_head("chatcmpl", body),
+            logprobs=body.logprobs,
+            counts=body.stream_options.continuous_usage_stats,
+            tools=bool(body.offered),
+        )
         return await respond(body, request, form, parts, body.n)
 
     @short.post("/v1/completions")
