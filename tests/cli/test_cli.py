@@ -222,7 +222,7 @@ def test_seconds_without_an_answer_are_told_and_end_with_code_1(
         (["query", "IMAGE", "say:x", "--nonsense"], "no such option"),
         (["query", "IMAGE", "say:x", "--max-tokens", "many"], "invalid value for '--max-tokens'"),
         (["query", "IMAGE", "say:x", "--max-tokens", "0"], "max_tokens is 0; it must be at least 1"),
-        (["query", "IMAGE", " "], "the prompt is empty; ask something"),
+        (["query", "IMAGE", " "], "the prompt has images and no text, and the base model has no question of its own"),
         (["query", "nowhere.png", "say:x"], "cannot read image 'nowhere.png': No such file or directory"),
         (["query", __file__, "say:x"], "image 1 ("),
         (["query", "IMAGE", "say:x", "--adapter", "zzz"], "no adapter named 'zzz'; registered: cam, signs"),

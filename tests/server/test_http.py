@@ -66,6 +66,18 @@ def test_a_whole_answer(api: Api) -> None:
     assert api.chat("forever", max_completion_tokens=3)[1]["choices"][0]["finish_reason"] == "length"
 
 
+@pytest.mark.parametrize("tools", [[], [{"type": "function", "function": {"name": "f"}}]])
+def test_an_image_alone_is_asked_what_the_adapter_asks(api: Api, tmp_path: Path, tools: list[Any]) -> None:
+    api.on_loop(api.front_end.load_adapter("one", write_adapter(tmp_path / "one", {"night": 1})))
+    answers = [
+        api.chat([*text, image_part(png())], model="one", tools=tools)[1]
+        for text in ([], [{"type": "text", "text": " "}], [{"type": "text", "text": "is it night?"}])
+    ]
+    counts = [answer["usage"]["prompt_tokens"] for answer in answers]
+    assert counts[0] == counts[2] == counts[1] - 1
+    api.on_loop(api.front_end.unload_adapter("one"))
+
+
 def test_a_streamed_answer(api: Api) -> None:
     status, text = api.chat("say:grün", stream=True, stream_options={"include_usage": True})
     first, *pieces, last, usage = events(text)
@@ -94,7 +106,15 @@ def test_a_streamed_answer(api: Api) -> None:
         ("say:x", {"messages": [{"role": "robot", "content": "x"}]}, 400, "bad_request", "messages.0.role: "),
         (7, {}, 400, "bad_request", "messages.0.content"),
         ([{"type": "video"}], {}, 400, "bad_request", "messages.0.content"),
-        ([image_part(b"broken")], {}, 400, "bad_request", "the prompt is empty"),
+        ([image_part(b"broken")], {}, 400, "bad_image", "image 1 (6 bytes) is none of"),
+        ([image_part(png())], {}, 400, "bad_request", "the prompt has images and no text, and the base model has no"),
+        (
+            [image_part(png())],
+            {"model": "cam"},
+            400,
+            "bad_request",
+            "adapter 'cam' has several questions: is it motion?, is it night?; send a question with them",
+        ),
         (
             [{"type": "text", "text": "say:x"}, image_part(b"broken")],
             {},

@@ -9,7 +9,7 @@ import json
 import logging
 import time
 import uuid
-from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Collection, Coroutine, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
 
@@ -171,9 +171,18 @@ class FrontEnd:
         sampling = sampling or SamplingParams()
         with self._admitted(num_choices) as clock:
             _check_text(prompt, sampling, self.config)
-            if adapter is not None:
-                await self._status(adapter)
+            status = None if adapter is None else await self._status(adapter)
+            questions: set[str] = set()
+            if images and status is not None and not _is_question(prompt):
+                questions = {head.prompt for head in status.heads}
+                if len(questions) == 1:
+                    prompt = _with_question(prompt, *questions)
+            empty = _is_empty(prompt)
+            if empty and not images:
+                raise BadRequest("the prompt is empty; ask something", field="prompt")
             encoded = await self._prepare(prompt, images, clock)
+            if empty:  # only now, so that what is wrong with the images comes first
+                raise _no_question(adapter, questions)
             requests = [
                 Request(
                     request_id=uuid.uuid4().hex,
@@ -520,9 +529,6 @@ def _seed_of_choice(seed: int | None, choice: int) -> int | None:
 
 def _check_text(prompt: Prompt, sampling: SamplingParams, config: ServerConfig) -> None:
     texts = list(_texts(prompt))
-    # A plain text of blanks is continued as any other.
-    if not (isinstance(prompt, PlainText | PromptTokens) and any(prompt)) and not any(text.strip() for text in texts):
-        raise BadRequest("the prompt is empty; ask something", field="prompt")
     for text in texts:
         try:
             text.encode()
@@ -547,6 +553,48 @@ def _check_text(prompt: Prompt, sampling: SamplingParams, config: ServerConfig) 
         )
 
 
+def _is_empty(prompt: Prompt) -> bool:
+    """Whether there is nothing to answer. A plain text of blanks is continued as any other."""
+    if isinstance(prompt, PlainText | PromptTokens):
+        return not any(prompt)
+    return not any(text.strip() for text in _texts(prompt))
+
+
+def _is_question(prompt: Prompt) -> bool:
+    """Whether the caller asks in words of its own: tools and a system message say how to answer, not what."""
+    match prompt:
+        case str() | PlainText() | PromptTokens():
+            return not _is_empty(prompt)
+        case Conversation():
+            return _is_question(prompt.messages)
+    return not _is_empty([message for message in prompt if message["role"] != "system"])
+
+
+def _with_question(prompt: Prompt, question: str) -> Prompt:
+    """A prompt of images alone, with an adapter's question."""
+    match prompt:
+        case str():
+            return question
+        case Conversation():
+            return prompt._replace(messages=cast(Messages, _with_question(prompt.messages, question)))
+        case PlainText() | PromptTokens():
+            return prompt
+    *before, last = prompt
+    content = [] if isinstance(last["content"], str) else list(last["content"])
+    return [*before, {**last, "content": [*content, {"type": "text", "text": question}]}]
+
+
+def _no_question(adapter: str | None, questions: Collection[str]) -> BadRequest:
+    """Why images without text are no request."""
+    if adapter is None:
+        why = "the base model has no question of its own"
+    elif not questions:
+        why = f"adapter {adapter!r} has no question of its own"
+    else:
+        why = f"adapter {adapter!r} has several questions: {listed(sorted(questions))}"
+    return BadRequest(f"the prompt has images and no text, and {why}; send a question with them", field="prompt")
+
+
 def _is_short(prompt: Prompt) -> bool:
     """Whether a thread would cost a prompt without images more than it spares the event loop."""
     if isinstance(prompt, Conversation):
@@ -567,7 +615,7 @@ def _texts(prompt: Prompt) -> Iterator[str]:
             return
         case Conversation():
             yield from _texts(prompt.messages)
-            yield json.dumps(prompt.tools)
+            yield from map(json.dumps, prompt.tools)
             return
     for message in prompt:
         content = message["content"]
