@@ -412,7 +412,8 @@ class AdapterStatus(msgspec.Struct, frozen=True, kw_only=True):
 
     pinned: an operator keeps it on the device. sharding: how it lies on several ranks (replicated, slora, bd). loaded:
     its content was read, at load or at first use; until then version is empty, merge_fidelity 0 and mergeable False.
-    error: why it cannot be served, once reading it has failed.
+    error: why it cannot be served, once reading it has failed. num_loads: how often this content was loaded to the
+    device.
     """
 
     name: str
@@ -428,6 +429,7 @@ class AdapterStatus(msgspec.Struct, frozen=True, kw_only=True):
     sharding: str | None = None
     loaded: bool = True
     error: str | None = None
+    num_loads: int = 0
 
 
 class EngineStats(msgspec.Struct, frozen=True, kw_only=True):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import gzip
 import http.client
 import json
@@ -533,16 +534,18 @@ def test_metrics_count_what_happened() -> None:
         before = metrics(api)
         assert before["vlora_engine_up"] == 1 and before["vlora_requests_active"] == 0
         # Before its first event, or the first would be no increase.
-        for series in ("requests_total engine_dead", "frames_total dropped", "engine_steps_total mixed"):
+        for series in ("requests_total base engine_dead", "frames_total dropped", "engine_steps_total mixed"):
             assert before[f"vlora_{series}"] == 0
         assert api.chat("say:four", n=2)[0] == 200
         assert api.chat("")[0] == 400
         api.chat("forever", stream=True, max_tokens=5)
         after = metrics(api)
-        assert after["vlora_requests_total ok"] == 2 and after["vlora_requests_total bad_request"] == 1
-        assert after["vlora_time_to_first_token_seconds_count"] == 3
-        assert after["vlora_time_per_output_token_seconds_count"] == 3
-        assert after["vlora_tokens_total completion"] == 2 * 5 + 5
+        assert after["vlora_requests_total base ok"] == 2 and after["vlora_requests_total base bad_request"] == 1
+        assert after["vlora_time_to_first_token_seconds_count base"] == 3
+        assert after["vlora_time_per_output_token_seconds_count base"] == 3
+        assert after["vlora_request_queue_seconds_count base"] == 3
+        assert after["vlora_tokens_total base completion"] == 2 * 5 + 5
+        assert after["vlora_server_info base 0.1.0"] == 1
         assert after["vlora_requests_active"] == after["vlora_queue_requests running"] == 0
         assert after["vlora_engine_steps_total unmerged"] > 0
         for name in (
@@ -561,7 +564,26 @@ def test_metrics_count_what_happened() -> None:
         ):
             assert name in after
         api.engine.dead = "killed"
-        assert metrics(api)["vlora_engine_up"] == 0 and metrics(api)["vlora_requests_total ok"] == 2
+        assert metrics(api)["vlora_engine_up"] == 0 and metrics(api)["vlora_requests_total base ok"] == 2
+
+
+def test_metrics_name_the_adapter_that_is_slow_or_failing(tmp_path: Path) -> None:
+    with running_api() as api:
+        for name in ("cam", "signs"):
+            api.on_loop(api.front_end.load_adapter(name, write_adapter(tmp_path / name, {"night": 1})))
+        before = metrics(api)
+        assert before["vlora_requests_total signs step_failed"] == before["vlora_adapter_loads_total signs"] == 0
+        assert api.chat("say:four", model="cam")[0] == 200
+        assert api.chat("fail", model="signs")[0] == 500
+        assert api.chat("say:x", model="nobody")[0] == 404
+        url = "data:image/png;base64," + base64.b64encode(png()).decode()
+        assert api.call("POST", "/v1/heads/cam/night", {"images": [url]})[0] == 200
+        after = metrics(api)
+        assert after["vlora_requests_total cam ok"] == 2 and after["vlora_requests_total signs step_failed"] == 1
+        assert after["vlora_requests_total unknown unknown_adapter"] == 1
+        assert not any("nobody" in name for name in after)
+        assert after["vlora_tokens_total cam completion"] == 5 and after["vlora_request_seconds_count cam"] == 2
+        assert after["vlora_request_seconds_count signs"] == 0
 
 
 def test_a_name_that_is_a_path_is_no_adapter(api: Api) -> None:

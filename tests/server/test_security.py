@@ -177,7 +177,7 @@ def test_tokens_are_in_no_log_and_no_metric(api: Api, caplog: pytest.LogCaptureF
     for token in (USER, ADMIN, EXPIRED, "wrong-token-0123456789"):
         api._replace(token=token).chat("say:x", model="nobody")
     _, text = api._replace(token=USER).call("GET", "/metrics")
-    assert 'vlora_requests_total{outcome="unauthorized"}' in text
+    assert 'vlora_requests_total{adapter="unknown",outcome="unauthorized"}' in text
     for secret in (USER, ADMIN, EXPIRED, "wrong-token"):
         assert secret not in text and secret not in caplog.text
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hashlib
+import importlib.metadata
 import json
 import logging
 import time
@@ -37,7 +38,7 @@ from vlora.server.head_answers import in_pixels
 from vlora.server.image_sources import ImageSources
 from vlora.server.images import RawImage, decode_images
 from vlora.server.interleave import interleave
-from vlora.server.metrics import Metrics
+from vlora.server.metrics import BASE, UNKNOWN, Metrics
 from vlora.server.streams import Streams
 from vlora.server.text import MAX_STOP_CHARS, MAX_STOP_STRINGS, AnswerText, Piece
 from vlora.types import AdapterStatus, EngineStats, HeadSummary, Request, RequestOutput, SamplingParams
@@ -98,7 +99,7 @@ class FrontEnd:
         self._processor = processor
         self._adapters: dict[str, AdapterStatus] | None = None
         self._sources = ImageSources(config)
-        self.metrics = Metrics()
+        self.metrics = Metrics(model, importlib.metadata.version("vlora"))
         self.streams = Streams(self.ask_head, config, self.metrics)
         self.held = ByteBudget(config.max_held_bytes)
         self._num_active = 0
@@ -169,9 +170,10 @@ class FrontEnd:
         counts as a request under way.
         """
         sampling = sampling or SamplingParams()
-        with self._admitted(num_choices) as clock:
+        with self._admitted(adapter, tenant, num_choices) as clock:
             _check_text(prompt, sampling, self.config)
             status = None if adapter is None else await self._status(adapter)
+            clock.found = True
             questions: set[str] = set()
             if images and status is not None and not _is_question(prompt):
                 questions = {head.prompt for head in status.heads}
@@ -218,8 +220,10 @@ class FrontEnd:
 
         Raises UnknownAdapter, UnknownHead, BadRequest when the head wants another number of images; else as `generate`.
         """
-        with self._admitted() as clock:
-            summary = await self.find_head(adapter, head)
+        with self._admitted(adapter, tenant) as clock:
+            status = await self._status(adapter)
+            clock.found = True
+            summary = _find_head(status, head, self._adapters or {})
             if len(images) != summary.num_frames:
                 raise BadRequest(
                     f"head {head!r} of adapter {adapter!r} reads {summary.num_frames} "
@@ -248,8 +252,8 @@ class FrontEnd:
                 timings=output.timings,
                 total_s=clock.elapsed_s,
             )
-            total_s, num_prompt = result.total_s, len(request.prompt_ids)
-            self.metrics.answered(total_s=total_s, first_s=total_s, num_prompt=num_prompt, num_completion=0)
+            total_s, queue_s = result.total_s, output.timings.queue_s
+            self.metrics.answered(request, total_s=total_s, first_s=total_s, queue_s=queue_s, num_completion=0)
             return result
 
     async def _answer(self, request: Request, clock: _Clock) -> AsyncGenerator[Piece | Answer, None]:
@@ -290,9 +294,10 @@ class FrontEnd:
             logprobs=text.logprobs,
         )
         self.metrics.answered(
+            request,
             total_s=answer.total_s,
             first_s=first_s,
-            num_prompt=answer.num_prompt_tokens,
+            queue_s=answer.timings.queue_s,
             num_completion=answer.num_completion_tokens,
         )
         yield answer
@@ -307,6 +312,7 @@ class FrontEnd:
     async def adapters(self) -> tuple[AdapterStatus, ...]:
         statuses = await self._engine.adapters()
         self._adapters = {status.name: status for status in statuses}
+        self.metrics.expect(self._adapters)
         return statuses
 
     def engine_changed(self) -> None:
@@ -353,10 +359,10 @@ class FrontEnd:
     async def read_metrics(self) -> bytes:
         """Prometheus' text form of everything that is counted, a dead engine included."""
         try:
-            stats = await self.stats()
+            stats, adapters = await self.stats(), await self.adapters()
         except EngineDead:
             return self.metrics.render(None)
-        return self.metrics.render(stats)
+        return self.metrics.render(stats, adapters)
 
     # -- life ---------------------------------------------------------------------------------------------------------
 
@@ -396,7 +402,7 @@ class FrontEnd:
         return await asyncio.shield(task)
 
     @contextlib.contextmanager
-    def _admitted(self, num_choices: int = 1) -> Iterator[_Clock]:
+    def _admitted(self, adapter: str | None, tenant: str | None, num_choices: int = 1) -> Iterator[_Clock]:
         """Count a request in and out, and what became of it. Raises OverCapacity when there is no room for it."""
         outcome = "cancelled"
         clock = _Clock(self.config.request_timeout_s)
@@ -411,7 +417,7 @@ class FrontEnd:
             outcome = VLoraError.code
             raise
         finally:
-            self.metrics.count(outcome)
+            self.metrics.count(outcome, (adapter or BASE) if clock.found else UNKNOWN, tenant)
             fields = {"outcome": outcome, "seconds": round(clock.elapsed_s, 4), "choices": num_choices}
             log.info("a request ended", extra={"fields": fields})
 
@@ -498,9 +504,11 @@ class FrontEnd:
 
 
 class _Clock:
-    """One request's time: when it arrived and until when it may take."""
+    """One request's time: when it arrived and until when it may take. found: its adapter is registered, or it needs
+    none."""
 
     def __init__(self, timeout_s: float) -> None:
+        self.found = False
         self._timeout_s = timeout_s
         self._arrived = time.monotonic()
         self.deadline = asyncio.get_running_loop().time() + timeout_s
