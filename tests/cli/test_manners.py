@@ -101,7 +101,7 @@ def test_every_option_is_known_in_the_environment_by_its_flag(monkeypatch: pytes
         ("model: {eval: {quik: true}}", "model, eval: there is no option 'quik'; did you mean 'quick'?"),
         ("serve: [1]", "serve: write options and their values, such as 'http-port: 8000'"),
         ("just words", "holds no options; write"),
-        ("serve: {", "is not YAML"),
+        ("serve: {", "is not YAML: line 1: a bracket that is not closed"),
         ("serve: {theta-s: many}", "invalid value for '--theta-s'"),
         ("serve: {theta-s: [1, 2]}", "serve: theta-s is [1, 2]; write one value"),
         ("serve: {weight: [{signs: 2}]}", "serve: weight is [{'signs': 2}]; write a value, or a list of them"),

@@ -21,12 +21,16 @@ def _read_config(context: click.Context, option: click.Parameter, file: Path | N
         return
     import yaml
 
+    from vlora.wording import yaml_errors
+
     try:
         content = yaml.safe_load(file.read_text()) or {}
     except OSError as error:
         raise BadConfig(f"cannot read the config file {str(file)!r}: {error.strerror}") from error
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise BadConfig(f"the config file {str(file)!r} is not YAML: {' '.join(str(error).split())}") from error
+    except UnicodeDecodeError as error:
+        raise BadConfig(f"the config file {str(file)!r} is not UTF-8 text") from error
+    except yaml.YAMLError as error:
+        raise BadConfig(f"the config file {str(file)!r} is not YAML: {yaml_errors.described(error)}") from error
     assert isinstance(context.command, click.Group)
     context.default_map = _checked(content, context.command, f"the config file {str(file)!r}")
 
