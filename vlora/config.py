@@ -15,6 +15,7 @@ LOOPBACK_HOSTS = ("127.0.0.1", "localhost", "::1")
 MIN_SECRET = 16
 SHARDINGS = ("replicated", "slora", "auto")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
+POLICY_NAMES = ("vlora_cost", "vlora", "dlora", "merged_only", "unmerged_only")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -73,6 +74,8 @@ class EngineConfig:
             raise BadConfig(f"load_format is {self.load_format!r}; choose auto or dummy")
         if self.dtype not in DTYPES:
             raise BadConfig(f"dtype is {self.dtype!r}; choose one of {', '.join(DTYPES)}")
+        if self.policy not in POLICY_NAMES:
+            raise BadConfig(f"policy is {self.policy!r}; choose one of {', '.join(POLICY_NAMES)}")
         if self.switching not in ("auto", "shadow", "in_place"):
             raise BadConfig(f"switching is {self.switching!r}; choose auto, shadow or in_place")
         for field in ("max_batch_size", "max_step_tokens", "block_size", "tensor_parallel"):
