@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -27,6 +26,8 @@ from fusion.sources import BUILT_IN
 from fusion.tasks import Head, Metric, Task
 from fusion.yaml_text import read_yaml
 from vlora.errors import BadPlan
+from vlora.wording import pydantic_errors
+from vlora.wording.shown import shown
 
 _MOST_ORDERS = 64
 _FUNCTION = r"^[\w.]+:\w+$"
@@ -44,7 +45,7 @@ PlanPath = Annotated[Path, AfterValidator(_from_plan)]
 
 def _no_switch(value: Any) -> Any:
     if isinstance(value, bool):  # to Python true is 1, and `yes` is true to YAML
-        raise ValueError("a number is expected")
+        raise ValueError(f"is {shown(value)}; it must be a number")
     return value
 
 
@@ -426,25 +427,9 @@ def read_plan_file(path: Path | str) -> PlanFile:
         for mistake in found:
             inside = any(other["loc"][:-1] == mistake["loc"] for other in found)
             if mistake["type"] != "too_short" or not inside:  # items that are wrong are not also too few
-                mistakes.add(_say(mistake), *_without_tags(mistake["loc"]))
+                mistakes.add(pydantic_errors.described(mistake), *_without_tags(mistake["loc"]))
         mistakes.refuse()
         raise
-
-
-def _say(mistake: Mapping[str, Any]) -> str:
-    if mistake["type"] == "extra_forbidden":
-        return "no such field; check its spelling"
-    if mistake["type"] == "missing":
-        return "is missing"
-    if mistake["type"].startswith("union_tag"):
-        known = mistake.get("ctx", {})
-        field = str(known["discriminator"]).strip("'")
-        if "tag" not in known:
-            return f"has no `{field}`"
-        return f"`{field}` is {known['tag']!r}; choose one of {known['expected_tags']}"
-    message = str(mistake["msg"]).removeprefix("Value error, ")
-    given = mistake.get("input")
-    return f"{message}, got {given!r}" if isinstance(given, str | int | float | bool) else message
 
 
 # Fields of several forms. pydantic puts the form it tried behind the field's name; in the file there is no such step.

@@ -8,6 +8,7 @@ from typing import Any
 import yaml
 
 from vlora.errors import BadPlan
+from vlora.wording import yaml_errors
 
 _SHOWN = 40  # characters of a value
 _MOST_BITS = 63  # of a whole number: nothing counts further, and Python itself cannot print what has thousands
@@ -17,16 +18,23 @@ def read_yaml(path: Path) -> tuple[yaml.Node | None, Any]:
     """A file as nodes, which know their lines, and as values. Raises BadPlan naming file and line."""
     try:
         source = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise BadPlan(f"{path}: cannot be read: {error}") from error
+    except OSError as error:
+        raise BadPlan(f"{path}: cannot be read: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise BadPlan(f"{path}: cannot be read: it is not UTF-8 text") from error
     try:
         return yaml.compose(source, Loader=_Loader), yaml.load(source, Loader=_Loader)  # a SafeLoader
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         line = mark.line + 1 if mark is not None else 1
-        raise BadPlan(f"{path}, line {line}: not YAML: {getattr(error, 'problem', None) or error}") from error
+        why = error.problem if isinstance(error, _Refused) else yaml_errors.problem(error)
+        raise BadPlan(f"{path}, line {line}: not YAML: {why}") from error
     except RecursionError as error:
         raise BadPlan(f"{path}: not YAML: lists or mappings lie in each other too deep to be read") from error
+
+
+class _Refused(yaml.constructor.ConstructorError):
+    """What `_Loader` itself refuses, in this project's words."""
 
 
 class _Loader(yaml.SafeLoader):
@@ -43,7 +51,7 @@ class _Loader(yaml.SafeLoader):
         except (ValueError, OverflowError) as error:
             shown = str(node.value)
             shown = shown if len(shown) <= _SHOWN else f"{shown[:_SHOWN]}..."
-            raise yaml.constructor.ConstructorError(
+            raise _Refused(
                 None, None, f"{shown} cannot be read ({error}); put quotes around what is text", node.start_mark
             ) from error
 
@@ -53,7 +61,7 @@ class _Loader(yaml.SafeLoader):
         for key, _ in node.value:  # what `<<` merges in comes later, and may be overridden
             if isinstance(key, yaml.ScalarNode):
                 if key.value in seen:
-                    raise yaml.constructor.ConstructorError(
+                    raise _Refused(
                         None, None, f"the field `{key.value}` stands here for the second time", key.start_mark
                     )
                 seen.add(key.value)

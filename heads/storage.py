@@ -43,8 +43,13 @@ def load_heads(folder: Path | str) -> dict[str, TaskHead]:
         content = json.loads(file.read_text())
         entries = content["heads"]
         version = content["format"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"{file}: cannot be read ({type(error).__name__}: {error})") from error
+    except OSError as error:
+        raise ValueError(f"{file}: cannot be read: {error.strerror}") from error
+    except (ValueError, RecursionError) as error:
+        where = f" (see line {error.lineno}, column {error.colno})" if isinstance(error, json.JSONDecodeError) else ""
+        raise ValueError(f"{file}: cannot be read as JSON{where}") from error
+    except (KeyError, TypeError) as error:
+        raise ValueError(f"{file}: cannot be read: it must be an object with the fields format and heads") from error
     if version not in _READ:
         raise ValueError(f"{file}: format is {version!r}, this version reads {' and '.join(map(str, _READ))}")
     try:
@@ -59,8 +64,8 @@ def load_heads(folder: Path | str) -> dict[str, TaskHead]:
             spec = HeadSpec(**_spec(entry))
             head = TaskHead(spec, tensors.pop(f"{spec.name}.weight"), tensors.pop(f"{spec.name}.bias"))
         except KeyError as error:
-            raise ValueError(f"{file}: head {entry.get('name')!r} lacks {error}") from error
-        except (TypeError, ValueError) as error:
+            raise ValueError(f"{folder / WEIGHTS_FILE}: head {entry.get('name')!r} lacks {error}") from error
+        except ValueError as error:
             raise ValueError(f"{file}: {error}") from error
         heads[spec.name] = head
     if tensors:
@@ -69,7 +74,16 @@ def load_heads(folder: Path | str) -> dict[str, TaskHead]:
 
 
 def _spec(entry: dict[str, Any]) -> dict[str, Any]:
-    """An entry's fields: JSON has lists where specs have tuples."""
+    """An entry's fields: JSON has lists where specs have tuples. Raises ValueError for fields that are not a head's."""
+    head, known = f"head {entry.get('name')!r}", [field.name for field in dataclasses.fields(HeadSpec)]
+    for name in entry:
+        if name not in known:
+            raise ValueError(f"{head} has an unknown field {name!r}; known: {', '.join(known)}")
+    for name in known:
+        if name not in entry and name != "parameters":  # which format 1 does not have
+            raise ValueError(f"{head} has no field {name!r}")
+    if not isinstance(entry["labels"], list):
+        raise ValueError(f"{head}: labels is {entry['labels']!r}; it must be a list of words")
     fields = {**entry, "labels": tuple(entry["labels"])}
     parameters = entry.get("parameters", {})
     if isinstance(parameters, dict):

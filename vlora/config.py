@@ -15,6 +15,7 @@ LOOPBACK_HOSTS = ("127.0.0.1", "localhost", "::1")
 MIN_SECRET = 16
 SHARDINGS = ("replicated", "slora", "auto")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
+POLICY_NAMES = ("vlora_cost", "vlora", "dlora", "merged_only", "unmerged_only")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -62,7 +63,7 @@ class EngineConfig:
     merge_fidelity_floor: float = 0.8
     switching: Literal["auto", "shadow", "in_place"] = "auto"
     vision_cache_bytes: int = 256 * 2**20
-    encode_share: float = 0.5
+    encode_share: float = 0.3
     prefix_cache: bool = True
     threads: int | None = None
     tensor_parallel: int = 1
@@ -73,6 +74,8 @@ class EngineConfig:
             raise BadConfig(f"load_format is {self.load_format!r}; choose auto or dummy")
         if self.dtype not in DTYPES:
             raise BadConfig(f"dtype is {self.dtype!r}; choose one of {', '.join(DTYPES)}")
+        if self.policy not in POLICY_NAMES:
+            raise BadConfig(f"policy is {self.policy!r}; choose one of {', '.join(POLICY_NAMES)}")
         if self.switching not in ("auto", "shadow", "in_place"):
             raise BadConfig(f"switching is {self.switching!r}; choose auto, shadow or in_place")
         for field in ("max_batch_size", "max_step_tokens", "block_size", "tensor_parallel"):
@@ -98,7 +101,7 @@ class EngineConfig:
             raise BadConfig(f"merge_fidelity_floor is {self.merge_fidelity_floor}; it must lie between 0 and 1")
         if not self.encode_share > 0:
             raise BadConfig(
-                f"encode_share is {self.encode_share}; it must be above 0 (0.5: images may prolong a step by 50 %)"
+                f"encode_share is {self.encode_share}; it must be above 0 (0.3: images may prolong a step by 30 %)"
             )
         if self.vision_cache_bytes < 0:
             raise BadConfig(f"vision_cache_bytes is {self.vision_cache_bytes}; it must be 0 (off) or more")

@@ -32,23 +32,39 @@ class RequestStatus(enum.StrEnum):
 MAX_LOGPROBS = 20
 MAX_GRAMMAR_CHARS = 65_536
 MAX_PRIORITY = 10
+MAX_PENALTY = 2.0  # OpenAI's range of frequency_penalty and presence_penalty
+MAX_LOGIT_BIAS = 100.0  # OpenAI's range
+MAX_BIASED_TOKENS = 1024
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     """What a user may set about token choice.
 
-    temperature 0 is greedy. top_k 0 and top_p 1 switch those filters off. Draws depend on `seed` and the token's place
-    in the answer only, never on the batch; `seed=None` takes one from the request id.
-    logprobs: for every token its log probability and those of this many likeliest ones; None computes none.
+    temperature 0 is greedy. top_k 0, top_p 1 and min_p 0 switch those filters off; min_p keeps the tokens with at least
+    this share of the likeliest token's probability. Draws depend on `seed` and the token's place in the answer only,
+    never on the batch; `seed=None` takes one from the request id.
+    repetition_penalty divides positive logits, and multiplies negative ones, of every token of the prompt and the
+    answer so far (CTRL, https://arxiv.org/abs/1909.05858); 1 is off. frequency_penalty and presence_penalty subtract
+    from the logits of the answer's tokens: the first once per occurrence, the second once. logit_bias: pairs of token
+    id and what is added to its logit.
+    min_tokens: neither an end-of-sequence token nor a stop string ends the answer before it has so many tokens.
+    logprobs: for every token its log probability and those of this many likeliest ones, from the model's logits without
+    penalties and bias; None computes none.
     grammar: the answer's form as a Lark grammar (llguidance's dialect), or None. An answer that ends by itself has it.
 
     Raises BadRequest when a value is out of range.
     """
 
     max_tokens: int = 128
+    min_tokens: int = 0
     temperature: float = 0.0
     top_p: float = 1.0
     top_k: int = 0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
     seed: int | None = None
     stop: tuple[str, ...] = ()
     ignore_eos: bool = False
@@ -67,6 +83,36 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
             raise BadRequest(f"top_p is {self.top_p}; it must be above 0 and at most 1", field="top_p")
         if self.top_k < 0:
             raise BadRequest(f"top_k is {self.top_k}; it must be 0 (off) or more", field="top_k")
+        if not 0 <= self.min_p <= 1:
+            raise BadRequest(f"min_p is {self.min_p}; it must lie between 0 (off) and 1", field="min_p")
+        if not (math.isfinite(self.repetition_penalty) and self.repetition_penalty > 0):
+            raise BadRequest(
+                f"repetition_penalty is {self.repetition_penalty}; it must be a finite number above 0 (1 is off)",
+                field="repetition_penalty",
+            )
+        for field in ("frequency_penalty", "presence_penalty"):
+            penalty = getattr(self, field)
+            if not -MAX_PENALTY <= penalty <= MAX_PENALTY:
+                raise BadRequest(
+                    f"{field} is {penalty}; it must lie between {-MAX_PENALTY} and {MAX_PENALTY}", field=field
+                )
+        if len(self.logit_bias) > MAX_BIASED_TOKENS:
+            raise BadRequest(
+                f"logit_bias has {len(self.logit_bias)} tokens; at most {MAX_BIASED_TOKENS} are read",
+                field="logit_bias",
+            )
+        for token_id, bias in self.logit_bias:
+            if not -MAX_LOGIT_BIAS <= bias <= MAX_LOGIT_BIAS:
+                raise BadRequest(
+                    f"logit_bias of token {token_id} is {bias}; it must lie between {-MAX_LOGIT_BIAS} and "
+                    f"{MAX_LOGIT_BIAS}",
+                    field="logit_bias",
+                )
+        if not 0 <= self.min_tokens <= self.max_tokens:
+            raise BadRequest(
+                f"min_tokens is {self.min_tokens}; it must lie between 0 and max_tokens, which is {self.max_tokens}",
+                field="min_tokens",
+            )
         if self.logprobs is not None and not 0 <= self.logprobs <= MAX_LOGPROBS:
             raise BadRequest(f"logprobs is {self.logprobs}; it must lie between 0 and {MAX_LOGPROBS}", field="logprobs")
         if any(not text for text in self.stop):
@@ -75,6 +121,12 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
             raise BadRequest(f"the grammar has {len(self.grammar)} characters; at most {MAX_GRAMMAR_CHARS} are read")
         if self.grammar is not None and self.ignore_eos:
             raise BadRequest("ignore_eos and grammar do not go together: the grammar says where the answer ends")
+        if self.grammar is not None and self.min_tokens:
+            raise BadRequest(
+                "min_tokens and a grammar (response_format, tools) do not go together: the grammar says where the "
+                "answer ends; leave one of them out",
+                field="min_tokens",
+            )
 
 
 class TensorValue(msgspec.Struct, frozen=True):
@@ -360,7 +412,8 @@ class AdapterStatus(msgspec.Struct, frozen=True, kw_only=True):
 
     pinned: an operator keeps it on the device. sharding: how it lies on several ranks (replicated, slora, bd). loaded:
     its content was read, at load or at first use; until then version is empty, merge_fidelity 0 and mergeable False.
-    error: why it cannot be served, once reading it has failed.
+    error: why it cannot be served, once reading it has failed. num_loads: how often this content was loaded to the
+    device.
     """
 
     name: str
@@ -376,6 +429,7 @@ class AdapterStatus(msgspec.Struct, frozen=True, kw_only=True):
     sharding: str | None = None
     loaded: bool = True
     error: str | None = None
+    num_loads: int = 0
 
 
 class EngineStats(msgspec.Struct, frozen=True, kw_only=True):

@@ -14,6 +14,7 @@ from fusion.data.frames import Picture
 from fusion.data.items import PARTS, Answer, Item, NamedBox, Part
 from fusion.mistakes import Mistakes
 from fusion.plan import Coco
+from vlora.wording import pydantic_errors
 
 Parsed = TypeVar("Parsed")
 _SLACK = 1.0  # pixels by which a box may stand out: annotators round
@@ -85,7 +86,7 @@ def parse(file: Path, shape: TypeAdapter[Parsed], field: str, mistakes: Mistakes
     except ValidationError as error:
         for mistake in error.errors():
             place = "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in mistake["loc"])
-            mistakes.add(f"{file}, `{place.lstrip('.') or 'file'}`: {mistake['msg']}", field)
+            mistakes.add(f"{file}, `{place.lstrip('.') or 'file'}`: {pydantic_errors.described(mistake)}", field)
     return None
 
 

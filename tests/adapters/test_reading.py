@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 
 from tests.families import build_model
@@ -213,6 +215,26 @@ def test_another_base_model_by_shape(copied: Path, registry: AdapterRegistry) ->
         load(registry, "a", str(copied))
 
 
+def test_a_convolution_is_refused_as_one(tmp_path: Path, registry: AdapterRegistry) -> None:
+    config = LoraConfig(r=2, target_modules=["q_proj", "patch_embed.proj"])
+    get_peft_model(build_model(FAMILY), config).save_pretrained(str(tmp_path / "cam"))
+    with pytest.raises(BadAdapter) as caught:
+        load(registry, "cam", str(tmp_path / "cam"))
+    assert str(caught.value).startswith(f"{tmp_path / 'cam'}: module ")
+    for part in ("visual.patch_embed.proj' is a convolution (Conv3d", "exclude_modules=['patch_embed.proj']"):
+        assert part in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "message"),
+    [(["q_proj"], "alpha_pattern is a list of 1 item"), ({"q_(": 3}, "'q_(', which is not a regular expression")],
+)
+def test_alpha_patterns_that_are_none(pattern: object, message: str, copied: Path, registry: AdapterRegistry) -> None:
+    edit_config(copied, alpha_pattern=pattern)
+    with pytest.raises(BadAdapter, match=re.escape(message)):
+        load(registry, "a", str(copied))
+
+
 def test_another_base_model_by_missing_target(copied: Path, registry: AdapterRegistry) -> None:
     def rename(tensors: dict[str, torch.Tensor]) -> None:
         for name in [name for name in tensors if "layers.0" in name]:
@@ -250,7 +272,7 @@ def test_missing_files(file: str, copied: Path, registry: AdapterRegistry) -> No
 
 def test_configuration_that_is_no_json(copied: Path, registry: AdapterRegistry) -> None:
     (copied / "adapter_config.json").write_text("{")
-    with pytest.raises(BadAdapter, match="JSON"):
+    with pytest.raises(BadAdapter, match="is not JSON: line 1, column 2: a field's name in double quotes is expected"):
         load(registry, "a", str(copied))
 
 

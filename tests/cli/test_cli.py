@@ -7,7 +7,6 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import cv2
@@ -19,7 +18,8 @@ import vlora.cli
 import vlora.cli.serving
 from fusion.convert import Conversion, ConvertedLayer
 from fusion.distil import Distilled
-from tests.server.running import Running, png, running_server
+from tests.cli.conftest import Vlora
+from tests.server.running import running_server
 from tests.server.scripted import write_adapter
 from vlora.config import EngineConfig, ServerConfig
 from vlora.errors import BadPlan
@@ -29,42 +29,6 @@ ROOT = Path(__file__).parents[2]
 COMMANDS = sorted(vlora.cli.cli.commands)
 
 NIGHT = ("--adapter", "cam", "--head", "night")
-
-Vlora = Callable[..., tuple[int, str, str]]
-
-
-@pytest.fixture
-def vlora_command(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Vlora:
-    """Run the command in this process: exit code, stdout, stderr."""
-
-    def run(*args: str) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["vlora", *args])
-        with pytest.raises(SystemExit) as exit:
-            vlora.cli.main()
-        code = exit.value.code
-        return (0 if code is None else int(code), *capfd.readouterr())
-
-    return run
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
-    with running_server() as running:
-        folder = tmp_path_factory.mktemp("adapters")
-        running.on_loop(running.front_end.load_adapter("cam", write_adapter(folder / "cam", {"night": 2, "day": 1})))
-        running.on_loop(running.front_end.load_adapter("signs", write_adapter(folder / "signs")))
-        yield running
-
-
-@pytest.fixture
-def address(server: Running) -> str:
-    return f"127.0.0.1:{server.port}"
-
-
-@pytest.fixture
-def image(tmp_path: Path) -> str:
-    (tmp_path / "a.png").write_bytes(png())
-    return str(tmp_path / "a.png")
 
 
 @pytest.fixture
@@ -217,12 +181,12 @@ def test_seconds_without_an_answer_are_told_and_end_with_code_1(
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        (["query"], "missing argument 'IMAGE'; see 'vlora query --help'"),
+        (["query"], "missing argument 'IMAGE... [QUESTION]'; see 'vlora query --help'"),
         (["nonsense"], "no such command 'nonsense'; see 'vlora --help'"),
         (["query", "IMAGE", "say:x", "--nonsense"], "no such option"),
         (["query", "IMAGE", "say:x", "--max-tokens", "many"], "invalid value for '--max-tokens'"),
         (["query", "IMAGE", "say:x", "--max-tokens", "0"], "max_tokens is 0; it must be at least 1"),
-        (["query", "IMAGE", " "], "the prompt is empty; ask something"),
+        (["query", "IMAGE", " "], "the prompt has images and no text, and the base model has no question of its own"),
         (["query", "nowhere.png", "say:x"], "cannot read image 'nowhere.png': No such file or directory"),
         (["query", __file__, "say:x"], "image 1 ("),
         (["query", "IMAGE", "say:x", "--adapter", "zzz"], "no adapter named 'zzz'; registered: cam, signs"),

@@ -20,10 +20,11 @@ import pytest
 
 import vlora.cli
 from tests.apps.test_video_analytics import shades, write_video
-from tests.cli.test_cli import Vlora, address, image, server, vlora_command  # noqa: F401  (fixtures)
+from tests.cli.conftest import Vlora
 from tests.server.running import Running, png
 from vlora.bench.form import Goal, Report
 from vlora.cli.group import cli
+from vlora.cli.options import long_flag
 from vlora.cli.progress import counting, waiting
 
 ROOT = Path(__file__).parents[2]
@@ -89,7 +90,7 @@ def test_every_option_is_known_in_the_environment_by_its_flag(monkeypatch: pytes
         command.parse_args(context, [])
         for option in command.params:
             if isinstance(option, click.Option) and option.envvar != "VLORA_SERVER":
-                monkeypatch.setenv(variable := f"{prefix}_{option.opts[0][2:].upper().replace('-', '_')}", "mine")
+                monkeypatch.setenv(variable := f"{prefix}_{long_flag(option).upper().replace('-', '_')}", "mine")
                 assert option.resolve_envvar_value(context) == "mine", variable
 
 
@@ -101,14 +102,14 @@ def test_every_option_is_known_in_the_environment_by_its_flag(monkeypatch: pytes
         ("model: {eval: {quik: true}}", "model, eval: there is no option 'quik'; did you mean 'quick'?"),
         ("serve: [1]", "serve: write options and their values, such as 'http-port: 8000'"),
         ("just words", "holds no options; write"),
-        ("serve: {", "is not YAML"),
+        ("serve: {", "is not YAML: line 1: a bracket that is not closed"),
         ("serve: {theta-s: many}", "invalid value for '--theta-s'"),
         ("serve: {theta-s: [1, 2]}", "serve: theta-s is [1, 2]; write one value"),
         ("serve: {weight: [{signs: 2}]}", "serve: weight is [{'signs': 2}]; write a value, or a list of them"),
         ("serve: {weight: [null]}", "serve: weight is [None]; write a value, or a list of them"),
     ],
 )
-def test_a_mistake_in_the_file_is_one_line(vlora_command: Vlora, tmp_path: Path, text: str, message: str) -> None:  # noqa: F811
+def test_a_mistake_in_the_file_is_one_line(vlora_command: Vlora, tmp_path: Path, text: str, message: str) -> None:
     config = tmp_path / "vlora.yaml"
     config.write_text(text)
     code, out, err = vlora_command("--config", str(config), "serve", "--adapter", "x")
@@ -119,7 +120,7 @@ def test_a_mistake_in_the_file_is_one_line(vlora_command: Vlora, tmp_path: Path,
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
-def test_there_is_a_script_for_every_shell(vlora_command: Vlora, tmp_path: Path, shell: str) -> None:  # noqa: F811
+def test_there_is_a_script_for_every_shell(vlora_command: Vlora, tmp_path: Path, shell: str) -> None:
     if shell == "bash" and not shutil.which("bash"):
         pytest.skip("no bash here")
     code, out, err = vlora_command("completion", shell)
@@ -192,7 +193,7 @@ def test_where_nobody_watches_nothing_is_shown(capsys: pytest.CaptureFixture[str
 
 
 @pytest.mark.slow
-def test_an_interrupt_finishes_what_is_under_way(server: Running, address: str, tmp_path: Path) -> None:  # noqa: F811
+def test_an_interrupt_finishes_what_is_under_way(server: Running, address: str, tmp_path: Path) -> None:
     video = write_video(tmp_path / "long.mp4", shades(400))
     command = [*COMMAND, "stream", str(video), "--adapter", "cam", "--head", "night", "--server", address]
     child = subprocess.Popen(
@@ -229,7 +230,7 @@ def test_a_full_disk_is_one_line() -> None:
     assert (done.returncode, done.stderr) == (1, "error: cannot write: No space left on device\n")
 
 
-def test_help_says_how_commands_end(vlora_command: Vlora) -> None:  # noqa: F811
+def test_help_says_how_commands_end(vlora_command: Vlora) -> None:
     _, out, _ = vlora_command("--help")
     assert all(word in out for word in ("Exit codes", "130", "143", "VLORA_SERVE_HTTP_PORT"))
 
@@ -260,8 +261,8 @@ def test_a_benchs_json_stands_alone(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_batch_answers_in_order_and_tells_bad_pictures(
-    vlora_command: Vlora,  # noqa: F811
-    address: str,  # noqa: F811
+    vlora_command: Vlora,
+    address: str,
     tmp_path: Path,
 ) -> None:
     folder = tmp_path / "photos"
@@ -280,7 +281,7 @@ def test_batch_answers_in_order_and_tells_bad_pictures(
     assert code == 2 and err == "error: give a question, or a head and the adapter it belongs to\n"
 
 
-def test_status_tells_a_server_at_a_glance(vlora_command: Vlora, address: str) -> None:  # noqa: F811
+def test_status_tells_a_server_at_a_glance(vlora_command: Vlora, address: str) -> None:
     code, out, err = vlora_command("status", "--server", address)
     assert (code, err) == (0, "") and "0 running, 0 waiting" in out and out.count("\n") == 10
     assert "threads    1\n" in out
@@ -291,7 +292,7 @@ def test_status_tells_a_server_at_a_glance(vlora_command: Vlora, address: str) -
     assert code == 0 and json.loads(out)["num_running"] == 0
 
 
-def test_status_waits_as_long_as_it_is_told(vlora_command: Vlora, address: str) -> None:  # noqa: F811
+def test_status_waits_as_long_as_it_is_told(vlora_command: Vlora, address: str) -> None:
     code, _, err = vlora_command("status", "--server", address, "--wait-s", "60")
     assert (code, err) == (0, "")
     code, out, err = vlora_command("status", "--server", "127.0.0.1:1", "--wait-s", "0.1")
@@ -299,7 +300,7 @@ def test_status_waits_as_long_as_it_is_told(vlora_command: Vlora, address: str) 
 
 
 def test_a_bad_value_says_where_it_stands(
-    vlora_command: Vlora,  # noqa: F811
+    vlora_command: Vlora,
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
 ) -> None:

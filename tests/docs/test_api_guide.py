@@ -95,7 +95,7 @@ def test_every_snippet_runs(folder: Path) -> None:
     log = (folder / "serve.log").read_text()
     assert done.returncode == 0, f"{done.stderr}\n{done.stdout}\n{log}"
     assert "ready: rpyc+tls 0.0.0.0:" in log and "warning" not in log
-    assert '"id":"signs"' in done.stdout and 'vlora_requests_total{outcome="ok"} ' in done.stdout
+    assert '"id":"signs"' in done.stdout and 'vlora_requests_total{adapter="base",outcome="ok"} ' in done.stdout
     assert "signs  rank 8" in done.stdout
     for token in re.findall(r"token: (\S+?)[,}]", (folder / "tokens.yaml").read_text()):
         assert token not in log

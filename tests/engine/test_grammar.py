@@ -31,6 +31,8 @@ from vlora.memory.arena import PAGE_BYTES
 from vlora.memory.transfer import Inline
 from vlora.models.grammar import Cursor, Grammar, GrammarCompiler
 from vlora.server.response_format import json_grammar
+from vlora.server.tool_calls import CallReader
+from vlora.server.tools import Tool, call_grammar
 from vlora.types import MAX_GRAMMAR_CHARS, Mode, Request, RequestOutput, SamplingParams
 
 pytestmark = pytest.mark.slow
@@ -195,6 +197,40 @@ def test_an_object_without_a_schema(local: LocalEngine, tokenizer: Any) -> None:
     answers = local.run(ask(f"r{seed}", grammar, seed=seed, top_p=0.5) for seed in range(12))
     finished = [text_of(tokenizer, each) for each in answers.values() if each[-1].finish_reason == "stop"]
     assert finished and all(isinstance(json.loads(text), dict) for text in finished)
+
+
+def test_json_is_on_one_line_with_single_spaces(local: LocalEngine, tokenizer: Any) -> None:
+    """Blanks are what a random model writes forever where they are free."""
+    entries = {"type": "array", "items": {"type": "integer", "maximum": 99, "minimum": 0}, "minItems": 3, "maxItems": 3}
+    schema = {"type": "object", "properties": {"aa": entries, "ab": entries}, "required": ["aa", "ab"]}
+    grammar = schema_grammar({**schema, "additionalProperties": False})
+    for outputs in local.run(ask(f"r{seed}", grammar, seed=seed, temperature=3.0) for seed in range(8)).values():
+        text = text_of(tokenizer, outputs)
+        assert outputs[-1].finish_reason == "stop" and "  " not in text
+        assert text.replace(" ", "") == json.dumps(json.loads(text), separators=(",", ":"))
+
+
+def test_a_random_model_calls_tools_as_they_are_declared(local: LocalEngine, tokenizer: Any) -> None:
+    entries = {"type": "string", "pattern": "^[ab]{1,4}$"}
+    schemas: dict[str, dict[str, Any]] = {
+        "name": {"type": "object", "properties": {"aa": entries}, "required": ["aa"], "additionalProperties": False},
+        "aba": {"type": "object", "properties": {}, "additionalProperties": False},
+    }
+    tools = [
+        Tool.model_validate({"type": "function", "function": {"name": name, "parameters": schema}})
+        for name, schema in schemas.items()
+    ]
+    grammar = call_grammar(tools, "required", True)
+    found = []
+    for outputs in local.run(ask(f"r{seed}", grammar, seed=seed) for seed in range(12)).values():
+        assert outputs[-1].finish_reason == "stop"
+        reader = CallReader()
+        around, calls = reader.feed(text_of(tokenizer, outputs))
+        assert calls and not (around + reader.finish()).strip()
+        found += calls
+    for call in found:
+        jsonschema.validate(json.loads(call.arguments), schemas[call.name])
+    assert {call.name for call in found} == set(schemas)
 
 
 # -- against the naive way --------------------------------------------------------------------------------------------

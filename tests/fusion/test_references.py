@@ -75,7 +75,7 @@ def change(**fields: Any) -> Callable[[list[dict[str, Any]]], None]:
         (change(split="testC"), "ref 1: `split` is 'testC'; choose train, val"),
         (change(sentences=[]), "ref 1: has no sentence"),
         (change(sentences=[{"sent": " "}]), "ref 1: has no sentence"),
-        (change(ref_id="one"), r"`\[1\].ref_id`: Input should be a valid integer"),
+        (change(ref_id="one"), r"`\[1\].ref_id`: is 'one'; it must be a whole number"),
         (lambda refs: refs.clear(), "train is empty"),
     ],
 )

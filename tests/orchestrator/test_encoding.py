@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import pytest
+
 from tests.orchestrator.simulation import IMAGE, Machine, Simulation, Speed, expected_tokens, make_request
+from vlora.orchestrator import POLICIES, make_policy
 from vlora.orchestrator.encoding import EncodeQueue
 from vlora.orchestrator.tracked import Tracked
 from vlora.types import Encoded, Request, RequestStatus
@@ -146,3 +149,28 @@ def test_embeddings_held_ahead_are_bounded() -> None:
         most = max(most, 5 * len(ahead))
     assert 8 < most <= 4 * 8
     assert all(outputs[-1].finish_reason == "length" for outputs in simulation.outputs.values())
+
+
+@pytest.mark.parametrize("policy", sorted(POLICIES))
+def test_embeddings_of_a_request_that_waits_for_its_adapter_block_nobody(policy: str) -> None:
+    """Memory holds one of two adapters. That of r0 is in it, and r0 needs its image encoded; r1 holds more embeddings
+    than are allowed ahead, and needs the other adapter, which cannot be loaded before r0 has run."""
+    machine = Machine(
+        num_pages=52,
+        pages_per_block=2,
+        block_size=1,
+        max_adapter_pages=6,
+        max_batch_size=1,
+        max_step_tokens=1,
+        adapters={"a": 2, "b": 5},
+    )
+    simulation = Simulation(machine, policy=make_policy(policy))
+    requests = [
+        make_request("r0", "a", prompt=(1, *[IMAGE] * 2, 2), images=[("small", 2)]),
+        make_request("r1", "b", prompt=(1, *[IMAGE] * 9, 2), images=[("large", 9)]),
+    ]
+    simulation.add(*requests)
+    simulation.run(max_steps=200)
+    for request in requests:
+        tokens = [token for output in simulation.outputs[request.request_id] for token in output.token_ids]
+        assert tokens == expected_tokens(request)

@@ -100,6 +100,8 @@ class Encoded(NamedTuple):
 class ByteProcessor:
     """One token per byte; an image is one token that carries its mean brightness."""
 
+    takes_tools = False
+
     def chat(self, question: str, num_images: int = 0) -> str:
         return "\0" * num_images + question
 
@@ -118,6 +120,9 @@ class ByteProcessor:
         vision = tuple(self._vision(image) for image in images)
         shown = tuple(Region(0, 0, image.width, image.height) for image in images)
         return Encoded(tuple(IMAGE if byte == 0 else byte for byte in prompt.encode()), vision, shown)
+
+    def as_given(self, token_ids: Sequence[int]) -> Encoded:
+        return Encoded(tuple(token_ids), (), ())
 
     def decode(self, token_ids: Sequence[int]) -> str:
         return bytes(token for token in token_ids if token < 256).decode(errors="replace")

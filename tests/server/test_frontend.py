@@ -84,7 +84,9 @@ def test_a_stop_string_ends_the_answer_and_frees_the_request() -> None:
     ("prompt", "images", "fields", "error", "message"),
     [
         ("", [], {}, BadRequest, "the prompt is empty"),
-        (" \n", [png()], {}, BadRequest, "the prompt is empty"),
+        (" \n", [png()], {}, BadRequest, "images and no text, and the base model has no question of its own; send"),
+        ("", [png()], {"adapter": "cam"}, BadRequest, "and adapter 'cam' has no question of its own"),
+        ("", [b"broken"], {}, BadImage, r"image 1 \(6 bytes\) is none of JPEG"),
         ("x" * 101, [], {}, TooLarge, "101 characters; this server takes at most 100"),
         ("x" * 40, [], {}, PromptTooLong, "40 tokens and may be answered with 128.* context of 160"),
         ("say:x", [b"broken"], {}, BadImage, r"image 1 \(6 bytes\) is none of JPEG"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import gzip
 import http.client
 import json
@@ -66,6 +67,18 @@ def test_a_whole_answer(api: Api) -> None:
     assert api.chat("forever", max_completion_tokens=3)[1]["choices"][0]["finish_reason"] == "length"
 
 
+@pytest.mark.parametrize("tools", [[], [{"type": "function", "function": {"name": "f"}}]])
+def test_an_image_alone_is_asked_what_the_adapter_asks(api: Api, tmp_path: Path, tools: list[Any]) -> None:
+    api.on_loop(api.front_end.load_adapter("one", write_adapter(tmp_path / "one", {"night": 1})))
+    answers = [
+        api.chat([*text, image_part(png())], model="one", tools=tools)[1]
+        for text in ([], [{"type": "text", "text": " "}], [{"type": "text", "text": "is it night?"}])
+    ]
+    counts = [answer["usage"]["prompt_tokens"] for answer in answers]
+    assert counts[0] == counts[2] == counts[1] - 1
+    api.on_loop(api.front_end.unload_adapter("one"))
+
+
 def test_a_streamed_answer(api: Api) -> None:
     status, text = api.chat("say:grün", stream=True, stream_options={"include_usage": True})
     first, *pieces, last, usage = events(text)
@@ -85,13 +98,24 @@ def test_a_streamed_answer(api: Api) -> None:
         ("say:x", {"max_tokens": 0}, 400, "bad_request", "max_tokens is 0"),
         ("say:x", {"max_tokens": 10**6}, 400, "prompt_too_long", "tokens and may be answered with 1000000"),
         ("say:x", {"temperature": -1}, 400, "bad_request", "temperature is -1"),
-        ("say:x", {"n": 17}, 400, "bad_request", "n: "),
-        ("say:x", {"logit_bias": {"5": 1}}, 400, "bad_request", "logit_bias: this field is not served"),
-        ("say:x", {"messages": []}, 400, "bad_request", "messages: "),
-        ("say:x", {"messages": [{"role": "robot", "content": "x"}]}, 400, "bad_request", "messages.0.role: "),
+        ("say:x", {"n": 17}, 400, "bad_request", "n is 17; it must be at most 16"),
+        ("say:x", {"suffix": "y"}, 400, "bad_request", "suffix: this field is not served; text is continued at"),
+        ("say:x", {"logit_bias": {"a": 1}}, 400, "bad_request", "logit_bias has 'a' where a token id belongs"),
+        ("say:x", {"logit_bias": {"9" * 99: 1}}, 400, "bad_request", "99' where a token id belongs"),
+        ("say:x", {"min_tokens": 9, "max_tokens": 8}, 400, "bad_request", "min_tokens is 9; it must lie between 0 and"),
+        ("say:x", {"messages": []}, 400, "bad_request", "messages has 0 items"),
+        ("say:x", {"messages": [{"role": "robot", "content": "x"}]}, 400, "bad_request", "messages.0.role is 'robot'"),
         (7, {}, 400, "bad_request", "messages.0.content"),
         ([{"type": "video"}], {}, 400, "bad_request", "messages.0.content"),
-        ([image_part(b"broken")], {}, 400, "bad_request", "the prompt is empty"),
+        ([image_part(b"broken")], {}, 400, "bad_image", "image 1 (6 bytes) is none of"),
+        ([image_part(png())], {}, 400, "bad_request", "the prompt has images and no text, and the base model has no"),
+        (
+            [image_part(png())],
+            {"model": "cam"},
+            400,
+            "bad_request",
+            "adapter 'cam' has several questions: is it motion?, is it night?; send a question with them",
+        ),
         (
             [{"type": "text", "text": "say:x"}, image_part(b"broken")],
             {},
@@ -154,7 +178,7 @@ def test_what_is_no_request(api: Api) -> None:
 @pytest.mark.parametrize(
     ("raw", "said"),
     [
-        (b"{", "the body is no JSON: Expecting property name enclosed in double quotes at character 1"),
+        (b"{", "the body is no JSON: a field's name in double quotes is expected at character 1"),
         (b"\xff\xfe", "the body is no JSON"),
         (b"", "the body is empty; send a JSON object"),
         (b'{"a":' * 30_000, "the body cannot be read: it is nested too deep, or has a number that is too long"),
@@ -162,7 +186,10 @@ def test_what_is_no_request(api: Api) -> None:
         (b"[]", "the body is no JSON object"),
         ('{"model": "grün"}'.encode("latin-1"), "the body is no JSON: it is not UTF-8 text, or it is compressed"),
         (gzip.compress(b"{}", mtime=0), "the body is no JSON: it is not UTF-8 text, or it is compressed"),
-        (b'{"model": "a\0"}', "the body is no JSON: Invalid control character at character 12"),
+        (
+            b'{"model": "a\0"}',
+            "the body is no JSON: a control character in a string; write it with a backslash at character 12",
+        ),
     ],
 )
 def test_a_body_that_is_no_request_is_told_as_what_it_is(api: Api, raw: bytes, said: str) -> None:
@@ -182,27 +209,55 @@ def test_json_has_to_be_called_so(api: Api) -> None:
 @pytest.mark.parametrize(
     ("fields", "param", "said"),
     [
-        ({"stop": ["a"] * 17}, "stop", "stop: List should have at most 16 items"),
-        ({"stop": [1]}, "stop.0", "stop.0: Input should be a valid string"),
-        ({"stop": 1}, "stop", "stop: Input should be a valid string"),
+        ({"stop": ["a"] * 17}, "stop", "stop has 17 items; at most 16 are allowed"),
+        ({"stop": [1]}, "stop.0", "stop.0 is 1; it must be a string"),
+        ({"stop": 1}, "stop", "stop is 1; it must be a string or a list"),
         (
             {"messages": [{"role": "user", "content": [{"type": "audio"}]}]},
             "messages.0.content.0",
-            "messages.0.content.0",
+            "messages.0.content.0 has type 'audio'; choose one of 'text', 'image_url'",
         ),
-        ({"messages": [{"role": "user", "content": 1}]}, "messages.0.content", "messages.0.content: Input should be"),
+        (
+            {"messages": [{"role": "user", "content": 1}]},
+            "messages.0.content",
+            "messages.0.content is 1; it must be a string or a list",
+        ),
         (
             {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": "data:,"}]}]},
             "messages.0.content.0.image_url",
-            "messages.0.content.0.image_url: Input should be a valid dictionary",
+            "messages.0.content.0.image_url is 'data:,'; it must be an object",
         ),
         (
             {"messages": [{"role": "user", "content": [{"type": "text", "text": "say:x", "size": 1}]}]},
             "messages.0.content.0.size",
             "messages.0.content.0.size: this field is not served",
         ),
+        (
+            {"tool_choice": "maybe"},
+            "tool_choice",
+            "tool_choice is 'maybe'; it must be 'none', 'auto' or 'required', or an",
+        ),
+        ({"tool_choice": {"type": "function"}}, "tool_choice.function", "tool_choice.function is missing"),
+        ({"seed": float("nan")}, "seed", "seed is nan; it must be a finite number"),
+        ({"stream": 7}, "stream", "stream is 7; it must be true or false"),
+        (
+            {"response_format": {"type": "xml"}},
+            "response_format.type",
+            "response_format.type is 'xml'; choose 'text', ",
+        ),
+        ({"logit_bias": {"7": "b"}}, "logit_bias.7", "logit_bias.7 is 'b'; it must be a number"),
+        ({"messages": []}, "messages", "messages has 0 items; it must have at least 1"),
+        (
+            {"messages": [{"role": "user", "content": [{"text": "x"}]}]},
+            "messages.0.content.0",
+            "messages.0.content.0 has no",
+        ),
         ({"body": 1}, "body", "body: this field is not served"),
-        ({"max_tokens": 10**30}, "max_tokens", "max_tokens: Input should be less than or equal to"),
+        (
+            {"max_tokens": 10**30},
+            "max_tokens",
+            "max_tokens is 1000000000000000000000000000000; it must be at most 2147483647",
+        ),
         ({"max_tokens": 0}, "max_tokens", "max_tokens is 0; it must be at least 1"),
         ({"max_completion_tokens": -1}, "max_completion_tokens", "max_completion_tokens is -1; it must be"),
         ({"temperature": -0.5}, "temperature", "temperature is -0.5; it must be a finite number"),
@@ -370,10 +425,14 @@ def test_fields_that_ask_for_nothing_are_taken_and_others_are_not_ignored(api: A
         "seed": None,
     }
     assert api.chat("say:fine", **nothing)[0] == 200
-    for name, value in (("presence_penalty", 0.5), ("tools", [{"type": "function"}]), ("top_k", 5), ("best_of", 2)):
+    for name, value, instead in (
+        ("functions", [{"name": "f"}], "; use tools"),
+        ("best_of", 2, "; use n"),
+        ("top_q", 5, ""),
+    ):
         status, answer = api.chat("say:x", **{name: value})
         assert status == 400 and answer["error"] == {
-            "message": f"{name}: this field is not served",
+            "message": f"{name}: this field is not served{instead}",
             "type": "invalid_request_error",
             "code": "bad_request",
             "param": name,
@@ -415,9 +474,9 @@ def test_heads_answer_in_one_pass(api: Api) -> None:
         ("nobody/night", {"images": [image]}, 404, "no adapter named 'nobody'"),
         ("cam/motion", {"images": [image]}, 400, "reads 4 images per request; 1 came"),
         ("cam/night", {"images": ["data:image/png;base64,AAAA"]}, 400, "image 1 (3 bytes) is none of"),
-        ("cam/night", {"images": []}, 400, "images: "),
-        ("cam/night", {"images": [image], "max_latency_s": 0}, 400, "max_latency_s: "),
-        ("cam/night", {"images": [image], "priority": 11}, 400, "priority: "),
+        ("cam/night", {"images": []}, 400, "images has 0 items; it must have at least 1"),
+        ("cam/night", {"images": [image], "max_latency_s": 0}, 400, "max_latency_s is 0; it must be above 0"),
+        ("cam/night", {"images": [image], "priority": 11}, 400, "priority is 11; it must be at most 10"),
         ("cam/night", {"images": [image], "question": "?"}, 400, "question: this field is not served"),
     ):
         status, answer = api.call("POST", f"/v1/heads/{path}", body)
@@ -506,16 +565,18 @@ def test_metrics_count_what_happened() -> None:
         before = metrics(api)
         assert before["vlora_engine_up"] == 1 and before["vlora_requests_active"] == 0
         # Before its first event, or the first would be no increase.
-        for series in ("requests_total engine_dead", "frames_total dropped", "engine_steps_total mixed"):
+        for series in ("requests_total base engine_dead", "frames_total dropped", "engine_steps_total mixed"):
             assert before[f"vlora_{series}"] == 0
         assert api.chat("say:four", n=2)[0] == 200
         assert api.chat("")[0] == 400
         api.chat("forever", stream=True, max_tokens=5)
         after = metrics(api)
-        assert after["vlora_requests_total ok"] == 2 and after["vlora_requests_total bad_request"] == 1
-        assert after["vlora_time_to_first_token_seconds_count"] == 3
-        assert after["vlora_time_per_output_token_seconds_count"] == 3
-        assert after["vlora_tokens_total completion"] == 2 * 5 + 5
+        assert after["vlora_requests_total base ok"] == 2 and after["vlora_requests_total base bad_request"] == 1
+        assert after["vlora_time_to_first_token_seconds_count base"] == 3
+        assert after["vlora_time_per_output_token_seconds_count base"] == 3
+        assert after["vlora_request_queue_seconds_count base"] == 3
+        assert after["vlora_tokens_total base completion"] == 2 * 5 + 5
+        assert after["vlora_server_info base 0.1.0"] == 1
         assert after["vlora_requests_active"] == after["vlora_queue_requests running"] == 0
         assert after["vlora_engine_steps_total unmerged"] > 0
         for name in (
@@ -534,7 +595,26 @@ def test_metrics_count_what_happened() -> None:
         ):
             assert name in after
         api.engine.dead = "killed"
-        assert metrics(api)["vlora_engine_up"] == 0 and metrics(api)["vlora_requests_total ok"] == 2
+        assert metrics(api)["vlora_engine_up"] == 0 and metrics(api)["vlora_requests_total base ok"] == 2
+
+
+def test_metrics_name_the_adapter_that_is_slow_or_failing(tmp_path: Path) -> None:
+    with running_api() as api:
+        for name in ("cam", "signs"):
+            api.on_loop(api.front_end.load_adapter(name, write_adapter(tmp_path / name, {"night": 1})))
+        before = metrics(api)
+        assert before["vlora_requests_total signs step_failed"] == before["vlora_adapter_loads_total signs"] == 0
+        assert api.chat("say:four", model="cam")[0] == 200
+        assert api.chat("fail", model="signs")[0] == 500
+        assert api.chat("say:x", model="nobody")[0] == 404
+        url = "data:image/png;base64," + base64.b64encode(png()).decode()
+        assert api.call("POST", "/v1/heads/cam/night", {"images": [url]})[0] == 200
+        after = metrics(api)
+        assert after["vlora_requests_total cam ok"] == 2 and after["vlora_requests_total signs step_failed"] == 1
+        assert after["vlora_requests_total unknown unknown_adapter"] == 1
+        assert not any("nobody" in name for name in after)
+        assert after["vlora_tokens_total cam completion"] == 5 and after["vlora_request_seconds_count cam"] == 2
+        assert after["vlora_request_seconds_count signs"] == 0
 
 
 def test_a_name_that_is_a_path_is_no_adapter(api: Api) -> None:

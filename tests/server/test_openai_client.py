@@ -202,6 +202,56 @@ def test_stop_ends_an_answer(client: openai.OpenAI) -> None:
     assert ask(client, 90, **{**drawn, "max_completion_tokens": 2}).choices[0].finish_reason == "length"
 
 
+def test_penalties_and_bias_are_those_of_transformers(
+    client: openai.OpenAI, model: Any, processor: InputProcessor
+) -> None:
+    prompt = processor.encode(processor.chat(QUESTION))
+    messages: Any = [{"role": "user", "content": QUESTION}]
+
+    def ours(**fields: Any) -> str:
+        made = client.chat.completions.create(model="embedded", messages=messages, max_tokens=8, **fields)
+        return str(made.choices[0].message.content)
+
+    def theirs(**fields: Any) -> str:
+        ids = torch.tensor([prompt.prompt_ids])
+        whole = model.generate(
+            input_ids=ids, attention_mask=torch.ones_like(ids), max_new_tokens=8, do_sample=False, **fields
+        )
+        return processor.decode(whole[0, len(prompt.prompt_ids) :].tolist())
+
+    plain = theirs()
+    ids = torch.tensor([prompt.prompt_ids])
+    first = int(model(input_ids=ids).logits[0, -1].argmax())
+    assert ours() == plain
+    penalized = ours(extra_body={"repetition_penalty": 0.5, "top_k": 3, "min_p": 0.1})
+    assert penalized == theirs(repetition_penalty=0.5) != plain
+    biased = ours(logit_bias={str(first): -100})
+    assert biased == theirs(sequence_bias=[[[first], -100.0]]) != plain
+    least = client.chat.completions.create(
+        model="embedded", messages=messages, max_tokens=9, extra_body={"ignore_eos": True, "min_tokens": 9}
+    )
+    assert (least.choices[0].finish_reason, least.usage and least.usage.completion_tokens) == ("length", 9)
+
+
+def test_text_is_continued_without_the_template(client: openai.OpenAI, model: Any, processor: InputProcessor) -> None:
+    texts = ["what is in", "the picture shows a"]
+    answer = client.completions.create(model="embedded", prompt=texts, max_tokens=5)
+    tokens = client.completions.create(
+        model="embedded", prompt=[list(processor.encode(text).prompt_ids) for text in texts], max_tokens=5
+    )
+    for text, choice, same in zip(texts, answer.choices, tokens.choices, strict=True):
+        ids = torch.tensor([processor.encode(text).prompt_ids])
+        whole = model.generate(input_ids=ids, attention_mask=torch.ones_like(ids), max_new_tokens=5, do_sample=False)
+        assert choice.text == processor.decode(whole[0, ids.shape[1] :].tolist()) == same.text
+    stream = client.completions.create(model="embedded", prompt=texts[0], max_tokens=5, stream=True, logprobs=2)
+    chunks = [chunk.choices[0] for chunk in stream]
+    assert "".join(chunk.text for chunk in chunks) == answer.choices[0].text
+    assert chunks[-1].finish_reason == answer.choices[0].finish_reason
+    scores = [chunk.logprobs for chunk in chunks if chunk.logprobs and chunk.logprobs.tokens]
+    assert "".join(token for each in scores for token in each.tokens or ()).strip() == answer.choices[0].text
+    assert all(len(top) == 2 for each in scores for top in each.top_logprobs or ())
+
+
 def test_the_adapter_is_the_models_name(client: openai.OpenAI) -> None:
     base, adapted = (ask(client, 90, model=name, logprobs=True).choices[0] for name in ("embedded", "streets"))
     first = [choice.logprobs.content[0].logprob for choice in (base, adapted)]
@@ -215,9 +265,12 @@ def test_mistakes_are_the_clients_own_errors(api: Api, client: openai.OpenAI) ->
     with pytest.raises(openai.BadRequestError, match="temperature is -1") as refused:
         ask(client, 90, temperature=-1)
     assert refused.value.type == "invalid_request_error"
-    with pytest.raises(openai.BadRequestError, match="logit_bias: this field is not served") as unserved:
-        ask(client, 90, logit_bias={"5": 1})
-    assert unserved.value.param == "logit_bias"
+    with pytest.raises(openai.BadRequestError, match="modalities: this field is not served; answers are text") as audio:
+        ask(client, 90, modalities=["text", "audio"])
+    assert audio.value.param == "modalities"
+    with pytest.raises(openai.BadRequestError, match="logit_bias has token id 1000000; this model's ids") as biased:
+        ask(client, 90, logit_bias={"1000000": 1})
+    assert biased.value.code == "bad_request"
     with pytest.raises(openai.BadRequestError, match="image 1"):
         messages: Any = [
             {"role": "user", "content": [*content(), {"type": "image_url", "image_url": {"url": "data:;base64,AA=="}}]}

@@ -250,7 +250,7 @@ def test_everything_comes_back_after_kill_9(tmp_path: Path) -> None:
             for caller in callers:
                 caller.join(10)
             assert [caller.heard for caller in callers] == ["engine_dead"] * 6
-            assert max(caller.at for caller in callers) - killed < 2
+            assert max(caller.at for caller in callers) - killed < 8  # far below every limit on a request
             assert call(port, "GET", "/ready")[0] == 503
             assert "vlora_engine_up 0.0" in call(port, "GET", "/metrics")[1]
             assert frames.send(picture(0)) == 4  # while there is no engine: it waits for the next one

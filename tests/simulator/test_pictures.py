@@ -46,21 +46,25 @@ def capacity(seed: int) -> float:
 
 
 @pytest.mark.parametrize("bound_s", [1.0, 2.0, 4.0])
-@pytest.mark.parametrize("seed", range(3))
-def test_no_text_request_is_refused_that_would_have_been_in_time(bound_s: float, seed: int) -> None:
-    rate = 0.3 * capacity(seed)
-    unbounded = answers(with_pictures(rate, 600, seed, None, 0.05))
-    arrivals = with_pictures(rate, 600, seed, bound_s, 0.05)
-    bounded = answers(arrivals)
-    pictures = [number for number, arrival in enumerate(arrivals) if arrival.images]
-    assert len(bounded) == len(arrivals) and len(pictures) > 15
-    refused = [number for number, output in bounded.items() if output.error is not None]
-    first_s = {number: output.timings.ttft_s for number, output in unbounded.items() if output.timings is not None}
-    would_be_late = [number for number, seconds in first_s.items() if seconds is None or seconds > bound_s]
-    wrongly = [number for number in refused if number not in would_be_late]
-    # Bursts that no prediction knows of remain: two texts in 5,000, at the tightest bound.
-    assert len([number for number in wrongly if not arrivals[number].images]) <= (2 if bound_s == 1.0 else 0)
-    assert len(wrongly) <= len(pictures) // 3
+def test_no_text_request_is_refused_that_would_have_been_in_time(bound_s: float) -> None:
+    num_pictures = num_wrong_pictures = 0
+    for seed in range(3):
+        rate = 0.3 * capacity(seed)
+        unbounded = answers(with_pictures(rate, 600, seed, None, 0.05))
+        arrivals = with_pictures(rate, 600, seed, bound_s, 0.05)
+        bounded = answers(arrivals)
+        assert len(bounded) == len(arrivals)
+        first_s = {number: output.timings.ttft_s for number, output in unbounded.items() if output.timings is not None}
+        refused = [number for number, output in bounded.items() if output.error is not None]
+        would_be_late = [number for number, seconds in first_s.items() if seconds is None or seconds > bound_s]
+        wrongly = [number for number in refused if number not in would_be_late]
+        wrong_texts = [number for number in wrongly if not arrivals[number].images]
+        # Bursts that no prediction knows of remain: two texts in 5,000, at the tightest bound.
+        assert len(wrong_texts) <= (2 if bound_s == 1.0 else 0)
+        num_pictures += sum(bool(arrival.images) for arrival in arrivals)
+        num_wrong_pictures += len(wrongly) - len(wrong_texts)
+    # Some 30 pictures a seed are too few for a share: all three together.
+    assert num_pictures > 75 and num_wrong_pictures <= num_pictures // 3
 
 
 def test_a_picture_prolongs_no_step_of_others_by_more_than_the_share() -> None:

@@ -25,6 +25,8 @@ from vlora.adapters.names import resolve
 from vlora.errors import BadAdapter
 from vlora.parallel.cut import Blocks, Cut, FactorShape, Side, Way, plan_cut
 from vlora.parallel.plan import LinearShard
+from vlora.wording import json_errors
+from vlora.wording.shown import shown
 
 CONFIG_FILE = "adapter_config.json"
 WEIGHTS_FILE = "adapter_model.safetensors"
@@ -196,8 +198,11 @@ def read_config(path: Path) -> dict[str, Any]:
         config = json.loads(file.read_text())
     except FileNotFoundError as error:
         raise BadAdapter(f"{path}: no {CONFIG_FILE}; an adapter is a folder in PEFT's format") from error
-    except (OSError, ValueError) as error:
-        raise BadAdapter(f"{file}: cannot be read as JSON: {error}") from error
+    except OSError as error:
+        raise BadAdapter(f"{file}: cannot be read: {error.strerror}") from error
+    except (ValueError, RecursionError) as error:
+        why = "nested too deep" if isinstance(error, RecursionError) else json_errors.described(error)
+        raise BadAdapter(f"{file}: is not JSON: {why}") from error
     if not isinstance(config, dict):
         raise BadAdapter(f"{file}: holds {type(config).__name__}, expected an object")
     return config
@@ -241,6 +246,13 @@ def _target(
     for side in ("A", "B"):
         if side not in sides:
             raise BadAdapter(f"{path}: layer {module!r} has no lora_{side}; both factors are needed")
+    shape_a, shape_b = shapes[sides["A"]], shapes[sides["B"]]
+    if len(shape_a) == len(shape_b) and shape_a[2:]:
+        raise BadAdapter(
+            f"{path}: module {module!r} is a convolution (Conv{len(shape_a) - 2}d, its lora_A has shape {shape_a}); "
+            "adapters are served on linear layers only; train this adapter with "
+            f"exclude_modules=[{'.'.join(module.split('.')[-2:])!r}] in its LoraConfig"
+        )
     site = resolve(module, sites)
     if site is None:
         raise BadAdapter(
@@ -248,7 +260,6 @@ def _target(
             if "lm_head" not in module
             else f"{path}: layer {module!r} is the output head, which is not adapted here"
         )
-    shape_a, shape_b = shapes[sides["A"]], shapes[sides["B"]]
     expected = sites[site]
     blocks = _blocks(path, config, module)
     # A block-diagonal factor is stored without its zeros: its blocks lie below each other.
@@ -334,10 +345,16 @@ def _scale(path: Path, config: Mapping[str, Any], names: tuple[str, ...], rank: 
     """alpha / r, or alpha / sqrt(r) for rsLoRA, with alpha_pattern matched on the module's path as PEFT does."""
     alpha = config.get("lora_alpha", 8)
     patterns = config.get("alpha_pattern") or {}
+    if not isinstance(patterns, dict):
+        raise BadAdapter(f"{path}: alpha_pattern is {shown(patterns)}; it must be an object of numbers by module")
     for pattern, value in patterns.items():
-        if any(re.match(rf"(.*\.)?({pattern})$", name) for name in names):
+        try:
+            matches = any(re.match(rf"(.*\.)?({pattern})$", name) for name in names)
+        except re.error as error:
+            raise BadAdapter(f"{path}: alpha_pattern has {pattern!r}, which is not a regular expression") from error
+        if matches:
             alpha = value
             break
-    if not isinstance(alpha, int | float) or not math.isfinite(alpha):
+    if isinstance(alpha, bool) or not isinstance(alpha, int | float) or not math.isfinite(alpha):
         raise BadAdapter(f"{path}: lora_alpha is {alpha!r}; it must be a finite number")
     return alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)

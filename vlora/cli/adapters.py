@@ -9,6 +9,7 @@ import click
 from click.core import ParameterSource
 
 from vlora.cli.group import cli
+from vlora.cli.options import long_flag
 from vlora.cli.progress import waiting
 from vlora.cli.server_flags import json_option, print_json, server_option
 
@@ -36,7 +37,8 @@ def adapters(context: click.Context, client: Client, as_json: bool) -> None:
     for option in context.command.params:
         assert option.name is not None
         if context.get_parameter_source(option.name) is ParameterSource.COMMANDLINE:
-            raise click.UsageError(f"write {option.opts[0]} behind {context.invoked_subcommand!r}", context)
+            assert isinstance(option, click.Option)
+            raise click.UsageError(f"write --{long_flag(option)} behind {context.invoked_subcommand!r}", context)
 
 
 @adapters.command("list")

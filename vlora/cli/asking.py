@@ -1,11 +1,11 @@
-"""Commands that ask a running server."""
+"""Commands that ask a running server about much at once, or about itself."""
 
 from __future__ import annotations
 
 import contextlib
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import TYPE_CHECKING, BinaryIO
 
 import click
 
@@ -19,52 +19,6 @@ if TYPE_CHECKING:
     from vlora.client import Client
 
 _KERNELS = {"compiled": "compiled C++", "plain torch": "plain torch, slower: there is no C++ compiler that works"}
-
-
-@cli.command()
-@click.argument("image", type=click.Path(path_type=Path))
-@click.argument("question")
-@click.option("--adapter", help="Adapter that answers; the base model if not given.")
-@click.option("--max-tokens", type=int, default=128, show_default=True, help="Longest answer, in tokens.")
-@click.option("--temperature", type=float, default=0.0, show_default=True, help="0 always takes the likeliest token.")
-@click.option("--stop", multiple=True, help="End the answer before this text; may be repeated.")
-@click.option("--max-ttft-s", type=float, help="Longest time to the first token; no bound if not given.")
-@click.option("--priority", type=int, default=0, show_default=True, help="From -10 to 10; a higher one comes first.")
-@server_option
-@json_option
-def query(
-    image: Path,
-    question: str,
-    adapter: str | None,
-    max_tokens: int,
-    temperature: float,
-    stop: tuple[str, ...],
-    max_ttft_s: float | None,
-    priority: int,
-    client: Client,
-    as_json: bool,
-) -> None:
-    """Ask a question about an image.
-
-    \b
-        vlora query photo.png "What is this?" --adapter signs
-    """
-    with client, waiting("asking") as begun:
-        options: dict[str, Any] = {
-            "max_tokens": max_tokens,
-            "temperature": temperature,
-            "stop": stop,
-            "max_ttft_s": max_ttft_s,
-            "priority": priority,
-        }
-        if as_json:
-            print_json(client.generate(question, [image], adapter, **options))
-            return
-        for piece in client.stream(question, [image], adapter, **options):
-            begun()
-            click.echo(piece, nl=False)
-        begun()
-        click.echo()
 
 
 @cli.command()
@@ -141,11 +95,13 @@ def stream(
 
 @cli.command()
 @click.argument("images", nargs=-1, required=True, type=click.Path(path_type=Path))
-@click.option("--question", help="What to ask about each; or give --head.")
-@click.option("--adapter", help="Adapter that answers; the base model if not given.")
+@click.option("-q", "--question", help="What to ask about each; or give --head.")
+@click.option("-a", "--adapter", help="Adapter that answers; the base model if not given.")
 @click.option("--head", help="Task head that answers instead of words.")
 @click.option("--max-tokens", type=int, default=128, show_default=True, help="Longest answer, in tokens.")
-@click.option("--out", type=click.Path(dir_okay=False, path_type=Path), help="File for the answers, in JSON lines.")
+@click.option(
+    "-o", "--out", type=click.Path(dir_okay=False, path_type=Path), help="File for the answers, in JSON lines."
+)
 @server_option
 @json_option
 def batch(

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping
 
 import click
 
+from vlora.cli.options import long_flag
 from vlora.errors import BadConfig
 
 _NO_OPTIONS = ("VLORA_CONFIG", "VLORA_TOKEN", "VLORA_ADMIN_TOKEN")
@@ -46,7 +47,7 @@ def _variables(group: click.Group, prefix: str) -> Iterator[str]:
                 continue
             given = option.envvar
             yield from [given] if isinstance(given, str) else given or ()
-            yield f"{own}_{option.opts[0].removeprefix('--').replace('-', '_').upper()}"
+            yield f"{own}_{long_flag(option).replace('-', '_').upper()}"
 
 
 def _is_of_a_service(name: str, value: str) -> bool:

@@ -10,6 +10,7 @@ from typing import Any
 import click
 
 from vlora.cli.environment import refuse_unknown
+from vlora.cli.options import long_flag, write_headed
 from vlora.errors import BadConfig
 
 ENVIRONMENT = "VLORA"
@@ -21,12 +22,16 @@ def _read_config(context: click.Context, option: click.Parameter, file: Path | N
         return
     import yaml
 
+    from vlora.wording import yaml_errors
+
     try:
         content = yaml.safe_load(file.read_text()) or {}
     except OSError as error:
         raise BadConfig(f"cannot read the config file {str(file)!r}: {error.strerror}") from error
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise BadConfig(f"the config file {str(file)!r} is not YAML: {' '.join(str(error).split())}") from error
+    except UnicodeDecodeError as error:
+        raise BadConfig(f"the config file {str(file)!r} is not UTF-8 text") from error
+    except yaml.YAMLError as error:
+        raise BadConfig(f"the config file {str(file)!r} is not YAML: {yaml_errors.described(error)}") from error
     assert isinstance(context.command, click.Group)
     context.default_map = _checked(content, context.command, f"the config file {str(file)!r}")
 
@@ -50,6 +55,7 @@ def _checked(content: Any, group: click.Group, where: str) -> dict[str, Any]:
             for option in command.params
             if isinstance(option, click.Option)
             for flag in option.opts
+            if flag.startswith("--")
         }
         defaults[str(name)] = {}
         for flag, value in options.items():
@@ -72,7 +78,8 @@ def _closest(name: str, known: Any) -> str:
 
 
 class Command(click.Command):
-    """A command whose options are known in the environment by their flags, whatever its parameters are called."""
+    """A command whose options stand under headings in its help, and are known in the environment by their flags,
+    whatever its parameters are called."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -82,10 +89,14 @@ class Command(click.Command):
         """See click.Command."""
         prefix = ctx.auto_envvar_prefix  # None where a command is called by itself, without its group
         for option in self._unnamed:
-            flag = option.opts[0].removeprefix("--").replace("-", "_")
+            flag = long_flag(option).replace("-", "_")
             option.envvar = f"{prefix}_{flag.upper()}" if prefix else None
             option.allow_from_autoenv = False
         return super().parse_args(ctx, args)
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """See click.Command."""
+        write_headed(ctx, formatter, self.get_params(ctx))
 
 
 class Group(click.Group):

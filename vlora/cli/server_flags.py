@@ -33,6 +33,7 @@ def server_option(command: Any) -> Any:
             with_client
         )
     return click.option(
+        "-s",
         "--server",
         envvar="VLORA_SERVER",
         default=f"{ServerConfig.host}:{ServerConfig.rpyc_port}",

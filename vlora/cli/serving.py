@@ -11,6 +11,7 @@ from typing import Any
 import click
 
 from vlora.cli.group import cli
+from vlora.cli.options import HeadedOption
 from vlora.cli.progress import waiting
 from vlora.cli.settings import EMBEDDED, config_flags, make_config, model_path
 from vlora.config import EngineConfig, ServerConfig
@@ -19,28 +20,65 @@ from vlora.logs import JSON_VARIABLE, LEVEL_VARIABLE, LEVELS, configure
 
 
 @cli.command()
-@click.option("--model", default=EMBEDDED, show_default=True, help="A folder, a hub name, or the model in the package.")
+@click.option(
+    "-m",
+    "--model",
+    cls=HeadedOption,
+    heading="Model",
+    default=EMBEDDED,
+    show_default=True,
+    help="A folder, a hub name, or the model in the package.",
+)
 @click.option(
     "--served-model-name",
+    cls=HeadedOption,
+    heading="Model",
     metavar="NAME",
     help="The base model's name in requests; the folder's, or the hub name, if not given.",
 )
-@click.option("--adapter", "adapters", multiple=True, metavar="NAME=PATH", help="Serve this adapter; may be repeated.")
-@click.option("--adapters", "folder", type=click.Path(path_type=Path), help="Serve every adapter folder in here.")
+@click.option(
+    "-a",
+    "--adapter",
+    "adapters",
+    cls=HeadedOption,
+    heading="Adapters",
+    multiple=True,
+    metavar="NAME=PATH",
+    help="Serve this adapter; may be repeated.",
+)
+@click.option(
+    "--adapters",
+    "folder",
+    cls=HeadedOption,
+    heading="Adapters",
+    type=click.Path(path_type=Path),
+    help="Serve every adapter folder in here.",
+)
 @click.option(
     "--token-file",
+    cls=HeadedOption,
+    heading="Network",
     type=click.Path(path_type=Path),
     help="Who may call (YAML, see docs/api.md), beside VLORA_TOKEN and VLORA_ADMIN_TOKEN.",
 )
 @click.option(
     "--log-level",
+    cls=HeadedOption,
+    heading="Log",
     type=click.Choice(LEVELS),
     default="warning",
     show_default=True,
     envvar=LEVEL_VARIABLE,
     help="What is written to stderr; info has a line for each request.",
 )
-@click.option("--log-json", is_flag=True, envvar=JSON_VARIABLE, help="Write each line of the log as a JSON object.")
+@click.option(
+    "--log-json",
+    cls=HeadedOption,
+    heading="Log",
+    is_flag=True,
+    envvar=JSON_VARIABLE,
+    help="Write each line of the log as a JSON object.",
+)
 @config_flags(EngineConfig, skip=("model",))
 @config_flags(ServerConfig, skip=("tokens",))
 def serve(

@@ -9,6 +9,7 @@ import msgspec
 
 from vlora.errors import BadRequest, VLoraError, error_from_code
 from vlora.types import AdapterStatus, EngineStats, ErrorValue, HeadAnswer, SamplingParams, Timings, check_priority
+from vlora.wording import msgspec_errors
 
 PROTOCOL_VERSION = 6
 DEFAULT_HOST = "127.0.0.1"
@@ -167,5 +168,5 @@ def sampling_params(options: dict[str, Any]) -> SamplingParams:
         raise BadRequest(f"unknown sampling option {unknown[0][:40]!r}; known: {known}")
     try:
         return msgspec.convert(options, SamplingParams)
-    except msgspec.ValidationError as error:
-        raise BadRequest(f"sampling: {error}") from error
+    except msgspec_errors.REFUSED as error:
+        raise BadRequest(msgspec_errors.described(error, value=options)) from error

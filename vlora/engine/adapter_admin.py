@@ -238,6 +238,7 @@ class AdapterAdmin:
             sharding=sharding if self._several_ranks else None,
             loaded=adapter is not None,
             error=registration.error,
+            num_loads=self._bank.loads_of(registration.key),
         )
 
     # -- inside -------------------------------------------------------------------------------------------------------

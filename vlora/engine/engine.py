@@ -384,6 +384,11 @@ class Engine:
         wrong = next((token for token in request.prompt_ids if not 0 <= token < vocab), None)
         if wrong is not None:
             raise BadRequest(f"the prompt holds token id {wrong}; this model's ids run from 0 to {vocab - 1}")
+        biased = next((token for token, _ in request.sampling.logit_bias if not 0 <= token < vocab), None)
+        if biased is not None:
+            raise BadRequest(
+                f"logit_bias has token id {biased}; this model's ids run from 0 to {vocab - 1}", field="logit_bias"
+            )
         answer = 0 if request.head is not None else request.sampling.max_tokens
         if len(request.prompt_ids) + answer > self.limits.max_context:
             raise PromptTooLong(

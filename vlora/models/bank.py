@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future, wait
 from typing import Protocol
@@ -105,6 +106,7 @@ class AdapterBank:
         self._packed: _Packed | None = None
         self._waiting_to_pack: tuple[tuple[str, ...], int] = ((), 0)
         self.num_loads = 0
+        self._loads: Counter[str] = Counter()  # by key
 
     @property
     def sites(self) -> dict[str, SiteShape]:
@@ -156,6 +158,7 @@ class AdapterBank:
             return False
         self._residency.pin(key)
         self.num_loads += 1
+        self._loads[key] += 1
         target = self._arena.buffer(run.first_page, run.num_pages)[: adapter.run.nbytes]
         factors = carve(target, adapter.shapes, adapter.dtype)
         copies = [self._transfer.start(adapter.run, target)]
@@ -165,6 +168,10 @@ class AdapterBank:
         if arriving.done and arriving.error is None:
             self.settle(key)
         return True
+
+    def loads_of(self, key: str) -> int:
+        """How often an adapter was loaded to the device."""
+        return self._loads[key]
 
     def forget_evicted(self) -> None:
         """Let go of adapters whose pages were taken."""
@@ -207,6 +214,7 @@ class AdapterBank:
 
     def drop(self, key: str) -> None:
         """Forget an adapter and free its memory; unknown keys are ignored. A copy that already runs is waited for."""
+        self._loads.pop(key, None)
         arriving = self._arriving.pop(key, None)
         if arriving is not None:
             here, *_ = arriving.copies

@@ -6,10 +6,13 @@ half, which a CPU box may not have, and would hide how many placeholder tokens a
 
 from __future__ import annotations
 
+import functools
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import jinja2
+import jinja2.meta
 import numpy as np
 import torch
 from PIL import Image
@@ -65,9 +68,17 @@ class InputProcessor:
         content = [{"type": "image"}] * num_images + [{"type": "text", "text": question}]
         return self.template([{"role": "user", "content": content}])
 
-    def template(self, messages: Sequence[Mapping[str, Any]]) -> str:
+    @functools.cached_property
+    def takes_tools(self) -> bool:
+        """Whether the chat template has a place for tools, calls and their results."""
+        if self.tokenizer.chat_template is None:
+            return False
+        template: str = self.tokenizer.get_chat_template(tools=[{}])
+        return "tools" in jinja2.meta.find_undeclared_variables(jinja2.Environment().parse(template))
+
+    def template(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = ()) -> str:
         """Apply the chat template to whole conversations. Content entries are {"type": "image"} or {"type": "text",
-        ...}.
+        ...}. tools: as OpenAI's API declares them, for a template that `takes_tools`.
 
         Raises BadRequest when the template refuses the messages.
         """
@@ -75,7 +86,8 @@ class InputProcessor:
             raise BadConfig("the tokenizer has no chat template; add chat_template.jinja to the model folder")
         try:
             turns: Any = list(messages)
-            return str(self.tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True))
+            declared: Any = list(tools) or None
+            return str(self.tokenizer.apply_chat_template(turns, declared, tokenize=False, add_generation_prompt=True))
         except Exception as error:  # jinja raises its own classes, and templates raise through it
             raise BadRequest(f"the model's chat template refuses these messages: {error}") from error
 
@@ -99,6 +111,10 @@ class InputProcessor:
         special = not (bos is not None and text.startswith(bos))
         shown = tuple(shown_region(self.image_processor, image.width, image.height) for image in images)
         return EncodedPrompt(tuple(self._tokenize(text, special)), vision, shown)
+
+    def as_given(self, token_ids: Sequence[int]) -> EncodedPrompt:
+        """A prompt whose token ids are given, without images."""
+        return EncodedPrompt(tuple(token_ids), ())
 
     def decode(self, token_ids: Sequence[int]) -> str:
         return str(self.tokenizer.decode(list(token_ids), skip_special_tokens=True))

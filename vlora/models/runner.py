@@ -19,6 +19,7 @@ from vlora.models.grammar import Cursor, hold
 from vlora.models.head_reading import read_heads
 from vlora.models.image_encoding import ImageEncoding
 from vlora.models.last_layer import LastLayer
+from vlora.models.logits import Written, adjusted
 from vlora.models.queries import queries_of
 from vlora.models.request_state import RequestState
 from vlora.models.sampling import sample, token_scores
@@ -164,8 +165,9 @@ class ModelRunner:
         states = [row.state for row in rows]
         params = [state.request.sampling for state in states]
         held, refused = hold(logits, [state.cursor for state in states])
+        written = [Written(state.tokens, len(state.request.prompt_ids)) for state in states]
         chosen = sample(
-            held,
+            adjusted(held, params, written, self._seam.eos_ids),
             params,
             [state.seed for state in states],
             [state.num_answered for state in states],

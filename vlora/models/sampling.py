@@ -56,10 +56,13 @@ def token_scores(
 
 
 def _draw(logits: torch.Tensor, params: SamplingParams, seed: int, place: int) -> int:
-    """Inverse-CDF draw over the tokens that top-k and top-p leave, likeliest first."""
+    """Inverse-CDF draw over the tokens that top-k, min-p and top-p leave, likeliest first."""
     count = min(params.top_k or logits.numel(), logits.numel())
     values, ids = torch.topk(logits.double() / params.temperature, count)
     probabilities = torch.softmax(values, -1)
+    if params.min_p:
+        probabilities = torch.where(probabilities >= params.min_p * probabilities[0], probabilities, 0.0)
+        probabilities /= probabilities.sum()
     cumulative = probabilities.cumsum(-1)
     # A token stays when the mass before it is below top_p: the first one always does. One that a grammar forbids has no
     # mass.

@@ -78,7 +78,7 @@ class Load:
         self._num_prompts = len(new_tokens) - new_tokens.count(1)
         self._context = sum(t.cached_len for t in accepted)
         self._tokens_a_step = max_step_tokens - self._num_decoding
-        self._known: dict[tuple[int, float], float] = {}
+        self._known: dict[int | tuple[int, float], float] = {}  # by tokens, and patches where there are images
         self._all_patches = sum([patches_left(t) for t in accepted if t.images])
         self._most_decoding = max([t.max_len - t.device_len for t in accepted if t.new_tokens == 1], default=0)
         self._resident = resident
@@ -120,10 +120,12 @@ class Load:
 
     def first_answer_s(self, tracked: Tracked) -> float:
         """Predicted seconds to the first answer of a request that is let in now."""
-        key = tracked.new_tokens, self._patches_left(tracked)
+        # Each of a thousand waiting requests is looked at twice a step.
+        new_tokens = tracked.device_len - tracked.cached_len
+        key = (new_tokens, self._patches_left(tracked)) if tracked.images else new_tokens
         seconds = self._known.get(key)
         if seconds is None:
-            seconds = self._known[key] = self._predict_s(*key)
+            seconds = self._known[key] = self._predict_s(new_tokens, key[1] if isinstance(key, tuple) else 0.0)
         return seconds
 
     def prices_known(self, tracked: Tracked) -> bool:
@@ -243,14 +245,17 @@ class Admission:
         self._num_arrived = 0
         if self._full_since is not None:
             self._period_s.add(now - self._full_since)
-        margins = {shown: trust.margin for shown, trust in self._trust.items()}
+        words_margin, picture_margin = (self._trust[shown].margin for shown in (False, True))
         refused: list[tuple[Tracked, float]] = []
+        first_answer_s = load.first_answer_s
 
         def in_time(tracked: Tracked, wait_s: float = 0.0) -> bool:
-            if tracked.answer_by is None:
+            answer_by = tracked.answer_by
+            if answer_by is None:
                 return True
-            needed_s = wait_s + margins[bool(tracked.request.vision)] * load.first_answer_s(tracked)
-            if now + needed_s <= tracked.answer_by:
+            margin = picture_margin if tracked.request.vision else words_margin
+            needed_s = wait_s + margin * first_answer_s(tracked)
+            if now + needed_s <= answer_by:
                 return True
             refused.append((tracked, needed_s))
             return False
@@ -277,9 +282,10 @@ class Admission:
             self._entries.add(len(let_in))
         self._full_since = now if left else None
         entry_s = self._period_s.value / self._entries.value if self._entries.value else 0.0
-        num_ahead = 0
-        for tracked in left:
-            num_ahead += in_time(tracked, num_ahead * entry_s)
+        if let_in or entry_s:  # else nothing has changed since the first look
+            num_ahead = 0
+            for tracked in left:
+                num_ahead += in_time(tracked, num_ahead * entry_s)
         if refused and not let_in and not load.will_tell:
             for trust in self._trust.values():
                 trust.relax()

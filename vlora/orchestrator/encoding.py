@@ -8,7 +8,7 @@ from typing import NamedTuple
 from vlora.orchestrator.tracked import Image, Tracked
 from vlora.types import Encode, Encoded, RequestStatus
 
-SHARE = 0.5  # of a step's time with tokens, at most this much more for images: no decode waits longer for them
+SHARE = 0.3  # of a step's time with tokens, at most this much more for images: no decode waits longer for them
 ALONE_S = 0.1  # of encoding in a step without tokens: new requests are seen after this long
 _MAX_AHEAD = 4  # steps' worth of tokens whose embeddings are held for requests that have not started
 
@@ -24,13 +24,21 @@ class _Call(NamedTuple):
     total: float
 
 
+class _Held(NamedTuple):
+    """Embeddings held for a request that has not started. adapter: the one it needs to start."""
+
+    num_tokens: int
+    adapter: str | None
+
+
 class EncodeQueue:
     """Decides what the vision tower encodes: one call at a time, over several steps where it is large.
 
     A request is ready once the embeddings of all images that it computes tokens of are held for it or cached; what its
     prefix reuses is not encoded. Images are encoded in the order in which requests are given, ahead of need as well, as
     long as what is held for requests that have not started stays within four steps' tokens; one request may always
-    exceed that alone.
+    exceed that alone. So may one whose adapter is in memory while all that hold embeddings wait for theirs: the adapter
+    that it keeps in memory may be what they wait for.
 
     Args:
         placeholders: token id by kind of visual item ("image", "video").
@@ -45,7 +53,7 @@ class EncodeQueue:
         self._is_cached = is_cached
         self._max_ahead = _MAX_AHEAD * max_step_tokens
         self._vision_key: dict[str, str | None] = {}  # of requests with images
-        self._ahead: dict[str, int] = {}  # embeddings held, by request that has not started
+        self._ahead: dict[str, _Held] = {}  # by request
         self._alone: set[str] = set()  # requests whose images failed in a call with others'
         self._call: _Call | None = None
         self._left = 0.0  # patches of the call
@@ -158,8 +166,8 @@ class EncodeQueue:
                     # One that started without this image, which the prefix cache had, may have been preempted since: it
                     # waits for KV room, and what is held for it must not keep those out that have the room.
                     if tracked.entered and tracked.status is RequestStatus.WAITING:
-                        held = self._ahead.get(tracked.request_id, 0)
-                        self._ahead[tracked.request_id] = held + image.num_tokens
+                        held = self._ahead.get(tracked.request_id, _Held(0, tracked.adapter))
+                        self._ahead[tracked.request_id] = _Held(held.num_tokens + image.num_tokens, tracked.adapter)
         return list(dict.fromkeys(t for t, _ in alive))
 
     def check_integrity(self, tracked: Collection[str]) -> None:
@@ -175,7 +183,8 @@ class EncodeQueue:
         items: list[tuple[Tracked, Image]] = []
         keys: set[ContentKey] = set()
         total = 0.0
-        reserved = sum(self._ahead.values())
+        reserved = sum([held.num_tokens for held in self._ahead.values()])
+        stuck = not any(_in_memory(held.adapter, resident) for held in self._ahead.values())
         # First those of which some images are encoded: until they start, what is held for them keeps others out.
         for tracked in sorted(waiting, key=lambda t: t.request_id not in self._ahead):
             request_id = tracked.request_id
@@ -185,7 +194,10 @@ class EncodeQueue:
             missing = self._missing(tracked)
             reserved += sum([image.num_tokens for image in missing])
             if reserved > self._max_ahead and request_id not in self._ahead and (items or self._ahead):
-                break
+                if items or not stuck:
+                    break
+                if not _in_memory(tracked.adapter, resident):
+                    continue
             for image in missing:
                 fresh = image.key not in keys
                 if items and fresh and total + image.num_patches > budget:
@@ -200,6 +212,10 @@ class EncodeQueue:
     def _begin(self, items: Sequence[tuple[Tracked, Image]], total: float) -> _Call:
         self._num_calls += 1
         return _Call(self._num_calls, tuple(items), total)
+
+
+def _in_memory(adapter: str | None, resident: Set[str]) -> bool:
+    return adapter is None or adapter in resident
 
 
 def _adapters(items: Iterable[tuple[Tracked, Image]]) -> set[str]:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hashlib
+import importlib.metadata
+import json
 import logging
 import time
 import uuid
-from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Collection, Coroutine, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
 
 import msgspec
 
@@ -36,7 +38,7 @@ from vlora.server.head_answers import in_pixels
 from vlora.server.image_sources import ImageSources
 from vlora.server.images import RawImage, decode_images
 from vlora.server.interleave import interleave
-from vlora.server.metrics import Metrics
+from vlora.server.metrics import BASE, UNKNOWN, Metrics
 from vlora.server.streams import Streams
 from vlora.server.text import MAX_STOP_CHARS, MAX_STOP_STRINGS, AnswerText, Piece
 from vlora.types import AdapterStatus, EngineStats, HeadSummary, Request, RequestOutput, SamplingParams
@@ -57,6 +59,29 @@ _SHOWN = 128  # of a name that nobody has: it may be as long as a message
 Messages = Sequence[Mapping[str, Any]]
 """A conversation as chat templates take it; content entries are {"type": "image"} or {"type": "text", "text": ...}."""
 
+
+class PlainText(NamedTuple):
+    """A prompt as it is: no chat template, no images."""
+
+    text: str
+
+
+class PromptTokens(NamedTuple):
+    """A prompt as token ids of the model's tokenizer."""
+
+    token_ids: tuple[int, ...]
+
+
+class Conversation(NamedTuple):
+    """Messages for a chat template that takes tools (`FrontEnd.takes_tools`). tools: as OpenAI's API declares them."""
+
+    messages: Messages
+    tools: Sequence[Mapping[str, Any]]
+
+
+Prompt = str | Messages | PlainText | PromptTokens | Conversation
+"""A question (the images go before it), a conversation, or what goes to the model as it is."""
+
 Image = bytes | RawImage | str
 """An encoded image, raw pixels, or the URL of an encoded one."""
 
@@ -74,7 +99,7 @@ class FrontEnd:
         self._processor = processor
         self._adapters: dict[str, AdapterStatus] | None = None
         self._sources = ImageSources(config)
-        self.metrics = Metrics()
+        self.metrics = Metrics(model, importlib.metadata.version("vlora"))
         self.streams = Streams(self.ask_head, config, self.metrics)
         self.held = ByteBudget(config.max_held_bytes)
         self._num_active = 0
@@ -89,7 +114,7 @@ class FrontEnd:
 
     async def generate(
         self,
-        prompt: str | Messages,
+        prompt: Prompt,
         images: Sequence[Image] = (),
         *,
         adapter: str | None = None,
@@ -102,7 +127,7 @@ class FrontEnd:
     ) -> AsyncIterator[str | Answer]:
         """Pieces of text as they become certain, then the whole Answer. Closing the iterator early cancels the request.
 
-        prompt: a question (the images go before it) or whole messages. images: encoded bytes or URLs, in order.
+        images: encoded bytes or URLs, in order.
         max_latency_s, max_ttft_s, priority, tenant: as of `Request`. whole: the caller reads nothing but the Answer.
         Raises BadRequest's kinds for a request that is wrong, OverCapacity, DeadlineMissed, DeadlineUnreachable,
         StepFailed, EngineDead.
@@ -127,7 +152,7 @@ class FrontEnd:
 
     async def choices(
         self,
-        prompt: str | Messages,
+        prompt: Prompt,
         images: Sequence[Image] = (),
         *,
         num_choices: int = 1,
@@ -145,11 +170,21 @@ class FrontEnd:
         counts as a request under way.
         """
         sampling = sampling or SamplingParams()
-        with self._admitted(num_choices) as clock:
+        with self._admitted(adapter, tenant, num_choices) as clock:
             _check_text(prompt, sampling, self.config)
-            if adapter is not None:
-                await self._status(adapter)
+            status = None if adapter is None else await self._status(adapter)
+            clock.found = True
+            questions: set[str] = set()
+            if images and status is not None and not _is_question(prompt):
+                questions = {head.prompt for head in status.heads}
+                if len(questions) == 1:
+                    prompt = _with_question(prompt, *questions)
+            empty = _is_empty(prompt)
+            if empty and not images:
+                raise BadRequest("the prompt is empty; ask something", field="prompt")
             encoded = await self._prepare(prompt, images, clock)
+            if empty:  # only now, so that what is wrong with the images comes first
+                raise _no_question(adapter, questions)
             requests = [
                 Request(
                     request_id=uuid.uuid4().hex,
@@ -185,8 +220,10 @@ class FrontEnd:
 
         Raises UnknownAdapter, UnknownHead, BadRequest when the head wants another number of images; else as `generate`.
         """
-        with self._admitted() as clock:
-            summary = await self.find_head(adapter, head)
+        with self._admitted(adapter, tenant) as clock:
+            status = await self._status(adapter)
+            clock.found = True
+            summary = _find_head(status, head, self._adapters or {})
             if len(images) != summary.num_frames:
                 raise BadRequest(
                     f"head {head!r} of adapter {adapter!r} reads {summary.num_frames} "
@@ -215,13 +252,14 @@ class FrontEnd:
                 timings=output.timings,
                 total_s=clock.elapsed_s,
             )
-            total_s, num_prompt = result.total_s, len(request.prompt_ids)
-            self.metrics.answered(total_s=total_s, first_s=total_s, num_prompt=num_prompt, num_completion=0)
+            total_s, queue_s = result.total_s, output.timings.queue_s
+            self.metrics.answered(request, total_s=total_s, first_s=total_s, queue_s=queue_s, num_completion=0)
             return result
 
     async def _answer(self, request: Request, clock: _Clock) -> AsyncGenerator[Piece | Answer, None]:
         """One request's pieces, then its Answer. Raises the error it ended with."""
-        text = AnswerText(self._processor.decode, self._processor.token_text, request.sampling.stop)
+        sampling = request.sampling
+        text = AnswerText(self._processor.decode, self._processor.token_text, sampling.stop, sampling.min_tokens)
         num_tokens = 0
         asked_s, first_s = clock.elapsed_s, 0.0
         async with self._outputs(request, clock) as outputs:
@@ -232,14 +270,16 @@ class FrontEnd:
                     num_tokens += len(output.token_ids)
                     piece = text.feed(output.token_ids, output.scores)
                     if piece.text:
-                        yield piece
+                        yield piece._replace(
+                            num_prompt_tokens=len(request.prompt_ids), num_completion_tokens=num_tokens
+                        )
                     if text.stopped and not output.finished:
                         await self._engine.cancel(request.request_id)
         if output.error is not None and (output.timings is None or not text.stopped):
             raise output.error.to_exception()
         piece = text.finish()
         if piece.text:
-            yield piece
+            yield piece._replace(num_prompt_tokens=len(request.prompt_ids), num_completion_tokens=num_tokens)
         assert output.timings is not None, "a request that was answered has timings"
         if request.whole and output.timings.ttft_s is not None:
             first_s = asked_s + output.timings.ttft_s
@@ -254,18 +294,25 @@ class FrontEnd:
             logprobs=text.logprobs,
         )
         self.metrics.answered(
+            request,
             total_s=answer.total_s,
             first_s=first_s,
-            num_prompt=answer.num_prompt_tokens,
+            queue_s=answer.timings.queue_s,
             num_completion=answer.num_completion_tokens,
         )
         yield answer
+
+    @property
+    def takes_tools(self) -> bool:
+        """Whether the model's chat template has a place for tools, calls and their results."""
+        return self._processor.takes_tools
 
     # -- adapters and counters ----------------------------------------------------------------------------------------
 
     async def adapters(self) -> tuple[AdapterStatus, ...]:
         statuses = await self._engine.adapters()
         self._adapters = {status.name: status for status in statuses}
+        self.metrics.expect(self._adapters)
         return statuses
 
     def engine_changed(self) -> None:
@@ -312,10 +359,10 @@ class FrontEnd:
     async def read_metrics(self) -> bytes:
         """Prometheus' text form of everything that is counted, a dead engine included."""
         try:
-            stats = await self.stats()
+            stats, adapters = await self.stats(), await self.adapters()
         except EngineDead:
             return self.metrics.render(None)
-        return self.metrics.render(stats)
+        return self.metrics.render(stats, adapters)
 
     # -- life ---------------------------------------------------------------------------------------------------------
 
@@ -355,7 +402,7 @@ class FrontEnd:
         return await asyncio.shield(task)
 
     @contextlib.contextmanager
-    def _admitted(self, num_choices: int = 1) -> Iterator[_Clock]:
+    def _admitted(self, adapter: str | None, tenant: str | None, num_choices: int = 1) -> Iterator[_Clock]:
         """Count a request in and out, and what became of it. Raises OverCapacity when there is no room for it."""
         outcome = "cancelled"
         clock = _Clock(self.config.request_timeout_s)
@@ -370,7 +417,7 @@ class FrontEnd:
             outcome = VLoraError.code
             raise
         finally:
-            self.metrics.count(outcome)
+            self.metrics.count(outcome, (adapter or BASE) if clock.found else UNKNOWN, tenant)
             fields = {"outcome": outcome, "seconds": round(clock.elapsed_s, 4), "choices": num_choices}
             log.info("a request ended", extra={"fields": fields})
 
@@ -415,13 +462,20 @@ class FrontEnd:
             raise UnknownAdapter(f"no adapter named {name[:_SHOWN]!r}; registered: {known}", field="adapter")
         return self._adapters[name]
 
-    async def _prepare(self, prompt: str | Messages, images: Sequence[Image], clock: _Clock) -> EncodedPrompt:
+    async def _prepare(self, prompt: Prompt, images: Sequence[Image], clock: _Clock) -> EncodedPrompt:
         """Fetch; then decode, template, tokenize and process images off the event loop, but for a few words."""
 
         def work(encoded: Sequence[bytes | RawImage]) -> EncodedPrompt:
             pixels = decode_images(encoded, self.config)
-            if isinstance(prompt, str):
-                return self._processor.encode(self._processor.chat(prompt, len(pixels)), pixels)
+            match prompt:
+                case PromptTokens():
+                    return self._processor.as_given(prompt.token_ids)
+                case PlainText():
+                    return self._processor.encode(prompt.text)
+                case str():
+                    return self._processor.encode(self._processor.chat(prompt, len(pixels)), pixels)
+                case Conversation():
+                    return self._processor.encode(self._processor.template(prompt.messages, prompt.tools), pixels)
             return self._processor.encode(self._processor.template(prompt), pixels)
 
         if not images and _is_short(prompt):
@@ -450,9 +504,11 @@ class FrontEnd:
 
 
 class _Clock:
-    """One request's time: when it arrived and until when it may take."""
+    """One request's time: when it arrived and until when it may take. found: its adapter is registered, or it needs
+    none."""
 
     def __init__(self, timeout_s: float) -> None:
+        self.found = False
         self._timeout_s = timeout_s
         self._arrived = time.monotonic()
         self.deadline = asyncio.get_running_loop().time() + timeout_s
@@ -479,10 +535,8 @@ def _seed_of_choice(seed: int | None, choice: int) -> int | None:
     return int.from_bytes(hashlib.blake2b(f"{seed} {choice}".encode(), digest_size=7).digest())
 
 
-def _check_text(prompt: str | Messages, sampling: SamplingParams, config: ServerConfig) -> None:
-    texts = [prompt] if isinstance(prompt, str) else list(_texts(prompt))
-    if not any(text.strip() for text in texts):
-        raise BadRequest("the prompt is empty; ask something", field="prompt")
+def _check_text(prompt: Prompt, sampling: SamplingParams, config: ServerConfig) -> None:
+    texts = list(_texts(prompt))
     for text in texts:
         try:
             text.encode()
@@ -507,15 +561,71 @@ def _check_text(prompt: str | Messages, sampling: SamplingParams, config: Server
         )
 
 
-def _is_short(prompt: str | Messages) -> bool:
+def _is_empty(prompt: Prompt) -> bool:
+    """Whether there is nothing to answer. A plain text of blanks is continued as any other."""
+    if isinstance(prompt, PlainText | PromptTokens):
+        return not any(prompt)
+    return not any(text.strip() for text in _texts(prompt))
+
+
+def _is_question(prompt: Prompt) -> bool:
+    """Whether the caller asks in words of its own: tools and a system message say how to answer, not what."""
+    match prompt:
+        case str() | PlainText() | PromptTokens():
+            return not _is_empty(prompt)
+        case Conversation():
+            return _is_question(prompt.messages)
+    return not _is_empty([message for message in prompt if message["role"] != "system"])
+
+
+def _with_question(prompt: Prompt, question: str) -> Prompt:
+    """A prompt of images alone, with an adapter's question."""
+    match prompt:
+        case str():
+            return question
+        case Conversation():
+            return prompt._replace(messages=cast(Messages, _with_question(prompt.messages, question)))
+        case PlainText() | PromptTokens():
+            return prompt
+    *before, last = prompt
+    content = [] if isinstance(last["content"], str) else list(last["content"])
+    return [*before, {**last, "content": [*content, {"type": "text", "text": question}]}]
+
+
+def _no_question(adapter: str | None, questions: Collection[str]) -> BadRequest:
+    """Why images without text are no request."""
+    if adapter is None:
+        why = "the base model has no question of its own"
+    elif not questions:
+        why = f"adapter {adapter!r} has no question of its own"
+    else:
+        why = f"adapter {adapter!r} has several questions: {listed(sorted(questions))}"
+    return BadRequest(f"the prompt has images and no text, and {why}; send a question with them", field="prompt")
+
+
+def _is_short(prompt: Prompt) -> bool:
     """Whether a thread would cost a prompt without images more than it spares the event loop."""
-    if isinstance(prompt, str):
-        return len(prompt) <= _SHORT_CHARS
-    return len(prompt) <= _SHORT_TURNS and sum(map(len, _texts(prompt))) <= _SHORT_CHARS
+    if isinstance(prompt, Conversation):
+        return False
+    num_turns = 1 if isinstance(prompt, str | PlainText | PromptTokens) else len(prompt)
+    return num_turns <= _SHORT_TURNS and sum(map(len, _texts(prompt))) <= _SHORT_CHARS
 
 
-def _texts(messages: Messages) -> Iterator[str]:
-    for message in messages:
+def _texts(prompt: Prompt) -> Iterator[str]:
+    match prompt:
+        case PromptTokens():
+            return
+        case PlainText():
+            yield prompt.text
+            return
+        case str():
+            yield prompt
+            return
+        case Conversation():
+            yield from _texts(prompt.messages)
+            yield from map(json.dumps, prompt.tools)
+            return
+    for message in prompt:
         content = message["content"]
         if isinstance(content, str):
             yield content

@@ -1,4 +1,4 @@
-"""The HTTP API over the front end: OpenAI's chat completions with the adapter as the model's name; heads; adapters."""
+"""The HTTP API over the front end: OpenAI's completions with the adapter as the model's name; heads; adapters."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import time
 import uuid
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
 from typing import Any, TypeVar
 
 import msgspec
@@ -21,14 +21,19 @@ from vlora.client.values import Answer
 from vlora.errors import Aborted, BadRequest, UnknownAdapter, VLoraError, listed
 from vlora.server.access import Access
 from vlora.server.body_route import BodyRoute
-from vlora.server.chat_form import MAX_PARTS, ChatRequest, Completion, Leveled, Strict, event
+from vlora.server.chat_answer import ChatAnswer, event
+from vlora.server.chat_form import MAX_PARTS, ChatRequest
 from vlora.server.console.routes import add_console
-from vlora.server.frontend import FrontEnd
+from vlora.server.frontend import Conversation, FrontEnd, Prompt
 from vlora.server.head_answers import head_form
 from vlora.server.http_errors import ErrorBody, error_body, handle_errors
 from vlora.server.http_guard import ADMIN_PATHS, guarded, tenant
+from vlora.server.interleave import interleave
+from vlora.server.request_form import Leveled, Sampled, Strict
 from vlora.server.text import Piece
-from vlora.types import AdapterStatus
+from vlora.server.text_completions import CompletionRequest, TextAnswer
+from vlora.server.tools import as_messages
+from vlora.types import AdapterStatus, SamplingParams
 
 T = TypeVar("T")
 
@@ -37,6 +42,7 @@ _OPENAI_NAMES = {"prompt": "messages", "adapter": "model"}
 """What chat completions call a field of the front end's."""
 
 Parts = AsyncGenerator[tuple[int, Piece | Answer], None]
+Form = ChatAnswer | TextAnswer
 
 
 class HeadRequest(Leveled):
@@ -135,27 +141,63 @@ def _asking(app: FastAPI, front_end: FrontEnd, model: str) -> None:
 
     async def answer(body: ChatRequest, request: Request) -> Response:
         messages, images = body.conversation()
-        parts = front_end.choices(
-            messages,
+        prompt: Prompt = messages
+        if body.offered or any(message.role == "tool" or message.tool_calls for message in body.messages):
+            declared = [tool.model_dump(exclude={"function": {"strict"}}) for tool in body.offered]
+            taken = front_end.takes_tools
+            prompt = Conversation(messages, declared) if taken else as_messages(messages, declared)
+        parts = ask(body, prompt, images, body.sampling(), request)
+        form = ChatAnswer(
+            answer_head("chatcmpl", body),
+            logprobs=body.logprobs,
+            counts=body.stream_options.continuous_usage_stats,
+            tools=bool(body.offered),
+        )
+        return await respond(body, request, form, parts, body.n)
+
+    @short.post("/v1/completions")
+    async def complete(body: CompletionRequest, request: Request) -> Response:
+        """Continue texts, without the chat template; whole or as server-sent events."""
+        sampling = body.sampling()
+        streams = interleave([ask(body, prompt, (), sampling, request) for prompt in body.prompt])
+        form = TextAnswer(
+            answer_head("cmpl", body),
+            body.n,
+            body.echoed(),
+            logprobs=body.logprobs is not None,
+            counts=body.stream_options.continuous_usage_stats,
+        )
+        try:
+            return await respond(body, request, form, _flat(streams, body.n), body.n * len(body.prompt))
+        except BadRequest as error:
+            error.field = "model" if error.field == "adapter" else error.field
+            raise
+
+    def ask(body: Sampled, prompt: Prompt, images: Sequence[str], sampling: SamplingParams, request: Request) -> Parts:
+        return front_end.choices(
+            prompt,
             images,
             num_choices=body.n,
             adapter=None if body.model == model else body.model,
-            sampling=body.sampling(),
+            sampling=sampling,
             max_latency_s=body.max_latency_s,
             max_ttft_s=body.max_ttft_s,
             priority=body.priority,
             tenant=tenant(request),
             whole=not body.stream,
         )
-        head = {"id": f"chatcmpl-{uuid.uuid4().hex}", "created": int(time.time()), "model": body.model}
-        form = Completion(head, logprobs=body.logprobs)
+
+    def answer_head(kind: str, body: Sampled) -> dict[str, Any]:
+        return {"id": f"{kind}-{uuid.uuid4().hex}", "created": int(time.time()), "model": body.model}
+
+    async def respond(body: Sampled, request: Request, form: Form, parts: Parts, num_choices: int) -> Response:
         if body.stream:
             # The first part is awaited here, so that a request that is wrong gets its status.
             first = await _unless_disconnected(request, anext(parts))
-            events = _events(form, body.n, first, parts, include_usage=body.stream_options.include_usage)
+            events = _events(form, num_choices, first, parts, include_usage=body.stream_options.include_usage)
             return StreamingResponse(events, media_type="text/event-stream")
         async with contextlib.aclosing(parts):
-            answers = await _unless_disconnected(request, _whole(parts, body.n))
+            answers = await _unless_disconnected(request, _whole(parts, num_choices))
         return JSONResponse(form.whole(answers))
 
     app.include_router(short)
@@ -209,6 +251,15 @@ def _adapter(status: AdapterStatus) -> dict[str, Any]:
     return fields
 
 
+async def _flat(
+    streams: AsyncGenerator[tuple[int, tuple[int, Piece | Answer]], None], num_choices: int
+) -> AsyncGenerator[tuple[int, Piece | Answer], None]:
+    """Choices of several prompts, numbered through."""
+    async with contextlib.aclosing(streams):
+        async for prompt, (choice, part) in streams:
+            yield prompt * num_choices + choice, part
+
+
 async def _whole(parts: Parts, num_choices: int) -> list[Answer]:
     answers: list[Answer | None] = [None] * num_choices
     async for choice, part in parts:
@@ -238,7 +289,7 @@ async def _unless_disconnected(request: Request, work: Awaitable[T]) -> T:
 
 
 async def _events(
-    form: Completion, num_choices: int, first: tuple[int, Piece | Answer], parts: Parts, *, include_usage: bool
+    form: Form, num_choices: int, first: tuple[int, Piece | Answer], parts: Parts, *, include_usage: bool
 ) -> AsyncIterator[bytes]:
     async def all_parts() -> AsyncIterator[tuple[int, Piece | Answer]]:
         yield first
@@ -246,19 +297,20 @@ async def _events(
             yield part
 
     # Who begins and who has ended is told with what follows at once: each write wakes the reader.
-    pending = b"".join(form.piece(choice, {"role": "assistant", "content": ""}) for choice in range(num_choices))
-    answers: list[Answer] = []
+    pending = b"".join(form.begin(choice) for choice in range(num_choices))
+    answers: dict[int, Answer] = {}
     async with contextlib.aclosing(parts):
         try:
             async for choice, part in all_parts():
                 if isinstance(part, Piece):
-                    yield pending + form.piece(choice, {"content": part.text}, tokens=part.logprobs)
+                    if news := pending + form.piece(choice, part):
+                        yield news
                     pending = b""
                 else:
-                    answers.append(part)
-                    pending += form.piece(choice, {}, finish_reason=part.finish_reason)
+                    answers[choice] = part
+                    pending += form.end(choice, part)
             if include_usage:
-                pending += form.usage(answers)
+                pending += form.usage([answers[choice] for choice in range(num_choices)])
         except VLoraError as error:
             pending += event(error_body(error))
     yield pending + b"data: [DONE]\n\n"

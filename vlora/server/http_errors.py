@@ -12,10 +12,12 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
 from vlora.errors import Aborted, BadRequest, DeadlineUnreachable, OverCapacity, Unauthorized, VLoraError
+from vlora.wording import json_errors, pydantic_errors
 
 log = logging.getLogger(__name__)
 
 _SHOWN = 100  # characters of a path: it may be as long as a header
+_CONTAINERS = ("list_type", "model_type", "model_attributes_type")  # pydantic's errors
 _KINDS = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
 
 
@@ -104,26 +106,44 @@ def _first_mistake(error: RequestValidationError) -> tuple[str | None, str]:
     mistake = mistakes[0]
     match mistake["type"], mistake["loc"]:
         case "json_invalid", (_, place):
-            why = str(mistake["ctx"]["error"]).removesuffix(" at")
-            return None, f"the body is no JSON: {why} at character {place}"
+            return None, f"the body is no JSON: {json_errors.problem(mistake['ctx']['error'])} at character {place}"
         case "missing", ("body",):
             return None, "the body is empty; send a JSON object"
         case _, ("body",) if mistake["type"].endswith("_type"):
             return None, "the body is no JSON object; send one, with Content-Type: application/json"
-        case "string_type", (*field, "str"):
-            # Where text or a list is taken, what is wrong with a list comes behind the remark that it is no text.
-            inside = [each for each in mistakes if list(each["loc"][: len(field)]) == field]
-            mistake = next((each for each in inside[1:] if each["type"] != "list_type"), mistake)
-    steps = list(mistake["loc"])
-    if steps[0] == "body":
-        del steps[0]
-    if mistake["type"] == "string_type" and steps[-1:] == ["str"]:
-        del steps[-1]
-    form = next((place for place, step in enumerate(steps) if str(step).startswith("list[")), None)
-    if form is not None:
-        # Which form of the field this is; and behind the item's number, which form of an item.
-        del steps[form + 2 : form + 3], steps[form]
-    field_name = ".".join(map(str, steps)) or None
+    # A field of two forms has a mistake for each. One inside the second form says more than that it is not the first.
+    also = ""
+    if _is_form(mistake["loc"][-1]):
+        field = mistake["loc"][:-1]
+        others = [each for each in mistakes[1:] if each["loc"][: len(field)] == field]
+        if others and others[0]["loc"][:-1] == field and others[0]["type"] in _CONTAINERS:
+            also = pydantic_errors.EXPECTED[others[0]["type"].removesuffix("_type")]
+        elif others:
+            mistake = others[0]
+    field_name = ".".join(map(str, _steps(mistake["loc"]))) or None
     if mistake["type"] == "extra_forbidden":
         return field_name, f"{field_name}: this field is not served"
-    return field_name, f"{field_name or 'body'}: {str(mistake['msg']).removeprefix('Value error, ')}"
+    why = pydantic_errors.described(mistake, also=also)
+    between = ": " if mistake["type"] == "value_error" else " "
+    return field_name, f"{field_name or 'body'}{between}{why}"
+
+
+def _is_form(step: str | int) -> bool:
+    """Whether a step of a place names the form that pydantic tried, and no field."""
+    return step in ("str", "NamedTool") or str(step).startswith(("list[", "literal["))
+
+
+def _steps(place: tuple[str | int, ...]) -> list[str | int]:
+    """The steps of a mistake's place that are fields or numbers of items."""
+    steps: list[str | int] = []
+    rest = list(place)
+    if rest[0] == "body":
+        del rest[0]
+    while rest:
+        step = rest.pop(0)
+        if steps and _is_form(step):
+            if str(step).startswith("list[tagged-union[") and len(rest) > 1:
+                del rest[1]  # behind the item's number: which form the item has
+            continue
+        steps.append(step)
+    return steps

@@ -2,29 +2,53 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import Counter as Counts
+from collections.abc import Iterable, Iterator, Mapping
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Info, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from vlora.errors import error_codes
-from vlora.types import EngineStats, Mode
+from vlora.server.label_slots import OTHER, LabelSlots
+from vlora.types import AdapterStatus, EngineStats, Mode, Request
 
 _FIRST_TOKEN_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
+_QUEUE_S = (0.001, 0.005, 0.01, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
 _TOKEN_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5)
 _REQUEST_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
 
+MAX_ADAPTERS = 64
+MAX_TENANTS = 64
+BASE, UNKNOWN = "base", "unknown"
+"""Label values of requests without an adapter, and of those whose adapter was not found."""
+
+_OUTCOMES = ("ok", "cancelled", *error_codes())
+
 
 class Metrics:
-    """The front end's own counters; the engine's come with each reading."""
+    """The front end's own counters; the engine's come with each reading.
 
-    def __init__(self) -> None:
+    The label `adapter` has at most `MAX_ADAPTERS` names of adapters, beside `base`, `unknown` and `other`; `tenant` at
+    most `MAX_TENANTS` beside `other` (see `LabelSlots`).
+
+    Args:
+        model: The base model's name in requests.
+        version: Of this package.
+    """
+
+    def __init__(self, model: str = "", version: str = "") -> None:
         self._registry = CollectorRegistry()
+        self._begun: set[str] = set()  # label values of adapters whose series are there
+        self._adapters = LabelSlots(MAX_ADAPTERS, self._forget_adapter)
+        self._tenants = LabelSlots(MAX_TENANTS, self._forget_tenant)
+        Info("vlora_server", "What this server runs.", registry=self._registry).info(
+            {"model": model, "version": version}
+        )
         self._requests = Counter(
             "vlora_requests",
-            "Requests that ended, by outcome: ok, cancelled, or the code of the error they ended with.",
-            ["outcome"],
+            "Requests that ended, by adapter and outcome: ok, cancelled, or the code of the error they ended with.",
+            ["adapter", "outcome"],
             registry=self._registry,
         )
         self._active = Gauge(
@@ -32,19 +56,29 @@ class Metrics:
         )
         self._request_s = Histogram(
             "vlora_request_seconds",
-            "Arrival to last word of a request that was answered.",
+            "Arrival to last token, or head's answer, of an answered request.",
+            ["adapter"],
             buckets=_REQUEST_S,
+            registry=self._registry,
+        )
+        self._queue_s = Histogram(
+            "vlora_request_queue_seconds",
+            "Time that an answered request waited in the engine before its first step.",
+            ["adapter"],
+            buckets=_QUEUE_S,
             registry=self._registry,
         )
         self._first_token_s = Histogram(
             "vlora_time_to_first_token_seconds",
             "Arrival to the first token, or to the head's answer.",
+            ["adapter"],
             buckets=_FIRST_TOKEN_S,
             registry=self._registry,
         )
         self._token_s = Histogram(
             "vlora_time_per_output_token_seconds",
             "Time per token after the first, averaged over an answer.",
+            ["adapter"],
             buckets=_TOKEN_S,
             registry=self._registry,
         )
@@ -62,18 +96,38 @@ class Metrics:
             buckets=_REQUEST_S,
             registry=self._registry,
         )
-        self._tokens = Counter("vlora_tokens", "Tokens of answered requests.", ["kind"], registry=self._registry)
+        self._tokens = Counter(
+            "vlora_tokens", "Tokens of answered requests.", ["adapter", "kind"], registry=self._registry
+        )
+        self._tenant_requests = Counter(
+            "vlora_tenant_requests",
+            "Requests that ended, by the name of the token they came with.",
+            ["tenant", "outcome"],
+            registry=self._registry,
+        )
+        self._tenant_tokens = Counter(
+            "vlora_tenant_tokens",
+            "Tokens of answered requests, by the name of the token they came with.",
+            ["tenant", "kind"],
+            registry=self._registry,
+        )
         # A series that begins with its first event does not show it as an increase: each is there from the start.
-        for outcome in ("ok", "cancelled", *error_codes()):
-            self._requests.labels(outcome)
         for outcome in ("answered", "dropped", "closed", *error_codes()):
             self._frames.labels(outcome)
-        for kind in ("prompt", "completion"):
-            self._tokens.labels(kind)
+        for label in (BASE, UNKNOWN, OTHER):
+            self._begin_adapter(label)
 
-    def count(self, outcome: str) -> None:
-        """One request has ended."""
-        self._requests.labels(outcome).inc()
+    def expect(self, adapters: Iterable[str]) -> None:
+        """Begin the series of registered adapters with 0, as long as there is room."""
+        for name in adapters:
+            if name not in self._begun and self._adapters.reserve(name):
+                self._begin_adapter(name)
+
+    def count(self, outcome: str, adapter: str = UNKNOWN, tenant: str | None = None) -> None:
+        """One request has ended. adapter: its name, `BASE` or `UNKNOWN`."""
+        self._requests.labels(self._adapter_label(adapter, counts=True), outcome).inc()
+        if tenant is not None:
+            self._tenant_requests.labels(self._tenants.label(tenant), outcome).inc()
 
     def active(self, change: int) -> None:
         self._active.inc(change)
@@ -91,25 +145,69 @@ class Metrics:
         if latency_s is not None:
             self._frame_s.observe(latency_s)
 
-    def answered(self, *, total_s: float, first_s: float, num_prompt: int, num_completion: int) -> None:
+    def answered(
+        self, request: Request, *, total_s: float, first_s: float, queue_s: float, num_completion: int
+    ) -> None:
         """One answer, seen from the front end. num_completion is 0 for a head's."""
-        self._request_s.observe(total_s)
-        self._first_token_s.observe(first_s)
+        label = self._adapter_label(request.adapter or BASE)
+        self._request_s.labels(label).observe(total_s)
+        self._queue_s.labels(label).observe(queue_s)
+        self._first_token_s.labels(label).observe(first_s)
         if num_completion > 1:
-            self._token_s.observe((total_s - first_s) / (num_completion - 1))
-        self._tokens.labels("prompt").inc(num_prompt)
-        self._tokens.labels("completion").inc(num_completion)
+            self._token_s.labels(label).observe((total_s - first_s) / (num_completion - 1))
+        for kind, count in (("prompt", len(request.prompt_ids)), ("completion", num_completion)):
+            self._tokens.labels(label, kind).inc(count)
+            if request.tenant is not None:
+                self._tenant_tokens.labels(self._tenants.shown(request.tenant), kind).inc(count)
 
-    def render(self, stats: EngineStats | None) -> bytes:
-        """Prometheus' text form. stats: None when the engine is dead."""
+    def render(self, stats: EngineStats | None, adapters: Iterable[AdapterStatus] = ()) -> bytes:
+        """Prometheus' text form. stats: None when the engine is dead. adapters: those registered."""
         engine = CollectorRegistry()
-        engine.register(_EngineCollector(stats))
+        loads: Counts[str] = Counts()
+        for status in adapters:
+            loads[self._adapter_label(status.name)] += status.num_loads
+        engine.register(_EngineCollector(stats, loads))
         return generate_latest(self._registry) + generate_latest(engine)
+
+    def _adapter_label(self, adapter: str, *, counts: bool = False) -> str:
+        if adapter in (BASE, UNKNOWN):
+            return adapter
+        if not counts:
+            return self._adapters.shown(adapter)
+        label = self._adapters.label(adapter)
+        if label not in self._begun:
+            self._begin_adapter(label)
+        return label
+
+    def _begin_adapter(self, label: str) -> None:
+        self._begun.add(label)
+        for outcome in _OUTCOMES:
+            self._requests.labels(label, outcome)
+        for kind in ("prompt", "completion"):
+            self._tokens.labels(label, kind)
+        for histogram in (self._request_s, self._queue_s, self._first_token_s, self._token_s):
+            histogram.labels(label)
+
+    def _forget_adapter(self, label: str) -> None:
+        self._begun.discard(label)
+        for outcome in _OUTCOMES:
+            self._requests.remove(label, outcome)
+        for kind in ("prompt", "completion"):
+            self._tokens.remove(label, kind)
+        for histogram in (self._request_s, self._queue_s, self._first_token_s, self._token_s):
+            histogram.remove(label)
+
+    def _forget_tenant(self, label: str) -> None:
+        self._tenant_requests.remove_by_labels({"tenant": label})
+        self._tenant_tokens.remove_by_labels({"tenant": label})
 
 
 class _EngineCollector(Collector):
-    def __init__(self, stats: EngineStats | None) -> None:
+    """loads: of adapters to the device, by label value."""
+
+    def __init__(self, stats: EngineStats | None, loads: Mapping[str, int]) -> None:
         self._stats = stats
+        self._loads = loads
 
     def collect(self) -> Iterator[Metric]:
         stats = self._stats
@@ -175,9 +273,10 @@ class _EngineCollector(Collector):
             "result",
             asked,
         )
-        yield CounterMetricFamily(
-            "vlora_adapter_loads", "Adapters brought to the device.", value=stats.num_adapter_loads
-        )
+        # What is not counted for a name, that of adapters unloaded since included, is counted as other.
+        loads = {name: count for name, count in self._loads.items() if name != OTHER}
+        loads[OTHER] = stats.num_adapter_loads - sum(loads.values())
+        yield _counter("vlora_adapter_loads", "Loads of adapters to the device.", "adapter", loads)
         yield CounterMetricFamily(
             "vlora_relocated_bytes", "Copied within the arena to make room.", value=stats.relocated_bytes
         )

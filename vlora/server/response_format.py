@@ -1,15 +1,17 @@
-"""OpenAI's `response_format` as a grammar: what an answer in JSON may look like."""
+"""JSON schemas as grammars: OpenAI's `response_format`, and the values that grammars of other forms have in them."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from typing import Any
 
 from vlora.errors import BadRequest
 from vlora.types import MAX_GRAMMAR_CHARS
 
-# Free space is bounded: a model that writes nothing else would never come to an end.
-_RULES = {"whitespace_pattern": r"[ \n]{0,16}", "lenient": False, "coerce_one_of": False}
+# On one line, with at most a space between two tokens of JSON: where blanks are free, a model may fill max_tokens with
+# them. Tokenizers of words put a space before every word.
+_RULES = {"whitespace_pattern": " ?", "lenient": False, "coerce_one_of": False}
 _KNOWN = {"name", "description", "schema", "strict"}
 
 
@@ -24,9 +26,20 @@ def json_grammar(kind: str, json_schema: dict[str, Any] | None) -> str | None:
         return None
     schema = {"type": "object"} if kind == "json_object" else _schema(json_schema)
     # A space may stand before the value: tokenizers of words put one before every word.
-    grammar = f"start: / ?/ value\nvalue: %json {json.dumps({**schema, 'x-guidance': _RULES})}"
+    return checked_size(f"start: / ?/ value\nvalue: {json_value(schema)}", "response_format")
+
+
+def json_value(schema: Mapping[str, Any]) -> str:
+    """The right side of a grammar's rule for a value of this schema."""
+    return f"%json {json.dumps({**schema, 'x-guidance': _RULES})}"
+
+
+def checked_size(grammar: str, field: str) -> str:
+    """The grammar. Raises BadRequest with the field's name for one that is too long."""
     if len(grammar) > MAX_GRAMMAR_CHARS:
-        raise _wrong(f"the schema takes {len(grammar)} characters; at most {MAX_GRAMMAR_CHARS} are read")
+        raise BadRequest(
+            f"{field}: the schemas take {len(grammar)} characters; at most {MAX_GRAMMAR_CHARS} are read", field=field
+        )
     return grammar
 
 

@@ -38,6 +38,7 @@ from vlora.server.frontend import FrontEnd
 from vlora.server.images import RawImage
 from vlora.server.mistakes import typed
 from vlora.server.rpyc_wire import Parts, Peer
+from vlora.wording import msgspec_errors
 
 _MAX_PULL_S = 30.0
 _STRANGER_S = 10.0  # how long a connection may last without showing a token
@@ -332,8 +333,8 @@ def _checked(name: str, value: Any, kind: Any) -> Any:
     """The value, if it is of that type. Raises BadRequest."""
     try:
         return msgspec.convert(value, kind)
-    except (msgspec.ValidationError, OverflowError) as error:  # the latter for a whole number that no float holds
-        raise BadRequest(f"{name}: {error}") from error
+    except msgspec_errors.REFUSED as error:
+        raise BadRequest(msgspec_errors.described(error, name, value)) from error
 
 
 def _wait_s(value: Any) -> float:

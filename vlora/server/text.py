@@ -88,18 +88,33 @@ class StopFilter:
 
 
 class Piece(NamedTuple):
-    """Text that became certain, and the tokens that made it where the request asked for their scores."""
+    """Text that became certain, and the tokens that made it where the request asked for their scores.
+
+    num_prompt_tokens, num_completion_tokens: of the request, up to this piece.
+    """
 
     text: str
     logprobs: tuple[TokenLogprob, ...] = ()
+    num_prompt_tokens: int = 0
+    num_completion_tokens: int = 0
 
 
 class AnswerText:
-    """The text of one answer as its tokens arrive. token_text: a token on its own, as logprobs show it."""
+    """The text of one answer as its tokens arrive.
+
+    Args:
+        token_text: A token on its own, as logprobs show it.
+        min_tokens: Stop strings are not searched in the text of so many first tokens.
+    """
 
     def __init__(
-        self, decode: Callable[[Sequence[int]], str], token_text: Callable[[int], str], stop: Sequence[str]
+        self,
+        decode: Callable[[Sequence[int]], str],
+        token_text: Callable[[int], str],
+        stop: Sequence[str],
+        min_tokens: int = 0,
     ) -> None:
+        self._unsearched = min_tokens
         self._detokenizer = Detokenizer(decode)
         self._filter = StopFilter(stop)
         self._token_text = token_text
@@ -126,13 +141,17 @@ class AnswerText:
     def feed(self, token_ids: Sequence[int], scores: Sequence[TokenScore] = ()) -> Piece:
         """The text that became certain, perhaps empty. scores: none, or one per token."""
         if not scores:
-            return self._release(self._filter.feed(self._detokenizer.feed(token_ids)))
+            early, later = token_ids[: self._unsearched], token_ids[self._unsearched :]
+            self._unsearched -= len(early)
+            text = self._detokenizer.feed(early) if early else ""
+            return self._release(text + (self._filter.feed(self._detokenizer.feed(later)) if later else ""))
         text = ""
         for token_id, score in zip(token_ids, scores, strict=True):
             self._waiting.append((self._decoded, self._named(token_id, score)))
             decoded = self._detokenizer.feed((token_id,))
             self._decoded += len(decoded)
-            text += self._filter.feed(decoded)
+            text += decoded if self._unsearched else self._filter.feed(decoded)
+            self._unsearched = max(0, self._unsearched - 1)
         return self._release(text)
 
     def finish(self) -> Piece:

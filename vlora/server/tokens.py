@@ -13,6 +13,7 @@ import yaml
 
 from vlora.config import Token
 from vlora.errors import BadConfig
+from vlora.wording import msgspec_errors, yaml_errors
 
 log = logging.getLogger(__name__)
 
@@ -46,10 +47,11 @@ def _read_file(file: Path) -> Iterator[Token]:
     except OSError as error:
         raise BadConfig(f"cannot read the token file {str(file)!r}: {error.strerror}") from error
     except (yaml.YAMLError, UnicodeDecodeError) as error:
-        # The parser's own message quotes the file; it must not travel along as the cause either.
+        # The parser's own message quotes the file; it must not be the cause either.
         where = getattr(error, "problem_mark", None)
         line = f", line {where.line + 1}" if where else ""
-        raise BadConfig(f"the token file {str(file)!r} is not YAML{line}") from None
+        why = yaml_errors.problem(error) if isinstance(error, yaml.YAMLError) else "it is not UTF-8 text"
+        raise BadConfig(f"the token file {str(file)!r} is not YAML{line}: {why}") from None
     if not isinstance(entries, dict) or not entries:
         raise BadConfig(f"the token file {str(file)!r} holds no tokens; write 'NAME: {{token: SECRET}}', one per line")
     for name, fields in entries.items():
@@ -59,8 +61,10 @@ def _read_file(file: Path) -> Iterator[Token]:
 def _token(name: str, fields: Any, file: Path) -> Token:
     try:
         entry = msgspec.convert(fields, _Entry)
-    except msgspec.ValidationError as error:
-        raise BadConfig(f"the token file {str(file)!r}, entry {name!r}: {error}") from None
+    except msgspec_errors.REFUSED as error:
+        # Without the value, which may be a secret.
+        why = msgspec_errors.described(error)
+        raise BadConfig(f"the token file {str(file)!r}, entry {name!r}: {why}; write '{{token: SECRET}}'") from None
     expires = entry.expires
     if not isinstance(expires, datetime.date | None):
         raise BadConfig(f"the token file {str(file)!r}, entry {name!r}: expires is no day or time; write 2027-01-31")

@@ -1,0 +1,65 @@
+"""Which names have label values of their own: few, those with most requests, and every series only rises."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.orchestrator.simulation import make_request
+from vlora.server.label_slots import OTHER, LabelSlots
+from vlora.server.metrics import MAX_ADAPTERS, MAX_TENANTS, Metrics
+
+
+def test_names_beyond_the_limit_are_other_until_they_are_busier() -> None:
+    evicted: list[str] = []
+    slots = LabelSlots(2, evicted.append)
+    assert [slots.label(name) for name in ("a", "b", "c", "a")] == ["a", "b", OTHER, "a"]
+    busy = [slots.label("c") for _ in range(10)]
+    assert busy[0] == OTHER and busy[-1] == "c" and evicted == ["b"]
+    assert slots.label("b") == OTHER == slots.shown("b") and slots.shown("a") == "a"
+
+
+def test_two_alike_do_not_take_turns() -> None:
+    evicted: list[str] = []
+    slots = LabelSlots(1, evicted.append)
+    for _ in range(10_000):
+        slots.label("a")
+        slots.label("b")
+    assert len(evicted) <= 1
+
+
+def test_a_name_that_was_busy_long_ago_makes_room() -> None:
+    slots = LabelSlots(1, lambda name: None)
+    for _ in range(20_000):
+        slots.label("old")
+    labels = [slots.label("new") for _ in range(60_000)]
+    assert labels[0] == OTHER and labels[-1] == "new"
+
+
+@given(st.lists(st.sampled_from("abcdef"), max_size=300), st.integers(1, 3))
+def test_labels_are_bounded_and_counters_only_rise(names: list[str], limit: int) -> None:
+    series: Counter[str] = Counter()
+    slots = LabelSlots(limit, lambda name: series.pop(name))
+    for name in names:
+        before = dict(series)
+        series[slots.label(name)] += 1
+        assert all(series[label] >= count for label, count in before.items() if label in series)
+        assert len(series.keys() - {OTHER}) <= limit
+
+
+def test_a_thousand_adapters_and_tenants_make_few_series() -> None:
+    metrics = Metrics("base", "0")
+    few = len(metrics.render(None).splitlines())
+    metrics.expect(f"early{number}" for number in range(1000))
+    for number in range(1000):
+        for _ in range(1 + number // 100):
+            request = make_request("r", f"adapter{number}", tenant=f"tenant{number}")
+            metrics.answered(request, total_s=1.0, first_s=0.5, queue_s=0.1, num_completion=4)
+            metrics.count("ok", f"adapter{number}", f"tenant{number}")
+    text = metrics.render(None).decode()
+    for label, most in (("adapter", MAX_ADAPTERS + 3), ("tenant", MAX_TENANTS + 1)):
+        parts = (line.partition(f'{label}="')[2] for line in text.splitlines())
+        assert len({part.partition('"')[0] for part in parts if part}) <= most
+    assert len(text.splitlines()) < few + 150 * MAX_ADAPTERS

@@ -1,0 +1,232 @@
+"""Tools: the grammar of calls, calls in an answer's text, and the API's forms of them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from llguidance import LLMatcher, LLTokenizer
+from pydantic import TypeAdapter
+
+from tests.server.api import Api, events, running_api
+from vlora.errors import BadRequest
+from vlora.server.tool_calls import CallReader
+from vlora.server.tools import Choice, Tool, as_messages, call_grammar
+
+COUNT = {
+    "type": "function",
+    "function": {
+        "name": "count",
+        "description": "count things",
+        "parameters": {
+            "type": "object",
+            "properties": {"what": {"type": "string"}, "most": {"type": "integer"}},
+            "required": ["what"],
+            "additionalProperties": False,
+        },
+    },
+}
+STOP = {"type": "function", "function": {"name": "stop"}}
+BYTES = LLTokenizer("byte")
+
+
+def call(name: str, **arguments: Any) -> str:
+    return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
+
+
+def in_grammar(text: str, choice: Any = "auto", parallel: bool = True) -> bool:
+    tools = [Tool.model_validate(each) for each in (COUNT, STOP)]
+    chosen = TypeAdapter(Choice).validate_python(choice)
+    matcher = LLMatcher(BYTES, call_grammar(tools, chosen, parallel), log_level=0)
+    assert not matcher.is_error(), matcher.get_error()
+    return all(matcher.consume_token(byte) for byte in text.encode()) and matcher.is_accepting()
+
+
+ONLY_STOP = {"type": "function", "function": {"name": "stop"}}
+
+
+@pytest.mark.parametrize(
+    ("text", "auto", "one", "required", "named"),
+    [
+        ("", True, True, False, False),
+        ("two < three, <tool>", True, True, False, False),
+        (call("count", what="cars"), True, True, True, False),
+        (call("stop"), True, True, True, True),
+        (call("count", what="cars") + "\n" + call("stop"), True, False, True, False),
+        ("I look. " + call("stop"), True, True, False, False),
+        (call("count", most=3), False, False, False, False),  # required argument
+        (call("count", what="cars", more=1), False, False, False, False),
+        (call("shout"), False, False, False, False),
+        ("<tool_call>", False, False, False, False),
+        (call("stop")[:-1], False, False, False, False),
+    ],
+)
+def test_answers_keep_the_declared_form(text: str, auto: bool, one: bool, required: bool, named: bool) -> None:
+    assert in_grammar(text) == auto
+    assert in_grammar(text, parallel=False) == one
+    assert in_grammar(text, "required") == required
+    assert in_grammar(text, ONLY_STOP) == named
+
+
+def test_wrong_tools_are_refused() -> None:
+    tools = [Tool.model_validate(each) for each in (COUNT, COUNT)]
+    with pytest.raises(BadRequest, match="two functions named 'count'"):
+        call_grammar(tools, "auto", True)
+    with pytest.raises(BadRequest, match="tool_choice is 'shout'; tools has count"):
+        chosen = TypeAdapter(Choice).validate_python({"type": "function", "function": {"name": "shout"}})
+        call_grammar(tools[:1], chosen, True)
+    long = {"type": "function", "function": {"name": "f", "parameters": {"description": "x" * 70_000}}}
+    with pytest.raises(BadRequest, match="tools: the schemas take 70"):
+        call_grammar([Tool.model_validate(long)], "auto", True)
+
+
+def read(*pieces: str) -> tuple[str, list[tuple[str, Any]]]:
+    reader = CallReader()
+    text, calls = "", []
+    for piece in pieces:
+        passed, found = reader.feed(piece)
+        text += passed
+        calls += [(each.name, json.loads(each.arguments)) for each in found]
+    return text + reader.finish(), calls
+
+
+@pytest.mark.parametrize(
+    ("text", "around", "names"),
+    [
+        ("a < b ", "a < b ", []),
+        (call("stop"), "", ["stop"]),
+        (f"I look.\n{call('stop')}\n{call('count', what='x')}\n", "I look.", ["stop", "count"]),
+        (f"{call('stop')}\n done now ", "done now", ["stop"]),
+        ("<tool_call>\n{\n</tool_call> x", "<tool_call>\n{\n</tool_call> x", []),
+        ('cut <tool_call>\n{"name": "st', 'cut <tool_call>\n{"name": "st', []),
+        (
+            '<tool_call>{"name": "x", "arguments": 5}</tool_call>',
+            '<tool_call>{"name": "x", "arguments": 5}</tool_call>',
+            [],
+        ),
+        ("ends with <tool", "ends with <tool", []),
+    ],
+)
+def test_calls_and_the_text_around_them(text: str, around: str, names: list[str]) -> None:
+    found = read(text)
+    assert (found[0], [name for name, _ in found[1]]) == (around, names)
+
+
+@given(
+    st.lists(
+        st.sampled_from(["<tool_call>", "</tool_call>", "<", "a", " ", "\n", call("stop"), call("count", what="<")])
+    ),
+    st.data(),
+)
+def test_pieces_make_no_difference(parts: list[str], data: st.DataObject) -> None:
+    text = "".join(parts)
+    cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=6)))
+    pieces = [text[start:end] for start, end in zip([0, *cuts], [*cuts, len(text)], strict=True)]
+    assert read(*pieces) == read(text)
+
+
+def test_a_template_without_tools_gets_text() -> None:
+    called = {"type": "function", "function": {"name": "count", "arguments": {"what": "cars"}}}
+    messages = [
+        {"role": "system", "content": [{"type": "text", "text": "Be brief."}]},
+        {"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "how many cars ?"}]},
+        {"role": "assistant", "content": [], "tool_calls": [called, called]},
+        {"role": "tool", "content": [{"type": "text", "text": "3"}]},
+        {"role": "tool", "content": [{"type": "text", "text": "4"}]},
+    ]
+    made = as_messages(messages, [COUNT])
+    assert [message["role"] for message in made] == ["system", "user", "assistant", "user"]
+    texts = ["".join(part.get("text", "IMAGE") for part in message["content"]) for message in made]
+    assert texts[0].startswith("Be brief.") and json.dumps(COUNT) in texts[0]
+    assert texts[1] == "IMAGEhow many cars ?"
+    assert texts[2] == f"{call('count', what='cars')}\n{call('count', what='cars')}"
+    assert texts[3] == "<tool_response>\n3\n</tool_response>\n<tool_response>\n4\n</tool_response>"
+    assert as_messages(messages[1:2], [COUNT])[0]["role"] == "system" and len(as_messages(messages[1:2], [])) == 1
+
+
+# -- over HTTP, on an engine that says what the last message wants ----------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def api() -> Iterator[Api]:
+    with running_api() as made:
+        yield made
+
+
+def ask(api: Api, text: str, **fields: Any) -> tuple[int, Any]:
+    # The script is the prompt's end; the declared tools stand before it.
+    return api.chat(f"say:{text}", **{"tools": [COUNT, STOP], "max_tokens": 500, **fields})
+
+
+def test_calls_come_as_the_api_has_them(api: Api) -> None:
+    status, answer = ask(api, f"I look.\n{call('count', what='é')}\n{call('stop')}")
+    (choice,) = answer["choices"]
+    assert status == 200 and choice["finish_reason"] == "tool_calls" and choice["message"]["content"] == "I look."
+    first, second = choice["message"]["tool_calls"]
+    assert first["type"] == "function" and first["id"] != second["id"]
+    assert (first["function"]["name"], json.loads(first["function"]["arguments"])) == ("count", {"what": "é"})
+    assert second["function"] == {"name": "stop", "arguments": "{}"}
+    message = ask(api, call("stop"))[1]["choices"][0]["message"]
+    assert message["content"] is None and len(message["tool_calls"]) == 1
+    plain = ask(api, "no car")[1]["choices"][0]
+    assert plain["finish_reason"] == "stop" and plain["message"] == {"role": "assistant", "content": "no car"}
+    cut = ask(api, call("stop"), max_tokens=20)[1]["choices"][0]
+    assert cut["finish_reason"] == "length" and cut["message"]["content"] == call("stop")[:20]
+
+
+def test_a_stream_has_each_call_whole(api: Api) -> None:
+    text = f"I look.\n{call('count', what='x')}\n{call('stop')}"
+    chunks = [each["choices"][0] for each in events(ask(api, text, stream=True)[1])]
+    assert "".join(chunk["delta"].get("content") or "" for chunk in chunks) == "I look."
+    calls = [made for chunk in chunks for made in chunk["delta"].get("tool_calls", ())]
+    assert [(made["index"], made["function"]["name"]) for made in calls] == [(0, "count"), (1, "stop")]
+    assert chunks[-1]["finish_reason"] == "tool_calls"
+
+
+def test_tools_are_in_the_prompt_unless_none_may_be_called(api: Api) -> None:
+    counts = {
+        choice: ask(api, "x", tool_choice=choice)[1]["usage"]["prompt_tokens"]
+        for choice in ("auto", "none", "required")
+    }
+    assert counts["auto"] == counts["required"] > counts["none"] + 200
+
+
+def test_results_go_back(api: Api) -> None:
+    made = ask(api, call("stop"))[1]["choices"][0]["message"]
+    messages = [
+        {"role": "user", "content": "stop"},
+        made,
+        {"role": "tool", "tool_call_id": made["tool_calls"][0]["id"], "content": "say:stopped"},
+    ]
+    status, answer = api.chat("", messages=messages, tools=[STOP])
+    assert status == 200, answer
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"tools": [{"type": "retrieval"}]}, "tools.0.type"),
+        ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools.0.function.name"),
+        ({"tools": [], "tool_choice": "required"}, "tool_choice asks for a call, and there are no tools"),
+        ({"tool_choice": {"type": "function", "function": {"name": "f"}}}, "tool_choice is 'f'; tools has count, stop"),
+        ({"response_format": {"type": "json_object"}}, "response_format and tools do not go together"),
+        ({"min_tokens": 1}, "min_tokens and a grammar (response_format, tools) do not go together"),
+        ({"messages": [{"role": "user"}]}, "a message has no content"),
+        (
+            {
+                "messages": [
+                    {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]},
+                    {"role": "user", "content": "x"},
+                ]
+            },
+            "arguments of the call of 'f' are no JSON object",
+        ),
+    ],
+)
+def test_mistakes_are_named(api: Api, fields: dict[str, Any], message: str) -> None:
+    status, answer = ask(api, "x", **fields)
+    assert status == 400 and message in answer["error"]["message"], answer

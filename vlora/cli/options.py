@@ -1,0 +1,32 @@
+"""Options under headings in a command's help, and the flag by which an option is known elsewhere."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import click
+
+
+class HeadedOption(click.Option):
+    """heading: what it stands under in `--help`."""
+
+    def __init__(self, *args: Any, heading: str, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.heading = heading
+
+
+def long_flag(option: click.Option) -> str:
+    """The flag without its dashes, "max-tokens": its name in config files, and in the environment in capitals."""
+    return next(flag for flag in option.opts if flag.startswith("--")).removeprefix("--")
+
+
+def write_headed(context: click.Context, formatter: click.HelpFormatter, params: list[click.Parameter]) -> None:
+    """Write options by heading, in order of each heading's first option; those without one come last, as "Options"."""
+    rows: dict[str, list[tuple[str, str]]] = {}
+    for param in params:
+        record = param.get_help_record(context)
+        if record is not None:
+            rows.setdefault(param.heading if isinstance(param, HeadedOption) else "Options", []).append(record)
+    for heading in sorted(rows, key="Options".__eq__):
+        with formatter.section(heading):
+            formatter.write_dl(rows[heading])

@@ -1,0 +1,119 @@
+"""`vlora query`: one question, or one task head, about a picture or several."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+from click.core import ParameterSource
+
+from vlora.cli.group import cli
+from vlora.cli.progress import waiting
+from vlora.cli.server_flags import json_option, print_json, server_option
+from vlora.errors import BadRequest
+
+if TYPE_CHECKING:
+    from vlora.client import Client, HeadResult
+
+_OF_TEXT = ("max_tokens", "temperature", "stop", "max_ttft_s", "question")  # options that no head has a use for
+
+
+@cli.command()
+@click.argument("images", nargs=-1, required=True, metavar="IMAGE... [QUESTION]")
+@click.option("-q", "--question", help="The question, where it is not the last argument.")
+@click.option("-a", "--adapter", help="Adapter that answers; the base model if not given.")
+@click.option("--head", help="Task head of the adapter that answers, instead of text.")
+@click.option("--max-tokens", type=int, default=128, show_default=True, help="Longest answer, in tokens.")
+@click.option("--temperature", type=float, default=0.0, show_default=True, help="0 always takes the likeliest token.")
+@click.option("--stop", multiple=True, help="End the answer before this text; may be repeated.")
+@click.option("--max-ttft-s", type=float, help="Longest time to the first token; no bound if not given.")
+@click.option("--max-latency-s", type=float, help="Longest time to the whole answer; no bound if not given.")
+@click.option("--priority", type=int, default=0, show_default=True, help="From -10 to 10; a higher one comes first.")
+@server_option
+@json_option
+@click.pass_context
+def query(
+    context: click.Context,
+    images: tuple[str, ...],
+    question: str | None,
+    adapter: str | None,
+    head: str | None,
+    max_tokens: int,
+    temperature: float,
+    stop: tuple[str, ...],
+    max_ttft_s: float | None,
+    max_latency_s: float | None,
+    priority: int,
+    client: Client,
+    as_json: bool,
+) -> None:
+    """Ask a question about one picture, or about several together.
+
+    \b
+        vlora query photo.png "What is this?" --adapter signs
+        vlora query before.png after.png "What has changed?"
+        vlora query https://example.org/photo.jpg --adapter signs --head signs
+
+    A picture is a file or an http(s) URL, which this command fetches. Without a question, the adapter's own is asked
+    where it has one. A head has its question, and answers in one pass.
+    """
+    if head is not None:
+        _refuse_options_of_text(context)
+        if adapter is None:
+            raise BadRequest(f"--head is {head!r}; give the --adapter that it belongs to")
+    elif question is None and len(images) > 1 and not _is_picture(images[-1]):
+        images, question = images[:-1], images[-1]
+    options: dict[str, Any] = {"max_latency_s": max_latency_s, "priority": priority}
+    with client, waiting("asking") as begun:
+        pictures = [_picture(image) for image in images]
+        if head is not None and adapter is not None:
+            result = client.ask_head(pictures, adapter, head, **options)
+            begun()
+            print_json(result) if as_json else _print_result(result)
+            return
+        options |= {"max_tokens": max_tokens, "temperature": temperature, "stop": stop, "max_ttft_s": max_ttft_s}
+        if as_json:
+            print_json(client.generate(question or "", pictures, adapter, **options))
+            return
+        for piece in client.stream(question or "", pictures, adapter, **options):
+            begun()
+            click.echo(piece, nl=False)
+        begun()
+        click.echo()
+
+
+def _refuse_options_of_text(context: click.Context) -> None:
+    for name in _OF_TEXT:
+        if context.get_parameter_source(name) is ParameterSource.COMMANDLINE:
+            flag = f"--{name.replace('_', '-')}"
+            raise BadRequest(f"{flag} has no effect on a task head's answer; leave out {flag} or --head")
+
+
+def _is_url(image: str) -> bool:
+    return re.match(r"https?://", image, re.IGNORECASE) is not None
+
+
+def _is_picture(argument: str) -> bool:
+    try:
+        return _is_url(argument) or Path(argument).exists()
+    except (OSError, ValueError):  # longer than a name may be, or with a zero byte: a question
+        return False
+
+
+def _picture(image: str) -> bytes | Path:
+    if not _is_url(image):
+        return Path(image)
+    from vlora.cli.fetching import fetch_picture
+
+    return fetch_picture(image)
+
+
+def _print_result(result: HeadResult) -> None:
+    """The label; of a detection its boxes as well, in pixels."""
+    click.echo(f"{result.label}  {result.confidence:.1%}")
+    several = len({box.image for box in result.boxes}) > 1
+    for box in result.boxes:
+        edges = ", ".join(f"{edge:.0f}" for edge in (box.left, box.top, box.right, box.bottom))
+        click.echo(f"  {box.label}  {box.score:.1%}  [{edges}]" + (f"  picture {box.image + 1}" if several else ""))
