@@ -1,4 +1,4 @@
-"""Looks at held-out samples during a training, for whoever watches it: they decide nothing."""
+"""Scores of held-out samples during a training, for display only: they decide nothing."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from fusion.pack import Adapter
 
 _EVERY_S = 10.0
-_SHARE = 1 / 20  # of a training's time that looks may take
+_SHARE = 1 / 100  # of a training's time that looks may take
 _SAMPLES, _FEWEST = 64, 8  # of all domains of an adapter, and of each
 
 
@@ -29,7 +29,7 @@ class Looks:
 
     @property
     def due(self) -> bool:
-        """Ten seconds, and twenty times as long as the last look took, have passed since it."""
+        """Ten seconds, and a hundred times as long as the last look took, have passed since it."""
         return self._clock() >= self._due
 
     def look(self) -> None:

@@ -15,6 +15,7 @@ from fusion.progress_work import Totals, Work
 _EVERY_S = 60.0  # between two lines of a log
 _LONG_S = 10.0  # from here on, work that is no training is worth a line
 _SPEED_S = 600.0  # of speed that a bar's time left is estimated from
+_REDRAWS_PER_S = 2.0  # each takes a millisecond or two from training
 
 
 class Display(Protocol):
@@ -46,7 +47,14 @@ class Bars:
             TextColumn("{task.fields[text]}"),
             TimeRemainingColumn(),
         )
-        self._bars = RichBars(*columns, console=console, transient=True, speed_estimate_period=_SPEED_S, get_time=clock)
+        self._bars = RichBars(
+            *columns,
+            console=console,
+            transient=True,
+            refresh_per_second=_REDRAWS_PER_S,
+            speed_estimate_period=_SPEED_S,
+            get_time=clock,
+        )
         self._totals = totals
         self._tasks: dict[Work, TaskID] = {}
         self._all: TaskID | None = None

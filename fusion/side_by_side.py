@@ -51,24 +51,22 @@ def side_by_side(jobs: Sequence[Job], at_once: int, watcher: Watcher) -> None:
             while waiting and len(running) < at_once:
                 receiving, sending = context.Pipe(duplex=False)
                 with _signals_blocked():  # until the fork has its own handlers
-                    process = context.Process(
-                        target=_run, args=(waiting.pop(), watcher, sending, os.getpid()), daemon=True
-                    )
+                    args = (waiting.pop(), watcher, sending, os.getpid())
+                    running[receiving] = process = context.Process(target=_run, args=args, daemon=True)
                     process.start()
-                    running[receiving] = process
                 sending.close()  # the fork's own end is the only one, and closes with it
-            for receiving in wait(list(running)):
-                assert isinstance(receiving, Connection)
+            ready = wait(list(running))
+            for fork in [fork for fork in running if fork in ready]:
                 try:
-                    watcher.receive(receiving, receiving.recv())
+                    watcher.receive(fork, fork.recv())
                 except (EOFError, OSError, UnpicklingError):  # it has ended, perhaps in the middle of an event
-                    watcher.receive(receiving, None)
-                    running.pop(receiving).join()
-                    receiving.close()
+                    watcher.receive(fork, None)
+                    running.pop(fork).join()
+                    fork.close()
     except BaseException:
-        for process in running.values():  # before an interrupted run counts what is kept
-            process.kill()
-            process.join()
+        for left in running.values():  # before an interrupted run counts what is kept
+            left.kill()
+            left.join()
         raise
 
 

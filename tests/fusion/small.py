@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import contextlib
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import cv2
@@ -13,6 +14,7 @@ from transformers import LlavaForConditionalGeneration
 from fusion.embedded.model import model_config
 from fusion.embedded.processor import build_processor
 from fusion.plan import DomainPlan, LoraPlan, Plan, TrainingPlan
+from fusion.progress import Moved, Progress
 from fusion.samples import Sample, Splits
 from fusion.train import Domain, FrozenBase, LoraTrainer
 from vlora.config import EngineConfig
@@ -76,6 +78,22 @@ def trainer_of(plan: Plan, splits: Mapping[str, Splits], features: Path | None =
     base = FrozenBase(model, processor, features=features, train_vision=plan.lora.vision)
     domains = {domain.name: Domain(domain, splits[domain.name], base) for domain in plan.domains}
     return LoraTrainer(base, domains, plan)
+
+
+class StepsReported(Progress):
+    """Remembers what trainings report; nothing is shown."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.steps: list[int] = []
+
+    @contextlib.contextmanager
+    def work(self, what: str, total: int, unit: str, *, trainings: int = 0) -> Iterator[Moved]:
+        def moved(done: int, facts: str = "", share: float | None = None) -> None:
+            if trainings:
+                self.steps.append(done)
+
+        yield moved
 
 
 def write_folders(folder: Path, told: tuple[str, ...] = COLORS, by_chance: bool = False) -> Path:

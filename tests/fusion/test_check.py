@@ -35,7 +35,7 @@ def run(*arguments: str) -> tuple[int, str]:
     """Exit code, and what was said; the command line's entry point prints what an error says."""
     result = CliRunner().invoke(cli, ["fuse", *arguments])
     told = str(result.exception) if isinstance(result.exception, BadPlan) else ""
-    return result.exit_code, result.output + told
+    return result.exit_code, (result.output if result.exit_code else result.stdout) + told  # progress is on stderr
 
 
 def test_a_plan_is_told_as_json(tmp_path: Path) -> None:
@@ -45,6 +45,11 @@ def test_a_plan_is_told_as_json(tmp_path: Path) -> None:
     told = json.loads(output)
     assert code == 0 and output.count("\n") == 1
     assert told["lora"]["bytes"] == 4 * told["lora"]["parameters"] and told["training_s_at_most"] == 6
+    found = told["estimate"]
+    assert found["step_s"] > 0 and found["measured_steps"] >= 1
+    assert 1 <= found["measured_samples"] <= found["batch_size"]
+    assert found["device"] == "cpu" and found["threads"] >= 1 and found["at_least_s"] == found["at_most_s"]
+    assert found["at_least_s"] > min(6, 100 * found["step_s"]), "of one domain, what it takes is one training"
     (domain,) = told["domains"]
     assert domain["counts"] == {"train": 28, "validation": 6, "test": 6}
     assert domain["classes"]["dog"] == {"train": 14, "validation": 3, "test": 3}
@@ -61,7 +66,8 @@ def test_a_plan_is_told_in_words(tmp_path: Path) -> None:
         "28 train, 6 validation, 6 test of one picture",
         "cat 14 / 3 / 3",
         "share of samples answered right) of at least 0.500",
-        "time      not known",
+        "time      about ",
+        " measured here (cpu, ",
     ):
         assert said in output
 

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import io
 from typing import Any
 
 import numpy as np
 import pytest
-from rich.console import Console
 
 from fusion.fusing import orders_of, packing_of, thresholds_of
 from fusion.pack import Adapter, Score, Trained
 from fusion.plan import DomainPlan, Plan, RelativeThreshold
-from fusion.progress import Progress
 
 ALONE = {"a": 0.95, "b": 0.7, "c": 0.85}
 TURNS = {"a": 0.0, "b": 150.0, "c": 40.0}
@@ -78,29 +75,3 @@ def test_first_fit_goes_on_where_the_papers_variant_has_closed() -> None:
     assert pack("first_fit", "similarity") == [("a", "b"), ("c",)]
     # Both orders need two adapters; what has more room to spare wins, whichever was named first.
     assert pack("first_fit", "given", "similarity") == pack("first_fit", "similarity", "given")
-
-
-def test_progress_tells_what_is_trained_and_the_time_left() -> None:
-    text = io.StringIO()
-    with Progress(Console(file=text, width=200), trainings=2) as progress:
-        for place, name in enumerate(("a", "b", "c")):
-            progress.begin(name)
-            for step in range(1, 5):
-                progress.step(step, 4)
-            progress.end()
-            total = progress._bars.tasks[0].total
-            assert total is not None and total > place + 1  # a third training was not foreseen, and is not the last
-    lines = text.getvalue().splitlines()
-    assert [line.split(" (")[0] for line in lines if line] == ["training a", "training b", "training c"]
-    assert "min left" in lines[1]
-
-
-def test_domains_at_once_count_as_many_trainings() -> None:
-    with Progress(Console(file=io.StringIO()), trainings=5) as progress:
-        progress.begin("a, b, c at once", 3)
-        progress.step(1, 2)
-        assert progress._bars.tasks[0].percentage == 30
-        progress.end(3)
-        progress.begin("d")
-        progress.step(1, 2)
-        assert progress._bars.tasks[0].percentage == 70

@@ -19,7 +19,7 @@ from fusion.plan import LoraPlan
 from fusion.samples import Sample, Splits
 from fusion.train import LoraTrainer
 from heads import Box, load_heads
-from tests.fusion.small import COLORS, color_splits, plan_of, trainer_of, write_base
+from tests.fusion.small import COLORS, StepsReported, color_splits, plan_of, trainer_of, write_base
 from vlora.errors import BadImage, BadPlan
 from vlora.models import InputProcessor
 
@@ -309,11 +309,10 @@ def test_training_stops_when_nothing_more_is_learned(base: str) -> None:
         return next(told)
 
     trainer._held_back_loss = looking  # type: ignore[method-assign]
-    steps: list[int] = []
-    trainer._progress = lambda done, most: steps.append(done)
+    trainer._progress = reported = StepsReported()
     trainer.fresh()
     trainer.train("colors", ())
-    assert len(looks) == 6 and steps[-1] == 12  # twelve looks in 24 steps
+    assert len(looks) == 6 and reported.steps[-1] == 12  # twelve looks in 24 steps
     assert all(torch.equal(value, looks[1][name]) for name, value in trainer.snapshot().items())
     held_back = trainer.domains["colors"].held_back
     assert len(held_back) == 6
@@ -326,9 +325,8 @@ def test_patience_lasts_as_long_for_domains_that_are_trained_at_once(base: str) 
     plan = plan_of(base, ("a", "b", "c"), steps=24, patience=12, batch_size=3)
     trainer = trainer_of(plan, dict.fromkeys(("a", "b", "c"), color_splits()))
     looks: list[int] = []
-    done: list[int] = [0]
-    trainer._progress = lambda step, most: done.append(step)
-    trainer._held_back_loss = lambda domains: looks.append(done[-1]) or 1.0  # type: ignore[assignment]
+    trainer._progress = reported = StepsReported()
+    trainer._held_back_loss = lambda domains: looks.append(reported.steps[-1]) or 1.0  # type: ignore[assignment]
     trainer.fresh()
     trainer.train_together(("a", "b", "c"))
     assert looks == list(range(6, 73, 6))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import signal
 import time
@@ -13,19 +14,18 @@ from pathlib import Path
 import pytest
 import torch
 from click.testing import CliRunner
+from rich.console import Console
 
 from fusion.checkpoint import Checkpoint
 from fusion.fusing import packing_of, surely_alone
 from fusion.plan import Plan, RelativeThreshold
+from fusion.progress import Progress
 from fusion.side_by_side import Job, one_thread, side_by_side
 from fusion.train import LoraTrainer
 from fusion.trainings import Trainings
 from tests.fusion.small import color_splits, plan_of, trainer_of, write_base
 from vlora.cli import cli
 from vlora.errors import BadConfig
-
-
-def nothing() -> None: ...
 
 
 def until(condition: Callable[[], bool], seconds: float = 60) -> None:
@@ -47,10 +47,28 @@ def test_so_many_at_a_time_and_failures_are_left_to_the_parent(tmp_path: Path) -
             os.kill(os.getpid(), signal.SIGKILL)
         raise ValueError("meant for nobody")
 
-    entered = partial((tmp_path / "entered").touch)
     with one_thread():
-        side_by_side([partial(job, number) for number in range(5)], 2, entered)
-    assert len(list(tmp_path.glob("*.ended"))) == 5 and (tmp_path / "entered").exists()
+        side_by_side([partial(job, number) for number in range(5)], 2, Progress())
+    assert len(list(tmp_path.glob("*.ended"))) == 5
+
+
+def test_what_forks_report_is_shown_by_the_parent() -> None:
+    shown = io.StringIO()
+    with Progress(Console(file=shown, width=200)) as progress:
+
+        def job(name: str, fails: bool) -> None:
+            with progress.work(f"training {name}", 3, "steps", trainings=1) as moved:
+                for step in range(3):
+                    moved(step + 1, f"loss {step}")
+                if fails:
+                    os.kill(os.getpid(), signal.SIGKILL)
+
+        side_by_side([partial(job, "a", False), partial(job, "b", True), partial(job, "c", False)], 2, progress)
+        assert progress._totals.made == 2 and not progress._totals.open, "one was killed before it was whole"
+    lines = shown.getvalue().splitlines()
+    for name in "ac":
+        assert any(line.startswith(f"training {name}: 3 steps in ") and line.endswith(", loss 2") for line in lines)
+    assert not any(line.startswith("training b: 3 steps in") for line in lines)
 
 
 def test_forks_end_with_a_parent_that_is_killed(tmp_path: Path) -> None:
@@ -58,7 +76,7 @@ def test_forks_end_with_a_parent_that_is_killed(tmp_path: Path) -> None:
         (tmp_path / "fork").write_text(str(os.getpid()))
         time.sleep(600)
 
-    parent = get_context("fork").Process(target=side_by_side, args=([job], 1, nothing))
+    parent = get_context("fork").Process(target=side_by_side, args=([job], 1, Progress()))
     parent.start()
     until(lambda: (tmp_path / "fork").exists() and bool((tmp_path / "fork").read_text()))
     fork = Path("/proc", (tmp_path / "fork").read_text())
@@ -84,7 +102,7 @@ def test_orders_side_by_side_give_the_packing_and_the_adapters_of_one_after_the_
     alone, together = trainings(plan, tmp_path / "alone"), trainings(plan, tmp_path / "together")
     with one_thread():
         wanted = packing_of(plan, alone.trainer.domains, thresholds, alone, lambda line: None)
-        ahead = partial(side_by_side, at_once=2, enter=nothing)
+        ahead = partial(side_by_side, at_once=2, watcher=Progress())
 
         def never(*_: object, **__: object) -> None:
             raise AssertionError("trained once more")
@@ -119,7 +137,7 @@ def test_both_parts_of_what_did_not_fit_at_once_are_trained_side_by_side(
 
         def ahead(jobs: Sequence[Job]) -> None:
             asked.append(len(jobs))
-            side_by_side(jobs, 2, nothing)
+            side_by_side(jobs, 2, Progress())
             monkeypatch.setattr(LoraTrainer, "_fit", never)
 
         found = packing_of(plan, together.trainer.domains, thresholds, together, lambda line: None, ahead)
