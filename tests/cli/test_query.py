@@ -79,6 +79,39 @@ def test_a_head_answers_with_its_label(
     assert code == 2 and "head 'night'" in err and "2 images" in err
 
 
+def test_a_question_of_a_head_is_answered_by_the_head_and_says_so(
+    vlora_command: Vlora, address: str, image: str, bright: str
+) -> None:
+    at = ("--adapter", "cam", "--server", address)
+    for question in (("is it day?",), (" is  it day?\n", "--max-tokens", "8"), ()):  # an adapter's own question, too
+        assert vlora_command("query", bright, *question, *at) == (0, "bright  98.0%  (head day)\n", "")
+    code, out, _ = vlora_command("query", bright, "is it day?", *at, "--json")
+    assert code == 0 and (json.loads(out)["head"], json.loads(out)["label"]) == ("day", "bright")
+
+
+@pytest.mark.parametrize(
+    "args",
+    [
+        ("is it day?", "--words"),
+        ("is it day?", "--temperature", "0.5"),
+        ("is it day?", "--stop", "x"),
+        ("is it day?", "--max-ttft-s", "60"),
+        ("is it night?",),  # that head reads two pictures
+        ("Is it day?",),
+    ],
+)
+def test_other_questions_and_words_are_generated(
+    vlora_command: Vlora, address: str, bright: str, args: tuple[str, ...]
+) -> None:
+    code, out, err = vlora_command("query", bright, *args, "--adapter", "cam", "--server", address, "--json")
+    assert (code, err) == (0, "") and "text" in json.loads(out) and "head" not in json.loads(out)
+
+
+def test_words_and_a_head_exclude_one_another(vlora_command: Vlora, address: str, bright: str) -> None:
+    code, _, err = vlora_command("query", bright, "--words", "--head", "day", "--adapter", "cam", "--server", address)
+    assert code == 2 and "leave out --words or --head" in err
+
+
 def test_boxes_of_a_detection_are_listed(vlora_command: Vlora, bright: str, image: str, tmp_path: Path) -> None:
     with running_server() as running:
         folder = write_adapter(tmp_path / "cars", {"detection": 1})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     from vlora.client import Client, HeadResult
 
 _OF_TEXT = ("max_tokens", "temperature", "stop", "max_ttft_s", "question")  # options that no head has a use for
+_FORCE_TEXT = ("temperature", "stop", "max_ttft_s")  # a head's answer is within any --max-tokens
 
 
 @cli.command()
@@ -25,6 +27,7 @@ _OF_TEXT = ("max_tokens", "temperature", "stop", "max_ttft_s", "question")  # op
 @click.option("-q", "--question", help="The question, where it is not the last argument.")
 @click.option("-a", "--adapter", help="Adapter that answers; the base model if not given.")
 @click.option("--head", help="Task head of the adapter that answers, instead of text.")
+@click.option("--words", is_flag=True, help="Generate text, even where a head has this question.")
 @click.option("--max-tokens", type=int, default=128, show_default=True, help="Longest answer, in tokens.")
 @click.option("--temperature", type=float, default=0.0, show_default=True, help="0 always takes the likeliest token.")
 @click.option("--stop", multiple=True, help="End the answer before this text; may be repeated.")
@@ -40,6 +43,7 @@ def query(
     question: str | None,
     adapter: str | None,
     head: str | None,
+    words: bool,
     max_tokens: int,
     temperature: float,
     stop: tuple[str, ...],
@@ -58,6 +62,9 @@ def query(
 
     A picture is a file or an http(s) URL, which this command fetches. Without a question, the adapter's own is asked
     where it has one. A head has its question, and answers in one pass.
+
+    A question that one head of the adapter was trained on is answered by that head, which is more often right than
+    text, and named behind the answer. --words generates text instead, and so do --temperature, --stop and --max-ttft-s.
     """
     if head is not None:
         _refuse_options_of_text(context)
@@ -68,10 +75,13 @@ def query(
     options: dict[str, Any] = {"max_latency_s": max_latency_s, "priority": priority}
     with client, waiting("asking") as begun:
         pictures = [_picture(image) for image in images]
+        own_head = None
+        if head is None and not words and not _given(context, _FORCE_TEXT):
+            own_head = head = client.head_of(question or "", adapter, len(pictures))
         if head is not None and adapter is not None:
             result = client.ask_head(pictures, adapter, head, **options)
             begun()
-            print_json(result) if as_json else _print_result(result)
+            print_json(result) if as_json else _print_result(result, own_head)
             return
         options |= {"max_tokens": max_tokens, "temperature": temperature, "stop": stop, "max_ttft_s": max_ttft_s}
         if as_json:
@@ -85,10 +95,13 @@ def query(
 
 
 def _refuse_options_of_text(context: click.Context) -> None:
-    for name in _OF_TEXT:
-        if context.get_parameter_source(name) is ParameterSource.COMMANDLINE:
-            flag = f"--{name.replace('_', '-')}"
-            raise BadRequest(f"{flag} has no effect on a task head's answer; leave out {flag} or --head")
+    for name in _given(context, ("words", *_OF_TEXT)):
+        flag = f"--{name.replace('_', '-')}"
+        raise BadRequest(f"{flag} has no effect on a task head's answer; leave out {flag} or --head")
+
+
+def _given(context: click.Context, names: Sequence[str]) -> list[str]:
+    return [name for name in names if context.get_parameter_source(name) is ParameterSource.COMMANDLINE]
 
 
 def _is_url(image: str) -> bool:
@@ -110,9 +123,10 @@ def _picture(image: str) -> bytes | Path:
     return fetch_picture(image)
 
 
-def _print_result(result: HeadResult) -> None:
-    """The label; of a detection its boxes as well, in pixels."""
-    click.echo(f"{result.label}  {result.confidence:.1%}")
+def _print_result(result: HeadResult, own_head: str | None) -> None:
+    """The label; of a detection its boxes as well, in pixels. own_head: the head, where a question chose it."""
+    chosen = "" if own_head is None else f"  (head {own_head})"
+    click.echo(f"{result.label}  {result.confidence:.1%}{chosen}")
     several = len({box.image for box in result.boxes}) > 1
     for box in result.boxes:
         edges = ", ".join(f"{edge:.0f}" for edge in (box.left, box.top, box.right, box.bottom))

@@ -14,6 +14,7 @@ from vlora.client import calls
 from vlora.client.aio_frame_stream import AsyncFrameStream
 from vlora.client.calls import Call, Image
 from vlora.client.connection import ServerConnection
+from vlora.client.own_question import head_of_question
 from vlora.client.sync import TIMEOUT_S, Client, abandon
 from vlora.client.values import DEFAULT_HOST, DEFAULT_PORT, Answer, HeadResult, StreamOptions, StreamPart
 from vlora.errors import DeadlineMissed, VLoraError
@@ -116,6 +117,10 @@ class AsyncClient:
         return await self._wait(
             connection, calls.ask_head(call_id, images, adapter, head, max_latency_s, priority), call_id
         )
+
+    async def head_of(self, question: str, adapter: str | None, num_images: int = 1) -> str | None:
+        """See Client."""
+        return None if adapter is None else head_of_question(await self.adapters(), question, num_images, adapter)
 
     async def open_stream(
         self,

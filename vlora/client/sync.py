@@ -15,6 +15,7 @@ from vlora.client import calls
 from vlora.client.calls import Call, Image
 from vlora.client.connection import ServerConnection
 from vlora.client.frame_stream import FrameStream
+from vlora.client.own_question import head_of_question
 from vlora.client.values import DEFAULT_HOST, DEFAULT_PORT, Answer, HeadResult, StreamOptions, StreamPart
 from vlora.errors import DeadlineMissed, VLoraError
 from vlora.types import AdapterStatus, EngineStats
@@ -113,6 +114,11 @@ class Client:
         connection = self.connection()
         call_id = connection.new_id()
         return self._wait(connection, calls.ask_head(call_id, images, adapter, head, max_latency_s, priority), call_id)
+
+    def head_of(self, question: str, adapter: str | None, num_images: int = 1) -> str | None:
+        """Name of the adapter's only head for this question about so many images, or for its own where it is empty;
+        None where there is none, or several. `ask_head` then answers better than text, which is trained beside it."""
+        return None if adapter is None else head_of_question(self.adapters(), question, num_images, adapter)
 
     def open_stream(
         self,
