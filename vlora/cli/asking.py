@@ -190,6 +190,7 @@ def status(wait_s: float, client: Client, as_json: bool) -> None:
             f"{stats.arena_bytes / mib:.0f} MiB: adapters {stats.adapter_bytes / mib:.0f}, KV in use "
             f"{stats.kv_bytes / mib:.0f}, KV cached {stats.cached_kv_bytes / mib:.0f}",
         ),
+        *([("sized by", stats.arena_basis)] if stats.arena_basis else ()),
         ("threads", str(stats.num_threads)),
         ("adapters", f"{stats.num_resident_adapters} of {stats.num_adapters} on the device"),
         ("preempted", str(stats.num_preemptions)),
