@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, BinaryIO
 
 import click
 
+from vlora.cli.extras import needs
 from vlora.cli.group import cli
 from vlora.cli.interrupt import INTERRUPTED, stopping
 from vlora.cli.progress import counting, waiting
@@ -34,6 +35,7 @@ _KERNELS = {"compiled": "compiled C++", "plain torch": "plain torch, slower: the
 @wait_option
 @server_option
 @json_option
+@needs("video")
 def stream(
     sources: tuple[str, ...],
     adapter: str,
