@@ -142,3 +142,18 @@ def test_the_client_alone_asks_from_a_fresh_environment(
     folder = next((tmp_path / "venv" / "lib").glob("python*/site-packages"))
     size_mb = sum(file.stat().st_blocks * 512 for file in folder.rglob("*") if file.is_file()) / 2**20
     assert size_mb < CLIENT_MB, f"{size_mb:.0f} MiB"
+
+
+def test_the_server_imports_nothing_of_the_other_extras() -> None:
+    """`vlora serve`, its engine process, `vlora tune` and the packaged model, without what only `fuse` installs."""
+    code = (
+        "from tests.cli.without_extras import hide\n"
+        "from vlora.cli.extras import EXTRAS\n"
+        "hide({'matplotlib', *EXTRAS['demo'].values()} - set(EXTRAS['serve'].values()))\n"
+        "import fusion.embedded, vlora.engine.process, vlora.engine.engine, vlora.models.runner\n"
+        "import vlora.models.processing\n"
+        "import vlora.server.supervise, vlora.server.http, vlora.server.http_server, vlora.server.metrics, vlora.tune\n"
+        "try:\n    import peft\nexcept ImportError:\n    print('hidden')\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.stdout == "hidden\n", done.stderr
