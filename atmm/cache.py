@@ -7,5 +7,15 @@ from pathlib import Path
 
 
 def folder() -> Path:
-    """`$XDG_CACHE_HOME/vlora`, default `~/.cache/vlora`; may not be there yet."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "vlora"
+    """`$XDG_CACHE_HOME/vlora`, default `~/.cache/vlora`; may not be there yet.
+
+    Raises:
+        FileNotFoundError: the variable is not set and the user has no home folder, as often in containers.
+    """
+    configured = os.environ.get("XDG_CACHE_HOME")
+    if configured:
+        return Path(configured) / "vlora"
+    try:
+        return Path.home() / ".cache" / "vlora"
+    except RuntimeError as error:
+        raise FileNotFoundError("this user has no home folder and XDG_CACHE_HOME is not set") from error

@@ -14,7 +14,6 @@ import os
 import platform
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -45,8 +44,8 @@ def measure(weights: Sequence[Tensor], clock: Callable[[], float] = time.perf_co
     threads. From then on `atmm.products.choose` follows it. What is measured while other processes take the cores is
     discarded: the rule decides, and the next start measures.
     """
-    file = cache.folder() / f"products-{_machine()}.json"
-    known = _read(file)
+    name = f"products-{_machine()}.json"
+    known = _read(name)
     fresh: dict[Key, Way] = {}
     contention = Contention()
     started = time.monotonic()
@@ -61,7 +60,7 @@ def measure(weights: Sequence[Tensor], clock: Callable[[], float] = time.perf_co
     elif fresh:
         products.measured.update(fresh)
         log.info("measured %d kinds of products in %.1f s", len(fresh), time.monotonic() - started)
-        _write(file, known | fresh)
+        _write(name, known | fresh)
 
 
 def _by_shape(weights: Sequence[Tensor]) -> list[list[Tensor]]:
@@ -109,10 +108,10 @@ def _machine() -> str:
     return hashlib.sha256(repr(facts).encode()).hexdigest()[:16]
 
 
-def _read(file: Path) -> dict[Key, Way]:
+def _read(name: str) -> dict[Key, Way]:
     """What an earlier start measured; nothing where there is no file, or none of this version."""
     try:
-        found = json.loads(file.read_text())
+        found = json.loads((cache.folder() / name).read_text())
         return {
             (int(rows), int(d_out), int(d_in), _DTYPES[dtype]): way
             for rows, d_out, d_in, dtype, way in found
@@ -121,16 +120,21 @@ def _read(file: Path) -> dict[Key, Way]:
     except FileNotFoundError:
         return {}
     except (OSError, ValueError, TypeError, KeyError) as error:
-        log.warning("products are measured again: %s cannot be read: %s", file, error)
+        log.warning("products are measured again: %s cannot be read: %s", name, error)
         return {}
 
 
-def _write(file: Path, known: dict[Key, Way]) -> None:
+def _write(name: str, known: dict[Key, Way]) -> None:
     try:
+        file = cache.folder() / name
         file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         fresh = file.with_suffix(f".{os.getpid()}.new")
         rows = sorted([num_rows, d_out, d_in, str(dtype), way] for (num_rows, d_out, d_in, dtype), way in known.items())
         fresh.write_text(json.dumps(rows))
         os.replace(fresh, file)
     except OSError as error:
-        log.warning("products will be measured again at the next start: %s cannot be written: %s", file, error)
+        log.warning(
+            "products are measured at every start: the result cannot be kept: %s; set XDG_CACHE_HOME to a folder that "
+            "can be written",
+            error,
+        )

@@ -113,11 +113,11 @@ def describe(device_type: str) -> str:
 
 
 def _files() -> Iterator[pathlib.Path]:
-    for folder in (user_folder(), FOLDER):
+    for find in (user_folder, lambda: FOLDER):
         try:
-            yield from sorted(folder.glob("*.json"))
+            yield from sorted(find().glob("*.json"))
         except OSError as error:
-            logger.warning("skipped the folder of ATMM tables %s: %s", folder, error)
+            logger.warning("skipped a folder of ATMM tables: %s", error)
 
 
 # x86-64 processors in the order of what their matrix products can use. AMX lies apart: its tables prefer transposed
@@ -167,8 +167,15 @@ def _bucket(row: Sequence[Any], device_type: str) -> Bucket:
 
 
 def user_folder() -> pathlib.Path:
-    """`$XDG_DATA_HOME/vlora/tables`, default `~/.local/share/vlora/tables`; it may not exist yet."""
-    return pathlib.Path(os.environ.get("XDG_DATA_HOME") or "~/.local/share").expanduser() / "vlora" / "tables"
+    """`$XDG_DATA_HOME/vlora/tables`, default `~/.local/share/vlora/tables`; it may not exist yet.
+
+    Raises:
+        FileNotFoundError: the variable is not set and the user has no home folder, as often in containers.
+    """
+    try:
+        return pathlib.Path(os.environ.get("XDG_DATA_HOME") or "~/.local/share").expanduser() / "vlora" / "tables"
+    except RuntimeError as error:
+        raise FileNotFoundError("this user has no home folder and XDG_DATA_HOME is not set") from error
 
 
 def path_for(device_type: str, threads: int) -> pathlib.Path:

@@ -63,7 +63,7 @@ class EngineConfig:
     merge_fidelity_floor: float = 0.8
     switching: Literal["auto", "shadow", "in_place"] = "auto"
     vision_cache_bytes: int = 256 * 2**20
-    encode_share: float = 0.3
+    encode_share: float = 0.5
     prefix_cache: bool = True
     threads: int | None = None
     tensor_parallel: int = 1
@@ -101,7 +101,7 @@ class EngineConfig:
             raise BadConfig(f"merge_fidelity_floor is {self.merge_fidelity_floor}; it must lie between 0 and 1")
         if not self.encode_share > 0:
             raise BadConfig(
-                f"encode_share is {self.encode_share}; it must be above 0 (0.3: images may prolong a step by 30 %)"
+                f"encode_share is {self.encode_share}; it must be above 0 (0.5: images may prolong a step by 50 %)"
             )
         if self.vision_cache_bytes < 0:
             raise BadConfig(f"vision_cache_bytes is {self.vision_cache_bytes}; it must be 0 (off) or more")

@@ -69,7 +69,11 @@ def tune(model: str | None, *, device: str, dtypes: Sequence[str], minutes: floa
     Raises BadConfig where the table cannot be written, or where `out` is one of another processor or number of threads.
     """
     threads = torch.get_num_threads()
-    out = out or tables.path_for(device, threads)
+    if out is None:
+        try:
+            out = tables.path_for(device, threads)
+        except OSError as error:
+            raise BadConfig(f"the table has no folder: {error}; give --out") from error
     journal = out.with_suffix(f".t{threads}.partial")
     existing = _existing_rows(out, device, threads)
     todo = cases(SHAPES if model is None else shapes_of(model), dtypes)
@@ -159,10 +163,10 @@ def build_cutlass(capabilities: Sequence[int], say: Callable[[str], None]) -> No
 
     Says what became of each. Raises BadConfig without nvcc or CUTLASS's headers, and where nothing compiles with them.
     """
-    library = build.place()
     sound: list[build.Made] = []
     faulty: list[build.Made] = []
     try:
+        library = build.place()
         tools = build.tools()
         library.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=library.parent) as name, Progress(*_COLUMNS) as progress:

@@ -450,6 +450,7 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     num_adapter_loads: how often one was brought to the device. num_load_waits, load_wait_s: steps in which every
     request waited for an adapter to be read or brought, and how long they waited. num_threads: that a step computes
     with, on each rank.
+    arena_basis: what arena_bytes follows from, in words.
     atmm_table: the measured table that chooses kernels, in words; empty where there is no engine behind the numbers.
     cpu_kernels: "compiled", or "plain torch" without a C++ compiler that works; empty on a GPU.
     """
@@ -492,6 +493,7 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     num_adapter_hits: int = 0
     num_adapter_misses: int = 0
     highest_credit_s: float = 0.0
+    arena_basis: str = ""
     atmm_table: str = ""
     cpu_kernels: str = ""
     num_threads: int = 1

@@ -1,4 +1,4 @@
-"""Video to answers: files, cameras, network streams and folders, cut into seconds, asked of a task head, written down.
+"""Video to answers: files, cameras, network streams and folders, cut into clips, asked of task heads, written down.
 
 ::
 
@@ -12,7 +12,8 @@
 from apps.video_analytics.annotate import AnnotatedVideo
 from apps.video_analytics.answers import CHUNKS_IN_FLIGHT, ChunkResult, analyse, find_head
 from apps.video_analytics.run import run
-from apps.video_analytics.sources import CHUNK_S, Chunk, Source, find_sources, read_chunks
+from apps.video_analytics.sampling import CHUNK_S, Chunk, ClipShape
+from apps.video_analytics.sources import Source, find_sources, read_clips
 
 __all__ = [
     "CHUNKS_IN_FLIGHT",
@@ -20,10 +21,11 @@ __all__ = [
     "AnnotatedVideo",
     "Chunk",
     "ChunkResult",
+    "ClipShape",
     "Source",
     "analyse",
     "find_head",
     "find_sources",
-    "read_chunks",
+    "read_clips",
     "run",
 ]

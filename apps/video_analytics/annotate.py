@@ -8,7 +8,7 @@ import numpy as np
 
 from apps.opencv import cv2, quiet
 from apps.video_analytics.answers import ChunkResult
-from apps.video_analytics.sources import CHUNK_S, Chunk
+from apps.video_analytics.sampling import Chunk
 from vlora.errors import BadImage
 
 _WIDTH = 480  # small videos are enlarged, so that text is readable
@@ -35,7 +35,7 @@ class AnnotatedVideo:
             assert picture is not None, "pictures of a chunk are our own"
             drawn = _drawn(picture, chunk, result)
             if self._writer is None:
-                self._open(drawn, len(chunk.shown) / CHUNK_S)
+                self._open(drawn, len(chunk.shown) / chunk.seconds)
             assert self._writer is not None
             height, width = drawn.shape[:2]
             self._writer.write(drawn if (width, height) == self._size else cv2.resize(drawn, self._size))

@@ -1,11 +1,9 @@
-"""A source's chunks through a stream of the server, and what came back: in order, across broken connections."""
+"""A source's clips through a stream of the server, and what came back: in order, across broken connections."""
 
 from __future__ import annotations
 
-import contextlib
 import datetime
 import functools
-import queue
 import threading
 import time
 from collections import deque
@@ -13,22 +11,25 @@ from collections.abc import Callable, Iterator
 
 import msgspec
 
-from apps.video_analytics.sources import Chunk, Source, read_chunks
+from apps.video_analytics.reading import Reading
+from apps.video_analytics.sampling import Chunk, ClipShape
+from apps.video_analytics.sources import Source
 from vlora.client import Client, FrameStream, HeadResult
 from vlora.errors import Disconnected, EngineDead, OverCapacity, UnknownAdapter, UnknownHead, UnknownStream
 from vlora.types import HeadSummary
 
 CHUNKS_IN_FLIGHT = 4  # that the server answers at once, of a stream
 
-_READ_AHEAD = 2  # chunks
 _MOST_UNREAD = 12  # chunks sent whose results were not taken yet: they are held here, and finished after Ctrl-C
 _ROOM_S = 0.5
 _PATIENCE_S = 120.0  # how long a server that is gone is waited for
 _PAUSE_S = 1.0
-_STOP_S = 2.0
 
 # What a later attempt may not meet: the head was there when the source was begun, and will be once it is loaded again.
 _AWAY = (Disconnected, EngineDead, UnknownStream, UnknownAdapter, UnknownHead, OverCapacity)
+
+
+_Take = Callable[[threading.Event], Chunk | None]
 
 
 class ChunkResult(msgspec.Struct, frozen=True, kw_only=True):
@@ -38,6 +39,7 @@ class ChunkResult(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     source: str
+    head: str
     index: int
     start_s: float
     time: datetime.datetime
@@ -54,6 +56,7 @@ def analyse(
     adapter: str,
     head: str,
     *,
+    fps: float | None = None,
     max_latency_s: float | None = None,
     stop: threading.Event | None = None,
     shown: bool = False,
@@ -61,30 +64,71 @@ def analyse(
     wait_s: float = 0.0,
     patience_s: float = _PATIENCE_S,
 ) -> Iterator[tuple[Chunk, ChunkResult]]:
-    """Ask `head` about every chunk of a source; each chunk with its result, in order.
+    """Ask one head about every clip of a source; see `answer`, which this reads for, and `read_clips`.
 
-    Of a camera that is faster than the server, older chunks give way to newer ones; of a file none. When `stop` is set
-    no more is read, and what was sent is still answered. A server that is gone or full, or has lost the head, is waited
-    for, of a file up to `patience_s`, and chunks without an answer are sent again; `say` is told once, and again when
-    the reason changes. shown, say, wait_s: see `read_chunks`.
+    Args:
+        fps: frames a second of the head's clips; None makes a clip of each second.
+        shown, say, wait_s: see `read_clips`.
 
-    Raises BadImage for a source that cannot be read, UnknownAdapter, UnknownHead, and what the client raises.
+    Raises:
+        BadImage: the source cannot be read.
+        UnknownAdapter, UnknownHead: the server does not have them.
     """
     stop = stop or threading.Event()
-    num_frames = find_head(client, adapter, head).num_frames
-    reading = _Reading(
-        read_chunks(source, num_frames, stop=stop, shown=shown, say=say, wait_s=wait_s), source.live, stop
+    shape = ClipShape(find_head(client, adapter, head).num_frames, fps)
+    reading = Reading(source, [shape], stop=stop, shown=shown, say=say, wait_s=wait_s)
+    yield from answer(
+        client,
+        source,
+        adapter,
+        head,
+        reading,
+        0,
+        max_latency_s=max_latency_s,
+        stop=stop,
+        say=say,
+        patience_s=patience_s,
     )
+
+
+def answer(
+    client: Client,
+    source: Source,
+    adapter: str,
+    head: str,
+    reading: Reading,
+    place: int,
+    *,
+    max_latency_s: float | None = None,
+    stop: threading.Event,
+    say: Callable[[str], None] = lambda text: None,
+    patience_s: float = _PATIENCE_S,
+) -> Iterator[tuple[Chunk, ChunkResult]]:
+    """Ask a head about every clip that is read for it; each clip with its result, in order.
+
+    Of a camera that is faster than the server, older clips give way to newer ones; of a file none. When `stop` is set
+    no more is read, and what was sent is still answered. A server that is gone or full, or has lost the head, is waited
+    for, of a file up to `patience_s`, and clips without an answer are sent again; `say` is notified once, and again
+    when the reason changes.
+
+    Args:
+        reading: of the source. place: of the head in it; it is left at the end.
+
+    Raises:
+        BadImage: the source cannot be read.
+        VLoraError: what the client raises.
+    """
     unanswered: deque[Chunk] = deque()
     lost_at: float | None = None
     told = ""
+    take = functools.partial(reading.take, place)
     try:
         while True:
             try:
                 with client.open_stream(
                     adapter=adapter, head=head, max_latency_s=max_latency_s, drop="newest" if source.live else "none"
                 ) as stream:
-                    for pair in _through(stream, reading, unanswered, source):
+                    for pair in _through(stream, take, unanswered, source, head):
                         lost_at, told = None, ""
                         yield pair
                     return
@@ -96,7 +140,7 @@ def analyse(
                     say(f"{source.name}: {error}; trying again")
                 stop.wait(_PAUSE_S)
     finally:
-        reading.close()
+        reading.leave(place)
 
 
 def find_head(client: Client, adapter: str, head: str) -> HeadSummary:
@@ -112,65 +156,8 @@ def find_head(client: Client, adapter: str, head: str) -> HeadSummary:
     return heads[head]
 
 
-class _Reading:
-    """Reads a source in a thread, a little ahead of who takes the chunks."""
-
-    def __init__(self, chunks: Iterator[Chunk], live: bool, stop: threading.Event) -> None:
-        self._chunks: queue.Queue[Chunk | Exception | None] = queue.Queue(_READ_AHEAD)
-        self._stop = stop
-        self._left = threading.Event()
-        self._ended = False
-        self._thread = threading.Thread(target=self._read, args=(chunks, live), daemon=True)
-        self._thread.start()
-
-    def take(self, gone: threading.Event) -> Chunk | None:
-        """The next chunk; None at the end, however often it is asked, and when `gone` is set. Raises what reading
-        raised."""
-        stopped_at: float | None = None
-        while not (self._ended or gone.is_set()):
-            try:
-                chunk = self._chunks.get(timeout=0.1)
-            except queue.Empty:
-                # Reading ends when it is told to stop, unless a camera that hangs holds it.
-                if self._stop.is_set():
-                    stopped_at = stopped_at or time.monotonic()
-                    self._ended = time.monotonic() - stopped_at > _STOP_S
-                continue
-            if isinstance(chunk, Chunk):
-                return chunk
-            self._ended = True
-            if chunk is not None:
-                raise chunk
-        return None
-
-    def close(self) -> None:
-        self._left.set()
-        self._thread.join(_STOP_S)  # a camera may hold its reader for longer; the thread is a daemon
-
-    def _read(self, chunks: Iterator[Chunk], live: bool) -> None:
-        last: Exception | None = None
-        try:
-            for chunk in chunks:
-                self._put(chunk, live)
-                if self._left.is_set():
-                    return
-        except Exception as error:
-            last = error
-        self._put(last, live=False)
-
-    def _put(self, item: Chunk | Exception | None, live: bool) -> None:
-        while not self._left.is_set():
-            try:
-                self._chunks.put(item, timeout=0.1)
-                return
-            except queue.Full:
-                if live:  # nobody takes chunks while the server is away: only the newest are of use then
-                    with contextlib.suppress(queue.Empty):
-                        self._chunks.get_nowait()
-
-
 def _through(
-    stream: FrameStream, reading: _Reading, unanswered: deque[Chunk], source: Source
+    stream: FrameStream, take: _Take, unanswered: deque[Chunk], source: Source, head: str
 ) -> Iterator[tuple[Chunk, ChunkResult]]:
     """What the source gives through one stream. Chunks move through `unanswered`: what is there at the start goes
     first, what is there at the end had no answer."""
@@ -183,7 +170,7 @@ def _through(
         try:
             for chunk in again:
                 stream.send(*chunk.frames)
-            for chunk in iter(functools.partial(_take, reading, gone, room, failed), None):
+            for chunk in iter(functools.partial(_take, take, gone, room, failed), None):
                 unanswered.append(chunk)
                 stream.send(*chunk.frames)
             if not gone.is_set():
@@ -205,6 +192,7 @@ def _through(
                 chunk,
                 ChunkResult(
                     source=source.name,
+                    head=head,
                     index=chunk.index,
                     start_s=chunk.start_s,
                     time=datetime.datetime.now(datetime.UTC),
@@ -224,13 +212,13 @@ def _through(
         raise failed[0]
 
 
-def _take(reading: _Reading, gone: threading.Event, room: threading.Semaphore, failed: list[Exception]) -> Chunk | None:
+def _take(take: _Take, gone: threading.Event, room: threading.Semaphore, failed: list[Exception]) -> Chunk | None:
     """The next chunk once there is room for it. What was sent before reading failed is still answered."""
     while not room.acquire(timeout=_ROOM_S):
         if gone.is_set():
             return None
     try:
-        return reading.take(gone)
+        return take(gone)
     except Exception as error:
         failed.append(error)
         return None

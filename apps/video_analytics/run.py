@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import re
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -12,21 +13,24 @@ import msgspec
 
 from apps.opencv import STDERR
 from apps.video_analytics.annotate import AnnotatedVideo
-from apps.video_analytics.answers import ChunkResult, analyse
+from apps.video_analytics.answers import ChunkResult, answer, find_head
+from apps.video_analytics.reading import Reading
+from apps.video_analytics.sampling import ClipShape
 from apps.video_analytics.sources import Source
 from apps.writing import writing
 from vlora.client import Client, wait_for_server
 from vlora.errors import BadConfig, VLoraError
 
-COLUMNS = ("source", "index", "start_s", "time", "label", "confidence", "latency_s", "problem")
+COLUMNS = ("source", "head", "index", "start_s", "time", "label", "confidence", "latency_s", "problem")
 
 
 def run(
     client: Client,
     sources: Sequence[Source],
     adapter: str,
-    head: str,
+    heads: str | Sequence[str],
     *,
+    fps: float | None = None,
     out: Path | None = None,
     max_latency_s: float | None = None,
     wait_s: float = 0.0,
@@ -34,11 +38,13 @@ def run(
     tell: Callable[[ChunkResult], None] = lambda result: None,
     say: Callable[[str], None] = lambda text: None,
 ) -> dict[str, int]:
-    """Analyse all sources side by side until they end or `stop` is set; the number of answers by source.
+    """Analyse all sources side by side until they end or `stop` is set; the number of answers by source, and by
+    SOURCE.HEAD where there are several heads, which all read what the source gives once.
 
+    fps: frames a second of each head's clips; None makes a clip of each second.
     wait_s: how long a server or a camera that is not there at the start is waited for; one that goes away later is, in
     any case.
-    out: a folder for NAME.jsonl, NAME.csv and NAME.webm of each source, complete up to the last answer whenever this
+    out: a folder for NAME.jsonl, NAME.csv and NAME.webm of each of these, complete up to the last answer whenever this
     ends; such files of an earlier run are replaced. tell is called with each result, from one thread at a time; say
     with what goes wrong and mends itself.
 
@@ -60,40 +66,67 @@ def run(
 
     wait_for_server(client, wait_s, stop, heard)
 
-    def one(source: Source) -> int:
+    heads = (heads,) if isinstance(heads, str) else tuple(heads)
+    suffixes, shown = _suffixes(heads), out is not None
+
+    def one(source: Source) -> dict[str, int]:
+        shapes = [ClipShape(find_head(client, adapter, head).num_frames, fps) for head in heads]
+        reading = Reading(source, shapes, stop=stop, shown=shown, say=heard, wait_s=wait_s)
+        with ThreadPoolExecutor(len(heads), thread_name_prefix=source.name) as threads:
+            futures = {
+                f"{source.name}{suffix}": threads.submit(of_head, source, reading, place)
+                for place, suffix in enumerate(suffixes)
+            }
+        return {name: future.result() for name, future in futures.items()}
+
+    def of_head(source: Source, reading: Reading, place: int) -> int:
         num_answers = 0
-        video = None if out is None else AnnotatedVideo(out / f"{source.name}.webm")
+        name = f"{source.name}{suffixes[place]}"
+        video = None if out is None else AnnotatedVideo(out / f"{name}.webm")
         try:
-            rows = None if out is None else ResultRows(out / source.name)
-            for chunk, result in analyse(
+            rows = None if out is None else ResultRows(out / name)
+            for clip, result in answer(
                 client,
                 source,
                 adapter,
-                head,
+                heads[place],
+                reading,
+                place,
                 max_latency_s=max_latency_s,
                 stop=stop,
-                shown=out is not None,
                 say=heard,
-                wait_s=wait_s,
             ):
                 num_answers += result.answer is not None
                 if rows is not None and video is not None:
                     rows.add(result)
-                    video.add(chunk, result)
+                    video.add(clip, result)
                 with lock:
                     tell(result)
-        except VLoraError as error:
-            if len(sources) > 1:
-                heard(f"{source.name} ended: {error}")
-            raise
         finally:
+            reading.leave(place)
             if video is not None:
                 video.close()
         return num_answers
 
+    def told(source: Source) -> dict[str, int]:
+        try:
+            return one(source)
+        except VLoraError as error:
+            if len(sources) > 1:
+                heard(f"{source.name} ended: {error}")
+            raise
+
     with ThreadPoolExecutor(len(sources), thread_name_prefix="source") as threads:
-        futures = {source.name: threads.submit(one, source) for source in sources}
-    return {name: future.result() for name, future in futures.items()}
+        futures = [threads.submit(told, source) for source in sources]
+    return {name: count for future in futures for name, count in future.result().items()}
+
+
+def _suffixes(heads: Sequence[str]) -> list[str]:
+    """Of each head in names of files: none where there is only one."""
+    if len(heads) == 1:
+        return [""]
+    plain = [re.sub(r"[^\w-]+", "-", head) for head in heads]
+    return [f".{name}" if plain.count(name) == 1 else f".{name}-{place}" for place, name in enumerate(plain, start=1)]
 
 
 class ResultRows:

@@ -1,7 +1,8 @@
-"""Where frames come from: video files, cameras, network streams, folders; cut into chunks of a second."""
+"""Where frames come from: video files, cameras, network streams, folders; cut into the clips that heads read."""
 
 from __future__ import annotations
 
+import functools
 import itertools
 import os
 import re
@@ -14,14 +15,12 @@ from typing import Literal, NamedTuple
 import msgspec
 
 from apps.opencv import cv2
+from apps.video_analytics.sampling import CHUNK_S, Chunk, ClipShape, Frame, Sampler
 from vlora.errors import BadImage
 
-CHUNK_S = 1.0
 FALLBACK_FPS = 30.0  # for containers that do not say
 VIDEO_SUFFIXES = {".mp4", ".avi", ".mkv", ".mov", ".webm", ".m4v", ".mpg", ".mpeg", ".ts"}
 PICTURE_SUFFIXES = {".jpg", ".jpeg", ".png", ".bmp", ".webp", ".tif", ".tiff"}
-SHOWN_FPS = 10.0
-"""Pictures a second that are kept for the annotated video, at most."""
 
 _SHOWN_WIDTH = 640
 _JPEG_QUALITY = 95
@@ -38,19 +37,6 @@ class Source(NamedTuple):
     @property
     def live(self) -> bool:
         return self.kind == "live"
-
-
-class Chunk(msgspec.Struct, frozen=True):
-    """A second of video. start_s: from the source's beginning. frames: JPEG, spread evenly over it, for the head.
-
-    shown: JPEG, smaller and at most `SHOWN_FPS` a second, for the annotated video. width: of `frames`, in pixels.
-    """
-
-    index: int
-    start_s: float
-    frames: tuple[bytes, ...]
-    shown: tuple[bytes, ...] = ()
-    width: int = 0
 
 
 def find_sources(addresses: Sequence[str]) -> list[Source]:
@@ -99,38 +85,43 @@ def _of_folder(folder: Path) -> list[Source]:
     return found
 
 
-def read_chunks(
+def read_clips(
     source: Source,
-    num_frames: int,
+    shapes: Sequence[ClipShape],
     *,
     stop: threading.Event | None = None,
     shown: bool = False,
     say: Callable[[str], None] = lambda text: None,
     wait_s: float = 0.0,
-) -> Iterator[Chunk]:
-    """Cut a source into chunks of CHUNK_S, num_frames of each; a last, shorter chunk repeats frames if it has too few.
+) -> Iterator[tuple[int, Chunk]]:
+    """Cut a source into clips of several shapes at once: each with the place of its shape in `shapes`.
 
-    Of a folder's pictures num_frames make a chunk. A camera that is lost is opened again, with pauses of up to 30 s,
-    until `stop` is set; `say` is told. So is one that is not there at first, for `wait_s` seconds. shown: keep pictures
-    for the annotated video.
+    The source is opened and decoded once. A last, shorter clip repeats frames if it has too few. Of a folder's pictures
+    as many make a clip as its shape has frames. A camera that is lost is opened again, with pauses of up to 30 s, until
+    `stop` is set; `say` is notified. So is one that is not there at first, for `wait_s` seconds.
 
-    Raises BadImage when a file, or a camera at first, cannot be opened or holds no frame.
+    Args:
+        shown: keep pictures for the annotated video.
+
+    Raises:
+        BadImage: a file, or a camera at first, cannot be opened or holds no frame; or a file has fewer frames a second
+            than a shape asks for.
     """
     stop = stop or threading.Event()
     if source.kind == "pictures":
-        yield from _read_pictures(Path(source.address), num_frames, stop, shown)
+        yield from _read_pictures(Path(source.address), shapes, stop, shown)
         return
-    index, pause_s = 0, _FIRST_PAUSE_S
+    indices, pause_s = [0] * len(shapes), _FIRST_PAUSE_S
     began = time.monotonic()
     while not stop.is_set():
         why = "no picture any more"
         try:
-            for chunk in _read_video(source, num_frames, stop, shown):
-                start_s = time.monotonic() - began - CHUNK_S if source.live else chunk.start_s
-                yield msgspec.structs.replace(chunk, index=index, start_s=max(0.0, start_s))
-                index, pause_s = index + 1, _FIRST_PAUSE_S
+            for place, chunk in _read_video(source, shapes, stop, shown, say if not any(indices) else _nothing):
+                start_s = time.monotonic() - began - chunk.seconds if source.live else chunk.start_s
+                yield place, msgspec.structs.replace(chunk, index=indices[place], start_s=max(0.0, start_s))
+                indices[place], pause_s = indices[place] + 1, _FIRST_PAUSE_S
         except BadImage as error:
-            if not source.live or (index == 0 and time.monotonic() - began >= wait_s):
+            if not source.live or (not any(indices) and time.monotonic() - began >= wait_s):
                 raise
             why = str(error)
         if not source.live:
@@ -141,23 +132,64 @@ def read_chunks(
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
 
 
-def _read_video(source: Source, num_frames: int, stop: threading.Event, shown: bool) -> Iterator[Chunk]:
+def _nothing(text: str) -> None: ...
+
+
+def _read_video(
+    source: Source, shapes: Sequence[ClipShape], stop: threading.Event, shown: bool, say: Callable[[str], None]
+) -> Iterator[tuple[int, Chunk]]:
     told = f"cannot read video {_without_password(source.address)!r}"
     _check_name(source.address, told)
     capture = cv2.VideoCapture(int(source.address) if source.address.isdecimal() else source.address)
     try:
         if not capture.isOpened():
             raise BadImage(f"{told}: {_why_closed(source)}")
-        fps = capture.get(cv2.CAP_PROP_FPS)
-        length = max(num_frames, round((fps if 0 < fps < 1000 else FALLBACK_FPS) * CHUNK_S))
-        index = 0
-        while not stop.is_set() and (chunk := _sample(capture, length, num_frames, shown)) is not None:
-            yield msgspec.structs.replace(chunk, index=index, start_s=index * CHUNK_S)
-            index += 1
-        if index == 0 and not stop.is_set():
-            raise BadImage(f"{told}: it holds no frame that can be decoded")
+        rate = capture.get(cv2.CAP_PROP_FPS)
+        known = 0 < rate < 1000
+        samplers = [
+            Sampler(
+                _possible(shape, rate, source, told, say) if known else shape, rate if known else FALLBACK_FPS, shown
+            )
+            for shape in shapes
+        ]
+        num_clips = 0
+        for index in itertools.count():
+            if stop.is_set() or not capture.grab():
+                break
+            wanting = [sampler for sampler in samplers if sampler.wants(index)]
+            frame = _retrieved(capture) if wanting else None
+            for place, sampler in enumerate(samplers):
+                if (chunk := sampler.add(index, frame)) is not None:
+                    num_clips += 1
+                    yield place, chunk
+        if not stop.is_set():
+            for place, sampler in enumerate(samplers):
+                if (chunk := sampler.rest()) is not None:
+                    num_clips += 1
+                    yield place, chunk
+            if num_clips == 0:
+                raise BadImage(f"{told}: it holds no frame that can be decoded")
     finally:
         capture.release()
+
+
+def _possible(shape: ClipShape, rate: float, source: Source, told: str, say: Callable[[str], None]) -> ClipShape:
+    """The shape, at the camera's rate where it asks for more. Raises BadImage for a file with fewer frames a second."""
+    if shape.fps is None or shape.fps <= rate:
+        return shape
+    if not source.live:
+        raise BadImage(f"{told} at {shape.fps:g} frames a second: it has {rate:g}; give a lower --fps")
+    say(f"{source.name}: the camera has {rate:g} frames a second, not {shape.fps:g}; all of them are taken")
+    return shape._replace(fps=rate)
+
+
+def _retrieved(capture: cv2.VideoCapture) -> Frame | None:
+    decoded, frame = capture.retrieve()
+    return _frame(frame) if decoded else None
+
+
+def _frame(picture: cv2.typing.MatLike) -> Frame:
+    return Frame(functools.partial(_jpeg, picture), lambda: _jpeg(_smaller(picture)), picture.shape[1])
 
 
 def _why_closed(source: Source) -> str:
@@ -178,17 +210,27 @@ def _check_name(path: str, told: str) -> None:
         raise BadImage(f"{told}: its name is not UTF-8; rename it") from error
 
 
-def _read_pictures(folder: Path, num_frames: int, stop: threading.Event, shown: bool) -> Iterator[Chunk]:
+def _read_pictures(
+    folder: Path, shapes: Sequence[ClipShape], stop: threading.Event, shown: bool
+) -> Iterator[tuple[int, Chunk]]:
     files = sorted(path for path in folder.iterdir() if path.suffix.lower() in PICTURE_SUFFIXES)
-    for index in range(0, -(-len(files) // num_frames)):
+    groups: list[list[tuple[bytes, bytes]]] = [[] for _ in shapes]  # each picture, and what is shown of it
+    indices = [0] * len(shapes)
+    for number, path in enumerate(files, 1):
         if stop.is_set():
             return
-        group = files[index * num_frames : (index + 1) * num_frames]
-        group += group[-1:] * (num_frames - len(group))
-        pictures = [_read_picture(path) for path in group]
-        kept = tuple(_jpeg(_smaller(picture)) for picture in pictures) if shown else ()
-        frames = tuple(_jpeg(picture) for picture in pictures)
-        yield Chunk(index, index * CHUNK_S, frames, kept, pictures[-1].shape[1])
+        frame = _frame(_read_picture(path))
+        for place, (group, (num_frames, _)) in enumerate(zip(groups, shapes, strict=True)):
+            group.append((frame.jpeg, frame.small if shown else b""))
+            if len(group) == num_frames or number == len(files):
+                group += group[-1:] * (num_frames - len(group))
+                pictures, small = zip(*group, strict=True)
+                yield (
+                    place,
+                    Chunk(indices[place], indices[place] * CHUNK_S, pictures, small if shown else (), frame.width),
+                )
+                group.clear()
+                indices[place] += 1
 
 
 def _read_picture(path: Path) -> cv2.typing.MatLike:
@@ -197,35 +239,6 @@ def _read_picture(path: Path) -> cv2.typing.MatLike:
     if picture is None:
         raise BadImage(f"{str(path)!r} is no picture this machine can decode")
     return picture
-
-
-def spread(count: int, length: int) -> list[int]:
-    """`count` places from the first to the last of `length`; a single one is the middle."""
-    if count == 1:
-        return [length // 2]
-    return [round(i * (length - 1) / (count - 1)) for i in range(count)]
-
-
-def _sample(capture: cv2.VideoCapture, length: int, num_frames: int, shown: bool) -> Chunk | None:
-    """Read a chunk of `length` frames; None at the video's end."""
-    wanted = set(spread(num_frames, length))
-    kept = set(spread(min(length, round(SHOWN_FPS * CHUNK_S)), length)) if shown else set()
-    frames, pictures, width = [], [], 0
-    for place in range(length):
-        if not capture.grab():
-            break
-        if place in wanted or place in kept:
-            decoded, frame = capture.retrieve()
-            if not decoded:
-                continue
-            width = frame.shape[1]
-            if place in wanted:
-                frames.append(_jpeg(frame))
-            if place in kept:
-                pictures.append(_jpeg(_smaller(frame)))
-    if not frames:
-        return None
-    return Chunk(0, 0.0, tuple(frames[place] for place in spread(num_frames, len(frames))), tuple(pictures), width)
 
 
 def _smaller(frame: cv2.typing.MatLike) -> cv2.typing.MatLike:

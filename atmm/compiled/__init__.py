@@ -4,7 +4,8 @@ They win where torch's fixed cost per product, or its second pass over the weigh
 plain twin: without a compiler, with one that fails, or with ATMM_COMPILED=0 in the environment, `library` gives None
 and nothing else changes. The compiled file is kept in `$XDG_CACHE_HOME/vlora` (default `~/.cache/vlora`) under a name
 that tells sources, flags, and what the compiler makes of this processor, so that a changed one is built anew, and
-machines of several kinds may share one home directory.
+machines of several kinds may share one home directory. Where that folder cannot be written each process compiles its
+own.
 """
 
 from __future__ import annotations
@@ -81,7 +82,7 @@ def library() -> Library | None:
         )
         return None
     try:
-        return Library(_built(compiler))
+        return _loaded(compiler)
     except (OSError, AttributeError, subprocess.SubprocessError) as error:
         _log.warning("compiled CPU kernels are off, plain torch kernels serve: %s", _reason(error))
         return None
@@ -91,6 +92,21 @@ def _reason(error: Exception) -> str:
     if isinstance(error, subprocess.CalledProcessError):
         return f"{' '.join(error.cmd[:1])} failed: {error.stderr.strip()[-500:]}"
     return str(error)
+
+
+def _loaded(compiler: str) -> Library:
+    """From the cache folder, or compiled for this process alone where that folder cannot be written."""
+    try:
+        file = _built(compiler)
+    except OSError as error:
+        _log.warning(
+            "compiled CPU kernels cannot be kept: %s; they are compiled at every start; set XDG_CACHE_HOME to a folder "
+            "that can be written",
+            error,
+        )
+        with tempfile.TemporaryDirectory(prefix="vlora-kernels-") as folder:
+            return Library(_compiled(compiler, Path(folder)))  # its mapping outlives the file
+    return Library(file)
 
 
 def _built(compiler: str) -> Path:
@@ -103,14 +119,20 @@ def _built(compiler: str) -> Path:
     if not file.exists():
         file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=file.parent) as folder:
-            objects = [str(Path(folder) / f"{Path(name).stem}.o") for name in _SOURCES]
-            for name, made in zip(_SOURCES, objects, strict=True):
-                _run(compiler, *_FLAGS, "-c", str(here / name), "-o", made)
-            # Linked without an OpenMP of its own: it finds torch's, whose threads then serve both.
-            fresh = Path(folder) / file.name
-            _run(compiler, "-shared", *objects, "-o", str(fresh))
-            os.replace(fresh, file)
+            os.replace(_compiled(compiler, Path(folder)), file)
     return file
+
+
+def _compiled(compiler: str, folder: Path) -> Path:
+    """The shared library, made in the folder."""
+    here = Path(__file__).parent
+    objects = [str(folder / f"{Path(name).stem}.o") for name in _SOURCES]
+    for name, made in zip(_SOURCES, objects, strict=True):
+        _run(compiler, *_FLAGS, "-c", str(here / name), "-o", made)
+    # Linked without an OpenMP of its own: it finds torch's, whose threads then serve both.
+    library_file = folder / "atmm.so"
+    _run(compiler, "-shared", *objects, "-o", str(library_file))
+    return library_file
 
 
 def _run(*command: str) -> str:

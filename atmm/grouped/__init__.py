@@ -66,11 +66,11 @@ def _function(loaded: ctypes.CDLL, name: str, arguments: tuple[type, ...]) -> Ca
 @functools.cache
 def library() -> Library | None:
     """What was built for the GPU at hand; None where nothing was, which is logged once."""
-    file = place()
-    if not file.exists():
-        _log.warning("no grouped products: they are not built here (`vlora tune --build-cutlass` builds them)")
-        return None
     try:
+        file = place()
+        if not file.exists():
+            _log.warning("no grouped products: they are not built here (`vlora tune --build-cutlass` builds them)")
+            return None
         found = Library(file)
     except (OSError, AttributeError) as error:
         _log.warning("no grouped products: %s", error)

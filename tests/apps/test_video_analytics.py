@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 
 from apps.opencv import quiet
-from apps.video_analytics import Chunk, ChunkResult, Source, analyse, find_sources, read_chunks, run
+from apps.video_analytics import Chunk, ChunkResult, ClipShape, Source, analyse, find_sources, read_clips, run
 from apps.video_analytics import sources as sources_module
 from tests.server.running import Running, png, running_server
 from tests.server.scripted import write_adapter
@@ -75,6 +75,11 @@ def file_source(path: Path) -> Source:
     return source
 
 
+def clips_of(source: Source, num_frames: int, fps: float | None = None, **options: Any) -> Iterator[Chunk]:
+    """A source's clips for one head."""
+    return (clip for _, clip in read_clips(source, [ClipShape(num_frames, fps)], **options))
+
+
 # -- sources ----------------------------------------------------------------------------------------------------------
 
 
@@ -102,19 +107,19 @@ def test_a_cameras_password_is_in_no_message() -> None:
     (source,) = find_sources(["http://user:secret@127.0.0.1:9/main?user=u&Password=secret&channel=1&pwd=secret"])
     assert source.name == "127-0-0-1-9-main-user-u-channel-1"
     with pytest.raises(BadImage, match=r"'http://127\.0\.0\.1:9/main\?user=u&channel=1'"):
-        list(read_chunks(source, 1))
+        list(clips_of(source, 1))
 
 
 def test_a_folders_pictures_are_chunks_of_as_many_as_the_head_reads(tmp_path: Path) -> None:
     for place in range(5):
         (tmp_path / f"{place}.png").write_bytes(png(50 * place))
     (source,) = find_sources([str(tmp_path)])
-    chunks = list(read_chunks(source, 2, shown=True))
+    chunks = list(clips_of(source, 2, shown=True))
     assert [len(chunk.frames) for chunk in chunks] == [2, 2, 2] == [len(chunk.shown) for chunk in chunks]
     assert chunks[2].frames[0] == chunks[2].frames[1]  # the last is repeated
     (tmp_path / "5.png").write_bytes(b"no picture")
     with pytest.raises(BadImage, match=r"5\.png' is no picture"):
-        list(read_chunks(source, 2))
+        list(clips_of(source, 2))
 
 
 @pytest.mark.parametrize(
@@ -128,7 +133,7 @@ def test_a_folders_pictures_are_chunks_of_as_many_as_the_head_reads(tmp_path: Pa
 )
 def test_why_a_source_cannot_be_read(address: str, why: str) -> None:
     with pytest.raises(BadImage, match=why):
-        next(read_chunks(find_sources([address])[0], 1))
+        next(clips_of(find_sources([address])[0], 1))
 
 
 def test_a_file_whose_name_is_no_text_is_told_of(tmp_path: Path) -> None:
@@ -139,22 +144,22 @@ def test_a_file_whose_name_is_no_text_is_told_of(tmp_path: Path) -> None:
         path.write_bytes(png())
     for source in (*find_sources([str(tmp_path)]), *find_sources([str(folder)])):
         with pytest.raises(BadImage, match="its name is not UTF-8; rename it"):
-            next(read_chunks(source, 1))
+            next(clips_of(source, 1))
 
 
 def test_a_camera_that_is_lost_is_opened_again(monkeypatch: pytest.MonkeyPatch) -> None:
     stop, said, opened = threading.Event(), [], []
 
-    def read(source: Source, num_frames: int, stop: threading.Event, shown: bool) -> Iterator[Chunk]:
+    def read(*_: object) -> Iterator[tuple[int, Chunk]]:
         opened.append(time.monotonic())
         if len(opened) == 2:
             raise BadImage("cannot read video")
-        yield Chunk(0, 0.0, (b"frame",))
-        yield Chunk(1, 1.0, (b"frame",))
+        yield 0, Chunk(0, 0.0, (b"frame",))
+        yield 0, Chunk(1, 1.0, (b"frame",))
 
     monkeypatch.setattr(sources_module, "_read_video", read)
     monkeypatch.setattr(sources_module, "_FIRST_PAUSE_S", 0.01)
-    chunks = read_chunks(Source("camera-0", "0", "live"), 1, stop=stop, say=said.append)
+    chunks = clips_of(Source("camera-0", "0", "live"), 1, stop=stop, say=said.append)
     assert [next(chunks).index for _ in range(6)] == [0, 1, 2, 3, 4, 5]
     stop.set()
     assert list(chunks) == [] and len(opened) == 4
@@ -165,20 +170,20 @@ def test_a_camera_that_is_lost_is_opened_again(monkeypatch: pytest.MonkeyPatch) 
 def test_a_camera_that_is_not_there_yet_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     opened: list[None] = []
 
-    def read(source: Source, num_frames: int, stop: threading.Event, shown: bool) -> Iterator[Chunk]:
+    def read(*_: object) -> Iterator[tuple[int, Chunk]]:
         opened.append(None)
         if len(opened) <= 3:
             raise BadImage("cannot read video")
-        yield Chunk(0, 0.0, (b"frame",))
+        yield 0, Chunk(0, 0.0, (b"frame",))
 
     monkeypatch.setattr(sources_module, "_read_video", read)
     monkeypatch.setattr(sources_module, "_FIRST_PAUSE_S", 0.01)
     camera = Source("camera-0", "0", "live")
     with pytest.raises(BadImage):
-        next(read_chunks(camera, 1))
+        next(clips_of(camera, 1))
     with pytest.raises(BadImage):
-        next(read_chunks(Source("street", "street.mp4", "file"), 1, wait_s=60))
-    assert len(opened) == 2 and next(read_chunks(camera, 1, wait_s=60)).index == 0
+        next(clips_of(Source("street", "street.mp4", "file"), 1, wait_s=60))
+    assert len(opened) == 2 and next(clips_of(camera, 1, wait_s=60)).index == 0
 
 
 # -- answers ----------------------------------------------------------------------------------------------------------
@@ -261,11 +266,11 @@ def test_a_camera_waits_for_its_server_until_told_to_stop(server: Running, monke
     monkeypatch.setattr("apps.video_analytics.answers._PAUSE_S", 0.02)
     monkeypatch.setattr("vlora.client.stream_state._RETRY_S", 0.05)
 
-    def frames(source: Source, num_frames: int, *, stop: threading.Event, **_: object) -> Iterator[Chunk]:
+    def frames(source: Source, shapes: object, *, stop: threading.Event, **_: object) -> Iterator[tuple[int, Chunk]]:
         while not stop.wait(0.01):
-            yield Chunk(0, 0.0, (png(), png()))
+            yield 0, Chunk(0, 0.0, (png(), png()))
 
-    monkeypatch.setattr("apps.video_analytics.answers.read_chunks", frames)
+    monkeypatch.setattr("apps.video_analytics.reading.read_clips", frames)
     stop = threading.Event()
     said: list[str] = []
     tries: list[None] = []

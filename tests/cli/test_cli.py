@@ -175,6 +175,15 @@ def test_seconds_without_an_answer_are_told_and_end_with_code_1(
     assert all(json.loads(line)["problem"] for line in rows.read_text().splitlines())
 
 
+def test_several_heads_are_asked_at_a_chosen_rate(vlora_command: Vlora, address: str, video: str) -> None:
+    heads = ("--adapter", "cam", "--head", "night", "--head", "day", "--fps", "2")
+    code, out, err = vlora_command("stream", video, *heads, "--server", address)
+    assert (code, err) == (0, "")
+    words = sorted(tuple(line.split()[:4]) for line in out.splitlines())
+    assert [line[:2] for line in words if line[0] == "night"] == [("night", f"{start}.0") for start in range(4)]
+    assert [line[3] for line in words if line[0] == "day"] == ["dark"] * 4 + ["bright"] * 3
+
+
 # -- mistakes ---------------------------------------------------------------------------------------------------------
 
 
@@ -212,6 +221,8 @@ def test_seconds_without_an_answer_are_told_and_end_with_code_1(
             ["stream", "IMAGE", "--adapter", "signs", "--head", "day"],
             "its heads: none; head 'day' belongs to adapter 'cam'",
         ),
+        (["stream", "IMAGE", "--adapter", "cam", "--head", "day", "--head", "day"], "--head is given twice as 'day'"),
+        (["stream", "IMAGE", "--adapter", "cam", "--head", "day", "--fps", "0"], "invalid value for '--fps'"),
         (["serve", "--adapter", "cam"], "--adapter is 'cam'; write NAME=PATH"),
         (["serve", "--adapter", "a=x", "--adapter", "a=y"], "adapter 'a' is given twice"),
         (["serve", "--adapter", "a=x", "--served-model-name", "a"], "adapter 'a' has the base model's name; rename it"),

@@ -283,8 +283,8 @@ def test_batch_answers_in_order_and_tells_bad_pictures(
 
 def test_status_tells_a_server_at_a_glance(vlora_command: Vlora, address: str) -> None:
     code, out, err = vlora_command("status", "--server", address)
-    assert (code, err) == (0, "") and "0 running, 0 waiting" in out and out.count("\n") == 10
-    assert "threads    1\n" in out
+    assert (code, err) == (0, "") and "0 running, 0 waiting" in out and out.count("\n") == 11
+    assert "threads    1\n" in out and "sized by   arena_bytes\n" in out
     *_, table, kernels = out.splitlines()
     assert table == "ATMM table unknown"
     assert kernels == "kernels    plain torch, slower: there is no C++ compiler that works"

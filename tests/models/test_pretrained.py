@@ -66,6 +66,15 @@ def test_a_model_that_only_its_own_code_can_read_is_refused(folder: Path, read: 
     assert "trust_remote_code" not in str(told.value), "a setting that does not exist here"
 
 
+def test_a_model_that_the_hub_does_not_give_is_refused_with_what_mends_it(folder: Path) -> None:
+    with pytest.raises(BadConfig, match=r"(?s)cannot load model 'no-such/model': .*HTTPS_PROXY.*HF_ENDPOINT.*HF_HOME"):
+        read_config("no-such/model")
+    (folder / "config.json").unlink()
+    with pytest.raises(BadConfig, match="cannot load model") as refused:
+        read_config(str(folder))
+    assert "HF_ENDPOINT" not in str(refused.value), "a folder is not looked for on the hub"
+
+
 @pytest.mark.parametrize(
     ("kind", "file", "fields"),
     [

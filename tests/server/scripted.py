@@ -308,6 +308,7 @@ class ScriptedEngine:
             num_preemptions=0,
             free_blocks=10,
             total_blocks=10,
+            arena_basis="arena_bytes",
             cpu_kernels="plain torch",
         )
 

@@ -9,11 +9,12 @@ from typing import TYPE_CHECKING, BinaryIO
 
 import click
 
+from vlora.cli.extras import needs
 from vlora.cli.group import cli
 from vlora.cli.interrupt import INTERRUPTED, stopping
 from vlora.cli.progress import counting, waiting
 from vlora.cli.server_flags import json_option, print_json, server_option, wait_option
-from vlora.errors import VLoraError
+from vlora.errors import BadRequest, VLoraError
 
 if TYPE_CHECKING:
     from vlora.client import Client
@@ -23,39 +24,50 @@ _KERNELS = {"compiled": "compiled C++", "plain torch": "plain torch, slower: the
 
 @cli.command()
 @click.argument("sources", nargs=-1, required=True)
-@click.option("--adapter", required=True, help="Adapter that has the head.")
-@click.option("--head", required=True, help="Task head that answers.")
+@click.option("-a", "--adapter", required=True, help="Adapter that has the heads.")
+@click.option("--head", "heads", multiple=True, required=True, help="Task head that answers; may be repeated.")
 @click.option(
+    "--fps",
+    type=click.FloatRange(min=0, min_open=True),
+    help="Frames a second of a clip; a head's clip has as many frames as it reads. A clip of each second if not given.",
+)
+@click.option(
+    "-o",
     "--out",
     type=click.Path(file_okay=False, path_type=Path),
-    help="Folder for NAME.jsonl, NAME.csv and NAME.webm; those of an earlier run are replaced.",
+    help="Folder for NAME.jsonl, NAME.csv and NAME.webm (of several heads: NAME.HEAD.*); earlier ones are replaced.",
 )
 @click.option("--max-latency-s", type=float, help="Longest time to an answer; no bound if not given.")
 @wait_option
 @server_option
 @json_option
+@needs("video")
 def stream(
     sources: tuple[str, ...],
     adapter: str,
-    head: str,
+    heads: tuple[str, ...],
+    fps: float | None,
     out: Path | None,
     max_latency_s: float | None,
     wait_s: float,
     client: Client,
     as_json: bool,
 ) -> None:
-    """Ask a task head about every second of videos and cameras, many at once.
+    """Ask task heads about videos and cameras, many at once, clip by clip.
 
     \b
         vlora stream street.mp4 --adapter traffic --head jam
+        vlora stream street.mp4 --adapter traffic --head jam --head cars --fps 4
         vlora stream rtsp://camera-7/main 0 videos/ --adapter traffic --head jam --out results
 
-    A source is a file, a camera's number, a URL, or a folder of videos and pictures. A camera or a server that is gone
-    is tried again; at the start, for --wait-s. Ctrl-C lets what is under way finish and completes the files. A second
-    that cannot be answered is told and ends nothing; the exit code is then 1.
+    A source is a file, a camera's number, a URL, or a folder of videos and pictures; all heads read it at once. A
+    camera or a server that is gone is tried again; at the start, for --wait-s. Ctrl-C lets what is under way finish and
+    completes the files. A clip that cannot be answered is reported and ends nothing; the exit code is then 1.
     """
     from apps.video_analytics import ChunkResult, find_sources, run
 
+    if repeated := [head for head in dict.fromkeys(heads) if heads.count(head) > 1]:
+        raise BadRequest(f"--head is given twice as {repeated[0]!r}; once is enough")
     found = find_sources(sources)
     num_problems = 0
 
@@ -66,6 +78,7 @@ def stream(
             print_json(result)
             return
         name = f"{result.source:<20.20} " if len(found) > 1 else ""
+        name += f"{result.head:<12.12} " if len(heads) > 1 else ""
         said = f"{result.label:<20} {result.confidence:6.1%}" if result.problem is None else result.problem
         click.echo(f"{name}{result.start_s:7.1f} s  {said}  {result.latency_s * 1e3:6.0f} ms")
 
@@ -75,7 +88,8 @@ def stream(
                 client,
                 found,
                 adapter,
-                head,
+                heads,
+                fps=fps,
                 out=out,
                 max_latency_s=max_latency_s,
                 wait_s=wait_s,
@@ -190,6 +204,7 @@ def status(wait_s: float, client: Client, as_json: bool) -> None:
             f"{stats.arena_bytes / mib:.0f} MiB: adapters {stats.adapter_bytes / mib:.0f}, KV in use "
             f"{stats.kv_bytes / mib:.0f}, KV cached {stats.cached_kv_bytes / mib:.0f}",
         ),
+        *([("sized by", stats.arena_basis)] if stats.arena_basis else ()),
         ("threads", str(stats.num_threads)),
         ("adapters", f"{stats.num_resident_adapters} of {stats.num_adapters} on the device"),
         ("preempted", str(stats.num_preemptions)),

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import click
 
+from vlora.cli.extras import needs
 from vlora.cli.group import cli
 from vlora.cli.interrupt import ends_with
 from vlora.cli.progress import waiting
@@ -25,6 +26,7 @@ from vlora.errors import BadConfig, BadPlan
 @click.option("--oracle", is_flag=True, help="Also find the fewest adapters possible; takes many more trainings.")
 @click.option("--workers", default=1, type=click.IntRange(min=1), help="Trainings at a time, of one CPU thread each.")
 @json_option
+@needs("fuse")
 def fuse(
     plan: Path,
     out: Path | None,
@@ -109,6 +111,7 @@ def _plan_file(plan: Path) -> Path:
 )
 @click.option("--out", type=click.Path(path_type=Path), help="Folder to write; ADAPTER-bdN if not given.")
 @json_option
+@needs("fuse")
 def convert_bd(
     adapter: Path, blocks: int, rank: int | None, base: str | None, data: Path | None, out: Path | None, as_json: bool
 ) -> None:
@@ -157,6 +160,7 @@ def convert_bd(
 )
 @click.option("--plan", default="demo", show_default=True, help="Fusion plan: a file, or one in the package by name.")
 @json_option
+@needs("demo")
 def demo(out: Path, plan: str, as_json: bool) -> None:
     """Do the whole job once, live: fuse, serve, ask, stream. Takes some minutes.
 
@@ -190,6 +194,7 @@ def model() -> None:
 @click.option("--checkpoint", type=click.Path(exists=True), help="Another folder than the package's own.")
 @click.option("--quick", is_flag=True, help="One seed and few pictures: a look, not a result.")
 @json_option
+@needs("fuse")
 def model_eval(checkpoint: str | None, quick: bool, as_json: bool) -> None:
     """Measure every promise of the embedded model. The last line is JSON, with --json the only one; exit code 1 when a
     goal does not hold.

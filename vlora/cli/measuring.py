@@ -10,6 +10,7 @@ from typing import Any
 import click
 
 from vlora.cli.bench_serve import OPTION_NAMES, serve_options
+from vlora.cli.extras import needs
 from vlora.cli.group import cli
 from vlora.cli.progress import waiting
 from vlora.cli.server_flags import json_option, print_json
@@ -122,6 +123,7 @@ def simulate(
 @click.option("--device", help="Of `policy` and `costs`: cpu (if not given) or cuda.")
 @serve_options
 @json_option
+@needs("fuse")
 def bench(
     name: str,
     quick: bool,
@@ -251,6 +253,7 @@ def _bench_bd(quick: bool, out: Path | None, seeds: int | None, only_json: bool)
     help="Compute capability to build for, 80 for 8.0; may be repeated. The GPU's own, or 80 and 90, if not given.",
 )
 @json_option
+@needs("serve")
 def tune(
     model: str | None,
     device: str,

@@ -10,6 +10,7 @@ from typing import Any
 
 import click
 
+from vlora.cli.extras import needs
 from vlora.cli.group import cli
 from vlora.cli.options import HeadedOption
 from vlora.cli.progress import waiting
@@ -81,6 +82,7 @@ from vlora.logs import JSON_VARIABLE, LEVEL_VARIABLE, LEVELS, configure
 )
 @config_flags(EngineConfig, skip=("model",))
 @config_flags(ServerConfig, skip=("tokens",))
+@needs("serve")
 def serve(
     model: str,
     served_model_name: str | None,

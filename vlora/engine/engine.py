@@ -350,6 +350,7 @@ class Engine:
             num_adapter_misses=self._num_misses,
             num_load_waits=self._num_load_waits,
             load_wait_s=self._load_wait_s,
+            arena_basis=self.limits.arena_basis,
             atmm_table=self._atmm_table,
             cpu_kernels=self._cpu_kernels,
             num_threads=self.num_threads,

@@ -13,17 +13,20 @@ from vlora.memory.arena import PAGE_BYTES, block_pages
 from vlora.models.seam import Seam
 
 _ADAPTER_BYTES = 256 * 2**20  # room for adapters when the arena sizes itself
+_REQUEST_TOKENS = 4096  # in each place of a batch on a CPU, if an arena sizes itself: pictures, question and answer
 _CPU_SHARE = 0.4  # of free memory: the machine runs other things too
 _GPU_SHARE = 0.9  # of free memory after the shadow slabs: activations take the rest
 
 
 @dataclasses.dataclass(frozen=True)
 class Limits:
-    """max_context: prompt and answer of one request, tokens. block_pages, num_pages: the arena's measure."""
+    """max_context: prompt and answer of one request, tokens. block_pages, num_pages: the arena's measure.
+    arena_basis: what num_pages follows from, in words."""
 
     max_context: int
     block_pages: int
     num_pages: int
+    arena_basis: str
 
     @property
     def max_adapter_pages(self) -> int:
@@ -41,17 +44,33 @@ def compute_limits(config: EngineConfig, seam: Seam, shadow_bytes: int) -> Limit
     max_context = min(seam.max_positions, config.max_context or seam.max_positions)
     pages = block_pages(seam.num_layers, config.block_size, seam.kv_dim, seam.dtype)
     if config.arena_bytes is not None:
-        num_pages = config.arena_bytes // PAGE_BYTES
+        num_pages, basis = config.arena_bytes // PAGE_BYTES, "arena_bytes"
     else:
-        blocks = -(-max_context // config.block_size) * config.max_batch_size
-        wanted = blocks * pages + _ADAPTER_BYTES // PAGE_BYTES
-        num_pages = min(wanted, _free_bytes(config, seam.device, shadow_bytes) // PAGE_BYTES)
+        num_pages, basis = _own_size(config, seam, max_context, pages, _free_bytes(config, seam.device, shadow_bytes))
     if num_pages < 2 * pages:
         raise BadConfig(
             f"the arena would have {num_pages} pages of {PAGE_BYTES} bytes, but one KV block of "
             f"{config.block_size} tokens takes {pages}; give arena_bytes of at least {2 * pages * PAGE_BYTES}"
         )
-    return Limits(max_context, pages, num_pages // pages * pages)
+    return Limits(max_context, pages, num_pages // pages * pages, basis)
+
+
+def _own_size(config: EngineConfig, seam: Seam, max_context: int, pages: int, free_bytes: int) -> tuple[int, str]:
+    """Pages of an arena that no setting sizes, and what they follow from.
+
+    Full batches of the longest requests are what a model can use at most. A GPU serves nothing else, so that it keeps
+    room for them; a CPU shares its memory, and full batches of requests so long would take minutes a step there.
+    """
+    tokens = max_context if seam.device.type == "cuda" else min(max_context, _REQUEST_TOKENS)
+    full_batch = config.max_batch_size * -(-tokens // config.block_size)
+    longest = 2 * -(-max_context // config.block_size)  # one of these: half of the arena is always there for KV
+    wanted = max(full_batch, longest) * pages + _ADAPTER_BYTES // PAGE_BYTES
+    if wanted * PAGE_BYTES > free_bytes:
+        share = _GPU_SHARE if seam.device.type == "cuda" else _CPU_SHARE
+        return free_bytes // PAGE_BYTES, f"{share:.0%} of the memory that was free"
+    batch = f"{config.max_batch_size} requests of {tokens:,} tokens"
+    room = batch if full_batch >= longest else f"a request of {max_context:,} tokens in either half"
+    return wanted, f"{room}, and {_ADAPTER_BYTES // 2**20} MiB of adapters"
 
 
 def shadow_fits(config: EngineConfig, seam: Seam, shadow_bytes: int) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,6 +13,11 @@ from vlora.config import EngineConfig
 from vlora.errors import BadConfig
 from vlora.models.families import family_of
 from vlora.models.pretrained import from_pretrained
+
+_HUB_HINT = (
+    "; there is no folder of that name either. Give a folder with the checkpoint's files, or set HTTPS_PROXY for a "
+    "proxy, HF_ENDPOINT for a mirror of the hub, HF_HOME for a cache that can be written"
+)
 
 
 def load_model(config: EngineConfig, rank: int = 0) -> Any:
@@ -37,7 +43,7 @@ def read_config(model: str) -> Any:
     try:
         model_config = from_pretrained(AutoConfig, model)
     except (OSError, ValueError) as error:
-        raise BadConfig(f"cannot load model {model!r}: {error}") from error
+        raise BadConfig(f"cannot load model {model!r}: {error}{_HUB_HINT * (not Path(model).is_dir())}") from error
     family_of(model_config)
     return model_config
 

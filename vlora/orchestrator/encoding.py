@@ -8,7 +8,7 @@ from typing import NamedTuple
 from vlora.orchestrator.tracked import Image, Tracked
 from vlora.types import Encode, Encoded, RequestStatus
 
-SHARE = 0.3  # of a step's time with tokens, at most this much more for images: no decode waits longer for them
+SHARE = 0.5  # of a step's time with tokens, at most this much more for images: no decode waits longer for them
 ALONE_S = 0.1  # of encoding in a step without tokens: new requests are seen after this long
 _MAX_AHEAD = 4  # steps' worth of tokens whose embeddings are held for requests that have not started
 

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from vlora.errors import BadRequest
+from vlora.server.closed_schema import closed
 from vlora.types import MAX_GRAMMAR_CHARS
 
 # On one line, with at most a space between two tokens of JSON: where blanks are free, a model may fill max_tokens with
@@ -30,8 +31,9 @@ def json_grammar(kind: str, json_schema: dict[str, Any] | None) -> str | None:
 
 
 def json_value(schema: Mapping[str, Any]) -> str:
-    """The right side of a grammar's rule for a value of this schema."""
-    return f"%json {json.dumps({**schema, 'x-guidance': _RULES})}"
+    """The right side of a grammar's rule for a value of this schema, whose objects have no properties that it does not
+    name."""
+    return f"%json {json.dumps({**closed(schema), 'x-guidance': _RULES})}"
 
 
 def checked_size(grammar: str, field: str) -> str:

@@ -1,0 +1,93 @@
+"""A source read in a thread, a little ahead of the heads that are asked about it."""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+
+from apps.video_analytics.sampling import Chunk, ClipShape
+from apps.video_analytics.sources import Source, read_clips
+
+_READ_AHEAD = 2  # clips of each head
+_STOP_S = 2.0
+
+
+class Reading:
+    """Reads a source once for all heads. Each head takes its own clips; while one is behind, of a camera its older
+    clips give way to newer ones, and of a file reading waits.
+
+    Args:
+        shapes: of the heads' clips.
+        stop: once set, no more is read.
+        shown, say, wait_s: see `read_clips`.
+    """
+
+    def __init__(
+        self,
+        source: Source,
+        shapes: Sequence[ClipShape],
+        *,
+        stop: threading.Event,
+        shown: bool = False,
+        say: Callable[[str], None] = lambda text: None,
+        wait_s: float = 0.0,
+    ) -> None:
+        self._live = source.live
+        self._stop = stop
+        self._clips: list[queue.Queue[Chunk | Exception | None]] = [queue.Queue(_READ_AHEAD) for _ in shapes]
+        self._left = [threading.Event() for _ in shapes]
+        self._ended = [False] * len(shapes)
+        clips = read_clips(source, shapes, stop=stop, shown=shown, say=say, wait_s=wait_s)
+        self._thread = threading.Thread(target=self._read, args=(clips,), daemon=True)
+        self._thread.start()
+
+    def take(self, head: int, gone: threading.Event) -> Chunk | None:
+        """The next clip of a head, by its place; None at the end, however often it is asked, and when `gone` is set.
+        Raises what reading raised."""
+        stopped_at: float | None = None
+        while not (self._ended[head] or gone.is_set()):
+            try:
+                clip = self._clips[head].get(timeout=0.1)
+            except queue.Empty:
+                # Reading ends when it is told to stop, unless a camera that hangs holds it.
+                if self._stop.is_set():
+                    stopped_at = stopped_at or time.monotonic()
+                    self._ended[head] = time.monotonic() - stopped_at > _STOP_S
+                continue
+            if isinstance(clip, Chunk):
+                return clip
+            self._ended[head] = True
+            if clip is not None:
+                raise clip
+        return None
+
+    def leave(self, head: int) -> None:
+        """A head takes no more clips. Reading ends with the last one's leaving."""
+        self._left[head].set()
+        if all(left.is_set() for left in self._left):
+            self._thread.join(_STOP_S)  # a camera may hold its reader for longer; the thread is a daemon
+
+    def _read(self, clips: Iterator[tuple[int, Chunk]]) -> None:
+        last: Exception | None = None
+        try:
+            for head, clip in clips:
+                self._put(head, clip, self._live)
+                if all(left.is_set() for left in self._left):
+                    return
+        except Exception as error:
+            last = error
+        for head in range(len(self._left)):
+            self._put(head, last, live=False)
+
+    def _put(self, head: int, item: Chunk | Exception | None, live: bool) -> None:
+        while not self._left[head].is_set():
+            try:
+                self._clips[head].put(item, timeout=0 if live else 0.1)
+                return
+            except queue.Full:
+                if live:  # the head or the server is behind: only the newest are of use then
+                    with contextlib.suppress(queue.Empty):
+                        self._clips[head].get_nowait()

@@ -1,0 +1,209 @@
+"""Clips at a chosen rate, and several heads that read a source once."""
+
+from __future__ import annotations
+
+import csv
+import itertools
+import json
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import cv2
+import numpy as np
+import pytest
+
+from apps.video_analytics import Chunk, ChunkResult, ClipShape, Source, read_clips, run
+from apps.video_analytics import sources as sources_module
+from apps.video_analytics.reading import Reading
+from apps.video_analytics.sampling import Frame, Sampler
+from tests.apps.test_video_analytics import file_source, labels, shades, write_video
+from tests.server.running import Running, png, running_server
+from tests.server.scripted import write_adapter
+from vlora.client import Client
+from vlora.errors import BadImage, UnknownHead
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    with running_server() as running:
+        folder = write_adapter(tmp_path_factory.mktemp("adapter"), {"night": 2, "one": 1})
+        running.on_loop(running.front_end.load_adapter("cam", folder))
+        yield running
+
+
+@pytest.fixture
+def client(server: Running) -> Iterator[Client]:
+    with Client(port=server.port) as made:
+        yield made
+
+
+def write_ramp(path: Path, num_frames: int, fps: int = 10) -> Path:
+    """Each frame eight brighter than the one before, so that a frame is known by its shade."""
+    writer = cv2.VideoWriter(str(path), cv2.VideoWriter.fourcc(*"mp4v"), fps, (64, 48))
+    for place in range(num_frames):
+        writer.write(np.full((48, 64, 3), 8 * place, np.uint8))
+    writer.release()
+    return path
+
+
+def numbers(clip: Chunk) -> list[int]:
+    """Which frames of a ramp a clip has."""
+    pictures = [cv2.imdecode(np.frombuffer(frame, np.uint8), cv2.IMREAD_COLOR) for frame in clip.frames]
+    return [round(float(picture.mean()) / 8) for picture in pictures if picture is not None]
+
+
+def place_of(text: str) -> Frame:
+    return Frame(lambda: text.encode(), lambda: text.upper().encode(), 64)
+
+
+# -- clips ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("shape", "wanted"),
+    [
+        (ClipShape(2, 5), [[0, 2], [4, 6], [8, 10], [12, 14], [16, 18], [20, 20]]),  # every other frame
+        (ClipShape(2, 4), [[0, 2], [5, 7], [10, 12], [15, 17], [20, 20]]),  # between frames the earlier one
+        (ClipShape(1, 2), [[0], [5], [10], [15], [20]]),
+        (ClipShape(3, 10), [[0, 1, 2], [3, 4, 5], [6, 7, 8], [9, 10, 11], [12, 13, 14], [15, 16, 17], [18, 19, 20]]),
+        (ClipShape(4, 2), [[0, 5, 10, 15], [20, 20, 20, 20]]),  # two seconds each
+        (ClipShape(2), [[0, 9], [10, 19], [20, 20]]),  # a second each
+        (ClipShape(1), [[5], [15]]),
+    ],
+)
+def test_a_clip_has_the_frames_that_its_rate_chooses(tmp_path: Path, shape: ClipShape, wanted: list[list[int]]) -> None:
+    source = file_source(write_ramp(tmp_path / "ramp.mp4", 21))
+    clips = [clip for _, clip in read_clips(source, [shape])]
+    assert [numbers(clip) for clip in clips] == wanted
+    assert [clip.start_s for clip in clips] == pytest.approx([index * shape.seconds for index in range(len(clips))])
+
+
+@pytest.mark.parametrize("rate", [23.976, 25.0, 29.97, 59.94])
+@pytest.mark.parametrize("fps", [1.0, 4.0, 7.5, 23.976])
+def test_at_any_rate_clips_follow_each_other_and_frames_their_time(rate: float, fps: float) -> None:
+    sampler = Sampler(ClipShape(4, fps), rate, shown=True)
+    clips = []
+    for index in range(round(20 * rate)):
+        clip = sampler.add(index, place_of(str(index)) if sampler.wants(index) else None)
+        clips += [clip] if clip is not None else []
+    taken = [int(frame) for clip in clips for frame in clip.frames]
+    assert len(taken) == len(set(taken)) and abs(len(taken) - 20 * fps) <= 5
+    for number, index in enumerate(taken):
+        assert 0 <= number / fps - index / rate < 1 / rate, "the last frame that was there at its time"
+    shown = [int(picture) for clip in clips for picture in clip.shown]
+    assert shown == sorted(set(shown)) and len(shown) <= 10 * (len(clips) * 4 / fps) + len(clips)
+
+
+def test_heads_of_different_sizes_read_one_video_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    opened: list[str] = []
+    capture = cv2.VideoCapture
+
+    def counted(address: Any) -> Any:
+        opened.append(address)
+        return capture(address)
+
+    monkeypatch.setattr(sources_module.cv2, "VideoCapture", counted)
+    source = file_source(write_ramp(tmp_path / "ramp.mp4", 20))
+    clips = list(read_clips(source, [ClipShape(2, 4), ClipShape(1, 2), ClipShape(4)]))
+    assert len(opened) == 1
+    by_head = [[numbers(clip) for place, clip in clips if place == head] for head in range(3)]
+    assert by_head[0] == [[0, 2], [5, 7], [10, 12], [15, 17]] and by_head[1] == [[0], [5], [10], [15]]
+    assert by_head[2] == [[0, 3, 6, 9], [10, 13, 16, 19]]
+    assert [clip.index for place, clip in clips if place == 0] == [0, 1, 2, 3]
+
+
+def test_a_file_has_no_more_frames_than_it_has(tmp_path: Path) -> None:
+    source = file_source(write_ramp(tmp_path / "ramp.mp4", 12))
+    with pytest.raises(BadImage, match=r"ramp\.mp4' at 25 frames a second: it has 10; give a lower --fps"):
+        list(read_clips(source, [ClipShape(1, 25)]))
+    said: list[str] = []
+    camera = source._replace(kind="live")
+    clips = itertools.islice(read_clips(camera, [ClipShape(1, 25)], say=said.append), 12)
+    assert [numbers(clip) for _, clip in clips] == [[place] for place in range(12)]
+    assert said == ["ramp: the camera has 10 frames a second, not 25; all of them are taken"]
+
+
+def test_pictures_of_a_folder_go_to_every_head(tmp_path: Path) -> None:
+    for place in range(5):
+        (tmp_path / f"{place}.png").write_bytes(png(40 * place))
+    clips = list(read_clips(file_source(tmp_path), [ClipShape(2), ClipShape(1)]))
+    assert [len(clip.frames) for place, clip in clips if place == 0] == [2, 2, 2]
+    assert [clip.index for place, clip in clips if place == 1] == [0, 1, 2, 3, 4]
+
+
+# -- reading ----------------------------------------------------------------------------------------------------------
+
+
+def fed(monkeypatch: pytest.MonkeyPatch, kind: Any, number: int, pause_s: float = 0.0) -> Reading:
+    """A reading of two heads, each of so many clips."""
+
+    def clips(source: Source, shapes: Sequence[ClipShape], **_: object) -> Iterator[tuple[int, Chunk]]:
+        for index in range(number):
+            time.sleep(pause_s)
+            for head in range(len(shapes)):
+                yield head, Chunk(index, float(index), (b"frame",))
+
+    monkeypatch.setattr("apps.video_analytics.reading.read_clips", clips)
+    return Reading(Source("s", "0", kind), [ClipShape(1), ClipShape(1)], stop=threading.Event())
+
+
+def test_a_slow_head_does_not_hold_up_the_others_of_a_camera(monkeypatch: pytest.MonkeyPatch) -> None:
+    reading, gone = fed(monkeypatch, "live", 20, pause_s=0.01), threading.Event()
+    taken = [clip.index for clip in iter(lambda: reading.take(0, gone), None)]
+    assert taken == list(range(20)), "the other head has taken nothing"
+    left = [clip.index for clip in iter(lambda: reading.take(1, gone), None)]
+    assert left and left[-1] == 19 and len(left) <= 3, "of which the newest are left"
+    for head in range(2):
+        reading.leave(head)
+
+
+def test_a_file_waits_for_every_head_until_it_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
+    reading, gone = fed(monkeypatch, "file", 50), threading.Event()
+    taken = [reading.take(0, gone) for _ in range(3)]
+    assert all(taken)
+    reading.leave(1)  # its stream has failed
+    assert len([clip for clip in iter(lambda: reading.take(0, gone), None)]) == 47
+    reading.leave(0)
+    assert not reading._thread.is_alive()
+
+
+# -- whole runs -------------------------------------------------------------------------------------------------------
+
+
+def test_two_heads_answer_every_clip_into_files_of_their_own(client: Client, tmp_path: Path) -> None:
+    source = file_source(write_video(tmp_path / "street.mp4", shades(4)))
+    told: list[ChunkResult] = []
+    counts = run(client, [source], "cam", ("night", "one"), fps=2, out=tmp_path / "out", tell=told.append)
+    assert counts == {"street.night": 4, "street.one": 8}
+    assert {name.name for name in (tmp_path / "out").iterdir()} == {
+        f"street.{head}.{kind}" for head in ("night", "one") for kind in ("jsonl", "csv", "webm")
+    }
+    for head, times in (("night", 1), ("one", 2)):
+        lines = [json.loads(line) for line in (tmp_path / "out" / f"street.{head}.jsonl").read_text().splitlines()]
+        assert [line["label"] for line in lines] == [label for label in labels(4) for _ in range(times)]
+        assert [line["start_s"] for line in lines] == [index / times for index in range(4 * times)]
+        assert {line["head"] for line in lines} == {head}
+        with (tmp_path / "out" / f"street.{head}.csv").open(newline="") as file:
+            assert {row["head"] for row in csv.DictReader(file)} == {head}
+        capture = cv2.VideoCapture(str(tmp_path / "out" / f"street.{head}.webm"))
+        assert capture.get(cv2.CAP_PROP_FPS) == 10 and capture.get(cv2.CAP_PROP_FRAME_COUNT) == 40
+    assert sorted(result.index for result in told if result.head == "one") == list(range(8))
+
+
+def test_heads_that_are_alike_in_names_of_files_are_told_apart(tmp_path: Path) -> None:
+    source = file_source(write_video(tmp_path / "street.mp4", shades(2)))
+    with running_server() as running:
+        folder = write_adapter(tmp_path / "adapter", {"a b": 1, "a/b": 1})
+        running.on_loop(running.front_end.load_adapter("cam", folder))
+        with Client(port=running.port) as client:
+            counts = run(client, [source], "cam", ("a b", "a/b"))
+    assert counts == {"street.a-b-1": 2, "street.a-b-2": 2}
+
+
+def test_an_unknown_head_is_named_before_anything_is_read(client: Client, tmp_path: Path) -> None:
+    source = file_source(write_video(tmp_path / "street.mp4", shades(1)))
+    with pytest.raises(UnknownHead, match="has no head 'day'; its heads: night, one"):
+        run(client, [source], "cam", ("night", "day"))

@@ -1,0 +1,134 @@
+"""Where files cannot be kept the engine starts all the same, and its log names the variable that mends it.
+
+The folder of these tests lies below a file: it cannot be made, whoever runs them.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import pwd
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from atmm import cache, compiled, product_choice, products, tables
+from atmm.contention import Contention
+from tests.atmm.test_compiled import fresh as fresh  # a fixture
+from tests.atmm.test_compiled import needs_compiler
+from vlora import tune
+from vlora.errors import BadConfig
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def unwritable(fresh: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    (fresh / "file").touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(fresh / "file" / "cache"))
+    return fresh / "file"
+
+
+@pytest.fixture
+def homeless(fresh: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A user without an entry in the system's list and without HOME, as in containers."""
+
+    def no_entry(user: int) -> pwd.struct_passwd:
+        raise KeyError(user)
+
+    for name in ("HOME", "XDG_CACHE_HOME", "XDG_DATA_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(pwd, "getpwuid", no_entry)
+    tables.choose_table.cache_clear()
+
+
+def test_a_user_without_a_home_has_no_folders(homeless: None) -> None:
+    with pytest.raises(FileNotFoundError, match="no home folder and XDG_CACHE_HOME is not set"):
+        cache.folder()
+    with pytest.raises(FileNotFoundError, match="no home folder and XDG_DATA_HOME is not set"):
+        tables.user_folder()
+    with pytest.raises(BadConfig, match="XDG_DATA_HOME is not set; give --out"):
+        tune.tune(None, device="cpu", dtypes=["float32"], minutes=0, out=None)
+
+
+def test_a_user_without_a_home_gets_the_packages_tables(homeless: None, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING):
+        table = tables.choose_table("cpu", 1).table
+    assert table is None or not table.from_user
+    assert "skipped a folder of ATMM tables: this user has no home folder" in caplog.text
+
+
+@pytest.mark.usefixtures("unwritable")
+def test_measured_products_serve_though_they_cannot_be_kept(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(products, "measured", {})
+    monkeypatch.setattr(product_choice, "_LARGE", 1)
+    monkeypatch.setattr(product_choice, "_ROWS", (1,))
+    monkeypatch.setattr(product_choice, "library", lambda: None)
+    monkeypatch.setattr(Contention, "disturbs", lambda self: False)
+    with caplog.at_level(logging.WARNING):
+        product_choice.measure([torch.zeros(8, 4)])
+    assert len(products.measured) == 1
+    message = caplog.records[-1].getMessage()
+    assert message.startswith("products are measured at every start: the result cannot be kept: ")
+    assert message.endswith("set XDG_CACHE_HOME to a folder that can be written")
+
+
+@needs_compiler
+def test_kernels_are_compiled_elsewhere_where_they_cannot_be_kept(
+    unwritable: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    kept = compiled._built
+
+    def compile_a_stub(compiler: str, folder: Path) -> Path:
+        """One function in place of all kernels, which take seconds."""
+        source = folder / "stub.c"
+        source.write_text("int stub(void) { return 7; }")
+        subprocess.run(
+            [compiler, "-x", "c", "-shared", "-fPIC", str(source), "-o", str(folder / "stub.so")], check=True
+        )
+        return folder / "stub.so"
+
+    loaded: list[Path] = []
+
+    def load(file: Path) -> Path:
+        assert file.is_file()
+        loaded.append(file)
+        return file
+
+    monkeypatch.setattr(compiled, "_compiled", compile_a_stub)
+    monkeypatch.setattr(compiled, "Library", load)
+    with caplog.at_level(logging.WARNING):
+        assert compiled.library() is not None
+    (record,) = caplog.records
+    assert str(unwritable) in record.getMessage() and "set XDG_CACHE_HOME" in record.getMessage()
+    assert not loaded[0].exists() and unwritable not in loaded[0].parents
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(unwritable.parent / "cache"))
+    assert compiled._built is kept
+    compiled.library.cache_clear()
+    caplog.clear()
+    assert compiled.library() is not None and not caplog.records
+    assert loaded[1].exists() and loaded[1].parent == unwritable.parent / "cache" / "vlora"
+
+
+@needs_compiler
+@pytest.mark.slow
+def test_a_process_without_a_home_computes_with_compiled_kernels() -> None:
+    code = (
+        "import os, pwd\n"
+        "def no_entry(user): raise KeyError(user)\n"
+        "pwd.getpwuid = no_entry\n"
+        "import atmm\n"
+        "print(atmm.load_kernels() is not None)\n"
+    )
+    environment = {name: value for name, value in os.environ.items() if name != "HOME" and not name.startswith("XDG_")}
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120
+    )
+    assert done.stdout == "True\n", done.stderr
+    assert "XDG_CACHE_HOME is not set; they are compiled at every start" in done.stderr

@@ -1,0 +1,132 @@
+"""Alert rules and dashboard ask for metrics, labels and values that /metrics has."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+import pytest
+import yaml
+from prometheus_client.parser import text_string_to_metric_families
+
+from tests.deploy.files import ROOT, RULES, dashboard
+from tests.server.api import running_api
+from vlora.config import Token
+from vlora.server.metrics import MAX_ADAPTERS, MAX_TENANTS, Metrics
+
+OF_PROMETHEUS = {"instance", "job"}  # labels that a scrape adds to every series
+OPEN = {"adapter", "tenant", *OF_PROMETHEUS}  # labels whose values are the operator's
+SELECTOR = re.compile(r"\b(?P<name>(?:vlora_\w+|up))(?:\{(?P<matchers>[^}]*)\})?")
+MATCHER = re.compile(r'(?P<label>\w+)\s*(?:=~|!~|!=|=)\s*"(?P<value>[^"]*)"')
+BY = re.compile(r"\bby\s*\((?P<labels>[^)]*)\)")
+
+Series = dict[str, dict[str, set[str]]]
+
+
+def expressions() -> Iterator[tuple[str, str]]:
+    """(where, PromQL) of every rule, panel and variable."""
+    for group in yaml.safe_load(RULES.read_text())["groups"]:
+        for rule in group["rules"]:
+            yield rule["alert"], rule["expr"]
+    for panel in dashboard()["panels"]:
+        for target in panel.get("targets", ()):
+            yield panel["title"], target["expr"]
+    for variable in dashboard()["templating"]["list"]:
+        if variable["type"] == "query":
+            yield variable["name"], variable["definition"]
+
+
+@pytest.fixture(scope="module")
+def series() -> Series:
+    """Of each sample's name its labels, and of each label the values, as a server says after one answer."""
+    secret = "0123456789abcdef"
+    with running_api(tokens=(Token(name="cameras", secret=secret),)) as api:
+        asked = api._replace(token=secret)
+        assert asked.chat("say:four")[0] == 200
+        text = asked.call("GET", "/metrics")[1]
+    found: Series = {"up": {}}
+    for family in text_string_to_metric_families(text):
+        for sample in family.samples:
+            labels = found.setdefault(sample.name, {})
+            for label, value in sample.labels.items():
+                labels.setdefault(label, set()).add(value)
+    return found
+
+
+def problems(expression: str, series: Series) -> list[str]:
+    """What an expression asks for that no server has."""
+    found = []
+    grouped = set(OF_PROMETHEUS)
+    for selector in SELECTOR.finditer(expression):
+        labels = series.get(selector["name"])
+        if labels is None:
+            found.append(f"no metric {selector['name']}")
+            continue
+        grouped |= set(labels)
+        for matcher in MATCHER.finditer(selector["matchers"] or ""):
+            if matcher["label"] not in labels.keys() | OF_PROMETHEUS:
+                found.append(f"{selector['name']} has no label {matcher['label']}")
+            elif matcher["label"] not in OPEN:
+                unknown = set(matcher["value"].split("|")) - labels[matcher["label"]]
+                found += [f"{selector['name']} has no {matcher['label']} {value}" for value in sorted(unknown)]
+    for by in BY.finditer(expression):
+        found += [f"no label {label}" for label in re.split(r"\s*,\s*", by["labels"].strip()) if label not in grouped]
+    return found
+
+
+@pytest.mark.parametrize(
+    ("expression", "problem"),
+    [
+        ("rate(vlora_requests[5m])", "no metric vlora_requests"),
+        ('vlora_requests_total{outcom="ok"}', "vlora_requests_total has no label outcom"),
+        ('vlora_requests_total{outcome=~"ok|fine"}', "vlora_requests_total has no outcome fine"),
+        ("sum by (tenant) (vlora_requests_total)", "no label tenant"),
+    ],
+)
+def test_a_wrong_expression_is_found(expression: str, problem: str, series: Series) -> None:
+    assert problems(expression, series) == [problem]
+
+
+def test_expressions_ask_for_what_there_is(series: Series) -> None:
+    asked = list(expressions())
+    assert len(asked) > 40
+    assert [(where, found) for where, text in asked if (found := problems(text, series))] == []
+
+
+def test_legends_and_annotations_name_labels_that_the_expression_keeps() -> None:
+    for panel in dashboard()["panels"]:
+        for target in panel.get("targets", ()):
+            for label in re.findall(r"\{\{(\w+)\}\}", target["legendFormat"]):
+                kept = BY.search(target["expr"])
+                assert label == "instance" if kept is None else label in kept["labels"], panel["title"]
+    for group in yaml.safe_load(RULES.read_text())["groups"]:
+        for rule in group["rules"]:
+            for label in re.findall(r"\$labels\.(\w+)", str(rule["annotations"])):
+                kept = BY.search(rule["expr"])
+                assert label in OF_PROMETHEUS if kept is None else label in kept["labels"], rule["alert"]
+
+
+def test_panels_have_places_and_identifiers_of_their_own() -> None:
+    panels = dashboard()["panels"]
+    assert len({panel["id"] for panel in panels}) == len(panels)
+    cells = [
+        (x, y)
+        for panel in panels
+        for x in range(panel["gridPos"]["x"], panel["gridPos"]["x"] + panel["gridPos"]["w"])
+        for y in range(panel["gridPos"]["y"], panel["gridPos"]["y"] + panel["gridPos"]["h"])
+    ]
+    assert len(cells) == len(set(cells)) and max(x for x, _ in cells) < 24
+
+
+def test_the_guide_says_how_many_series_there_may_be() -> None:
+    lines = Metrics().render(None).decode().splitlines()
+    per_adapter = round(sum('adapter="base"' in line for line in lines), -1)
+    guide = (ROOT / "docs" / "deployment.md").read_text()
+    assert f"at most {MAX_ADAPTERS} adapters by name and {MAX_TENANTS} tenants" in guide
+    assert f"about {per_adapter} series per adapter" in guide
+
+
+def test_the_guide_lists_every_alert() -> None:
+    alerts = [rule["alert"] for group in yaml.safe_load(RULES.read_text())["groups"] for rule in group["rules"]]
+    listed = re.findall(r"^\| `(VLora\w+)` \|", (ROOT / "docs" / "deployment.md").read_text(), re.MULTILINE)
+    assert listed == alerts

@@ -1,0 +1,52 @@
+"""What the programs that read these files say of them, where they are installed."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tests.deploy.files import DEPLOY, DOCKERFILE, RULES, UNIT
+
+KUBERNETES = DEPLOY / "kubernetes" / "vlora.yaml"
+
+
+def check(*command: str) -> None:
+    """Raises AssertionError with what the program says; skips where it is not installed."""
+    if shutil.which(command[0]) is None:
+        pytest.skip(f"{command[0]} is not installed")
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_systemd_takes_the_unit(tmp_path: Path) -> None:
+    unit = tmp_path / UNIT.name
+    # The check wants a program that is there.
+    unit.write_text(UNIT.read_text().replace("/opt/vlora/bin/vlora", "/bin/echo"))
+    drop_in = tmp_path / "vlora.service.d" / "gpu.conf"
+    drop_in.parent.mkdir()
+    shutil.copy(DEPLOY / "systemd" / "gpu.conf", drop_in)
+    check("systemd-analyze", "verify", "--man=no", str(unit))
+
+
+def test_promtool_takes_the_rules() -> None:
+    check("promtool", "check", "rules", str(RULES))
+
+
+def test_promtool_takes_the_configuration() -> None:
+    check("promtool", "check", "config", "--syntax-only", str(RULES.with_name("prometheus.yml")))
+
+
+def test_alerts_fire_and_rest() -> None:
+    check("promtool", "test", "rules", str(Path(__file__).with_name("alerts.yml")))
+
+
+def test_hadolint_takes_the_dockerfile() -> None:
+    check("hadolint", str(DOCKERFILE))
+
+
+@pytest.mark.parametrize("validator", ["kubeconform", "kubernetes-validate"])
+def test_kubernetes_takes_the_manifest(validator: str) -> None:
+    check(validator, *(["-strict"] if validator == "kubeconform" else []), str(KUBERNETES))

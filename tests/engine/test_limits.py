@@ -1,0 +1,85 @@
+"""How large the arena is where no setting says so, and that it says why."""
+
+from __future__ import annotations
+
+import dataclasses
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from vlora.config import EngineConfig
+from vlora.engine.limits import compute_limits
+from vlora.errors import BadConfig
+from vlora.memory.arena import PAGE_BYTES, block_pages
+
+MIB = 2**20
+
+
+def seam(device: str = "cpu", max_positions: int = 32_768) -> Any:
+    """What is asked of a model: 12 layers, 2 KV heads of 64, bfloat16; 6 KiB a token."""
+    return SimpleNamespace(
+        max_positions=max_positions,
+        num_layers=12,
+        kv_dim=128,
+        dtype=torch.bfloat16,
+        device=torch.device(device),
+    )
+
+
+@pytest.fixture(autouse=True)
+def free(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("vlora.engine.limits._available", lambda device: 64 * 2**30)
+
+
+def blocks(config: EngineConfig, tokens: int) -> int:
+    """Pages of the KV of so many tokens."""
+    return -(-tokens // config.block_size) * block_pages(12, config.block_size, 128, torch.bfloat16)
+
+
+def test_on_a_cpu_a_full_batch_of_4096_tokens_each_has_room() -> None:
+    config = EngineConfig(model="m")
+    limits = compute_limits(config, seam(), 0)
+    assert limits.arena_basis == "32 requests of 4,096 tokens, and 256 MiB of adapters"
+    assert limits.num_pages == pytest.approx(
+        blocks(config, 32 * 4096) + 256 * MIB // PAGE_BYTES, abs=limits.block_pages
+    )
+    assert limits.max_request_blocks * config.block_size >= limits.max_context, "one request of the longest context"
+
+
+def test_a_short_context_bounds_it_further() -> None:
+    config = EngineConfig(model="m", max_context=512, max_batch_size=4)
+    limits = compute_limits(config, seam(), 0)
+    assert limits.arena_basis == "4 requests of 512 tokens, and 256 MiB of adapters"
+    assert limits.num_pages * PAGE_BYTES < 300 * MIB
+
+
+def test_the_longest_request_has_room_beside_adapters() -> None:
+    config = EngineConfig(model="m", max_batch_size=2)
+    limits = compute_limits(config, seam(), 0)
+    assert limits.arena_basis == "a request of 32,768 tokens in either half, and 256 MiB of adapters"
+    assert limits.max_request_blocks * config.block_size >= 32_768
+
+
+def test_on_a_gpu_a_full_batch_of_the_longest_requests_has_room() -> None:
+    config = EngineConfig(model="m", device="cuda")
+    limits = compute_limits(config, seam("cuda"), 0)
+    assert limits.arena_basis == "32 requests of 32,768 tokens, and 256 MiB of adapters"
+    assert limits.num_pages >= blocks(config, 32 * 32_768)
+
+
+@pytest.mark.parametrize(("device", "share"), [("cpu", 0.4), ("cuda", 0.9)])
+def test_free_memory_bounds_it(device: str, share: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("vlora.engine.limits._available", lambda device: 600 * MIB)
+    limits = compute_limits(EngineConfig(model="m", device=device), seam(device), 100 * MIB)
+    assert limits.arena_basis == f"{share:.0%} of the memory that was free"
+    assert limits.num_pages * PAGE_BYTES == pytest.approx(share * 500 * MIB, rel=0.01)
+
+
+def test_a_setting_is_taken_as_it_is() -> None:
+    config = EngineConfig(model="m", arena_bytes=64 * MIB)
+    limits = compute_limits(config, seam(), 0)
+    assert limits.arena_basis == "arena_bytes" and limits.num_pages * PAGE_BYTES == pytest.approx(64 * MIB, rel=0.01)
+    with pytest.raises(BadConfig, match="give arena_bytes of at least"):
+        compute_limits(dataclasses.replace(config, arena_bytes=PAGE_BYTES), seam(), 0)

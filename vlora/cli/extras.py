@@ -1,0 +1,68 @@
+"""Optional dependencies: which extra of the package a command needs, and the error where it is not installed."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+from collections.abc import Callable
+from typing import Any
+
+from vlora.errors import BadConfig
+
+_VIDEO = {"opencv-python-headless": "cv2", "numpy": "numpy"}
+# triton is left out: it exists for Linux only, and a CPU serves without it.
+_SERVE = _VIDEO | {
+    "torch": "torch",
+    "transformers": "transformers",
+    "safetensors": "safetensors",
+    "tokenizers": "tokenizers",
+    "pillow": "PIL",
+    "fastapi": "fastapi",
+    "uvicorn": "uvicorn",
+    "h11": "h11",
+    "httpx": "httpx",
+    "prometheus-client": "prometheus_client",
+    "pydantic": "pydantic",
+    "psutil": "psutil",
+    "greenlet": "greenlet",
+    "jinja2": "jinja2",
+}
+_FUSE = _SERVE | {"peft": "peft", "scipy": "scipy"}
+_DEMO = _FUSE | {"scikit-learn": "sklearn", "scikit-image": "skimage"}
+EXTRAS = {"video": _VIDEO, "serve": _SERVE, "fuse": _FUSE, "demo": _DEMO}
+"""For each extra the distributions that it installs, with the module that each provides."""
+
+_NAMES_SHOWN = 3
+
+
+def needs(extra: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Let a command run only where the packages of an extra are installed.
+
+    Args:
+        extra: a key of `EXTRAS`.
+
+    Returns:
+        A decorator for the command's function, below its options. The function then raises BadConfig, before it does
+        anything, where a package is missing; the message has the command that installs it.
+    """
+
+    def decorate(command: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(command)
+        def checked(*args: Any, **kwargs: Any) -> Any:
+            require(extra)
+            return command(*args, **kwargs)
+
+        return checked
+
+    return decorate
+
+
+def require(extra: str) -> None:
+    """Raises BadConfig where a package of the extra is not installed. Imports none of them."""
+    missing = [name for name, module in EXTRAS[extra].items() if importlib.util.find_spec(module) is None]
+    if missing:
+        shown, more = ", ".join(missing[:_NAMES_SHOWN]), len(missing) - _NAMES_SHOWN
+        raise BadConfig(
+            f"packages are missing: {shown}{f' and {more} more' if more > 0 else ''}; "
+            f"pip install 'vlora[{extra}]', or in a checkout: pip install '.[{extra}]'"
+        )
