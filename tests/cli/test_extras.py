@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.cli.test_cli import address, image, server, video  # noqa: F401  (fixtures)
+from tests.cli.test_cli import video  # noqa: F401  (a fixture)
 from vlora.cli.extras import EXTRAS
 
 ROOT = Path(__file__).parents[2]
@@ -56,7 +56,7 @@ def test_help_needs_no_extra(command: str) -> None:
     assert done.returncode == 0 and done.stdout.startswith("Usage: vlora"), done.stderr
 
 
-def test_commands_that_ask_need_no_extra(address: str, image: str, tmp_path: Path) -> None:  # noqa: F811
+def test_commands_that_ask_need_no_extra(address: str, image: str, tmp_path: Path) -> None:
     query = run("query", image, "say:light", "--server", address)
     assert (query.returncode, query.stdout) == (0, "light\n"), query.stderr
     status = run("status", "--json", "--server", address)
@@ -107,11 +107,7 @@ def test_other_commands_name_the_extra_in_one_line(arguments: str, extra: str) -
 
 
 @pytest.mark.slow
-def test_the_client_alone_asks_from_a_fresh_environment(
-    tmp_path: Path,
-    address: str,  # noqa: F811
-    image: str,  # noqa: F811
-) -> None:
+def test_the_client_alone_asks_from_a_fresh_environment(tmp_path: Path, address: str, image: str) -> None:
     source = tmp_path / "source"  # pip leaves its build folder beside the sources
     source.mkdir()
     for folder in ("vlora", "atmm", "heads", "fusion", "apps"):

@@ -8,12 +8,14 @@ import sys
 import tomllib
 from collections.abc import Iterator, Mapping
 
+import click
 import pytest
 
 from tests.deploy.files import DEPLOY, DOCKERFILE, ROOT, compose, env_file, manifests, read_yaml, unit_settings
 from tests.server.api import running_api
 from vlora.cli import cli
 from vlora.cli.environment import refuse_unknown
+from vlora.cli.options import long_flag
 from vlora.cli.settings import make_config
 from vlora.config import EngineConfig, ServerConfig, Token
 from vlora.logs import JSON_VARIABLE
@@ -64,7 +66,11 @@ def test_serve_takes_the_environment(where: str, monkeypatch: pytest.MonkeyPatch
     refuse_unknown(cli, "VLORA", environment)
     command = cli.commands["serve"]
     settings = command.make_context("serve", [], auto_envvar_prefix="VLORA_SERVE").params
-    parameters = {option.opts[0].removeprefix("--").replace("-", "_"): option.name for option in command.params}
+    parameters = {
+        long_flag(option).replace("-", "_"): option.name
+        for option in command.params
+        if isinstance(option, click.Option)
+    }
     for name, value in environment.items():
         if name.startswith("VLORA_SERVE_") and value:
             parameter = parameters[name.removeprefix("VLORA_SERVE_").lower()]
