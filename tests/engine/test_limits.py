@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+from tests.engine.test_cores import group
 from vlora.config import EngineConfig
+from vlora.engine.control_groups import memory_left
 from vlora.engine.limits import compute_limits
 from vlora.errors import BadConfig
 from vlora.memory.arena import PAGE_BYTES, block_pages
@@ -75,6 +78,47 @@ def test_free_memory_bounds_it(device: str, share: float, monkeypatch: pytest.Mo
     limits = compute_limits(EngineConfig(model="m", device=device), seam(device), 100 * MIB)
     assert limits.arena_basis == f"{share:.0%} of the memory that was free"
     assert limits.num_pages * PAGE_BYTES == pytest.approx(share * 500 * MIB, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("line", "files", "left"),
+    [
+        ("0::/", {}, None),
+        ("0::/", {"memory.max": "max\n", "memory.current": "7", "memory.stat": ""}, None),
+        ("0::/", {"memory.max": "1000\n", "memory.current": "300\n", "memory.stat": "anon 9\ninactive_file 50\n"}, 750),
+        ("0::/", {"memory.max": "1000", "memory.current": "1100", "memory.stat": ""}, 0),
+        (
+            "0::/pod/box",
+            {
+                **{"pod/box/memory.max": "1000", "pod/box/memory.current": "100", "pod/box/memory.stat": ""},
+                **{"pod/memory.max": "1500", "pod/memory.current": "1200", "pod/memory.stat": "inactive_file 100"},
+            },
+            400,
+        ),
+        (
+            "7:memory:/box",
+            {
+                "memory/box/memory.limit_in_bytes": "1000",
+                "memory/box/memory.usage_in_bytes": "600",
+                "memory/box/memory.stat": "inactive_file 5\ntotal_inactive_file 30",
+            },
+            430,
+        ),
+        ("4:cpu:/box", {"memory.max": "1000", "memory.current": "1", "memory.stat": ""}, None),
+    ],
+)
+def test_a_limit_of_the_control_group_counts_less_what_is_used(
+    tmp_path: Path, line: str, files: dict[str, str], left: int | None
+) -> None:
+    group(tmp_path, line, files)
+    assert memory_left(tmp_path) == left
+
+
+def test_the_arena_stays_within_the_control_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
+    monkeypatch.setattr("vlora.engine.limits.memory_left", lambda: 500 * MIB)
+    limits = compute_limits(EngineConfig(model="m"), seam(), 0)
+    assert limits.num_pages * PAGE_BYTES == pytest.approx(200 * MIB, rel=0.01)
 
 
 def test_a_setting_is_taken_as_it_is() -> None:

@@ -8,6 +8,7 @@ import psutil
 import torch
 
 from vlora.config import EngineConfig
+from vlora.engine.control_groups import memory_left
 from vlora.errors import BadConfig
 from vlora.memory.arena import PAGE_BYTES, block_pages
 from vlora.models.seam import Seam
@@ -97,4 +98,6 @@ def _available(device: torch.device) -> int:
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
         return free
-    return psutil.virtual_memory().available
+    available = psutil.virtual_memory().available
+    left = memory_left()
+    return available if left is None else min(available, left)

@@ -1,0 +1,73 @@
+"""What Linux's control groups leave to this process: CPU time and memory, of containers and services among others."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path("/")
+
+
+class _Group(NamedTuple):
+    folder: Path
+    version: int
+
+
+def cpu_quotas(root: Path = ROOT) -> Iterator[float]:
+    """Quotas of the process's groups and of those above them, in CPUs. root: where the system's files are."""
+    for group in _groups("cpu", root):
+        quota = _cpu_quota(group)
+        if quota is not None:
+            yield quota
+
+
+def memory_left(root: Path = ROOT) -> int | None:
+    """Bytes that the process's groups, and those above them, still allow; None where none has a limit.
+
+    File pages that nobody has used of late count as free: the system takes them back before the limit does harm.
+    """
+    left = [bytes_left for group in _groups("memory", root) if (bytes_left := _memory_left(group)) is not None]
+    return max(0, min(left)) if left else None
+
+
+def _groups(controller: str, root: Path) -> Iterator[_Group]:
+    try:
+        lines = (root / "proc/self/cgroup").read_text().splitlines()
+    except OSError:
+        return
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if controllers and controller not in controllers.split(","):
+            continue
+        # A container sees its own group as the root of the mount, while the path may be the one outside of it.
+        base = root / "sys/fs/cgroup" / controllers
+        group = base / path.lstrip("/")
+        for folder in (group, *group.parents):
+            if folder == base.parent:
+                break
+            yield _Group(folder, 1 if controllers else 2)
+
+
+def _cpu_quota(group: _Group) -> float | None:
+    try:
+        if group.version == 2:
+            quota, period = (group.folder / "cpu.max").read_text().split()
+            return None if quota == "max" else int(quota) / int(period)
+        allowed = int((group.folder / "cpu.cfs_quota_us").read_text())
+        return None if allowed <= 0 else allowed / int((group.folder / "cpu.cfs_period_us").read_text())
+    except (OSError, ValueError):
+        return None
+
+
+def _memory_left(group: _Group) -> int | None:
+    if group.version == 2:
+        limit, usage, unused = "memory.max", "memory.current", "inactive_file"
+    else:
+        limit, usage, unused = "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"
+    try:
+        most, used = int((group.folder / limit).read_text()), int((group.folder / usage).read_text())
+        stat = dict(line.split() for line in (group.folder / "memory.stat").read_text().splitlines())
+        return most - used + int(stat.get(unused, 0))
+    except (OSError, ValueError):  # "max" is no number: there is no limit
+        return None
