@@ -17,12 +17,14 @@ from fusion.families import refuse_heads
 from fusion.fusing import most_trainings
 from fusion.lora_size import LoraSize, lora_size, shapes_of
 from fusion.mistakes import Mistakes, PlanText
+from fusion.objectives import answer_in_words
 from fusion.plan import DomainPlan, LoraPlan, Plan, PlanFile, RelativeThreshold
 from fusion.progress import Progress
 from fusion.progress_display import duration
 from fusion.samples import Sample
 from fusion.tasks import HEADS, METRICS, SAID, WORDS
 from fusion.teaching import threshold_before_training
+from heads import TASKS
 
 _CLASSES_TOLD = 12
 
@@ -40,7 +42,8 @@ class Checked:
 @dataclasses.dataclass(frozen=True)
 class DomainCheck:
     """counts: samples by part. classes: by label, samples that show it, by part. answers: how many different ones there
-    are where they are words or numbers. threshold: the number it comes to, where that is known before training."""
+    are where they are words or numbers. threshold: the number it comes to, where that is known before training.
+    also_in_words: the language model learns the head's answers, too."""
 
     name: str
     task: str
@@ -55,6 +58,7 @@ class DomainCheck:
     answers: int
     frames: int
     teacher: dict[str, object] | None
+    also_in_words: bool
 
 
 def check(file: PlanFile, progress: Progress | None = None) -> Checked:
@@ -143,7 +147,8 @@ def _block(console: Console, title: str, rows: Mapping[str, str]) -> None:
 def _answered(domain: DomainCheck) -> str:
     if domain.head == WORDS:
         return "the language model in words"
-    return f"{'an' if domain.head[0] in 'aeiou' else 'a'} {domain.head} head"
+    head = f"{'an' if domain.head[0] in 'aeiou' else 'a'} {domain.head} head"
+    return f"{head} (and in words, whose accuracy the report has beside the head's)" if domain.also_in_words else head
 
 
 def _frames(domain: DomainCheck) -> str:
@@ -168,6 +173,7 @@ def _domain(domain: DomainPlan, plan: Plan, data: DomainData) -> DomainCheck:
         answers=len({str(sample.target) for sample in splits.train}),
         frames=splits.num_frames,
         teacher=None if data.teaching is None else dataclasses.asdict(data.teaching),
+        also_in_words=splits.task in TASKS and any(answer_in_words(splits, sample) for sample in splits.train),
     )
 
 

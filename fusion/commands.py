@@ -105,6 +105,8 @@ def fuse(
             kept = kept or Kept(out, restart=restart)
             report = run(checked, out, kept, progress, device=device, resume=resume, oracle=oracle, workers=workers)
     console.print(report.table())
+    if said := report.in_words():
+        console.print(said, markup=False, highlight=False)
     return report
 
 
@@ -174,11 +176,15 @@ def run(
         packing = packing_of(plan, domains, thresholds, trainings, progress.say, ahead)
         verdict = verdict_of(thresholds, trainings) if oracle else None
     tested: dict[str, list[object]] = {}
+    words: dict[str, float | None] = {}
     for adapter in packing.adapters:
         trainer.restore(state_of(plan, adapter, trainings))
         for name in adapter:
-            with progress.work(f"testing {name}", len(domains[name].test), "samples") as moved:
-                tested[name] = trainer.answers(name, domains[name].test, moved)
+            own = domains[name]
+            with progress.work(f"testing {name}", len(own.test), "samples") as moved:
+                tested[name] = trainer.answers(name, own.test, moved)
+            beside_head = own.task.num_outputs and any(sample.answer for sample in own.test)
+            words[name] = trainer.in_words(name, own.test) if beside_head else None
     names = names_of(packing.adapters)
     targets = {name: [sample.target for sample in own.test] for name, own in domains.items()}
     report = FusionReport(
@@ -200,6 +206,7 @@ def run(
                 met=name not in packing.missed,
                 adapter=names[adapter],
                 num_test=len(domains[name].test),
+                words=words[name],
             )
             for adapter, trained in packing.adapters.items()
             for name in adapter

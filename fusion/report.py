@@ -16,6 +16,8 @@ class DomainReport:
     """before: the metric of the base model asked in words, on the first test samples. after: that of the fused adapter,
     on all of them.
 
+    words: share of test samples that the language model answers right, word for word, where a head answers and the
+    answers have words; None elsewhere.
     validation, bound: the metric on validation data and its lower bound, which the packing decided on. met: whether
     the bound kept the threshold.
     """
@@ -32,6 +34,7 @@ class DomainReport:
     met: bool
     adapter: str
     num_test: int
+    words: float | None
 
     @property
     def kept_on_test(self) -> bool:
@@ -133,6 +136,11 @@ class FusionReport:
                 f"{domain.after:.3f}",
             )
         return table
+
+    def in_words(self) -> str:
+        """How often words are right where heads answer; empty where no head has words beside it."""
+        found = [f"{domain.name} {domain.words:.3f}" for domain in self.domains if domain.words is not None]
+        return f"right in words, where heads answer: {', '.join(found)}" if found else ""
 
 
 def _number(count: int, noun: str) -> str:

@@ -63,6 +63,7 @@ def test_a_plan_is_told_in_words(tmp_path: Path) -> None:
     assert code == 0
     for said in (
         "what is it ?",
+        "a classification head (and in words, whose accuracy the report has beside the head's)",
         "28 train, 6 validation, 6 test of one picture",
         "cat 14 / 3 / 3",
         "share of samples answered right) of at least 0.500",

@@ -17,6 +17,7 @@ from rich.console import Console
 from fusion.commands import fuse
 from fusion.hold import held
 from fusion.objectives import HeadObjective
+from fusion.progress import Moved
 from fusion.reading import Prepared
 from fusion.samples import Target
 from fusion.train import LoraTrainer
@@ -50,6 +51,8 @@ def test_from_files_to_adapters(tmp_path: Path) -> None:
         fuse(plan, tmp_path / "out", console=Console(quiet=True))
     report = fuse(plan, tmp_path / "out", console=Console(quiet=True))
     assert [(domain.task, domain.num_test) for domain in report.domains] == [("action", 2), ("captioning", 1)]
+    action, captioning = report.domains
+    assert action.words is not None and 0 <= action.words <= 1 and captioning.words is None, "of heads only"
     labels = json.loads((tmp_path / "out" / "test" / "domain0" / "labels.json").read_text())
     assert {entry["label"] for entry in labels} == {"left", "right"} and len(labels[0]["frames"]) == 2
     assert sorted(path.name for path in (tmp_path / "out" / "adapters").iterdir())
@@ -82,7 +85,7 @@ def test_every_head_answers_in_the_engine_as_in_training(tmp_path: Path, monkeyp
     answers: dict[str, list[Answer]] = {}
     answer = LoraTrainer.answers
 
-    def listen(self: LoraTrainer, name: str, samples: Sequence[Prepared]) -> list[object]:
+    def listen(self: LoraTrainer, name: str, samples: Sequence[Prepared], *moved: Moved) -> list[object]:
         with torch.no_grad():
             served = self.calibrated(name)
             assert isinstance(served, HeadObjective)
@@ -90,7 +93,7 @@ def test_every_head_answers_in_the_engine_as_in_training(tmp_path: Path, monkeyp
             rows = [logits for read in reads for logits in served.logits(read, self._heads[name])]
         grids = [own for read in reads for own in read.grids]
         answers[name] = [served.task.decode(*one) for one in zip(rows, grids, strict=True)]
-        return answer(self, name, samples)
+        return answer(self, name, samples, *moved)
 
     monkeypatch.setattr(LoraTrainer, "answers", listen)
     torch.set_num_threads(1)

@@ -30,7 +30,7 @@ def report(lora: LoraPlan | None = None) -> FusionReport:
     packing = pack(names, dict.fromkeys(names, 0.8), train)
     assert packing is not None
     domains = tuple(
-        DomainReport(name, "classification", "synthetic", "accuracy", 0.8, 0.1, 0.9, 0.85, 0.88, True, name, 500)
+        DomainReport(name, "classification", "synthetic", "accuracy", 0.8, 0.1, 0.9, 0.85, 0.88, True, name, 500, 0.7)
         for name in names
     )
     adapters = tuple(AdapterReport(name, (name,)) for name in names)
@@ -87,6 +87,9 @@ def test_the_table_has_lower_bounds_where_a_confidence_is_set_and_cuts_nothing_o
     assert "2 domains in 2 adapters, 6 s" in shown(made) and "1 domain in 1 adapter, 6 s" in shown(one)
     assert "0.850" in shown(made) and "0.850" not in shown(one)
     assert "…" not in shown(made)
+    assert made.in_words() == "right in words, where heads answer: signs 0.700, digits 0.700"
+    said = dataclasses.replace(made, domains=tuple(dataclasses.replace(d, words=None) for d in made.domains))
+    assert said.in_words() == ""
 
 
 def test_scores_are_told_beside_their_thresholds() -> None:

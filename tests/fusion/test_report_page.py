@@ -64,7 +64,7 @@ def test_what_it_says() -> None:
         confusions=(ConfusionReport("signs", ("stop", "go"), ((9, 1), (0, 10))),),
     )
     shown = Page(page(made, {}))
-    kept = ["given", "0.800", "0.900", "0.850", "0.100", "0.880", "500", "yes"]
+    kept = ["given", "0.800", "0.900", "0.850", "0.100", "0.880", "0.700", "500", "yes"]
     assert ["signs", "classification", "synthetic", "accuracy", *kept] in shown.rows
     assert next(row for row in shown.rows if row[:2] == ["digits", "classification"])[-1] == "not on test"
     # The accuracy matrix: signs alone, both (rolled back), digits alone.
