@@ -144,14 +144,10 @@ def _read_video(
     try:
         if not capture.isOpened():
             raise BadImage(f"{told}: {_why_closed(source)}")
-        rate = capture.get(cv2.CAP_PROP_FPS)
-        known = 0 < rate < 1000
-        samplers = [
-            Sampler(
-                _possible(shape, rate, source, told, say) if known else shape, rate if known else FALLBACK_FPS, shown
-            )
-            for shape in shapes
-        ]
+        named = capture.get(cv2.CAP_PROP_FPS)
+        rate = named if 0 < named < 1000 else None
+        possible = _possible(shapes, rate, source, told, say)
+        samplers = [Sampler(shape, rate or FALLBACK_FPS, shown) for shape in possible]
         num_clips = 0
         for index in itertools.count():
             if stop.is_set() or not capture.grab():
@@ -173,14 +169,29 @@ def _read_video(
         capture.release()
 
 
-def _possible(shape: ClipShape, rate: float, source: Source, told: str, say: Callable[[str], None]) -> ClipShape:
-    """The shape, at the camera's rate where it asks for more. Raises BadImage for a file with fewer frames a second."""
-    if shape.fps is None or shape.fps <= rate:
-        return shape
-    if not source.live:
-        raise BadImage(f"{told} at {shape.fps:g} frames a second: it has {rate:g}; give a lower --fps")
-    say(f"{source.name}: the camera has {rate:g} frames a second, not {shape.fps:g}; all of them are taken")
-    return shape._replace(fps=rate)
+def _possible(
+    shapes: Sequence[ClipShape], rate: float | None, source: Source, told: str, say: Callable[[str], None]
+) -> list[ClipShape]:
+    """The shapes, at the video's rate where they ask for more; `say` is notified once for all of them.
+
+    Args:
+        rate: frames a second; None where the video names none, and `FALLBACK_FPS` is assumed.
+
+    Raises:
+        BadImage: a file names a lower rate.
+    """
+    highest = rate or FALLBACK_FPS
+    asked = max((shape.fps for shape in shapes if shape.fps is not None), default=0.0)
+    if asked <= highest:
+        return list(shapes)
+    if rate is None:
+        said = f"the video names no frame rate; {highest:g} frames a second are assumed, and {asked:g} cannot be taken"
+    elif source.live:
+        said = f"the camera has {rate:g} frames a second, not {asked:g}; all of them are taken"
+    else:
+        raise BadImage(f"{told} at {asked:g} frames a second: it has {rate:g}; give a lower --fps")
+    say(f"{source.name}: {said}")
+    return [shape if shape.fps is None else shape._replace(fps=min(shape.fps, highest)) for shape in shapes]
 
 
 def _retrieved(capture: cv2.VideoCapture) -> Frame | None:

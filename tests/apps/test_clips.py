@@ -121,9 +121,33 @@ def test_a_file_has_no_more_frames_than_it_has(tmp_path: Path) -> None:
         list(read_clips(source, [ClipShape(1, 25)]))
     said: list[str] = []
     camera = source._replace(kind="live")
-    clips = itertools.islice(read_clips(camera, [ClipShape(1, 25)], say=said.append), 12)
-    assert [numbers(clip) for _, clip in clips] == [[place] for place in range(12)]
-    assert said == ["ramp: the camera has 10 frames a second, not 25; all of them are taken"]
+    clips = itertools.islice(read_clips(camera, [ClipShape(1, 25), ClipShape(1, 25)], say=said.append), 24)
+    assert [(place, numbers(clip)) for place, clip in clips] == [(n % 2, [n // 2]) for n in range(24)]
+    assert said == ["ramp: the camera has 10 frames a second, not 25; all of them are taken"], "once for all heads"
+
+
+def test_a_video_that_names_no_rate_gives_at_most_the_assumed_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    capture = cv2.VideoCapture
+
+    class Nameless:
+        def __init__(self, address: Any) -> None:
+            self._capture = capture(address)
+
+        def get(self, name: int) -> float:
+            return 0.0 if name == cv2.CAP_PROP_FPS else self._capture.get(name)
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self._capture, name)
+
+    source = file_source(write_ramp(tmp_path / "ramp.mp4", 20))
+    monkeypatch.setattr(sources_module.cv2, "VideoCapture", Nameless)
+    said: list[str] = []
+    clips = list(read_clips(source, [ClipShape(1, 60), ClipShape(2, 15)], say=said.append))
+    assert [numbers(clip) for place, clip in clips if place == 0] == [[number] for number in range(20)]
+    assert [numbers(clip) for place, clip in clips if place == 1] == [[n, n + 2] for n in range(0, 20, 4)]
+    assert said == ["ramp: the video names no frame rate; 30 frames a second are assumed, and 60 cannot be taken"]
 
 
 def test_pictures_of_a_folder_go_to_every_head(tmp_path: Path) -> None:
