@@ -55,7 +55,8 @@ def find_sources(addresses: Sequence[str]) -> list[Source]:
             found += _of_folder(Path(address))
         else:
             found.append(Source(Path(address).stem or "video", address, "file"))
-    return _told_apart(found)
+    names = told_apart([source.name for source in found])
+    return [source._replace(name=name) for source, name in zip(found, names, strict=True)]
 
 
 def _without_password(address: str) -> str:
@@ -64,15 +65,13 @@ def _without_password(address: str) -> str:
     return re.sub(r"(?i)(?<=[?&])(pass\w*|pwd|token|secret|key|auth)=[^&]*&?", "", address).rstrip("?&")
 
 
-def _told_apart(sources: Sequence[Source]) -> list[Source]:
-    taken: set[str] = set()
-    named = []
-    for source in sources:
-        names = (f"{source.name}-{number}" if number > 1 else source.name for number in itertools.count(1))
-        name = next(name for name in names if name not in taken)
-        taken.add(name)
-        named.append(source._replace(name=name))
-    return named
+def told_apart(names: Sequence[str]) -> list[str]:
+    """The names, with a number where one is taken by an earlier one."""
+    taken: dict[str, None] = {}
+    for name in names:
+        numbered = (f"{name}-{number}" if number > 1 else name for number in itertools.count(1))
+        taken[next(free for free in numbered if free not in taken)] = None
+    return list(taken)
 
 
 def _of_folder(folder: Path) -> list[Source]:

@@ -59,6 +59,19 @@ def place_of(text: str) -> Frame:
     return Frame(lambda: text.encode(), lambda: text.upper().encode(), 64)
 
 
+def count_openings(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The address of each video, as it is opened."""
+    opened: list[str] = []
+    capture = cv2.VideoCapture
+
+    def counted(address: Any) -> Any:
+        opened.append(address)
+        return capture(address)
+
+    monkeypatch.setattr(sources_module.cv2, "VideoCapture", counted)
+    return opened
+
+
 # -- clips ------------------------------------------------------------------------------------------------------------
 
 
@@ -98,14 +111,7 @@ def test_at_any_rate_clips_follow_each_other_and_frames_their_time(rate: float, 
 
 
 def test_heads_of_different_sizes_read_one_video_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    opened: list[str] = []
-    capture = cv2.VideoCapture
-
-    def counted(address: Any) -> Any:
-        opened.append(address)
-        return capture(address)
-
-    monkeypatch.setattr(sources_module.cv2, "VideoCapture", counted)
+    opened = count_openings(monkeypatch)
     source = file_source(write_ramp(tmp_path / "ramp.mp4", 20))
     clips = list(read_clips(source, [ClipShape(2, 4), ClipShape(1, 2), ClipShape(4)]))
     assert len(opened) == 1
@@ -197,11 +203,14 @@ def test_a_file_waits_for_every_head_until_it_leaves(monkeypatch: pytest.MonkeyP
 # -- whole runs -------------------------------------------------------------------------------------------------------
 
 
-def test_two_heads_answer_every_clip_into_files_of_their_own(client: Client, tmp_path: Path) -> None:
+def test_two_heads_answer_every_clip_into_files_of_their_own(
+    client: Client, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     source = file_source(write_video(tmp_path / "street.mp4", shades(4)))
     told: list[ChunkResult] = []
+    opened = count_openings(monkeypatch)
     counts = run(client, [source], "cam", ("night", "one"), fps=2, out=tmp_path / "out", tell=told.append)
-    assert counts == {"street.night": 4, "street.one": 8}
+    assert counts == {"street.night": 4, "street.one": 8} and opened == [source.address]
     assert {name.name for name in (tmp_path / "out").iterdir()} == {
         f"street.{head}.{kind}" for head in ("night", "one") for kind in ("jsonl", "csv", "webm")
     }
@@ -214,17 +223,18 @@ def test_two_heads_answer_every_clip_into_files_of_their_own(client: Client, tmp
             assert {row["head"] for row in csv.DictReader(file)} == {head}
         capture = cv2.VideoCapture(str(tmp_path / "out" / f"street.{head}.webm"))
         assert capture.get(cv2.CAP_PROP_FPS) == 10 and capture.get(cv2.CAP_PROP_FRAME_COUNT) == 40
-    assert sorted(result.index for result in told if result.head == "one") == list(range(8))
+    for head, number in (("night", 4), ("one", 8)):
+        assert [result.index for result in told if result.head == head] == list(range(number))
 
 
 def test_heads_that_are_alike_in_names_of_files_are_told_apart(tmp_path: Path) -> None:
     source = file_source(write_video(tmp_path / "street.mp4", shades(2)))
     with running_server() as running:
-        folder = write_adapter(tmp_path / "adapter", {"a b": 1, "a/b": 1})
+        folder = write_adapter(tmp_path / "adapter", {"a b": 1, "a/b": 1, "a-b-2": 1})
         running.on_loop(running.front_end.load_adapter("cam", folder))
         with Client(port=running.port) as client:
-            counts = run(client, [source], "cam", ("a b", "a/b"))
-    assert counts == {"street.a-b-1": 2, "street.a-b-2": 2}
+            counts = run(client, [source], "cam", ("a b", "a/b", "a-b-2"))
+    assert counts == {"street.a-b": 2, "street.a-b-2": 2, "street.a-b-2-2": 2}
 
 
 def test_an_unknown_head_is_named_before_anything_is_read(client: Client, tmp_path: Path) -> None:
