@@ -102,6 +102,11 @@ def run(
                     video.add(clip, result)
                 with lock:
                     tell(result)
+        except VLoraError as error:
+            # The other heads go on, of a camera for days. The end of the whole source is reported once, not for each.
+            if len(heads) > 1 and error is not reading.error:
+                heard(f"{name} ended: {error}")
+            raise
         finally:
             reading.leave(place)
             if video is not None:

@@ -23,7 +23,7 @@ from tests.apps.test_video_analytics import file_source, labels, shades, write_v
 from tests.server.running import Running, png, running_server
 from tests.server.scripted import write_adapter
 from vlora.client import Client
-from vlora.errors import BadImage, UnknownHead
+from vlora.errors import BadConfig, BadImage, UnknownHead
 
 
 @pytest.fixture(scope="module")
@@ -235,6 +235,34 @@ def test_heads_that_are_alike_in_names_of_files_are_told_apart(tmp_path: Path) -
         with Client(port=running.port) as client:
             counts = run(client, [source], "cam", ("a b", "a/b", "a-b-2"))
     assert counts == {"street.a-b": 2, "street.a-b-2": 2, "street.a-b-2-2": 2}
+
+
+def test_a_head_that_ends_is_reported_while_the_others_go_on(client: Client, tmp_path: Path) -> None:
+    camera = file_source(write_video(tmp_path / "street.mp4", shades(2)))._replace(kind="live")
+    (tmp_path / "out" / "street.night.jsonl").mkdir(parents=True)
+    stop = threading.Event()
+    reported: list[str] = []
+
+    def say(text: str) -> None:
+        if "ended" in text and not stop.is_set():
+            reported.append(text)
+            stop.set()
+
+    limit = threading.Timer(10, stop.set)  # the camera goes on for ever
+    limit.start()
+    with pytest.raises(BadConfig):
+        run(client, [camera], "cam", ("night", "one"), out=tmp_path / "out", stop=stop, say=say)
+    limit.cancel()
+    assert len(reported) == 1 and reported[0].startswith("street.night ended: cannot write ")
+
+
+def test_a_source_that_cannot_be_read_is_reported_once_for_all_heads(client: Client, tmp_path: Path) -> None:
+    (tmp_path / "bad.mp4").write_bytes(b"no video")
+    sources = [file_source(tmp_path / "bad.mp4"), file_source(write_video(tmp_path / "good.mp4", shades(1)))]
+    said: list[str] = []
+    with pytest.raises(BadImage):
+        run(client, sources, "cam", ("night", "one"), say=said.append)
+    assert len(said) == 1 and said[0].startswith("bad ended: cannot read video")
 
 
 def test_an_unknown_head_is_named_before_anything_is_read(client: Client, tmp_path: Path) -> None:
