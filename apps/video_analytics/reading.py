@@ -23,6 +23,9 @@ class Reading:
         shapes: of the heads' clips.
         stop: once set, no more is read.
         shown, say, wait_s: see `read_clips`.
+
+    Attributes:
+        error: what ended reading for all heads; None while it goes on, and where the source came to its end.
     """
 
     def __init__(
@@ -35,6 +38,7 @@ class Reading:
         say: Callable[[str], None] = lambda text: None,
         wait_s: float = 0.0,
     ) -> None:
+        self.error: Exception | None = None
         self._live = source.live
         self._stop = stop
         self._clips: list[queue.Queue[Chunk | Exception | None]] = [queue.Queue(_READ_AHEAD) for _ in shapes]
@@ -71,16 +75,15 @@ class Reading:
             self._thread.join(_STOP_S)  # a camera may hold its reader for longer; the thread is a daemon
 
     def _read(self, clips: Iterator[tuple[int, Chunk]]) -> None:
-        last: Exception | None = None
         try:
             for head, clip in clips:
                 self._put(head, clip, self._live)
                 if all(left.is_set() for left in self._left):
                     return
         except Exception as error:
-            last = error
+            self.error = error
         for head in range(len(self._left)):
-            self._put(head, last, live=False)
+            self._put(head, self.error, live=False)
 
     def _put(self, head: int, item: Chunk | Exception | None, live: bool) -> None:
         while not self._left[head].is_set():

@@ -16,7 +16,7 @@ from apps.video_analytics.annotate import AnnotatedVideo
 from apps.video_analytics.answers import ChunkResult, answer, find_head
 from apps.video_analytics.reading import Reading
 from apps.video_analytics.sampling import ClipShape
-from apps.video_analytics.sources import Source
+from apps.video_analytics.sources import Source, told_apart
 from apps.writing import writing
 from vlora.client import Client, wait_for_server
 from vlora.errors import BadConfig, VLoraError
@@ -102,6 +102,11 @@ def run(
                     video.add(clip, result)
                 with lock:
                     tell(result)
+        except VLoraError as error:
+            # The other heads go on, of a camera for days. The end of the whole source is reported once, not for each.
+            if len(heads) > 1 and error is not reading.error:
+                heard(f"{name} ended: {error}")
+            raise
         finally:
             reading.leave(place)
             if video is not None:
@@ -125,8 +130,7 @@ def _suffixes(heads: Sequence[str]) -> list[str]:
     """Of each head in names of files: none where there is only one."""
     if len(heads) == 1:
         return [""]
-    plain = [re.sub(r"[^\w-]+", "-", head) for head in heads]
-    return [f".{name}" if plain.count(name) == 1 else f".{name}-{place}" for place, name in enumerate(plain, start=1)]
+    return [f".{name}" for name in told_apart([re.sub(r"[^\w-]+", "-", head) for head in heads])]
 
 
 class ResultRows:

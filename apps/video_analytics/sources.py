@@ -55,7 +55,8 @@ def find_sources(addresses: Sequence[str]) -> list[Source]:
             found += _of_folder(Path(address))
         else:
             found.append(Source(Path(address).stem or "video", address, "file"))
-    return _told_apart(found)
+    names = told_apart([source.name for source in found])
+    return [source._replace(name=name) for source, name in zip(found, names, strict=True)]
 
 
 def _without_password(address: str) -> str:
@@ -64,15 +65,13 @@ def _without_password(address: str) -> str:
     return re.sub(r"(?i)(?<=[?&])(pass\w*|pwd|token|secret|key|auth)=[^&]*&?", "", address).rstrip("?&")
 
 
-def _told_apart(sources: Sequence[Source]) -> list[Source]:
-    taken: set[str] = set()
-    named = []
-    for source in sources:
-        names = (f"{source.name}-{number}" if number > 1 else source.name for number in itertools.count(1))
-        name = next(name for name in names if name not in taken)
-        taken.add(name)
-        named.append(source._replace(name=name))
-    return named
+def told_apart(names: Sequence[str]) -> list[str]:
+    """The names, with a number where one is taken by an earlier one."""
+    taken: dict[str, None] = {}
+    for name in names:
+        numbered = (f"{name}-{number}" if number > 1 else name for number in itertools.count(1))
+        taken[next(free for free in numbered if free not in taken)] = None
+    return list(taken)
 
 
 def _of_folder(folder: Path) -> list[Source]:
@@ -144,14 +143,10 @@ def _read_video(
     try:
         if not capture.isOpened():
             raise BadImage(f"{told}: {_why_closed(source)}")
-        rate = capture.get(cv2.CAP_PROP_FPS)
-        known = 0 < rate < 1000
-        samplers = [
-            Sampler(
-                _possible(shape, rate, source, told, say) if known else shape, rate if known else FALLBACK_FPS, shown
-            )
-            for shape in shapes
-        ]
+        named = capture.get(cv2.CAP_PROP_FPS)
+        rate = named if 0 < named < 1000 else None
+        possible = _possible(shapes, rate, source, told, say)
+        samplers = [Sampler(shape, rate or FALLBACK_FPS, shown) for shape in possible]
         num_clips = 0
         for index in itertools.count():
             if stop.is_set() or not capture.grab():
@@ -173,14 +168,29 @@ def _read_video(
         capture.release()
 
 
-def _possible(shape: ClipShape, rate: float, source: Source, told: str, say: Callable[[str], None]) -> ClipShape:
-    """The shape, at the camera's rate where it asks for more. Raises BadImage for a file with fewer frames a second."""
-    if shape.fps is None or shape.fps <= rate:
-        return shape
-    if not source.live:
-        raise BadImage(f"{told} at {shape.fps:g} frames a second: it has {rate:g}; give a lower --fps")
-    say(f"{source.name}: the camera has {rate:g} frames a second, not {shape.fps:g}; all of them are taken")
-    return shape._replace(fps=rate)
+def _possible(
+    shapes: Sequence[ClipShape], rate: float | None, source: Source, told: str, say: Callable[[str], None]
+) -> list[ClipShape]:
+    """The shapes, at the video's rate where they ask for more; `say` is notified once for all of them.
+
+    Args:
+        rate: frames a second; None where the video names none, and `FALLBACK_FPS` is assumed.
+
+    Raises:
+        BadImage: a file names a lower rate.
+    """
+    highest = rate or FALLBACK_FPS
+    asked = max((shape.fps for shape in shapes if shape.fps is not None), default=0.0)
+    if asked <= highest:
+        return list(shapes)
+    if rate is None:
+        said = f"the video names no frame rate; {highest:g} frames a second are assumed, and {asked:g} cannot be taken"
+    elif source.live:
+        said = f"the camera has {rate:g} frames a second, not {asked:g}; all of them are taken"
+    else:
+        raise BadImage(f"{told} at {asked:g} frames a second: it has {rate:g}; give a lower --fps")
+    say(f"{source.name}: {said}")
+    return [shape if shape.fps is None else shape._replace(fps=min(shape.fps, highest)) for shape in shapes]
 
 
 def _retrieved(capture: cv2.VideoCapture) -> Frame | None:

@@ -23,7 +23,7 @@ from tests.apps.test_video_analytics import file_source, labels, shades, write_v
 from tests.server.running import Running, png, running_server
 from tests.server.scripted import write_adapter
 from vlora.client import Client
-from vlora.errors import BadImage, UnknownHead
+from vlora.errors import BadConfig, BadImage, UnknownHead
 
 
 @pytest.fixture(scope="module")
@@ -57,6 +57,19 @@ def numbers(clip: Chunk) -> list[int]:
 
 def place_of(text: str) -> Frame:
     return Frame(lambda: text.encode(), lambda: text.upper().encode(), 64)
+
+
+def count_openings(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The address of each video, as it is opened."""
+    opened: list[str] = []
+    capture = cv2.VideoCapture
+
+    def counted(address: Any) -> Any:
+        opened.append(address)
+        return capture(address)
+
+    monkeypatch.setattr(sources_module.cv2, "VideoCapture", counted)
+    return opened
 
 
 # -- clips ------------------------------------------------------------------------------------------------------------
@@ -98,14 +111,7 @@ def test_at_any_rate_clips_follow_each_other_and_frames_their_time(rate: float, 
 
 
 def test_heads_of_different_sizes_read_one_video_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    opened: list[str] = []
-    capture = cv2.VideoCapture
-
-    def counted(address: Any) -> Any:
-        opened.append(address)
-        return capture(address)
-
-    monkeypatch.setattr(sources_module.cv2, "VideoCapture", counted)
+    opened = count_openings(monkeypatch)
     source = file_source(write_ramp(tmp_path / "ramp.mp4", 20))
     clips = list(read_clips(source, [ClipShape(2, 4), ClipShape(1, 2), ClipShape(4)]))
     assert len(opened) == 1
@@ -121,9 +127,33 @@ def test_a_file_has_no_more_frames_than_it_has(tmp_path: Path) -> None:
         list(read_clips(source, [ClipShape(1, 25)]))
     said: list[str] = []
     camera = source._replace(kind="live")
-    clips = itertools.islice(read_clips(camera, [ClipShape(1, 25)], say=said.append), 12)
-    assert [numbers(clip) for _, clip in clips] == [[place] for place in range(12)]
-    assert said == ["ramp: the camera has 10 frames a second, not 25; all of them are taken"]
+    clips = itertools.islice(read_clips(camera, [ClipShape(1, 25), ClipShape(1, 25)], say=said.append), 24)
+    assert [(place, numbers(clip)) for place, clip in clips] == [(n % 2, [n // 2]) for n in range(24)]
+    assert said == ["ramp: the camera has 10 frames a second, not 25; all of them are taken"], "once for all heads"
+
+
+def test_a_video_that_names_no_rate_gives_at_most_the_assumed_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    capture = cv2.VideoCapture
+
+    class Nameless:
+        def __init__(self, address: Any) -> None:
+            self._capture = capture(address)
+
+        def get(self, name: int) -> float:
+            return 0.0 if name == cv2.CAP_PROP_FPS else self._capture.get(name)
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self._capture, name)
+
+    source = file_source(write_ramp(tmp_path / "ramp.mp4", 20))
+    monkeypatch.setattr(sources_module.cv2, "VideoCapture", Nameless)
+    said: list[str] = []
+    clips = list(read_clips(source, [ClipShape(1, 60), ClipShape(2, 15)], say=said.append))
+    assert [numbers(clip) for place, clip in clips if place == 0] == [[number] for number in range(20)]
+    assert [numbers(clip) for place, clip in clips if place == 1] == [[n, n + 2] for n in range(0, 20, 4)]
+    assert said == ["ramp: the video names no frame rate; 30 frames a second are assumed, and 60 cannot be taken"]
 
 
 def test_pictures_of_a_folder_go_to_every_head(tmp_path: Path) -> None:
@@ -173,11 +203,14 @@ def test_a_file_waits_for_every_head_until_it_leaves(monkeypatch: pytest.MonkeyP
 # -- whole runs -------------------------------------------------------------------------------------------------------
 
 
-def test_two_heads_answer_every_clip_into_files_of_their_own(client: Client, tmp_path: Path) -> None:
+def test_two_heads_answer_every_clip_into_files_of_their_own(
+    client: Client, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     source = file_source(write_video(tmp_path / "street.mp4", shades(4)))
     told: list[ChunkResult] = []
+    opened = count_openings(monkeypatch)
     counts = run(client, [source], "cam", ("night", "one"), fps=2, out=tmp_path / "out", tell=told.append)
-    assert counts == {"street.night": 4, "street.one": 8}
+    assert counts == {"street.night": 4, "street.one": 8} and opened == [source.address]
     assert {name.name for name in (tmp_path / "out").iterdir()} == {
         f"street.{head}.{kind}" for head in ("night", "one") for kind in ("jsonl", "csv", "webm")
     }
@@ -190,17 +223,46 @@ def test_two_heads_answer_every_clip_into_files_of_their_own(client: Client, tmp
             assert {row["head"] for row in csv.DictReader(file)} == {head}
         capture = cv2.VideoCapture(str(tmp_path / "out" / f"street.{head}.webm"))
         assert capture.get(cv2.CAP_PROP_FPS) == 10 and capture.get(cv2.CAP_PROP_FRAME_COUNT) == 40
-    assert sorted(result.index for result in told if result.head == "one") == list(range(8))
+    for head, number in (("night", 4), ("one", 8)):
+        assert [result.index for result in told if result.head == head] == list(range(number))
 
 
 def test_heads_that_are_alike_in_names_of_files_are_told_apart(tmp_path: Path) -> None:
     source = file_source(write_video(tmp_path / "street.mp4", shades(2)))
     with running_server() as running:
-        folder = write_adapter(tmp_path / "adapter", {"a b": 1, "a/b": 1})
+        folder = write_adapter(tmp_path / "adapter", {"a b": 1, "a/b": 1, "a-b-2": 1})
         running.on_loop(running.front_end.load_adapter("cam", folder))
         with Client(port=running.port) as client:
-            counts = run(client, [source], "cam", ("a b", "a/b"))
-    assert counts == {"street.a-b-1": 2, "street.a-b-2": 2}
+            counts = run(client, [source], "cam", ("a b", "a/b", "a-b-2"))
+    assert counts == {"street.a-b": 2, "street.a-b-2": 2, "street.a-b-2-2": 2}
+
+
+def test_a_head_that_ends_is_reported_while_the_others_go_on(client: Client, tmp_path: Path) -> None:
+    camera = file_source(write_video(tmp_path / "street.mp4", shades(2)))._replace(kind="live")
+    (tmp_path / "out" / "street.night.jsonl").mkdir(parents=True)
+    stop = threading.Event()
+    reported: list[str] = []
+
+    def say(text: str) -> None:
+        if "ended" in text and not stop.is_set():
+            reported.append(text)
+            stop.set()
+
+    limit = threading.Timer(10, stop.set)  # the camera goes on for ever
+    limit.start()
+    with pytest.raises(BadConfig):
+        run(client, [camera], "cam", ("night", "one"), out=tmp_path / "out", stop=stop, say=say)
+    limit.cancel()
+    assert len(reported) == 1 and reported[0].startswith("street.night ended: cannot write ")
+
+
+def test_a_source_that_cannot_be_read_is_reported_once_for_all_heads(client: Client, tmp_path: Path) -> None:
+    (tmp_path / "bad.mp4").write_bytes(b"no video")
+    sources = [file_source(tmp_path / "bad.mp4"), file_source(write_video(tmp_path / "good.mp4", shades(1)))]
+    said: list[str] = []
+    with pytest.raises(BadImage):
+        run(client, sources, "cam", ("night", "one"), say=said.append)
+    assert len(said) == 1 and said[0].startswith("bad ended: cannot read video")
 
 
 def test_an_unknown_head_is_named_before_anything_is_read(client: Client, tmp_path: Path) -> None:
