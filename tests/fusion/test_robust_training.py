@@ -145,7 +145,7 @@ def test_out_of_memory_goes_on_with_smaller_parts_to_the_same_adapter(
     told: list[str] = []
     with monkeypatch.context() as patched:
         patched.setattr(trainer, "_read", short)
-        patched.setattr(trainer, "_say", told.append)
+        patched.setattr(trainer._progress, "say", told.append)
         trainer.fresh()
         assert trainer.train("colors", ()) == pytest.approx(roomy_losses, rel=1e-4)
         assert trainer.score("colors", trainer.domains["colors"].validation) >= 0
