@@ -223,6 +223,7 @@ def test_several_heads_are_asked_at_a_chosen_rate(vlora_command: Vlora, address:
         ),
         (["stream", "IMAGE", "--adapter", "cam", "--head", "day", "--head", "day"], "--head is given twice as 'day'"),
         (["stream", "IMAGE", "--adapter", "cam", "--head", "day", "--fps", "0"], "invalid value for '--fps'"),
+        (["stream", "IMAGE", "--adapter", "cam", "--head", "day", "--fps", "nan"], "--fps is nan; it must be a number"),
         (["serve", "--adapter", "cam"], "--adapter is 'cam'; write NAME=PATH"),
         (["serve", "--adapter", "a=x", "--adapter", "a=y"], "adapter 'a' is given twice"),
         (["serve", "--adapter", "a=x", "--served-model-name", "a"], "adapter 'a' has the base model's name; rename it"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO
@@ -68,6 +69,8 @@ def stream(
 
     if repeated := [head for head in dict.fromkeys(heads) if heads.count(head) > 1]:
         raise BadRequest(f"--head is given twice as {repeated[0]!r}; once is enough")
+    if fps is not None and not math.isfinite(fps):
+        raise BadRequest(f"--fps is {fps}; it must be a number above 0")
     found = find_sources(sources)
     num_problems = 0
 
