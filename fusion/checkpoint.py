@@ -17,10 +17,10 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
+from fusion.kept import UNFINISHED
 from fusion.pack import Score, Trained
 from vlora.errors import BadPlan
 
-_UNFINISHED = "unfinished-"
 _MADE_OF = "run.json"
 State = dict[str, torch.Tensor]
 
@@ -37,11 +37,11 @@ class Checkpoint:
         else:
             shutil.rmtree(folder, ignore_errors=True)
             folder.mkdir(parents=True)
-            temporary = folder / f"{_UNFINISHED}{_MADE_OF}"
+            temporary = folder / f"{UNFINISHED}{_MADE_OF}"
             _write_through(temporary, json.dumps(dict(identity), indent=1).encode())
             temporary.rename(made_of)
             _sync(folder)
-        for left in folder.glob(f"{_UNFINISHED}*"):  # by a process that was killed
+        for left in folder.glob(f"{UNFINISHED}*"):  # by a process that was killed
             shutil.rmtree(left) if left.is_dir() else left.unlink()
 
     def trained(self, key: str) -> Trained | None:
@@ -67,7 +67,7 @@ class Checkpoint:
         """Write a training: all of it or, if the process dies on the way, nothing."""
         place = self._place(key)
         # Other processes may make the same one; each writes into a folder of its own.
-        temporary = self._folder / f"{_UNFINISHED}{os.getpid()}-{place.name}"
+        temporary = self._folder / f"{UNFINISHED}{os.getpid()}-{place.name}"
         temporary.mkdir()
         save_file({name: tensor.contiguous().cpu() for name, tensor in state.items()}, temporary / "state.safetensors")
         _sync(temporary / "state.safetensors")

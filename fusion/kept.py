@@ -8,6 +8,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+UNFINISHED = "unfinished-"  # begins the name of each file and folder in a checkpoint that is still being written
+
 
 class Kept:
     """The finished trainings of a run, counted on disk at the time of asking.
@@ -33,7 +35,8 @@ class Kept:
     def __str__(self) -> str:
         if self._deletes:
             return "nothing was deleted or trained yet"
-        count = len(list(self._folder.glob("*/trained.json")))
+        found = self._folder.glob("*/trained.json")
+        count = sum(not file.parent.name.startswith(UNFINISHED) for file in found)
         if not count:
             return "no training was finished"
         return f"{count} finished training{'s' * (count > 1)} kept in {self._folder}"

@@ -132,7 +132,7 @@ def test_the_size_told_is_what_is_trained(trained: LoraTrainer, base: str) -> No
         ("{rank: 8, blocks: 3}", "3 blocks do not divide rank 8; 9 would do"),
         ("{rank: 9, blocks: 3}", "3 blocks do not divide the 256 outputs of model.language_model.layers.0"),
         ("{rank: 8, blocks: 2, vision: true}", "not together with lora.vision"),
-        ("{blocks: 0}", "greater than or equal to 1"),
+        ("{blocks: 0}", "is 0; it must be at least 1"),
     ],
 )
 def test_blocks_that_cannot_be_are_told_by_line_and_field(tmp_path: Path, lora: str, said: str) -> None:
