@@ -149,7 +149,7 @@ def warnings(written: str) -> list[str]:
 
 
 def until_alive(client: Client) -> EngineStats:
-    deadline = time.monotonic() + 90
+    deadline = time.monotonic() + 200
     while True:
         try:
             return client.stats()
