@@ -38,9 +38,9 @@ def asked_with(url: str) -> list[dict[str, Any]]:
 def test_health_and_models(api: Api) -> None:
     assert api.call("GET", "/health") == (200, {"status": "ok", "model": "base"})
     status, listed = api.call("GET", "/v1/models")
-    assert status == 200 and [(each["id"], each["parent"]) for each in listed["data"]] == [
-        ("base", None),
-        ("cam", "base"),
+    assert status == 200 and [(each["id"], each["parent"], each["root"]) for each in listed["data"]] == [
+        ("base", None, "base"),
+        ("cam", "base", "base"),
     ]
 
 

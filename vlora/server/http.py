@@ -112,7 +112,8 @@ def _watching(app: FastAPI, front_end: FrontEnd, model: str, others_listen: Call
 def _asking(app: FastAPI, front_end: FrontEnd, model: str) -> None:
     async def all_models() -> dict[str, dict[str, Any]]:
         parents = {model: None} | {status.name: model for status in await front_end.adapters()}
-        shared = {"object": "model", "created": 0, "owned_by": "vlora"}
+        # `root` as OpenAI had it, the base model's id: load generators look a model's tokenizer up by it.
+        shared = {"object": "model", "created": 0, "owned_by": "vlora", "root": model}
         return {name: {"id": name, "parent": parent, **shared} for name, parent in parents.items()}
 
     @app.get("/v1/models")
