@@ -18,10 +18,10 @@ from atmm.compiled.lanes import Scattered, serves
 from atmm.divided import Divided
 from atmm.head_rows import HeadRows
 from atmm.loop import Loop, Unpacked
-from atmm.segments import SegmentPlan
+from atmm.segments import SegmentPlan, Strategy
 from atmm.selection import choose
 from atmm.sites import Packed, Site, SiteGroup
-from atmm.strategies import NEED_NO_COPY, STRATEGIES, Strategy, known, lies_transposed, prepare
+from atmm.strategies import NEED_NO_COPY, STRATEGIES, known, lies_transposed, prepare
 from atmm.survey import Survey
 
 # Ranks up to which one compiled pass over the weights beats torch's two, whose arithmetic is faster (docs/decisions.md,

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Callable, Iterable
+from typing import NamedTuple, Protocol
 
 import torch
+from torch import Tensor
 
-from atmm.sites import Layout
-
-if TYPE_CHECKING:
-    from atmm.strategies import Strategy
-
+from atmm.sites import Layout, Packed, Site, SiteGroup
 
 MOST_WITH_ROOM = 2  # lanes at a token: its own adapter's, and the merged one's
 
@@ -24,6 +21,24 @@ class Lane(NamedTuple):
     start: int
     stop: int
     sign: float = 1.0
+
+
+class Strategy(Protocol):
+    """Adds the deltas of one plan at the sites of one class; `atmm.strategies` has them all."""
+
+    adds_transposed: bool  # as fast into an output that lies transposed as into rows
+
+    @property
+    def add_all(self) -> Callable[[Tensor, Tensor, SiteGroup], None] | None:
+        """`add_all(y, x, group)` for all sites of a group at once, their outputs side by side in y [T, sum of d_out];
+        None where sites are better served one after the other."""
+
+    @property
+    def refill(self) -> Callable[[SegmentPlan, Layout], None] | None:
+        """`refill(plan, layout)` takes over what a plan with room says now, at the same addresses; None where a
+        strategy had better be prepared anew."""
+
+    def __call__(self, y: Tensor, x: Tensor, site: Site, packed: Packed | None) -> None: ...
 
 
 class SegmentPlan:

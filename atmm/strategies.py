@@ -24,7 +24,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from typing import Protocol
 
 import torch
 import torch.nn.functional as F
@@ -35,28 +34,10 @@ from atmm.divided import Divided
 from atmm.grouped import lanes as grouped
 from atmm.loop import Loop
 from atmm.processor import prefers_weight_left
-from atmm.segments import SegmentPlan
+from atmm.segments import Strategy
 from atmm.shares import GroupShares
-from atmm.sites import Layout, Packed, Site, SiteGroup
+from atmm.sites import Packed, Site
 from atmm.survey import Survey
-
-
-class Strategy(Protocol):
-    """How one plan's deltas are added."""
-
-    adds_transposed: bool  # as fast into an output that lies transposed as into rows
-
-    @property
-    def add_all(self) -> Callable[[Tensor, Tensor, SiteGroup], None] | None:
-        """`add_all(y, x, group)` for all sites of a group at once, their outputs side by side in y [T, sum of d_out];
-        None where sites are better served one after the other."""
-
-    @property
-    def refill(self) -> Callable[[SegmentPlan, Layout], None] | None:
-        """`refill(plan, layout)` takes over what a plan with room says now, at the same addresses; None where a
-        strategy had better be prepared anew."""
-
-    def __call__(self, y: Tensor, x: Tensor, site: Site, packed: Packed | None) -> None: ...
 
 
 class Batched:

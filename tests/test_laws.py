@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import ast
+import graphlib
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import pytest
@@ -88,6 +89,24 @@ def test_imports_point_upward(module: str, file: Path) -> None:
         target = room_of(imported)
         if target.split(".")[0] in ("vlora", "atmm", "heads", "fusion", "apps") and target not in (room, "vlora"):
             assert target in MAY_IMPORT[room], f"{module} imports {imported}: {room} may not know {target}"
+
+
+def test_no_imports_run_in_a_circle() -> None:
+    """Type checking included: two modules that know each other are one idea in two files."""
+    files = dict(modules())
+    graph = {module: set(_modules_read(file, files)) - {module} for module, file in files.items()}
+    graphlib.TopologicalSorter(graph).prepare()  # raises CycleError, which names the circle
+
+
+def _modules_read(file: Path, known: Mapping[str, Path]) -> Iterator[str]:
+    for node in ast.walk(ast.parse(file.read_text())):
+        names: list[str] = []
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            submodules = [f"{node.module}.{alias.name}" for alias in node.names]
+            names = [name if name in known else node.module or "" for name in submodules]
+        yield from (name for name in names if name in known)
 
 
 def test_checkpoints_are_read_by_the_one_way_that_runs_none_of_their_code() -> None:

@@ -17,9 +17,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
-from peft import LoraConfig, get_peft_model
-from torch import Tensor, nn
+from torch import Tensor
 
 import atmm
 from atmm.cold import Caches, factors_of, read_by
@@ -29,6 +27,7 @@ from atmm.selection import choose
 from atmm.strategies import comes_transposed
 from atmm.survey import Survey
 from vlora.bench.form import Goal, Report
+from vlora.bench.plain_baselines import gather_bmm, lane_factors, padded_einsum, peft_layer, plain_loop
 
 _SHAPES = (Shape(896, (4864,)), Shape(2048, (8192,)))
 _RANKS = (8, 16, 64)
@@ -100,18 +99,18 @@ def _measure(case: Case, rounds: int) -> tuple[dict[str, Any], dict[str, list[fl
     names = [name for name in atmm.STRATEGIES if name != "tiled"]
     plans = {name: case.plan(name) for name in names}
     chosen = choose(Survey(plan, group.packed.layout), comes_transposed(x))
-    a, bt = stacked(site, plan)
-    layer = _peft_layer(site, plan, case, x)
+    a, bt = lane_factors(site, plan)
+    layer = peft_layer(site, plan, case.rank, x)
     names_by_row = [f"a{lane.key}" for lane in plan.lanes for _ in range(lane.start, lane.stop)]
     strategies = {name: functools.partial(atmm.add_delta, ours, x, site, plan) for name, plan in plans.items()}
     calls: dict[str, Callable[[], object]] = {
         "chosen": strategies[chosen],
         "padded einsum": padded_einsum(a, bt, plan, x, rows),
         "PEFT layer": functools.partial(layer, x, adapter_names=names_by_row),
-        "plain loop": lambda: _plain_loop(site, plan, x, rows),
+        "plain loop": lambda: plain_loop(site, plan, x, rows),
     }
     if case.num_tokens * case.rank * (site.d_in + site.d_out) * x.element_size() <= _MOST_GATHERED_BYTES:
-        calls["gather and bmm"] = _gather_bmm(a, bt, plan, x, rows)
+        calls["gather and bmm"] = gather_bmm(a, bt, plan, x, rows)
     caches = Caches("cpu", x.dtype)
     # Strategies among themselves as the search meets them, by CPU seconds: what the machine's other work takes is no
     # part of a choice. Against other ways to add deltas the time that passes counts.
@@ -211,63 +210,6 @@ def _shares(cell: Mapping[str, Sequence[float]]) -> tuple[list[float], list[floa
 
 def _p95_over_p50(values: Sequence[float]) -> float:
     return statistics.quantiles(values, n=20)[-1] / statistics.median(values)
-
-
-def _gather_bmm(a: Tensor, bt: Tensor, plan: atmm.SegmentPlan, x: Tensor, y: Tensor) -> Callable[[], object]:
-    """Punica's Gather-BMM baseline: every token's factors gathered, then two batched products."""
-    owner = torch.tensor([place for place, lane in enumerate(plan.lanes) for _ in range(lane.start, lane.stop)])
-
-    def call() -> Tensor:
-        hidden = torch.bmm(a[owner], x[:, :, None])
-        return y.add_(torch.bmm(hidden.transpose(1, 2), bt[owner])[:, 0])
-
-    return call
-
-
-def padded_einsum(a: Tensor, bt: Tensor, plan: atmm.SegmentPlan, x: Tensor, y: Tensor) -> Callable[[], object]:
-    """dLoRA's way: segments padded to the longest, one einsum per factor."""
-    longest = max(lane.stop - lane.start for lane in plan.lanes)
-    rows = torch.cat(
-        [torch.arange(lane.stop - lane.start) + place * longest for place, lane in enumerate(plan.lanes)]
-    ).to(x.device)
-
-    def call() -> Tensor:
-        padded = x.new_zeros(len(plan.lanes) * longest, x.shape[1])
-        padded[rows] = x
-        hidden = torch.einsum("stk,srk->str", padded.view(len(plan.lanes), longest, -1), a)
-        return y.add_(torch.einsum("str,srn->stn", hidden, bt).flatten(0, 1)[rows])
-
-    return call
-
-
-def stacked(site: atmm.Site, plan: atmm.SegmentPlan) -> tuple[Tensor, Tensor]:
-    """The lanes' factors, [lanes, rank, d_in] and [lanes, rank, d_out]."""
-    factors = [site.factors[lane.key] for lane in plan.lanes]
-    return torch.stack([pair.a for pair in factors]), torch.stack([pair.bt for pair in factors])
-
-
-def _plain_loop(site: atmm.Site, plan: atmm.SegmentPlan, x: Tensor, y: Tensor) -> None:
-    """Adapter by adapter, as one would write it first."""
-    for key, start, stop, _ in plan.lanes:
-        a, bt = site.factors[key]
-        y[start:stop] += F.linear(x[start:stop], a) @ bt
-
-
-def _peft_layer(site: atmm.Site, plan: atmm.SegmentPlan, case: Case, x: Tensor) -> nn.Module:
-    """PEFT's mixed-batch layer, called with one name per row, without its base product."""
-    model = nn.Sequential(nn.Linear(site.d_in, site.d_out, bias=False)).to(x.dtype)
-    peft: Any = None
-    for lane in plan.lanes:
-        config = LoraConfig(r=case.rank, lora_alpha=case.rank, target_modules=["0"], init_lora_weights=False)
-        if peft is None:
-            peft = get_peft_model(model, config, adapter_name=f"a{lane.key}")  # type: ignore[arg-type]
-        else:
-            peft.add_adapter(f"a{lane.key}", config)
-    layer = peft.to(x.dtype).eval().base_model.model[0]
-    # Deltas alone: the base layer answers at once, with zeros.
-    zeros = x.new_zeros(case.num_tokens, site.d_out)
-    layer.base_layer.forward = lambda x, *_, **__: zeros
-    return layer
 
 
 def _goals(rows: Sequence[dict[str, Any]], spread: Spread) -> list[Goal]:

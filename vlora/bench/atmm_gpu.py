@@ -21,8 +21,8 @@ import atmm
 from atmm.search import Case, Shape
 from atmm.selection import choose
 from atmm.survey import Survey
-from vlora.bench.atmm import padded_einsum, stacked
 from vlora.bench.form import Goal, Report
+from vlora.bench.plain_baselines import lane_factors, padded_einsum
 from vlora.bench.styles import STYLES, prepared
 
 MODELS = {
@@ -94,7 +94,7 @@ def measure(case: Case, device: str, bytes_per_s: float) -> dict[str, Any]:
         calls[name] = functools.partial(_call_all, [prepared(name, group, plan.lanes, x, outputs) for group in groups])
     if not case.even:
         each = [
-            padded_einsum(*stacked(site, plan), plan, x, y)
+            padded_einsum(*lane_factors(site, plan), plan, x, y)
             for group in groups
             for site, y in zip(group.sites, outputs, strict=True)
         ]
