@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 
+import hypothesis
 import psutil
 import pytest
 
@@ -23,6 +24,13 @@ if "PYTEST_XDIST_WORKER_COUNT" in os.environ:
 import torch  # noqa: E402
 
 from vlora.orchestrator.kv_admission import KvAdmission  # noqa: E402
+
+# The same examples every time, however slow the machine: a change that is right stays green. `pytest
+# --hypothesis-profile explore` looks for new ones.
+_UNHURRIED = hypothesis.settings(deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow])
+hypothesis.settings.register_profile("steady", _UNHURRIED, derandomize=True, database=None)
+hypothesis.settings.register_profile("explore", _UNHURRIED, print_blob=True)
+hypothesis.settings.load_profile("steady")
 
 # No test may look for a model hub; set before transformers is imported anywhere.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")

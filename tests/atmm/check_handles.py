@@ -156,7 +156,7 @@ def test_kernels_declare_their_sizes_in_the_order_the_handles_give_them(asked: l
         assert len(own) == len(getattr(kernels, name).arg_names)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(data=st.data())
 def test_no_step_asks_what_was_compiled_ahead(data: st.DataObject, ahead: list[str]) -> None:
     ranks = data.draw(st.lists(st.integers(1, 16), min_size=1, max_size=16))

@@ -240,7 +240,7 @@ def plans(draw: st.DrawFn) -> tuple[dict[str, int], list[tuple[str, int]], str, 
 
 
 @pytest.mark.slow
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=120)
 @given(plans(), st.sampled_from([*STRATEGIES, None]), st.booleans())
 def test_any_plan_agrees_with_the_reference(case: tuple, strategy: str | None, inference: bool) -> None:
     ranks, missing, packed, num_tokens, lanes = case
@@ -252,7 +252,7 @@ def test_any_plan_agrees_with_the_reference(case: tuple, strategy: str | None, i
 
 
 @pytest.mark.slow
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(batches(), st.sampled_from([*STRATEGIES, None]), st.sampled_from(list(RELATIVE)))
 def test_any_batch_is_within_its_error(batch: Batch, strategy: str | None, dtype: torch.dtype) -> None:
     assert relative_error(batch, strategy, dtype) <= RELATIVE[dtype]

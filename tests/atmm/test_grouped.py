@@ -157,7 +157,7 @@ def batches(draw: st.DrawFn) -> Batch:
 
 
 @pytest.mark.slow
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(batch=batches(), dtype=st.sampled_from((torch.bfloat16, torch.float16)), whole=st.booleans())
 def test_drawn_batches(batch: Batch, dtype: torch.dtype, whole: bool) -> None:
     with pytest.MonkeyPatch.context() as patched:
@@ -197,7 +197,7 @@ def in_poison(tensor: torch.Tensor, gap: int) -> torch.Tensor:
     return room[:, gap : gap + width].copy_(tensor)
 
 
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 @given(batch=batches(), start=st.integers(0, 2**40), column=st.sampled_from((0, 8, 40)))
 def test_the_header_points_where_its_twin_does(
     header: Callable[..., int], batch: Batch, start: int, column: int

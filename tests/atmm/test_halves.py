@@ -25,7 +25,7 @@ def plans(draw: st.DrawFn) -> SegmentPlan:
     return SegmentPlan(num_tokens, lanes)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     plan=plans(),
     num_shares=st.sampled_from([1, 2, 4]),

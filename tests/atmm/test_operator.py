@@ -115,7 +115,7 @@ def test_another_adapter_s_infinity_stays_its_own() -> None:
     check(group, 6, [Lane("a", 0, 3), Lane("b", 3, 6)], "stacked", torch.float32)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     num_tokens=st.integers(1, 33),
     cuts=st.lists(st.tuples(st.sampled_from(sorted(RANKS)), st.integers(0, 33), st.integers(0, 33)), max_size=6),

@@ -41,7 +41,7 @@ def assert_near(found: Tensor, right: Tensor) -> None:
 
 
 @needs_kernels
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     num_rows=st.integers(1, 37),
     d_in=st.integers(1, 200),

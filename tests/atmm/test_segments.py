@@ -55,7 +55,7 @@ def fillings(draw: st.DrawFn) -> list[list[Lane]]:
 
 
 @pytest.mark.slow
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(fillings(), st.sampled_from([*STRATEGIES, None]), st.booleans())
 def test_a_plan_with_room_computes_what_it_holds_now(
     filled: list[list[Lane]], strategy: str | None, packed: bool

@@ -182,7 +182,7 @@ SCHEMAS = st.recursive(
 
 
 @given(schemas=st.lists(SCHEMAS, min_size=3, max_size=6), seed=st.integers(0, 2**20))
-@settings(max_examples=25, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=25, suppress_health_check=list(HealthCheck))
 def test_what_a_random_model_says_at_temperature_1_is_what_the_schema_asks_for(
     local: LocalEngine, tokenizer: Any, schemas: list[Any], seed: int
 ) -> None:
@@ -435,7 +435,7 @@ JUNK = st.recursive(
 
 
 @given(schema=st.dictionaries(KEYWORDS, JUNK, max_size=4))
-@settings(max_examples=300, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=300, suppress_health_check=list(HealthCheck))
 def test_any_schema_is_a_grammar_or_a_refusal(compiler: GrammarCompiler, schema: Any) -> None:
     try:
         cursor = compiler.compile(schema_grammar(schema)).begin()

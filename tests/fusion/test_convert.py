@@ -53,7 +53,7 @@ def best_by_numpy(delta: np.ndarray, blocks: Blocks, rank: int) -> np.ndarray:
 # -- one layer --------------------------------------------------------------------------------------------------------
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     side=st.sampled_from(["a", "b"]),
     num=st.sampled_from([2, 3, 4]),

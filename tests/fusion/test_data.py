@@ -250,7 +250,7 @@ def test_a_short_clip_repeats_frames(tmp_path: Path) -> None:
 # -- splits -----------------------------------------------------------------------------------------------------------
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     items=st.lists(st.tuples(st.integers(0, 3), st.integers(0, 30)), min_size=1, max_size=80), seed=st.integers(0, 9)
 )
@@ -264,7 +264,7 @@ def test_groups_are_never_cut(items: list[tuple[int, int]], seed: int) -> None:
     assert all(len(home) == 1 for home in homes.values())
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(counts=st.lists(st.integers(3, 60), min_size=1, max_size=5), seed=st.integers(0, 9))
 def test_every_label_is_in_every_part_in_its_share(counts: list[int], seed: int) -> None:
     labels = [[label] for label, count in enumerate(counts) for _ in range(count)]

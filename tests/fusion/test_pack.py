@@ -173,7 +173,7 @@ def orders_of(world: World, count: int) -> list[tuple[str, ...]]:
 
 
 @given(worlds())
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 def test_no_promise_is_broken_and_adapters_never_outnumber_domains(world: World) -> None:
     thresholds = thresholds_of(world)
     packing = pack(world.names, thresholds, world.train)
@@ -189,7 +189,7 @@ def test_no_promise_is_broken_and_adapters_never_outnumber_domains(world: World)
 
 
 @given(worlds(), st.integers(1, 5), st.randoms(use_true_random=False))
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 def test_candidates_in_any_order_give_the_same_packing_and_the_best(world: World, count: int, random: object) -> None:
     thresholds = thresholds_of(world)
     orders = orders_of(world, count)
@@ -229,7 +229,7 @@ class Paper:
 
 
 @given(worlds())
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 def test_the_naive_variant_is_the_papers_algorithm(world: World) -> None:
     thresholds = thresholds_of(world)
     packing = pack_in_sequence(world.names, thresholds, by_value(world.train))
@@ -258,7 +258,7 @@ def keeps_all(world: World, together: frozenset[str]) -> bool:
 
 
 @given(worlds())
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_the_optimum_is_what_trying_everything_finds(world: World) -> None:
     asked: list[frozenset[str]] = []
 
@@ -281,7 +281,7 @@ def test_the_optimum_is_what_trying_everything_finds(world: World) -> None:
 
 
 @given(worlds())
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_the_lower_bound_is_below_the_optimum(world: World) -> None:
     # In this world conflicts only add up, as the bound presumes.
     oracle = Oracle(world.names, thresholds_of(world), world.together)

@@ -66,7 +66,7 @@ def test_a_domain_that_fails_alone_is_reported_and_poisons_nothing() -> None:
     assert packing.margin > 0
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.lists(st.sets(st.sampled_from(NAMES), min_size=1, max_size=3), max_size=5))
 def test_every_promise_that_can_be_is_kept(groups: list[set[str]]) -> None:
     train = Conflicts(*groups)

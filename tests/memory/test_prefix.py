@@ -249,7 +249,7 @@ def test_the_proof_fails_when_sharing_is_counted_wrongly(spoilt: str) -> None:
 
 
 @pytest.mark.slow
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(
     num_blocks=st.integers(4, 16),
     block_size=st.integers(1, 3),

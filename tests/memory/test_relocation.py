@@ -151,7 +151,7 @@ def test_a_cached_block_in_the_way_keeps_what_it_holds() -> None:
 
 
 @pytest.mark.slow
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(
     max_pages=st.integers(1, 16),
     pages_per_block=st.integers(1, 3),

@@ -132,7 +132,7 @@ def test_the_sizes_are_what_the_story_needs() -> None:
 
 
 @pytest.mark.slow
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(
     st.lists(
         st.tuples(

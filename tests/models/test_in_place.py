@@ -133,7 +133,7 @@ def test_subtracting_does_drift_and_unbounded_it_would_break_the_promise(monkeyp
     assert MAX_DRIFT < box.drift() < 5 * MAX_DRIFT
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     moves=st.lists(st.tuples(st.sampled_from(["switch", "forget", "fail"]), st.integers(0, 5)), max_size=30),
     subtracting=st.booleans(),

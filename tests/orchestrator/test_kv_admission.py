@@ -92,7 +92,7 @@ def test_nothing_more_enters_into_the_adapters_part_while_one_starves_for_room()
     assert len(admission.admit(0.0, tracked, adapter_starves=False)) == 1
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(
     kinds=st.lists(
         st.tuples(st.integers(1, 20), st.sampled_from([-10, 0, 0, 5]), st.sampled_from([None, None, 9.0])),
@@ -171,7 +171,7 @@ def _length(request: Request) -> int:
     return len(request.prompt_ids) + len(expected_tokens(request)) - 1
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(overload=overloads(), policy=every_policy)
 def test_overload_costs_no_throughput_and_computes_next_to_nothing_twice(
     overload: tuple[Machine, list[Request]], policy: str

@@ -109,7 +109,7 @@ def assert_answered(simulation: Simulation, request: Request) -> None:
         assert last.timings.steps_by_mode == {} and bounds, "only who has a bound is ever refused"
 
 
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=500)
 @given(
     machine=machines(),
     arrivals=loads(),
@@ -138,7 +138,7 @@ def test_every_request_ends_once_within_every_budget(
     }
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(machine=machines(), arrivals=loads(bounded=False), policy=every_policy)
 def test_memory_pressure_changes_when_but_never_what(machine: Machine, arrivals: Arrivals, policy: str) -> None:
     arrivals = admitted(machine, arrivals)
@@ -187,7 +187,7 @@ def all_resident(machine: Machine, policy: str) -> Simulation:
     return simulation
 
 
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=500)
 @given(
     machine=machines(),
     arrivals=loads(max_prompt=60, max_tokens=20),
@@ -205,7 +205,7 @@ def test_waiting_is_bounded_however_long_the_prompts(machine: Machine, arrivals:
     assert longest_over_bound(simulation) <= 1e-9
 
 
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=500)
 @given(machine=machines(), arrivals=loads(), policy=every_bounded_policy)
 def test_waiting_is_bounded_under_preemption(machine: Machine, arrivals: Arrivals, policy: str) -> None:
     """With memory for one full batch only, and prompts that fit in a step: paused requests hold nobody up."""

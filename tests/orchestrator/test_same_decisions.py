@@ -124,7 +124,7 @@ def decided_plainly(machine: Machine, arrivals: Arrivals, policy: str) -> str:
         return decided(machine, arrivals, policy)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(machine=machines(), arrivals=loads(), policy=every_policy)
 def test_every_decision_is_the_plain_one(machine: Machine, arrivals: Arrivals, policy: str) -> None:
     arrivals = admitted(machine, arrivals)

@@ -94,7 +94,7 @@ class SLora:
         return aborted, fetched
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(
     periods=st.lists(
         st.tuples(st.integers(0, 6), st.integers(0, 4), st.sampled_from([0.125, 0.5, 1.0])), min_size=1, max_size=40
@@ -310,7 +310,7 @@ def served(simulation: Simulation, num_steps: int) -> Counter[str | None]:
     return tokens
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=12)
 @given(
     weight=st.sampled_from([1.0, 2.0, 5.0]),
     flood=st.integers(20, 40),
@@ -412,7 +412,7 @@ def test_tenants_come_before_adapters() -> None:
     assert order == ["xa1", "ya", "xb", "xa2"]
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=12)
 @given(
     weight=st.sampled_from([1.0, 2.0, 4.0]),
     flood=st.integers(30, 60),

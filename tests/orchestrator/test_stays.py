@@ -53,7 +53,7 @@ def test_a_machine_that_brings_at_once_needs_no_stays() -> None:
     assert stays.is_over("a", 3.0)
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(
     policy=st.sampled_from(sorted(POLICIES.keys() - {"merged_only"})),
     num_adapters=st.integers(2, 6),

@@ -35,7 +35,7 @@ def on_ranks(size: int, work: Callable[[int, Lines], T], ends: list[dict[int, so
         return [future.result(60) for future in [threads.submit(rank, number) for number in range(size)]]
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(
     size=st.integers(2, 4),
     shapes=st.lists(st.lists(st.integers(0, 5), max_size=3), min_size=1, max_size=4),

@@ -26,9 +26,6 @@ from vlora.models import InputProcessor
 
 SETTINGS = settings(
     max_examples=8,
-    deadline=None,
-    derandomize=True,
-    database=None,
     phases=[Phase.explicit, Phase.generate],
     suppress_health_check=list(HealthCheck),
 )
@@ -140,7 +137,7 @@ def processor() -> InputProcessor:
 
 
 @given(st.text(max_size=60), st.integers(0, 2))
-@settings(max_examples=60, deadline=None, derandomize=True, database=None)
+@settings(max_examples=60)
 def test_any_text_is_tokens_or_a_refusal(processor: InputProcessor, text: str, num_images: int) -> None:
     images = [Image.new("RGB", (20, 20))] * num_images
     try:

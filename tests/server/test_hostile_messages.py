@@ -25,7 +25,7 @@ from vlora.server.budget import ByteBudget
 from vlora.server.rpyc_values import MAX_DEPTH, MAX_VALUES, check_values
 from vlora.server.rpyc_wire import BoundedChannel
 
-SETTINGS = settings(max_examples=200, deadline=None, derandomize=True, database=None)
+SETTINGS = settings(max_examples=200)
 SIMPLE = (
     st.none() | st.booleans() | st.integers() | st.floats() | st.complex_numbers() | st.binary(max_size=300) | st.text()
 )
