@@ -23,11 +23,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from rich.console import Console
-from rich.progress import track
 from rich.table import Table
 
 from apps.demo_page import write_page
 from apps.video_analytics import CHUNKS_IN_FLIGHT, AnnotatedVideo, ChunkResult, Source, analyse
+from fusion.progress import Progress
 from vlora.client import Client
 from vlora.errors import VLoraError
 
@@ -158,9 +158,15 @@ def _ask_all(
 
     asked = [[(domain, sample) for sample in _samples(tests / domain["name"])] for domain in domains]
     turns = [each for turn in itertools.zip_longest(*asked) for each in turn if each is not None]
-    with ThreadPoolExecutor(_THREADS) as threads:
-        answers = threads.map(lambda each: ask(*each), turns)
-        right = list(track(answers, "asking", total=len(turns), console=console, transient=True))
+    right: list[bool] = []
+    with (
+        Progress(console) as progress,
+        progress.work("asking", len(turns), "requests") as moved,
+        ThreadPoolExecutor(_THREADS) as threads,
+    ):
+        for hit in threads.map(lambda each: ask(*each), turns):
+            right.append(hit)
+            moved(len(right))
     for domain in domains:
         own = [(hit, sample) for hit, (of, sample) in zip(right, turns, strict=True) if of is domain]
         domain["answered_by"] = f"{heads[domain['name']]} head" if domain["name"] in heads else "words"
@@ -175,16 +181,18 @@ def _ask_in_words(
     """Ask each domain's question in words, of the base model and of its adapter, and show what they say."""
     table = Table("question", "shown", "base model says", "adapter says")
     latencies = []
-    for domain in track(domains, "asking", console=console, transient=True):
-        for frames, question, label in _samples(tests / domain["name"])[:num_each]:
-            if not label:
-                continue
-            said = []
-            for adapter in (None, domain["adapter"]):
-                started = time.monotonic()
-                said.append(client.generate(question, frames, adapter, max_tokens=_WORDS).text)
-                latencies.append(time.monotonic() - started)
-            table.add_row(question, label, *said)
+    with Progress(console) as progress, progress.work("asking", len(domains), "domains") as moved:
+        for done, domain in enumerate(domains, 1):
+            for frames, question, label in _samples(tests / domain["name"])[:num_each]:
+                if not label:
+                    continue
+                said = []
+                for adapter in (None, domain["adapter"]):
+                    started = time.monotonic()
+                    said.append(client.generate(question, frames, adapter, max_tokens=_WORDS).text)
+                    latencies.append(time.monotonic() - started)
+                table.add_row(question, label, *said)
+            moved(done)
     console.print(table)
     return latencies
 

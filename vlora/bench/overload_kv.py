@@ -7,6 +7,7 @@ beside those of all before it. The ratio of the two throughputs is what overload
 from __future__ import annotations
 
 import random
+import statistics
 import tempfile
 import time
 from collections import deque
@@ -31,6 +32,7 @@ from vlora.types import EngineStats, Request, SamplingParams
 
 _ROOM = 24  # requests whose KV fits at one time
 _FACTORS = (2, 4, 16)
+_ROUNDS = 5  # of the engine, each served both ways; their median counts
 _ADAPTERS = 3
 _BLOCK = 16
 _UNBOUNDED = "merged_only"  # it has no waiting bound
@@ -70,16 +72,14 @@ def rows(costs: Costs, quick: bool) -> Iterator[dict[str, Any]]:
             engine = _engine(policy, Path(folder))
         for factor in factors:
             arrivals = _arrivals(factor * _ROOM, 64, 32)
-            # In this order a machine that slows down or speeds up meanwhile favours neither; long runs average it out.
-            order = (True, False, False, True) if factor < _FACTORS[-1] else (True, False)
-            fed_s, crowds = 0.0, []
-            for feeding in order:
-                run = _driven(engine, arrivals, feeding)
-                if feeding:
-                    fed_s += run.seconds
-                else:
-                    crowds.append(run)
-            yield _row("engine", policy, factor, fed_s / sum(run.seconds for run in crowds), crowds)
+            ratios, crowds = [], []
+            for number in range(1 if quick else _ROUNDS):
+                # The order alternates, so that a machine whose speed drifts favours neither.
+                order = (True, False) if number % 2 == 0 else (False, True)
+                runs = {feeding: _driven(engine, arrivals, feeding) for feeding in order}
+                ratios.append(runs[True].seconds / runs[False].seconds)
+                crowds.append(runs[False])
+            yield _row("engine", policy, factor, statistics.median(ratios), crowds)
         engine.close()
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import click
@@ -58,7 +59,8 @@ def fuse(
     warnings.filterwarnings("ignore", module=r"peft\.")
     file = _plan_file(plan)
     if check:
-        from fusion import commands
+        with _loading():
+            from fusion import commands
 
         commands.explain(file, device=device, json_out=as_json)
     elif out is None:
@@ -70,7 +72,8 @@ def fuse(
 
         kept = Kept(out, restart=restart)
         with ends_with(lambda: f"{kept}; go on with: {same_command(sys.argv, kept.option)}"):
-            from fusion import commands  # takes seconds, in which an interrupt ends likewise
+            with _loading():  # an interrupt ends it likewise
+                from fusion import commands
 
             report = commands.fuse(
                 file,
@@ -85,6 +88,11 @@ def fuse(
             )
         if as_json:
             print_json(report)
+
+
+def _loading() -> AbstractContextManager[object]:
+    """Shows that libraries are being imported, which takes seconds, on a slow machine more than ten."""
+    return waiting("loading torch, transformers and peft")
 
 
 def _plan_file(plan: Path) -> Path:
@@ -129,9 +137,10 @@ def convert_bd(
 
     from rich.console import Console
 
-    from fusion.convert import convert
-    from fusion.plan import read_plan_file
-    from fusion.progress import Progress
+    with _loading():
+        from fusion.convert import convert
+        from fusion.plan import read_plan_file
+        from fusion.progress import Progress
 
     warnings.simplefilter("ignore", FutureWarning)
     out = out or adapter.with_name(f"{adapter.name}-bd{blocks}")
