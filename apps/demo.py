@@ -17,24 +17,26 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from rich.console import Console
+from rich.progress import track
 from rich.table import Table
 
 from apps.demo_page import write_page
 from apps.video_analytics import CHUNKS_IN_FLIGHT, AnnotatedVideo, ChunkResult, Source, analyse
-from fusion.progress import Progress
 from vlora.client import Client
 from vlora.errors import VLoraError
 
 VLORA = (sys.executable, "-m", "vlora.cli")
+T = TypeVar("T")
 MODES = ("merged", "mixed", "unmerged")
 
 _THREADS = 16  # requests under way at once
+_LINE_S = 10.0  # between two lines of progress in a log
 _WORDS = 12  # tokens an answer in words may take
 _STOP_S = 15.0
 
@@ -158,15 +160,9 @@ def _ask_all(
 
     asked = [[(domain, sample) for sample in _samples(tests / domain["name"])] for domain in domains]
     turns = [each for turn in itertools.zip_longest(*asked) for each in turn if each is not None]
-    right: list[bool] = []
-    with (
-        Progress(console) as progress,
-        progress.work("asking", len(turns), "requests") as moved,
-        ThreadPoolExecutor(_THREADS) as threads,
-    ):
-        for hit in threads.map(lambda each: ask(*each), turns):
-            right.append(hit)
-            moved(len(right))
+    with ThreadPoolExecutor(_THREADS) as threads:
+        answers = threads.map(lambda each: ask(*each), turns)
+        right = list(_shown(answers, len(turns), "asking", console))
     for domain in domains:
         own = [(hit, sample) for hit, (of, sample) in zip(right, turns, strict=True) if of is domain]
         domain["answered_by"] = f"{heads[domain['name']]} head" if domain["name"] in heads else "words"
@@ -181,20 +177,31 @@ def _ask_in_words(
     """Ask each domain's question in words, of the base model and of its adapter, and show what they say."""
     table = Table("question", "shown", "base model says", "adapter says")
     latencies = []
-    with Progress(console) as progress, progress.work("asking", len(domains), "domains") as moved:
-        for done, domain in enumerate(domains, 1):
-            for frames, question, label in _samples(tests / domain["name"])[:num_each]:
-                if not label:
-                    continue
-                said = []
-                for adapter in (None, domain["adapter"]):
-                    started = time.monotonic()
-                    said.append(client.generate(question, frames, adapter, max_tokens=_WORDS).text)
-                    latencies.append(time.monotonic() - started)
-                table.add_row(question, label, *said)
-            moved(done)
+    for domain in _shown(domains, len(domains), "asking in words", console):
+        for frames, question, label in _samples(tests / domain["name"])[:num_each]:
+            if not label:
+                continue
+            said = []
+            for adapter in (None, domain["adapter"]):
+                started = time.monotonic()
+                said.append(client.generate(question, frames, adapter, max_tokens=_WORDS).text)
+                latencies.append(time.monotonic() - started)
+            table.add_row(question, label, *said)
     console.print(table)
     return latencies
+
+
+def _shown(items: Iterable[T], total: int, what: str, console: Console) -> Iterator[T]:
+    """The same items, with a progress bar on a terminal and a line every `_LINE_S` elsewhere."""
+    if console.is_terminal:
+        yield from track(items, what, total=total, console=console, transient=True)
+        return
+    printed = time.monotonic()
+    for done, item in enumerate(items):
+        if time.monotonic() - printed >= _LINE_S:
+            printed = time.monotonic()
+            console.print(f"{what}: {done} of {total}")
+        yield item
 
 
 def _stream_all(

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from vlora.parallel.cut import Blocks
+from vlora.parallel.adapter_sharding import Blocks
 
 
 class Nearest(NamedTuple):

@@ -13,8 +13,8 @@ from peft import BdLoraConfig
 from torch import nn
 
 from fusion.plan import LoraPlan
-from vlora.parallel.cut import Side
-from vlora.parallel.plan import COLUMN_PARALLEL, ROW_PARALLEL
+from vlora.parallel.adapter_sharding import Side
+from vlora.parallel.layer_sharding import COLUMN_PARALLEL, ROW_PARALLEL
 
 
 def block_side(name: str) -> Side | None:

@@ -21,8 +21,9 @@ from fusion.distil import Distilled, distil
 from fusion.embedded import checkpoint_path
 from fusion.plan import PlanFile
 from fusion.progress import Progress
-from vlora.adapters import SiteShape
-from vlora.adapters.peft_format import (
+from vlora.errors import BadAdapter, BadConfig
+from vlora.lora import SiteShape
+from vlora.lora.peft_format import (
     CONFIG_FILE,
     HEAD_FILES,
     WEIGHTS_FILE,
@@ -31,12 +32,11 @@ from vlora.adapters.peft_format import (
     read_config,
     read_header,
 )
-from vlora.errors import BadAdapter, BadConfig
+from vlora.models.hf_adapter import Seam
 from vlora.models.loading import dummy_model
 from vlora.models.pretrained import from_pretrained
-from vlora.models.seam import Seam
-from vlora.parallel.cut import Blocks
-from vlora.parallel.plan import COLUMN_PARALLEL, ROW_PARALLEL
+from vlora.parallel.adapter_sharding import Blocks
+from vlora.parallel.layer_sharding import COLUMN_PARALLEL, ROW_PARALLEL
 
 
 class ConvertedLayer(NamedTuple):

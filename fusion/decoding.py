@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import torch
 
-from vlora.models.seam import Seam
+from vlora.models.hf_adapter import Seam
 
 
 class Prompt(NamedTuple):

@@ -21,9 +21,9 @@ from fusion.progress import Moved, Progress
 from fusion.reading import Prepared, read_samples
 from fusion.train import Domain, FrozenBase
 from heads import TaskHead
-from vlora.adapters.peft_format import WEIGHTS_FILE, AdapterHeader
 from vlora.config import EngineConfig
 from vlora.errors import BadAdapter, BadPlan
+from vlora.lora.peft_format import WEIGHTS_FILE, AdapterHeader
 from vlora.models import InputProcessor
 from vlora.models.loading import load_model
 

@@ -9,7 +9,7 @@ from fusion.mistakes import Mistakes
 from fusion.plan import Plan
 from heads import TASKS
 from vlora.models.families import FAMILIES, family_of
-from vlora.models.grids import why_no_grid
+from vlora.models.token_grids import why_no_grid
 
 _WHY_NOT = {
     "qwen3_vl": "its vision tower also feeds the first decoder layers (deepstack), which training does not compute",

@@ -12,9 +12,9 @@ from fusion.embedded import checkpoint_path
 from fusion.families import why_not_trained
 from fusion.mistakes import Mistakes
 from fusion.plan import Plan
+from vlora.models.hf_adapter import Seam
 from vlora.models.loading import dummy_model
 from vlora.models.pretrained import from_pretrained
-from vlora.models.seam import Seam
 
 _BYTES = 4  # adapters are trained and stored in float32
 

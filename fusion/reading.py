@@ -14,7 +14,7 @@ from fusion.objectives import Read
 from fusion.samples import Target
 from heads import Box, Grid
 from heads.boxes import Window, into_windows, out_of_windows
-from vlora.models.seam import Seam
+from vlora.models.hf_adapter import Seam
 from vlora.types import VisionInput
 
 _IGNORE = -100

@@ -38,9 +38,9 @@ from heads import HeadSpec, TaskHead, save_heads
 from heads.boxes import Window
 from vlora.errors import BadPlan, BadRequest
 from vlora.models import EncodedPrompt, InputProcessor, Region
-from vlora.models.grids import image_grids
+from vlora.models.hf_adapter import Seam
 from vlora.models.processing import to_tensor
-from vlora.models.seam import Seam
+from vlora.models.token_grids import image_grids
 from vlora.models.vision import VisionEncoder, VisionTask
 from vlora.types import VisionInput
 

@@ -12,7 +12,7 @@ from tests.families import Prompt, build_model
 from vlora.config import EngineConfig
 from vlora.engine import LocalEngine
 from vlora.memory.arena import PAGE_BYTES
-from vlora.memory.transfer import Inline
+from vlora.memory.host_to_device import Inline
 from vlora.models import runner
 from vlora.orchestrator.policy import Candidate, Decision, PolicyState
 from vlora.types import Mode, Request, SamplingParams

@@ -17,7 +17,7 @@ ROOT = Path(__file__).parent.parent
 # blind to each other unless listed.
 BASE = {"vlora.errors", "vlora.types", "vlora.wording"}
 LEVEL_1 = BASE | {"atmm", "heads", "vlora.config", "vlora.lazy", "vlora.logs", "vlora.parallel", "vlora.threads"}
-LEVEL_2 = LEVEL_1 | {"vlora.adapters", "vlora.memory"}
+LEVEL_2 = LEVEL_1 | {"vlora.lora", "vlora.memory"}
 LEVEL_3 = LEVEL_2 | {"vlora.orchestrator", "vlora.models"}
 MAY_IMPORT: dict[str, set[str]] = {
     "atmm": set(),
@@ -30,8 +30,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "vlora.threads": set(),
     "vlora.config": BASE,
     "vlora.parallel": BASE,
-    "vlora.adapters": LEVEL_1,
     "vlora.memory": LEVEL_1,
+    "vlora.lora": LEVEL_1 | {"vlora.memory"},
     "vlora.client": BASE,
     "vlora.orchestrator": BASE | {"vlora.config", "vlora.memory"},
     "vlora.models": LEVEL_2,
@@ -51,7 +51,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "fusion",
         "apps",
     },
-    "fusion": BASE | {"heads", "vlora.config", "vlora.adapters", "vlora.models", "vlora.engine", "vlora.parallel"},
+    "fusion": BASE | {"heads", "vlora.config", "vlora.lora", "vlora.models", "vlora.engine", "vlora.parallel"},
     "apps": {"vlora.client", "vlora.errors", "vlora.types"},
 }
 
@@ -128,8 +128,8 @@ def test_checkpoints_are_read_by_the_one_way_that_runs_none_of_their_code() -> N
         "vlora.simulator",
         "vlora.client",
         "vlora.memory.books",
-        "vlora.memory.residency",
-        "vlora.memory.prefix",
+        "vlora.memory.adapter_cache",
+        "vlora.memory.prefix_cache",
         "vlora.engine.client",
         "vlora.engine.process",
         "vlora.server.http",
@@ -144,7 +144,7 @@ def test_loads_without_torch(module: str) -> None:
 PUBLIC = {
     "vlora.engine": {"Engine", "EngineInterface", "LocalEngine"},
     "vlora.models": {"EncodedPrompt", "InputProcessor", "Region"},
-    "vlora.adapters": {
+    "vlora.lora": {
         "AdapterRegistry",
         "HostAdapter",
         "HostFactors",

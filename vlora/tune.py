@@ -21,10 +21,10 @@ from atmm.grouped import build
 from atmm.grouped.tiling import SPACE
 from atmm.search import SHAPES, Case, Finding, Shape, cases, error, read, search
 from vlora.errors import BadConfig
-from vlora.models.bank import site_groups
+from vlora.lora.adapter_pool import site_groups
+from vlora.models.hf_adapter import Seam
 from vlora.models.loading import dummy_model
 from vlora.models.pretrained import from_pretrained
-from vlora.models.seam import Seam
 
 _TOLERANCE = 1.05  # the rule's choice may be this much slower than the best before a row is written
 _COLUMNS = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()

@@ -23,7 +23,7 @@ from tests.server.running import running_server
 from tests.server.scripted import write_adapter
 from vlora.config import EngineConfig, ServerConfig
 from vlora.errors import BadPlan
-from vlora.parallel.cut import Blocks
+from vlora.parallel.adapter_sharding import Blocks
 
 ROOT = Path(__file__).parents[2]
 COMMANDS = sorted(vlora.cli.cli.commands)

@@ -28,7 +28,7 @@ from vlora.engine import LocalEngine
 from vlora.engine.grammars import Grammars
 from vlora.errors import BadRequest
 from vlora.memory.arena import PAGE_BYTES
-from vlora.memory.transfer import Inline
+from vlora.memory.host_to_device import Inline
 from vlora.models.grammar import Cursor, Grammar, GrammarCompiler
 from vlora.server.response_format import json_grammar
 from vlora.server.tool_calls import CallReader

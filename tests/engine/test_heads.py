@@ -19,10 +19,10 @@ from tests.families import HIDDEN, IMAGE, VIDEO, Prompt, build_model, make_promp
 from tests.harness import FixedModes, Recorded
 from tests.oracle import Oracle
 from vlora.errors import BadRequest
+from vlora.lora.adapter_pool import AdapterBank
 from vlora.models import head_reading
-from vlora.models.bank import AdapterBank
-from vlora.models.grids import image_grids
 from vlora.models.request_state import RequestState
+from vlora.models.token_grids import image_grids
 from vlora.orchestrator.policy import Candidate, Decision, PolicyState
 from vlora.types import HeadAnswer, Mode, Request, RequestOutput, SamplingParams
 

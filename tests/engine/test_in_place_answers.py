@@ -16,9 +16,9 @@ from vlora.config import EngineConfig
 from vlora.engine import LocalEngine
 from vlora.engine.engine import Engine
 from vlora.errors import BadConfig
-from vlora.models.in_place import MAX_DRIFT, InPlaceSwitcher
-from vlora.models.originals import CheckpointOriginals, CopiedOriginals
-from vlora.models.shadow import ShadowSwitcher
+from vlora.lora.base_weights import CheckpointOriginals, CopiedOriginals
+from vlora.lora.merge_in_place import MAX_DRIFT, InPlaceSwitcher
+from vlora.lora.merge_shadow import ShadowSwitcher
 from vlora.types import Mode, Request, SamplingParams
 
 pytestmark = pytest.mark.gpu

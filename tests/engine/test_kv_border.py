@@ -9,7 +9,7 @@ from tests.oracle import Oracle
 from vlora.config import EngineConfig
 from vlora.engine import LocalEngine
 from vlora.memory.arena import PAGE_BYTES, pages_for
-from vlora.memory.transfer import Inline
+from vlora.memory.host_to_device import Inline
 from vlora.types import Request, SamplingParams
 
 FAMILY = "llava"

@@ -11,8 +11,8 @@ import torch
 
 from tests.engine.test_same_answers import NUM_TOKENS, TOLERANCE, Reference
 from tests.harness import FixedModes, Run, run_engine
-from vlora.models.forward import ForwardBatch
-from vlora.models.seam import Positions, Seam
+from vlora.models.forward_batch import ForwardBatch
+from vlora.models.hf_adapter import Positions, Seam
 from vlora.types import Mode
 
 pytestmark = pytest.mark.gpu

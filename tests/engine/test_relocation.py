@@ -13,7 +13,7 @@ from tests.harness import FixedModes, Recorded
 from vlora.config import EngineConfig
 from vlora.engine import Engine, LocalEngine
 from vlora.memory.arena import PAGE_BYTES, pages_for
-from vlora.memory.transfer import Inline
+from vlora.memory.host_to_device import Inline
 from vlora.types import Mode, Request, SamplingParams
 
 pytestmark = [pytest.mark.gpu, pytest.mark.slow]

@@ -16,7 +16,7 @@ from tests.engine.test_same_answers import TOLERANCE, assert_same
 from tests.families import HIDDEN, VIDEO_FAMILIES, Prompt, build_model, make_prompt
 from tests.harness import FixedModes, Recorded
 from tests.oracle import Oracle
-from vlora.memory import prefix
+from vlora.memory import prefix_cache as prefix_cache_module
 from vlora.types import Mode, Request
 
 pytestmark = [pytest.mark.gpu, pytest.mark.slow]
@@ -283,7 +283,7 @@ def test_without_pictures_in_the_keys(qwen: Reference, monkeypatch: pytest.Monke
         prompt.kwargs["input_ids"] = torch.tensor([prompt.prompt_ids])
     cases: list[tuple[str | None, Prompt]] = [(None, prompt) for prompt in prompts]
     assert worst(Recorded(qwen, MODES["unmerged"]), qwen, cases) < TOLERANCE
-    monkeypatch.setattr(prefix._Cursor, "take", lambda self, count: [])
+    monkeypatch.setattr(prefix_cache_module._Cursor, "take", lambda self, count: [])
     assert worst(Recorded(qwen, MODES["unmerged"]), qwen, cases) > 100 * TOLERANCE
 
 
@@ -291,11 +291,11 @@ def test_without_the_adapter_in_the_keys(qwen: Reference, monkeypatch: pytest.Mo
     prompt = continued(qwen.picture(1), words(1, 12))
     cases: list[tuple[str | None, Prompt]] = [("wide8", prompt), (None, prompt)]
     assert worst(Recorded(qwen, MODES["unmerged"]), qwen, cases) < TOLERANCE
-    init = prefix.TokenChain.__init__
+    init = prefix_cache_module.TokenChain.__init__
 
-    def nameless(self: prefix.TokenChain, *args: object) -> None:
+    def nameless(self: prefix_cache_module.TokenChain, *args: object) -> None:
         init(self, *args)  # type: ignore[arg-type]
         self._root = b""
 
-    monkeypatch.setattr(prefix.TokenChain, "__init__", nameless)
+    monkeypatch.setattr(prefix_cache_module.TokenChain, "__init__", nameless)
     assert worst(Recorded(qwen, MODES["unmerged"]), qwen, cases) > 100 * TOLERANCE

@@ -23,7 +23,7 @@ from heads import TASKS, HeadSpec, TaskHead, save_heads
 from tests.fusion.small import COLORS, color_splits, plan_of, trainer_of, write_base, write_folders
 from vlora.cli import cli
 from vlora.errors import BadAdapter, BadConfig, BadPlan
-from vlora.parallel.cut import Blocks, Side
+from vlora.parallel.adapter_sharding import Blocks, Side
 
 pytestmark = pytest.mark.slow
 

@@ -20,7 +20,7 @@ from fusion.zero_shot import score_of_words
 from heads import Box
 from tests.families import build_model, make_prompt
 from tests.fusion.small import color_splits, plan_of, trainer_of, write_base
-from vlora.models.seam import Seam
+from vlora.models.hf_adapter import Seam
 
 BOX, MISSED = Box(0, 0.1, 0.1, 0.4, 0.4), Box(1, 0.6, 0.6, 0.9, 0.9)
 LABELS = {"binary": ("no", "yes"), "regression": ("value",), "counting": tuple("0123456789")}

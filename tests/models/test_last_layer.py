@@ -17,8 +17,8 @@ from tests.engine.test_reuse import Reference
 from tests.families import FAMILIES, Prompt, make_prompt
 from tests.harness import FixedModes, Recorded
 from vlora.errors import UnsupportedModel
+from vlora.lora.adapted_linear import LaneScope
 from vlora.models import runner
-from vlora.models.adapted import LaneScope
 from vlora.models.last_layer import LastLayer, lanes_of_rows
 from vlora.types import Mode
 

@@ -18,8 +18,8 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLIm
 from tests.families import FAMILIES, IMAGE, VISION_END, VISION_START, build_model
 from vlora.errors import BadConfig, BadRequest
 from vlora.models import InputProcessor
+from vlora.models.hf_adapter import Seam
 from vlora.models.processing import to_tensor
-from vlora.models.seam import Seam
 from vlora.types import TensorValue
 
 SIZES = ((40, 24), (20, 33), (64, 64), (17, 50))

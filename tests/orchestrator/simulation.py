@@ -11,9 +11,9 @@ import zlib
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
+from vlora.memory.adapter_cache import Residency
 from vlora.memory.books import ArenaBooks, BlockTables
-from vlora.memory.prefix import PrefixCache
-from vlora.memory.residency import Residency
+from vlora.memory.prefix_cache import PrefixCache
 from vlora.orchestrator import (
     Algorithm1,
     Candidate,

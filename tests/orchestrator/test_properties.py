@@ -284,7 +284,7 @@ def test_the_same_inputs_give_the_same_decisions_in_every_process() -> None:
 
 
 @pytest.mark.parametrize(
-    "module", ["vlora.orchestrator", "vlora.memory.books", "vlora.memory.residency", "vlora.memory.prefix"]
+    "module", ["vlora.orchestrator", "vlora.memory.books", "vlora.memory.adapter_cache", "vlora.memory.prefix_cache"]
 )
 def test_a_fresh_process_loads_it_without_torch(module: str) -> None:
     program = f"import sys, {module}; print('torch' in sys.modules, 'numpy' in sys.modules)"

@@ -15,7 +15,7 @@ from vlora.bench.dummy import language_shapes, small_config, write_adapter
 from vlora.bench.tp_rank import Adapter, Cell, Measured, Memory, Setup, leading
 from vlora.config import EngineConfig
 from vlora.models.loading import dummy_model
-from vlora.parallel.cut import Way
+from vlora.parallel.adapter_sharding import Way
 
 LATENCY_S = 0.005
 NUM_LAYERS = 4

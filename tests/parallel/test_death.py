@@ -28,7 +28,7 @@ from vlora.engine.client import EngineClient
 from vlora.engine.supervised import SupervisedEngine
 from vlora.engine.team import Team, fork_server
 from vlora.errors import BadConfig, EngineDead
-from vlora.memory.transfer import Inline
+from vlora.memory.host_to_device import Inline
 from vlora.types import ErrorValue, Request, RequestOutput, SamplingParams
 
 PROMPT = (5, 6, 7, 8, 9)

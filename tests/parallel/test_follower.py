@@ -10,7 +10,7 @@ import pytest
 from vlora.engine import orders
 from vlora.engine.follower import Follower
 from vlora.errors import EngineDead
-from vlora.memory.residency import Appointed
+from vlora.memory.adapter_cache import Appointed
 
 
 def test_an_adapter_that_does_not_arrive_ends_the_rank() -> None:

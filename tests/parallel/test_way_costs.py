@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from vlora.models.way_costs import measure
-from vlora.parallel.group import Cause, Ledger
+from vlora.parallel.process_group import Cause, Ledger
 
 WAIT_S = 0.02
 

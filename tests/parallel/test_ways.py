@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from tests.parallel.test_choice import layers
-from vlora.adapters import SiteShape
 from vlora.config import EngineConfig
 from vlora.engine.ways import Ways
+from vlora.lora import SiteShape
 from vlora.parallel.choice import Costs, choose
 
 FAST, SLOW = (Costs(6, gather_s=call_s, reduce_s=call_s, byte_s=0.0, factor_byte_s=1e-9) for call_s in (1e-7, 1e-3))

@@ -14,7 +14,7 @@ from transformers import Qwen2VLConfig
 
 from vlora.models.families import encode_patches, family_of, placeholder_count
 from vlora.models.processing import vision_input
-from vlora.parallel.plan import COLUMN_PARALLEL, ROW_PARALLEL
+from vlora.parallel.layer_sharding import COLUMN_PARALLEL, ROW_PARALLEL
 from vlora.types import VisionInput
 
 Vision = Literal["tower", "none"]

@@ -20,22 +20,22 @@ import torch
 from peft import LoraConfig, get_peft_model
 
 import atmm
-from vlora.adapters import AdapterRegistry
 from vlora.bench.dummy import half_billion_config, language_shapes, write_adapter
 from vlora.bench.form import Goal, Report
 from vlora.bench.timing import interleaved, median_ms, median_ratio
+from vlora.lora import AdapterRegistry
+from vlora.lora.adapter_pool import AdapterBank
+from vlora.lora.base_weights import CopiedOriginals
+from vlora.lora.merge import merge_runs
+from vlora.lora.merge_in_place import MAX_DRIFT, InPlaceSwitcher
+from vlora.lora.merge_shadow import ShadowSwitcher
+from vlora.lora.weight_slabs import WeightSlabs
+from vlora.memory.adapter_cache import Residency
 from vlora.memory.arena import PAGE_BYTES, Arena
 from vlora.memory.books import ArenaBooks
-from vlora.memory.residency import Residency
-from vlora.memory.transfer import Inline, make_transfer
-from vlora.models.bank import AdapterBank
-from vlora.models.in_place import MAX_DRIFT, InPlaceSwitcher
+from vlora.memory.host_to_device import Inline, make_transfer
+from vlora.models.hf_adapter import Seam
 from vlora.models.loading import dummy_model
-from vlora.models.originals import CopiedOriginals
-from vlora.models.seam import Seam
-from vlora.models.shadow import ShadowSwitcher
-from vlora.models.slabs import WeightSlabs
-from vlora.models.switcher import merge_runs
 
 _CPU = torch.device("cpu")
 _MIB = 2**20

@@ -20,7 +20,7 @@ from vlora.bench.models import Model
 from vlora.bench.timing import work_seconds
 from vlora.config import EngineConfig
 from vlora.engine import Engine
-from vlora.memory.transfer import Inline
+from vlora.memory.host_to_device import Inline
 from vlora.models.loading import dummy_model
 from vlora.orchestrator import Waits
 from vlora.simulator import Arrival

@@ -28,7 +28,7 @@ from vlora.bench.tp_rank import Adapter, Cell, Ledger, Measured, Memory, Setup, 
 from vlora.config import EngineConfig
 from vlora.errors import BadConfig
 from vlora.models.loading import dummy_model
-from vlora.parallel.plan import ROW_PARALLEL
+from vlora.parallel.layer_sharding import ROW_PARALLEL
 
 LATENCIES_US = (0, 200, 1000)
 _KINDS = ("replicated", "slora", "bd")

@@ -16,26 +16,26 @@ from pathlib import Path
 
 import torch
 
-from vlora.adapters.host import load_adapter
-from vlora.adapters.peft_format import read_header
 from vlora.config import EngineConfig
 from vlora.engine import orders
 from vlora.engine.device_side import DeviceSide, lay_out, set_threads
 from vlora.engine.team import fork_server
 from vlora.engine.ways import Ways
+from vlora.lora.adapter_pool import shared_inputs
+from vlora.lora.host_adapter import load_adapter
+from vlora.lora.peft_format import read_header
+from vlora.memory.adapter_cache import Appointed
 from vlora.memory.arena import pages_for
 from vlora.memory.books import Run
-from vlora.memory.residency import Appointed
-from vlora.memory.transfer import Inline
-from vlora.models.bank import shared_inputs
+from vlora.memory.host_to_device import Inline
+from vlora.models.hf_adapter import Seam
 from vlora.models.loading import device_of, load_model
-from vlora.models.seam import Seam
 from vlora.models.sharding import shard
 from vlora.models.way_costs import measure
 from vlora.parallel import Ends, Group, connect
+from vlora.parallel.adapter_sharding import Way
 from vlora.parallel.choice import Layer, break_even
-from vlora.parallel.cut import Way
-from vlora.parallel.group import Cause, Entry
+from vlora.parallel.process_group import Cause, Entry
 from vlora.types import Batch, BatchItem, Mode, Request, SamplingParams
 
 _OVERSLEPT_S = 1e-4

@@ -19,7 +19,7 @@ from vlora.bench.dummy import dummy_picture, half_billion_config
 from vlora.bench.form import Goal, Report
 from vlora.config import EngineConfig
 from vlora.engine import Engine
-from vlora.memory.transfer import Inline
+from vlora.memory.host_to_device import Inline
 from vlora.models.loading import dummy_model
 from vlora.orchestrator import CostModel, StepSize
 from vlora.types import Request, RequestOutput, SamplingParams, VisionInput

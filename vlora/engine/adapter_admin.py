@@ -9,12 +9,12 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from typing import Any, NamedTuple
 
-from vlora.adapters import AdapterRegistry, Registration
 from vlora.errors import Aborted, BadAdapter, BadRequest, OverCapacity
+from vlora.lora import AdapterRegistry, Registration
+from vlora.lora.adapter_pool import AdapterBank
+from vlora.memory.adapter_cache import Residency
 from vlora.memory.arena import pages_for
 from vlora.memory.books import Run
-from vlora.memory.residency import Residency
-from vlora.models.bank import AdapterBank
 from vlora.orchestrator import Scheduler, pin_in_use
 from vlora.types import AdapterStatus, HeadSummary
 

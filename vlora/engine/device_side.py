@@ -17,18 +17,18 @@ import atmm
 from vlora.config import EngineConfig
 from vlora.engine.limits import Limits, compute_limits, shadow_fits
 from vlora.engine.switching import originals_if_in_place
+from vlora.lora.adapter_pool import AdapterBank, OtherRanks
+from vlora.lora.base_weights import Originals
+from vlora.lora.merge import ModeSwitcher
+from vlora.lora.merge_in_place import InPlaceSwitcher
+from vlora.lora.merge_shadow import ShadowSwitcher
+from vlora.lora.weight_slabs import WeightSlabs
+from vlora.memory.adapter_cache import Appointed, Residency
 from vlora.memory.arena import Arena
-from vlora.memory.residency import Appointed, Residency
-from vlora.memory.transfer import make_transfer
-from vlora.models.bank import AdapterBank, OtherRanks
-from vlora.models.in_place import InPlaceSwitcher
-from vlora.models.originals import Originals
+from vlora.memory.host_to_device import make_transfer
+from vlora.models.hf_adapter import Seam
 from vlora.models.runner import ModelRunner
-from vlora.models.seam import Seam
-from vlora.models.shadow import ShadowSwitcher
 from vlora.models.sharding import fingerprint
-from vlora.models.slabs import WeightSlabs
-from vlora.models.switcher import ModeSwitcher
 from vlora.models.vision import VisionEncoder
 from vlora.models.way_costs import measure
 from vlora.parallel import Group

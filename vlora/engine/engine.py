@@ -11,8 +11,6 @@ from typing import Any
 import msgspec
 
 import atmm
-from vlora.adapters import AdapterRegistry, Registration
-from vlora.adapters.registry import Choose, always_replicated
 from vlora.config import EngineConfig
 from vlora.engine import orders
 from vlora.engine.adapter_admin import AdapterAdmin
@@ -32,18 +30,20 @@ from vlora.errors import (
     UnknownHead,
     VLoraError,
 )
+from vlora.lora import AdapterRegistry, Registration
+from vlora.lora.adapter_pool import shared_inputs
+from vlora.lora.merge import merge_fidelity
+from vlora.lora.registry import Choose, always_replicated
+from vlora.memory.adapter_cache import Residency
 from vlora.memory.arena import PAGE_BYTES
 from vlora.memory.books import ArenaBooks, BlockTables
-from vlora.memory.prefix import PrefixCache
-from vlora.memory.residency import Residency
-from vlora.models.bank import shared_inputs
+from vlora.memory.prefix_cache import PrefixCache
 from vlora.models.families import encode_patches
 from vlora.models.grammar import GrammarCompiler
-from vlora.models.grids import why_no_grid
+from vlora.models.hf_adapter import Seam
 from vlora.models.loading import device_of, load_model, read_config
-from vlora.models.seam import Seam
 from vlora.models.sharding import plan_of, shard
-from vlora.models.switcher import merge_fidelity
+from vlora.models.token_grids import why_no_grid
 from vlora.orchestrator import CostModel, Scheduler, bring_wanted, give_way_to_kv, make_policy
 from vlora.orchestrator.policy import Policy
 from vlora.parallel import Group

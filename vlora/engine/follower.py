@@ -15,17 +15,17 @@ from pathlib import Path
 from transformers.utils import logging
 
 import atmm
-from vlora.adapters import HostAdapter
-from vlora.adapters.host import load_adapter
-from vlora.adapters.peft_format import read_header
 from vlora.engine import orders
 from vlora.engine.device_side import DeviceSide, facts_of, lay_out, set_threads
 from vlora.errors import BadAdapter, EngineDead, VLoraError
+from vlora.lora import HostAdapter
+from vlora.lora.host_adapter import load_adapter
+from vlora.lora.peft_format import read_header
+from vlora.memory.adapter_cache import Appointed
 from vlora.memory.books import Run
-from vlora.memory.residency import Appointed
-from vlora.memory.transfer import Inline
+from vlora.memory.host_to_device import Inline
+from vlora.models.hf_adapter import Seam
 from vlora.models.loading import device_of, load_model
-from vlora.models.seam import Seam
 from vlora.models.sharding import shard
 from vlora.parallel import Ends, Group, RankGone, RanksApart
 from vlora.threads import background_executor

@@ -11,7 +11,7 @@ from vlora.config import EngineConfig
 from vlora.engine.control_groups import memory_left
 from vlora.errors import BadConfig
 from vlora.memory.arena import PAGE_BYTES, block_pages
-from vlora.models.seam import Seam
+from vlora.models.hf_adapter import Seam
 
 _ADAPTER_BYTES = 256 * 2**20  # room for adapters when the arena sizes itself
 _REQUEST_TOKENS = 4096  # in each place of a batch on a CPU, if an arena sizes itself: pictures, question and answer

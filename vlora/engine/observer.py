@@ -11,7 +11,6 @@ import math
 from collections import deque
 from collections.abc import Callable, Collection, Mapping
 
-from vlora.adapters import AdapterRegistry
 from vlora.config import EngineConfig
 from vlora.engine.snapshot import (
     AdapterLoad,
@@ -21,11 +20,12 @@ from vlora.engine.snapshot import (
     QueuedRequest,
     StepRecord,
 )
+from vlora.lora import AdapterRegistry
+from vlora.lora.adapter_pool import AdapterBank
+from vlora.lora.merge import ModeSwitcher
+from vlora.memory.adapter_cache import Residency
 from vlora.memory.arena import PAGE_BYTES
 from vlora.memory.books import ArenaBooks, Run
-from vlora.memory.residency import Residency
-from vlora.models.bank import AdapterBank
-from vlora.models.switcher import ModeSwitcher
 from vlora.orchestrator import Scheduler
 from vlora.types import Batch, EngineStats, RequestStatus, StepResult
 

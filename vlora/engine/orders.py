@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import msgspec
 
 from vlora.config import EngineConfig
-from vlora.parallel.cut import Way
+from vlora.parallel.adapter_sharding import Way
 from vlora.types import Batch, ErrorValue, Request
 
 # -- orders -----------------------------------------------------------------------------------------------------------

@@ -6,8 +6,8 @@ import logging
 
 from vlora.config import EngineConfig
 from vlora.errors import BadConfig
-from vlora.models.originals import CheckpointOriginals, CopiedOriginals, Originals, checkpoint_files
-from vlora.models.slabs import WeightSlabs
+from vlora.lora.base_weights import CheckpointOriginals, CopiedOriginals, Originals, checkpoint_files
+from vlora.lora.weight_slabs import WeightSlabs
 
 log = logging.getLogger(__name__)
 

@@ -23,11 +23,11 @@ from typing import NamedTuple
 
 import torch
 
-from vlora.adapters import Registration
 from vlora.config import EngineConfig
 from vlora.engine import follower, orders
 from vlora.engine.endings import how_it_ended
 from vlora.errors import BadConfig, EngineDead, StepFailed, VLoraError
+from vlora.lora import Registration
 from vlora.memory.arena import Arena
 from vlora.memory.books import Run
 from vlora.models.grammar import Cursor

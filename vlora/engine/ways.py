@@ -10,11 +10,11 @@ from collections.abc import Mapping
 
 import torch
 
-from vlora.adapters import SiteShape
-from vlora.adapters.peft_format import AdapterHeader
 from vlora.config import EngineConfig
+from vlora.lora import SiteShape
+from vlora.lora.peft_format import AdapterHeader
+from vlora.parallel.adapter_sharding import Way
 from vlora.parallel.choice import Costs, Layer, choose
-from vlora.parallel.cut import Way
 
 log = logging.getLogger(__name__)
 

@@ -1,1 +1,1 @@
-"""One memory arena for KV cache and adapters. `books.py` and `residency.py` (who owns which page) import no torch."""
+"""One memory arena for KV cache and adapters. `books.py` and `adapter_cache.py` own its pages and import no torch."""

@@ -7,7 +7,7 @@ import math
 
 import torch
 
-from vlora.memory.allocation import empty
+from vlora.memory.huge_pages import empty
 
 PAGE_BYTES = 64 * 1024
 

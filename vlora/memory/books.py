@@ -22,7 +22,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable, Set
 from typing import NamedTuple
 
-from vlora.memory.prefix import Key, PrefixCache, TokenChain
+from vlora.memory.prefix_cache import Key, PrefixCache, TokenChain
 from vlora.types import Request
 
 _FREE, _RUN, _BLOCK, _CACHED = 0, 1, 2, 3

@@ -10,10 +10,10 @@ import torch
 import atmm
 from heads import Answer, TaskHead
 from vlora.errors import StepFailed
-from vlora.models.bank import AdapterBank
-from vlora.models.forward import ForwardBatch, Row
-from vlora.models.grids import image_grids
+from vlora.lora.adapter_pool import AdapterBank
+from vlora.models.forward_batch import ForwardBatch, Row
 from vlora.models.request_state import RequestState
+from vlora.models.token_grids import image_grids
 from vlora.types import ErrorValue, FoundBox, HeadAnswer
 
 

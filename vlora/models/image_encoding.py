@@ -10,10 +10,10 @@ import torch
 
 from vlora.errors import BadRequest, StepFailed, VLoraError
 from vlora.models.families import patch_flops
+from vlora.models.hf_adapter import Seam, VisionFeatures
 from vlora.models.request_state import RequestState, Visual
-from vlora.models.seam import Seam, VisionFeatures
+from vlora.models.stepwise_tower import PacedCall
 from vlora.models.vision import VisionEncoder, VisionTask
-from vlora.models.vision_steps import PacedCall
 from vlora.parallel import Group
 from vlora.types import BatchItem, Encode, Encoded, ErrorValue
 

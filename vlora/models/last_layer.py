@@ -20,7 +20,7 @@ from torch import nn
 
 import atmm
 from vlora.errors import UnsupportedModel
-from vlora.models.adapted import AdaptedLinear, LaneScope
+from vlora.lora.adapted_linear import AdaptedLinear, LaneScope
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -11,20 +11,20 @@ import torch
 import atmm
 from atmm.products import linear
 from vlora.errors import BadRequest, StepFailed
+from vlora.lora.adapter_pool import AdapterBank
+from vlora.lora.merge import ModeSwitcher
 from vlora.memory.arena import PAGE_BYTES, Arena
 from vlora.models.attention import KVCache, StepAttention
-from vlora.models.bank import AdapterBank
-from vlora.models.forward import ForwardBatch, Row, lane_by_lane
+from vlora.models.attention_inputs import queries_of
+from vlora.models.forward_batch import ForwardBatch, Row, lane_by_lane
 from vlora.models.grammar import Cursor, hold
 from vlora.models.head_reading import read_heads
+from vlora.models.hf_adapter import Seam
 from vlora.models.image_encoding import ImageEncoding
 from vlora.models.last_layer import LastLayer
 from vlora.models.logits import Written, adjusted
-from vlora.models.queries import queries_of
 from vlora.models.request_state import RequestState
 from vlora.models.sampling import sample, token_scores
-from vlora.models.seam import Seam
-from vlora.models.switcher import ModeSwitcher
 from vlora.models.vision import VisionEncoder
 from vlora.parallel import Group, RanksApart
 from vlora.types import Batch, BatchItem, ErrorValue, HeadAnswer, Request, StepResult, TokenScore

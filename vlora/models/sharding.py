@@ -12,10 +12,10 @@ from typing import Any
 import torch
 
 from atmm.products import linear
-from vlora.models.adapted import AdaptedLinear
-from vlora.models.bank import shared_inputs
-from vlora.models.seam import Seam
-from vlora.models.split_sites import ReducedLayer, gathered
+from vlora.lora.adapted_linear import AdaptedLinear
+from vlora.lora.adapter_pool import shared_inputs
+from vlora.lora.sharded import ReducedLayer, gathered
+from vlora.models.hf_adapter import Seam
 from vlora.parallel import Group, ShardPlan
 
 _SAMPLE = 64  # values of each tensor that a fingerprint reads

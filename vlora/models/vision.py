@@ -9,8 +9,8 @@ from typing import NamedTuple
 import torch
 
 import atmm
+from vlora.models.hf_adapter import Seam, VisionFeatures
 from vlora.models.processing import to_tensor
-from vlora.models.seam import Seam, VisionFeatures
 from vlora.types import VisionInput
 
 

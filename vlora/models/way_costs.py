@@ -15,10 +15,10 @@ import torch
 
 import atmm
 from atmm.halves import hidden_dtype
-from vlora.models.split_sites import ReducedLayer, gathered
+from vlora.lora.sharded import ReducedLayer, gathered
 from vlora.parallel import Group
+from vlora.parallel.adapter_sharding import FactorShape
 from vlora.parallel.choice import Costs
-from vlora.parallel.cut import FactorShape
 
 _TURNS = 15
 _FEATURES = 1024  # inputs and outputs of the layer that stands for all

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence, Set
 from typing import NamedTuple
 
 from vlora.memory.books import BlockTables
-from vlora.memory.prefix import Key
+from vlora.memory.prefix_cache import Key
 from vlora.orchestrator.tracked import Tracked
 from vlora.types import BatchItem, RequestStatus
 

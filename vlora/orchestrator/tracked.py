@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from vlora.memory.prefix import Key, TokenChain
+from vlora.memory.prefix_cache import Key, TokenChain
 from vlora.types import Mode, Request, RequestStatus, Timings
 
 

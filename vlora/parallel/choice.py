@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
-from vlora.parallel.cut import Way, plan_cut
-from vlora.parallel.plan import LinearShard
+from vlora.parallel.adapter_sharding import Way, plan_cut
+from vlora.parallel.layer_sharding import LinearShard
 
 
 class Costs(NamedTuple):

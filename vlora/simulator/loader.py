@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from vlora.memory.residency import Residency
+from vlora.memory.adapter_cache import Residency
 
 
 class Loader:

@@ -7,8 +7,8 @@ import functools
 
 from vlora.config import EngineConfig
 from vlora.errors import BadConfig
+from vlora.memory.adapter_cache import Residency
 from vlora.memory.books import ArenaBooks, BlockTables
-from vlora.memory.residency import Residency
 from vlora.orchestrator import CostModel, Costs, Scheduler, bring_wanted, give_way_to_kv, make_policy
 from vlora.simulator.arrivals import Arrival
 from vlora.simulator.loader import Loader

@@ -1,0 +1,37 @@
+"""Adapters made from factors, as reading a folder would have made them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+
+from vlora.lora import HostAdapter, HostFactors, carve
+from vlora.lora.layout import FactorShape, run_bytes
+
+
+def factors_of(adapter: HostAdapter) -> dict[str, HostFactors]:
+    """By layer."""
+    return carve(adapter.run, adapter.shapes, adapter.dtype)
+
+
+def host_adapter(key: str, given: Mapping[str, HostFactors]) -> HostAdapter:
+    """given: by layer, in the order in which factors are laid out."""
+    dtype = next(iter(given.values())).a.dtype
+    shapes = {name: FactorShape(len(a), a.shape[1], bt.shape[1]) for name, (a, bt) in given.items()}
+    run = torch.zeros(run_bytes(shapes, dtype), dtype=torch.uint8)
+    factors = carve(run, shapes, dtype)
+    for name, pair in given.items():
+        for to, tensor in zip(factors[name], pair, strict=True):
+            to.copy_(tensor)
+    return HostAdapter(
+        key=key,
+        version="",
+        run=run,
+        dtype=dtype,
+        shapes=shapes,
+        heads={},
+        rank=max(shape.rank for shape in shapes.values()),
+        touches_vision=False,
+        merge_fidelity=1.0,
+    )

@@ -1,0 +1,129 @@
+"""Lanes of a scope: one plan for as long as steps look alike, and never another step's."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from atmm import Factors, Lane, SiteGroup, processor
+from atmm.products import linear, linears
+from vlora.lora.adapted_linear import AdaptedLinear, LaneScope, Siblings, adapt
+
+
+def test_a_plan_serves_the_steps_that_look_alike_and_reads_what_is_loaded_now() -> None:
+    scope = LaneScope()
+    layer = adapt(nn.Linear(6, 4, bias=False), "layer", scope)
+    x, plans = torch.randn(3, 6), []
+    generator = torch.Generator().manual_seed(0)
+    with torch.inference_mode():
+        plain = layer(x)
+        for lanes, fresh in (
+            ([Lane("a", 0, 2)], True),
+            ([Lane("a", 0, 2)], False),
+            ([Lane("a", 0, 2)], True),  # the same name, other weights
+            ([Lane("a", 1, 3)], False),
+            ([Lane("a", 1, 3, -1.0)], False),
+            ([], False),
+            ([Lane("a", 1, 3, -1.0)], False),
+        ):
+            if fresh:
+                layer.site.factors["a"] = Factors(
+                    torch.randn(2, 6, generator=generator), torch.randn(2, 4, generator=generator)
+                )
+            expected = plain.clone()
+            for key, start, stop, sign in lanes:
+                a, bt = layer.site.factors[key]
+                expected[start:stop] += sign * (x[start:stop] @ a.T @ bt)
+            with scope.lanes(3, lanes):
+                plans.append(scope.plan_for(3))
+                torch.testing.assert_close(layer(x), expected)
+            assert scope.plan_for(3) is None
+    assert plans[0] is plans[1] is plans[2] and plans[3] is not plans[2]
+    assert plans[5] is None and plans[6] is plans[4]
+
+
+def test_lanes_in_proportion_follow_their_plan() -> None:
+    scope = LaneScope()
+    for stop in (4, 8):
+        with scope.lanes(8, [Lane("a", 0, stop)]):
+            (lane,) = scope.plan_for(2).lanes  # type: ignore[union-attr]
+            assert (lane.start, lane.stop) == (0, stop // 4)
+
+
+def siblings(scope: LaneScope, *, bias: bool) -> list[AdaptedLinear]:
+    """Three layers over six features, and adapter a of rank 2 at the first and last; bfloat16, so that a CPU with
+    matrix tiles joins them."""
+    generator = torch.Generator().manual_seed(0)
+    layers = [adapt(nn.Linear(6, d_out, bias=bias, dtype=torch.bfloat16), str(d_out), scope) for d_out in (4, 2, 5)]
+    for layer in (layers[0], layers[2]):
+        layer.site.factors["a"] = Factors(
+            *(torch.randn(2, d, generator=generator).bfloat16() for d in (6, layer.out_features))
+        )
+    SiteGroup([layer.site for layer in layers])
+    return layers
+
+
+@pytest.fixture
+def tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A processor with matrix tiles."""
+    monkeypatch.setattr(processor, "flags", lambda: frozenset(["amx_bf16"]))
+
+
+@pytest.mark.usefixtures("tiles")
+@pytest.mark.parametrize("bias", (False, True))
+def test_siblings_answer_as_each_would_alone(bias: bool) -> None:
+    scope = LaneScope()
+    layers = siblings(scope, bias=bias)
+    inputs = [torch.randn(2, 3, 6).bfloat16(), torch.randn(2, 3, 6).bfloat16()]
+    orders = ([0, 1, 2], [2, 0, 1], [0], [1, 1, 2], [0, 1, 2])
+    with torch.inference_mode():
+        for lanes in ([Lane("a", 1, 4)], []):
+            expected = []
+            for x in inputs:
+                with scope.lanes(6, lanes):
+                    expected.append([layer(x) for layer in layers])
+            Siblings(layers)
+            for turn, order in enumerate(orders):
+                with scope.lanes(6, lanes):
+                    for index in order:
+                        # A new view every time, as a model's code may make.
+                        found = layers[index](inputs[turn % 2].view(2, 3, 6))
+                        torch.testing.assert_close(found, expected[turn % 2][index])
+            for layer in layers:
+                layer.siblings = None
+
+
+@pytest.mark.parametrize("bias", (False, True))
+@pytest.mark.parametrize("num_rows", (1, 3, 129))
+@pytest.mark.parametrize("features", ((), ("amx_bf16",)), ids=("plain", "tiles"))
+def test_a_product_is_the_same_however_it_is_arranged(
+    features: tuple[str, ...], num_rows: int, bias: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(processor, "flags", lambda: frozenset(features))
+    layers = siblings(LaneScope(), bias=bias)
+    x = torch.randn(num_rows, 6).bfloat16()
+    with torch.inference_mode():
+        expected = [nn.functional.linear(x, layer.weight, layer.bias) for layer in layers]
+        for layer, right in zip(layers, expected, strict=True):
+            torch.testing.assert_close(linear(x, layer.weight, layer.bias), right)
+        torch.testing.assert_close(linears(x, layers), torch.cat(expected, 1))
+
+
+@pytest.mark.usefixtures("tiles")
+def test_siblings_compute_once_for_all_and_hold_nothing_after(monkeypatch: pytest.MonkeyPatch) -> None:
+    scope = LaneScope()
+    layers = siblings(scope, bias=True)
+    together = Siblings(layers)
+    calls = []
+    plain = Siblings._compute
+    monkeypatch.setattr(Siblings, "_compute", lambda *given: (calls.append(1), plain(*given)))
+    x = torch.randn(3, 6).bfloat16()
+    with torch.inference_mode(), scope.lanes(3, [Lane("a", 0, 3)]):
+        for layer in layers:
+            layer(x)
+        assert len(calls) == 1 and not together._held.is_same(x) and not together._outputs
+        layers[0](x)
+        other = x + 1  # what waits for the old input must not be taken for the new one's
+        torch.testing.assert_close(layers[1](other), nn.functional.linear(other, layers[1].weight, layers[1].bias))
+    assert len(calls) == 3

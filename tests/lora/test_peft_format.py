@@ -1,0 +1,339 @@
+"""Adapters are read exactly as PEFT means them, or refused by name with the reason."""
+
+from __future__ import annotations
+
+import gc
+import json
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from safetensors.torch import load_file, save_file
+
+from tests.families import build_model
+from tests.lora.made_adapters import factors_of
+from tests.oracle import Oracle
+from vlora.errors import BadAdapter, UnknownAdapter
+from vlora.lora import AdapterRegistry, HostAdapter, SiteShape
+from vlora.lora.legacy_names import resolve
+from vlora.lora.peft_format import read_header
+from vlora.models.hf_adapter import Seam
+
+FAMILY = "qwen2_vl"
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    return Oracle(FAMILY, build_model(FAMILY)).save(Path(tmp_path_factory.mktemp("adapters")))
+
+
+@pytest.fixture(scope="module")
+def sites() -> dict[str, SiteShape]:
+    seam = Seam(build_model(FAMILY))
+    return {
+        name: SiteShape(linear.in_features, linear.out_features, vision)
+        for vision, linears in ((False, seam.language_linears), (True, seam.vision_linears))
+        for name, linear in linears.items()
+    }
+
+
+@pytest.fixture
+def registry(sites: dict[str, SiteShape]) -> AdapterRegistry:
+    return AdapterRegistry(sites, torch.float32, 64)
+
+
+@pytest.fixture
+def copied(folders: dict[str, str], tmp_path: Path) -> Path:
+    """A good adapter that a test may spoil."""
+    return Path(shutil.copytree(folders["wide8"], tmp_path / "adapter"))
+
+
+def load(registry: AdapterRegistry, name: str, folder: str) -> HostAdapter:
+    adapter = registry.accept(registry.read_folder(name, folder)).adapter
+    assert adapter is not None
+    return adapter
+
+
+def edit_config(folder: Path, **changes: Any) -> None:
+    file = folder / "adapter_config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), **changes}))
+
+
+def edit_tensors(folder: Path, change: Callable[[dict[str, torch.Tensor]], None]) -> None:
+    file = folder / "adapter_model.safetensors"
+    tensors = load_file(str(file))
+    change(tensors)
+    save_file(tensors, str(file))
+
+
+@pytest.mark.slow
+def test_what_collections_walk_through_does_not_grow_with_an_adapters_layers(
+    folders: dict[str, str], sites: dict[str, SiteShape]
+) -> None:
+    def objects(folder: str) -> float:
+        """Of each adapter more, registered and read."""
+        registry = AdapterRegistry(sites, torch.float32, 64)
+        counts = []
+        for number in range(3):
+            load(registry, f"a{number}", folder)
+            gc.collect()
+            counts.append(len(gc.get_objects()))
+        return counts[2] - counts[1]
+
+    narrow, wide = (len(read_header(Path(folders[name]), sites, 64).targets) for name in ("narrow4", "wide8"))
+    assert wide > 2 * narrow
+    # A registration, its header, the content and their dicts and tensors; nothing for each layer.
+    assert objects(folders["wide8"]) <= objects(folders["narrow4"]) <= 16
+
+
+def test_scaling_rank_and_alpha_patterns(folders: dict[str, str], registry: AdapterRegistry) -> None:
+    adapter = load(registry, "patterned16", folders["patterned16"])
+    raw = load_file(f"{folders['patterned16']}/adapter_model.safetensors")
+    for site, factors in factors_of(adapter).items():
+        rank, alpha = (5, 20) if site.endswith("layers.1.self_attn.q_proj") else (16, 16)
+        assert factors.a.shape[0] == rank
+        want = raw[f"base_model.model.{site}.lora_B.weight"] * (alpha / rank)
+        assert torch.equal(factors.bt, want.t())
+
+
+def test_rslora_scales_by_the_square_root(folders: dict[str, str], registry: AdapterRegistry) -> None:
+    adapter = load(registry, "wide8", folders["wide8"])
+    raw = load_file(f"{folders['wide8']}/adapter_model.safetensors")
+    site, factors = next(iter(factors_of(adapter).items()))
+    torch.testing.assert_close(factors.bt, (raw[f"base_model.model.{site}.lora_B.weight"] * 16 / 8**0.5).t())
+
+
+def test_vision_side_is_noticed(folders: dict[str, str], registry: AdapterRegistry) -> None:
+    assert load(registry, "everywhere64", folders["everywhere64"]).touches_vision
+    assert not load(registry, "wide8", folders["wide8"]).touches_vision
+
+
+def test_the_version_is_the_content(copied: Path, registry: AdapterRegistry) -> None:
+    first = load(registry, "a", str(copied)).version
+    assert load(registry, "a", str(copied)).version == first
+
+    def double(tensors: dict[str, torch.Tensor]) -> None:
+        tensors[min(tensors)].mul_(2)
+
+    edit_tensors(copied, double)
+    assert load(registry, "a", str(copied)).version != first
+
+
+REFUSED_SETTINGS = {
+    "use_dora": True,
+    "modules_to_save": ["lm_head"],
+    "bias": "all",
+    "lora_bias": True,
+    "target_parameters": ["w"],
+    "trainable_token_indices": [1],
+    "alora_invocation_tokens": [1, 2],
+    "layer_replication": [[0, 1]],
+    "use_qalora": True,
+    "init_lora_weights": "pissa",
+    "peft_type": "LOHA",
+}
+
+
+BAD_BLOCKS = {
+    "nothing to cut": ({"nblocks": 0}, "expected an object with nblocks of at least 1"),
+    "no object": (True, "expected an object with nblocks of at least 1"),
+    "both factors": (
+        {"nblocks": 2, "target_modules_bd_a": ["q_proj"], "target_modules_bd_b": ["q_"]},
+        "names 'q_proj' both in target_modules_bd_a and target_modules_bd_b",
+    ),
+    "no divisor of the inputs": (
+        {"nblocks": 3, "target_modules_bd_a": ["q_proj"]},
+        "declared to have 3 blocks, which do not divide the 64 inputs",
+    ),
+    "other shapes": ({"nblocks": 2, "target_modules_bd_b": ["q_proj"]}, r"expected \[r, in\] and \[out, r / 2\]"),
+}
+
+
+@pytest.mark.parametrize("wrong", BAD_BLOCKS)
+def test_blocks_that_are_not_what_is_stored(wrong: str, copied: Path, registry: AdapterRegistry) -> None:
+    declared, message = BAD_BLOCKS[wrong]
+    edit_config(copied, use_bdlora=declared)
+    with pytest.raises(BadAdapter, match=message):
+        load(registry, "a", str(copied))
+
+
+def test_blocks_that_do_not_divide_a_layer(copied: Path, registry: AdapterRegistry) -> None:
+    def spoil(tensors: dict[str, torch.Tensor]) -> None:
+        for tensor in [tensor for tensor in tensors if "q_proj" not in tensor]:
+            del tensors[tensor]
+        for tensor in tensors:
+            tensors[tensor] = torch.randn((6, 64) if "lora_A" in tensor else (64, 2))
+
+    edit_tensors(copied, spoil)
+    edit_config(copied, use_bdlora={"nblocks": 3, "target_modules_bd_b": ["q_proj"]})
+    with pytest.raises(BadAdapter, match="has rank 6 and 64 outputs, which cannot be cut into its 3 blocks"):
+        load(registry, "a", str(copied))
+
+
+@pytest.mark.parametrize("setting", REFUSED_SETTINGS)
+def test_unsupported_settings_are_refused_by_name(setting: str, copied: Path, registry: AdapterRegistry) -> None:
+    edit_config(copied, **{setting: REFUSED_SETTINGS[setting]})
+    with pytest.raises(BadAdapter, match=setting):
+        load(registry, "a", str(copied))
+
+
+def test_values_that_are_not_finite(copied: Path, registry: AdapterRegistry) -> None:
+    def spoil(tensors: dict[str, torch.Tensor]) -> None:
+        tensors[sorted(tensors)[3]][0, 0] = float("nan")
+
+    edit_tensors(copied, spoil)
+    with pytest.raises(BadAdapter, match="not finite"):
+        load(registry, "a", str(copied))
+
+
+def test_values_too_large_for_the_model_s_precision(copied: Path, sites: dict[str, SiteShape]) -> None:
+    edit_tensors(copied, lambda tensors: tensors[min(tensors)].fill_(1e5))
+    with pytest.raises(BadAdapter, match=r"not finite \(NaN or infinity\) in torch.float16"):
+        load(AdapterRegistry(sites, torch.float16, 64), "a", str(copied))
+    assert load(AdapterRegistry(sites, torch.float32, 64), "a", str(copied)).shapes
+
+
+def test_truncated_weights(copied: Path, registry: AdapterRegistry) -> None:
+    file = copied / "adapter_model.safetensors"
+    file.write_bytes(file.read_bytes()[:1000])
+    with pytest.raises(BadAdapter, match="cut short"):
+        load(registry, "a", str(copied))
+
+
+def test_another_base_model_by_shape(copied: Path, registry: AdapterRegistry) -> None:
+    def widen(tensors: dict[str, torch.Tensor]) -> None:
+        name = next(name for name in tensors if "lora_A" in name)
+        tensors[name] = torch.zeros(8, 4096)
+
+    edit_tensors(copied, widen)
+    with pytest.raises(BadAdapter, match=r"maps 4096 to .* made for another model"):
+        load(registry, "a", str(copied))
+
+
+def test_a_convolution_is_refused_as_one(tmp_path: Path, registry: AdapterRegistry) -> None:
+    config = LoraConfig(r=2, target_modules=["q_proj", "patch_embed.proj"])
+    get_peft_model(build_model(FAMILY), config).save_pretrained(str(tmp_path / "cam"))
+    with pytest.raises(BadAdapter) as caught:
+        load(registry, "cam", str(tmp_path / "cam"))
+    assert str(caught.value).startswith(f"{tmp_path / 'cam'}: module ")
+    for part in ("visual.patch_embed.proj' is a convolution (Conv3d", "exclude_modules=['patch_embed.proj']"):
+        assert part in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "message"),
+    [(["q_proj"], "alpha_pattern is a list of 1 item"), ({"q_(": 3}, "'q_(', which is not a regular expression")],
+)
+def test_alpha_patterns_that_are_none(pattern: object, message: str, copied: Path, registry: AdapterRegistry) -> None:
+    edit_config(copied, alpha_pattern=pattern)
+    with pytest.raises(BadAdapter, match=re.escape(message)):
+        load(registry, "a", str(copied))
+
+
+def test_another_base_model_by_missing_target(copied: Path, registry: AdapterRegistry) -> None:
+    def rename(tensors: dict[str, torch.Tensor]) -> None:
+        for name in [name for name in tensors if "layers.0" in name]:
+            tensors[name.replace("layers.0", "layers.77")] = tensors.pop(name)
+
+    edit_tensors(copied, rename)
+    with pytest.raises(BadAdapter, match=r"layers\.77.*another model"):
+        load(registry, "a", str(copied))
+
+
+@pytest.mark.parametrize(
+    "tensor", ["base_model.model.lm_head.lora_embedding_A", "base_model.model.lm_head.weight", "extra"]
+)
+def test_no_tensor_is_silently_ignored(tensor: str, copied: Path, registry: AdapterRegistry) -> None:
+    edit_tensors(copied, lambda tensors: tensors.update({tensor: torch.zeros(2, 2)}))
+    with pytest.raises(BadAdapter, match=tensor.split(".")[-1]):
+        load(registry, "a", str(copied))
+
+
+def test_a_factor_without_its_partner(copied: Path, registry: AdapterRegistry) -> None:
+    def drop(tensors: dict[str, torch.Tensor]) -> None:
+        del tensors[next(name for name in tensors if "lora_B" in name)]
+
+    edit_tensors(copied, drop)
+    with pytest.raises(BadAdapter, match="no lora_B"):
+        load(registry, "a", str(copied))
+
+
+@pytest.mark.parametrize("file", ["adapter_config.json", "adapter_model.safetensors"])
+def test_missing_files(file: str, copied: Path, registry: AdapterRegistry) -> None:
+    (copied / file).unlink()
+    with pytest.raises(BadAdapter, match=file):
+        load(registry, "a", str(copied))
+
+
+def test_configuration_that_is_no_json(copied: Path, registry: AdapterRegistry) -> None:
+    (copied / "adapter_config.json").write_text("{")
+    with pytest.raises(BadAdapter, match="is not JSON: line 1, column 2: a field's name in double quotes is expected"):
+        load(registry, "a", str(copied))
+
+
+@pytest.mark.parametrize("name", ["", " a", "a@b", "a/b", "a\nb"])
+def test_names_that_would_confuse(name: str, copied: Path, registry: AdapterRegistry) -> None:
+    with pytest.raises(BadAdapter, match="not usable"):
+        load(registry, name, str(copied))
+
+
+def test_a_refused_reload_leaves_the_old_content(copied: Path, registry: AdapterRegistry) -> None:
+    version = load(registry, "a", str(copied)).version
+    edit_config(copied, use_dora=True)
+    with pytest.raises(BadAdapter):
+        load(registry, "a", str(copied))
+    assert registry.read(registry.get("a").key).version == version
+
+
+def test_registering_reads_no_tensor(copied: Path, registry: AdapterRegistry) -> None:
+    def spoil(tensors: dict[str, torch.Tensor]) -> None:
+        tensors[min(tensors)].fill_(float("nan"))
+
+    edit_tensors(copied, spoil)
+    registry.register({"a": str(copied)})
+    assert registry.names == ("a",) and registry.num_bytes == 0
+    with pytest.raises(BadAdapter, match="not finite"):
+        registry.read(registry.get("a").key)
+
+
+def test_unknown_names_list_the_known_ones(copied: Path, registry: AdapterRegistry) -> None:
+    registry.register({"a": str(copied)})
+    with pytest.raises(UnknownAdapter, match="'b'; registered: a"):
+        registry.get("b")
+    registry.register({f"a{number:04}": str(copied) for number in range(1000)})
+    with pytest.raises(UnknownAdapter, match=r"registered: a, a0000, .*, a0018 and 981 more$"):
+        registry.get("b")
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("language_model.model.layers.0.mlp.up_proj", "model.language_model.layers.0.mlp.up_proj"),
+        ("model.layers.0.mlp.up_proj", "model.language_model.layers.0.mlp.up_proj"),
+        ("visual.blocks.1.attn.qkv", "model.visual.blocks.1.attn.qkv"),
+        ("vision_tower.vision_model.encoder.layers.0.mlp.fc1", "model.vision_tower.encoder.layers.0.mlp.fc1"),
+        ("multi_modal_projector.linear_1", "model.multi_modal_projector.linear_1"),
+        ("model.language_model.layers.0.mlp.up_proj", "model.language_model.layers.0.mlp.up_proj"),
+    ],
+)
+def test_names_from_before_transformers_5(old: str, new: str) -> None:
+    assert resolve(old, {new}) == new
+
+
+def test_an_adapter_with_old_names_loads_to_the_same_factors(
+    copied: Path, folders: dict[str, str], registry: AdapterRegistry, sites: dict[str, SiteShape]
+) -> None:
+    def rename(tensors: dict[str, torch.Tensor]) -> None:
+        for name in list(tensors):
+            tensors[name.replace("model.language_model.layers", "model.layers")] = tensors.pop(name)
+
+    edit_tensors(copied, rename)
+    old, new = load(registry, "old", str(copied)), load(registry, "new", folders["wide8"])
+    assert {t.site for t in read_header(copied, sites, 64).targets} == set(new.shapes)
+    for site, factors in factors_of(new).items():
+        assert torch.equal(factors_of(old)[site].bt, factors.bt)

@@ -1,0 +1,393 @@
+"""Adapters on the device: factors as views of arena runs, keyed by name and content version."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import Future, wait
+from typing import Protocol
+
+import torch
+
+import atmm
+from heads import TaskHead
+from vlora.lora import HostAdapter, HostFactors, SiteShape, aligned, carve
+from vlora.lora.adapted_linear import AdaptedLinear, Siblings
+from vlora.memory.adapter_cache import Appointed, Residency
+from vlora.memory.arena import Arena, pages_for
+from vlora.memory.books import Run
+from vlora.memory.host_to_device import Transfer
+from vlora.parallel.adapter_sharding import FactorShape
+
+
+@dataclasses.dataclass(frozen=True)
+class _Resident:
+    """merged: by layer, what merging reads instead of `factors`, where these are split over ranks."""
+
+    shapes: Mapping[str, FactorShape]
+    dtype: torch.dtype
+    merged: Mapping[str, HostFactors]
+    factors: Mapping[str, HostFactors]
+    heads: Mapping[str, TaskHead]
+
+
+class OtherRanks(Protocol):
+    """Those that keep their parts of the same adapters in the same pages of their arenas."""
+
+    def bring(self, key: str, run: Run) -> Future[None]:
+        """Bring an adapter there; done when every rank has it."""
+        ...
+
+    def move(self, key: str, run: Run) -> None:
+        """It lies there now; its bytes were copied already."""
+        ...
+
+    def drop(self, key: str) -> None:
+        """Forget it there."""
+        ...
+
+    def pack(self, keys: tuple[str, ...], run: Run) -> None:
+        """Keep packed copies of these there, too."""
+        ...
+
+    def unpack(self) -> None:
+        """Give them up there."""
+        ...
+
+
+@dataclasses.dataclass(frozen=True)
+class _Arriving:
+    """copies: here, and on the other ranks."""
+
+    adapter: HostAdapter
+    factors: Mapping[str, HostFactors]
+    copies: tuple[Future[None], ...]
+
+    @property
+    def done(self) -> bool:
+        return all(copy.done() for copy in self.copies)
+
+    @property
+    def error(self) -> BaseException | None:
+        """What went wrong first. All must be done."""
+        return next((error for copy in self.copies if (error := copy.exception()) is not None), None)
+
+
+class AdapterBank:
+    """Brings adapters into the arena, hands their factors to the sites, and takes them away again.
+
+    An adapter is on its way first and resident then: its pages are taken in the books at once and stay pinned while
+    they are written, beside the steps; only when all is there may a step use it.
+    """
+
+    def __init__(
+        self,
+        arena: Arena,
+        residency: Residency | Appointed,
+        transfer: Transfer,
+        language: Mapping[str, AdaptedLinear],
+        vision: Mapping[str, AdaptedLinear],
+        language_order: Sequence[str],
+        others: OtherRanks | None = None,
+    ) -> None:
+        self._others = others
+        self._arena = arena
+        self._residency = residency
+        self._transfer = transfer
+        self._linears = {**language, **vision}
+        self._order = (*language_order, *vision)
+        self._vision = vision.keys()
+        self._arriving: dict[str, _Arriving] = {}
+        self._residents: dict[str, _Resident] = {}
+        self._resident: frozenset[str] | None = frozenset()  # None when it is to be made anew
+        self._groups = site_groups(language)
+        self._packed: _Packed | None = None
+        self._waiting_to_pack: tuple[tuple[str, ...], int] = ((), 0)
+        self.num_loads = 0
+        self._loads: Counter[str] = Counter()  # by key
+
+    @property
+    def sites(self) -> dict[str, SiteShape]:
+        """The model's adaptable layers, in the order that factors lie in a run."""
+        shards = ((name, self._linears[name].shard) for name in self._order)
+        return {name: SiteShape(shard.d_in, shard.d_out, name in self._vision, shard) for name, shard in shards}
+
+    @property
+    def resident(self) -> frozenset[str]:
+        """Adapters that a step may use; the same object as long as nothing comes or goes."""
+        if self._resident is None:
+            self._resident = frozenset(self._residents)
+        return self._resident
+
+    @property
+    def arriving(self) -> frozenset[str]:
+        """Adapters on their way."""
+        return frozenset(self._arriving)
+
+    @property
+    def pending(self) -> tuple[Future[None], ...]:
+        """Copies under way."""
+        copies = (copy for arriving in self._arriving.values() for copy in arriving.copies)
+        return tuple(copy for copy in copies if not copy.done())
+
+    def compile_ahead(self) -> None:
+        """On a GPU: have the kernels of any step ready. On a CPU nothing is compiled per shape."""
+        weight = next(iter(self._linears.values())).weight
+        if weight.device.type == "cuda":
+            atmm.compile_ahead(self._groups, weight.dtype, weight.device)
+
+    def bring(self, adapter: HostAdapter) -> bool:
+        """Start to make an adapter resident, evicting cold ones if it must; True when it is here or on its way.
+
+        False, and nothing changed, when it cannot fit now.
+        """
+        key, num_pages = adapter.key, pages_for(adapter.run.nbytes)
+        if key in self._residents or key in self._arriving:
+            self._residency.touch(key)
+            return True
+        run = self._residency.bring(key, num_pages)
+        if run is None and self._packed is not None and self._residency.room_without(self._packed.run) >= num_pages:
+            self.unpack()
+            run = self._residency.bring(key, num_pages)
+        self.forget_evicted()
+        for moved in self._residency.drain_moved():
+            self.follow(moved)
+        if run is None:
+            return False
+        self._residency.pin(key)
+        self.num_loads += 1
+        self._loads[key] += 1
+        target = self._arena.buffer(run.first_page, run.num_pages)[: adapter.run.nbytes]
+        factors = carve(target, adapter.shapes, adapter.dtype)
+        copies = [self._transfer.start(adapter.run, target)]
+        if self._others is not None:
+            copies.append(self._others.bring(key, run))
+        self._arriving[key] = arriving = _Arriving(adapter, factors, tuple(copies))
+        if arriving.done and arriving.error is None:
+            self.settle(key)
+        return True
+
+    def loads_of(self, key: str) -> int:
+        """How often an adapter was loaded to the device."""
+        return self._loads[key]
+
+    def forget_evicted(self) -> None:
+        """Let go of adapters whose pages were taken."""
+        for evicted in self._residency.drain_evicted():
+            self._forget(evicted)
+
+    def has_arrived(self, key: str) -> bool:
+        """Whether settling an adapter that is on its way takes no waiting."""
+        return self._arriving[key].done
+
+    def settle(self, key: str) -> None:
+        """Wait until an adapter that is on its way is resident. Raises what went wrong; its pages are free then."""
+        arriving = self._arriving[key]
+        wait(arriving.copies)
+        del self._arriving[key]
+        self._residency.unpin(key)
+        if (error := arriving.error) is not None:
+            self._leave(key)
+            raise error
+        adapter, device = arriving.adapter, self._arena.bytes.device
+        self._show(key, adapter.shapes, arriving.factors)
+        self._resident = None
+        self._residents[key] = _Resident(
+            adapter.shapes,
+            adapter.dtype,
+            adapter.merged,
+            arriving.factors,
+            {name: head.to(device) for name, head in adapter.heads.items()},
+        )
+
+    def collect(self) -> dict[str, Exception]:
+        """Make resident what has arrived; the keys of those whose copy failed, and why."""
+        failed: dict[str, Exception] = {}
+        for key in [key for key, arriving in self._arriving.items() if arriving.done]:
+            try:
+                self.settle(key)
+            except Exception as error:
+                failed[key] = error
+        return failed
+
+    def drop(self, key: str) -> None:
+        """Forget an adapter and free its memory; unknown keys are ignored. A copy that already runs is waited for."""
+        self._loads.pop(key, None)
+        arriving = self._arriving.pop(key, None)
+        if arriving is not None:
+            here, *_ = arriving.copies
+            if not here.cancel():
+                wait((here,))
+            self._residency.unpin(key)
+            self._leave(key)
+        elif key in self._residents:
+            self._residency.drop(key)
+            self._forget(key)
+
+    def close(self) -> None:
+        """Bring no more."""
+        self._transfer.close()
+
+    def head(self, key: str, name: str) -> TaskHead:
+        return self._residents[key].heads[name]
+
+    def factors(self, key: str, site: str) -> HostFactors:
+        """What lies in the arena of one layer."""
+        return self._residents[key].factors[site]
+
+    def shapes(self, key: str) -> dict[str, FactorShape]:
+        """What merging adds to each adapted layer: never split over ranks."""
+        resident = self._residents[key]
+        return {
+            name: FactorShape(shape.rank, pair.a.shape[1], pair.bt.shape[1])
+            if (pair := resident.merged.get(name)) is not None
+            else shape
+            for name, shape in resident.shapes.items()
+        }
+
+    def stacked(self, key: str, names: Sequence[str]) -> tuple[torch.Tensor, torch.Tensor]:
+        """Factors of neighbouring layers of equal shape as a [n, rows_a, d_in] and bt [n, rows_bt, d_out].
+
+        Without copying, unless they are split over ranks: what merging needs then comes from host memory.
+        """
+        merged = self._residents[key].merged
+        if names[0] in merged:
+            kept = [merged[name] for name in names]
+            device = self._arena.bytes.device
+            return torch.stack([pair.a for pair in kept]).to(device), torch.stack([pair.bt for pair in kept]).to(device)
+        pairs = [self.factors(key, name) for name in names]
+        return _strided([pair.a for pair in pairs]), _strided([pair.bt for pair in pairs])
+
+    # -- packed copies ----------------------------------------------------------------------------------------------
+
+    def pack_for(self, keys: Iterable[str]) -> None:
+        """Keep packed copies for the adapters that steps keep using together.
+
+        Called with the keys of a step's lanes, where that step gains from a packed copy. Copying costs a good part of
+        a step, so a set must come back a few times before it is packed; a step whose set is covered by the packed one
+        uses it as it is.
+        """
+        wanted = tuple(sorted(set(keys)))
+        if len(wanted) < 2 or (self._packed is not None and self._packed.serves(wanted)):
+            return
+        last, times = self._waiting_to_pack
+        times = times + 1 if wanted == last else 1
+        self._waiting_to_pack = (wanted, times)
+        if times >= _STEPS_BEFORE_PACKING:
+            self.unpack()
+            self._pack(wanted)
+
+    def _pack(self, keys: tuple[str, ...]) -> None:
+        pages = pages_for(sum(self._packed_sizes(keys)))
+        run = self._residency.reserve(pages) if pages else None
+        if run is None:
+            return  # no room: the strategies that need no packed copy serve as well
+        self.pack(keys, run)
+        if self._others is not None:
+            self._others.pack(keys, run)
+
+    def pack(self, keys: tuple[str, ...], run: Run) -> None:
+        """Keep packed copies of resident adapters in pages that were taken for them."""
+        buffer = self._arena.buffer(run.first_page, run.num_pages)
+        offset = 0
+        for group, size in zip(self._groups, self._packed_sizes(keys), strict=True):
+            if size:
+                group.pack(keys, buffer[offset : offset + size])
+            offset += size
+        self._packed = _Packed(keys, run)
+
+    def unpack(self) -> None:
+        """Give up the packed copies, if there are any."""
+        if self._packed is not None:
+            for group in self._groups:
+                group.unpack()
+            self._residency.release(self._packed.run)
+            self._packed = None
+            if self._others is not None:
+                self._others.unpack()
+
+    def _packed_sizes(self, keys: tuple[str, ...]) -> list[int]:
+        return [aligned(group.packed_bytes(keys)) for group in self._groups]
+
+    def follow(self, key: str) -> None:
+        """An adapter lies elsewhere now: new views of it. A packed copy of it holds what it held."""
+        run, resident = self._residency.run(key), self._residents[key]
+        buffer = self._arena.buffer(run.first_page, run.num_pages)
+        factors = carve(buffer, resident.shapes, resident.dtype)
+        self._residents[key] = dataclasses.replace(resident, factors=factors)
+        self._show(key, resident.shapes, factors)
+        if self._others is not None:
+            self._others.move(key, run)
+
+    def _show(self, key: str, shapes: Mapping[str, FactorShape], factors: Mapping[str, HostFactors]) -> None:
+        for name, pair in factors.items():
+            self._linears[name].attach(key, shapes[name], pair)
+
+    def _leave(self, key: str) -> None:
+        """Give up the pages of an adapter that never became resident."""
+        self._residency.drop(key)
+        if self._others is not None:
+            self._others.drop(key)
+
+    def _forget(self, key: str) -> None:
+        if self._packed is not None and key in self._packed.keys:
+            self.unpack()
+        self._resident = None
+        for name in self._residents.pop(key).factors:
+            self._linears[name].detach(key)
+        if self._others is not None:
+            self._others.drop(key)
+
+
+_STEPS_BEFORE_PACKING = 3
+
+
+@dataclasses.dataclass(frozen=True)
+class _Packed:
+    keys: tuple[str, ...]
+    run: Run
+
+    def serves(self, wanted: Sequence[str]) -> bool:
+        """Every wanted adapter is packed, and not so many others that their columns would cost more than a new copy."""
+        return set(wanted) <= set(self.keys) and len(self.keys) <= 2 * len(wanted)
+
+
+# Layers that read the very same input: one shrink can serve them all.
+_SHARED_INPUT = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+
+
+def shared_inputs(linears: Mapping[str, AdaptedLinear]) -> list[list[str]]:
+    """The names of adaptable layers, those that read the very same input together."""
+    groups: list[list[str]] = []
+    taken: set[str] = set()
+    for name in linears:
+        parent, _, leaf = name.rpartition(".")
+        members = [name]
+        for leaves in _SHARED_INPUT:
+            if leaf in leaves:
+                members = [f"{parent}.{other}" for other in leaves if f"{parent}.{other}" in linears]
+        if name not in taken:
+            taken.update(members)
+            groups.append(members)
+    return groups
+
+
+def site_groups(linears: Mapping[str, AdaptedLinear]) -> list[atmm.SiteGroup]:
+    """The sites of adaptable layers, by what they read."""
+    groups: list[atmm.SiteGroup] = []
+    for names in shared_inputs(linears):
+        layers = [linears[name] for name in names]
+        groups.append(atmm.SiteGroup([layer.site for layer in layers]))
+        if len(layers) > 1:
+            Siblings(layers)
+    return groups
+
+
+def _strided(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    first = tensors[0]
+    step = tensors[1].storage_offset() - first.storage_offset() if len(tensors) > 1 else first.numel()
+    for before, after in itertools.pairwise(tensors):
+        assert after.storage_offset() - before.storage_offset() == step, "run layout is not uniform"
+    return first.as_strided((len(tensors), *first.shape), (step, *first.stride()))

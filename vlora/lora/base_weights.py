@@ -1,0 +1,129 @@
+"""The base weights W0 in files, mapped into memory: what in-place switching starts from and goes back to.
+
+Mapped pages hold no memory that the system could not take back: whatever is dropped is read again from the file.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from typing import Protocol
+
+import torch
+from safetensors import SafetensorError, safe_open
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file
+from transformers.utils.hub import get_checkpoint_shard_files
+
+from vlora.errors import BadConfig
+from vlora.lora.weight_slabs import WeightSlabs
+
+
+class Originals(Protocol):
+    """Gives back each target layer's W0, bit for bit, whatever became of the slabs."""
+
+    def weight(self, name: str) -> torch.Tensor:
+        """W0 of a layer, [out, in], on the CPU in the model's dtype. Read it, do not write it."""
+
+
+class CheckpointOriginals:
+    """W0 as the checkpoint's safetensors files hold it, in the dtype they hold it in.
+
+    A library version may load a tensor under another name than the file's. So a layer's tensor is looked for by the
+    tail of its name, and taken only if its bytes, rounded to the model's dtype, are those that were loaded: what is
+    restored later is then exactly that, by whatever rule the names were changed.
+    """
+
+    def __init__(self, files: Sequence[str], slabs: WeightSlabs) -> None:
+        """slabs: as loaded, nothing merged. Raises BadConfig naming the layer that no tensor of the files equals."""
+        by_tail: dict[str, list[torch.Tensor]] = {}
+        for name, tensor in _mapped(files):
+            by_tail.setdefault(_tail(name), []).append(tensor)
+        self._dtype = next(iter(slabs.base.values())).dtype
+        self._tensors: dict[str, torch.Tensor] = {}
+        for name in slabs.slots:
+            loaded = slabs.entry(name).cpu()
+            candidates = by_tail.get(_tail(f"{name}.weight"), [])
+            found = next((tensor for tensor in candidates if _same_bits(tensor.to(self._dtype), loaded)), None)
+            if found is None:
+                raise BadConfig(
+                    f"switching in place needs {name}.weight as it was loaded, but none of the {len(candidates)} "
+                    f"tensors of that name in {', '.join(map(os.path.basename, files))} equals it; "
+                    "choose switching shadow"
+                )
+            self._tensors[name] = found
+
+    def weight(self, name: str) -> torch.Tensor:
+        return self._tensors[name].to(self._dtype)
+
+
+class CopiedOriginals:
+    """W0 in a file of our own, for a model that came from no file. Nobody else sees the file; it ends with us."""
+
+    def __init__(self, slabs: WeightSlabs) -> None:
+        """slabs: as loaded, nothing merged. Raises BadConfig where the temporary folder has no room for the file."""
+        self._slots = slabs.slots
+        self._slabs: dict[tuple[int, int], torch.Tensor] = {}
+        for shape, slab in slabs.base.items():
+            num_bytes = slab.numel() * slab.element_size()
+            with tempfile.NamedTemporaryFile(prefix="vlora-originals-") as file:
+                try:
+                    # Taken now: a hole in the file that finds the disk full when it is written would end the process.
+                    os.posix_fallocate(file.fileno(), 0, num_bytes)
+                except OSError as error:
+                    raise BadConfig(
+                        f"switching in place keeps a copy of the weights in {tempfile.gettempdir()}, which takes "
+                        f"{slabs.num_bytes} bytes: {error.strerror}; set TMPDIR to a disk with room"
+                    ) from error
+                # The mapping outlives the file's name.
+                mapped = torch.from_file(file.name, shared=True, size=slab.numel(), dtype=slab.dtype)
+            self._slabs[shape] = mapped.view_as(slab).copy_(slab)
+
+    def weight(self, name: str) -> torch.Tensor:
+        shape, index = self._slots[name]
+        return self._slabs[shape][index]
+
+
+def checkpoint_files(model: str) -> list[str]:
+    """The safetensors files that transformers loads `model` (a folder or hub name) from; none if it has no such."""
+    for name in (SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME):
+        file = cached_file(
+            model,
+            name,
+            local_files_only=True,
+            _raise_exceptions_for_missing_entries=False,
+            _raise_exceptions_for_connection_errors=False,
+        )
+        if file is not None:
+            if name == SAFE_WEIGHTS_NAME:
+                return [file]
+            shards, _ = get_checkpoint_shard_files(model, file, local_files_only=True)
+            return list(shards)
+    return []
+
+
+def _mapped(files: Sequence[str]) -> Iterator[tuple[str, torch.Tensor]]:
+    """Every tensor of the files by name, as a view of the mapped file."""
+    with ExitStack() as opened:
+        for file in files:
+            try:
+                tensors = opened.enter_context(safe_open(file, framework="pt"))
+            except (OSError, SafetensorError) as error:
+                raise BadConfig(f"cannot map {file} to switch in place: {error}; choose switching shadow") from error
+            for name in tensors.keys():  # noqa: SIM118 (not a mapping)
+                yield name, tensors.get_tensor(name)
+
+
+def _tail(name: str) -> str:
+    """'model.language_model.layers.7.self_attn.q_proj.weight' -> 'layers.7.self_attn.q_proj.weight'.
+
+    What comes before the layer's number names the part of the model, and differs between files and library versions.
+    """
+    parts = name.split(".")
+    number = next((i for i, part in enumerate(parts) if part.isdigit()), 0)
+    return ".".join(parts[max(0, number - 1) :])
+
+
+def _same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return a.shape == b.shape and torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))

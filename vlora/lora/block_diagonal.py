@@ -1,0 +1,36 @@
+"""Block-diagonal adapters at one layer (BD-LoRA): each block adds to its own outputs, or reads its own inputs."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+import atmm
+from vlora.parallel.adapter_sharding import FactorShape, parts_of
+
+
+class BlockSites:
+    """Where adapters of several blocks act, all of one side and number: every block is a site of its own, so that the
+    zeros between blocks are neither stored nor multiplied."""
+
+    def __init__(self, name: str, shape: FactorShape) -> None:
+        d_in = shape.d_in // shape.parts if shape.kind == "blocks_a" else shape.d_in
+        d_out = shape.d_out // shape.parts if shape.kind == "blocks_b" else shape.d_out
+        self._sites = [atmm.Site(f"{name}[{block}]", d_in, d_out) for block in range(shape.parts)]
+        self._places: list[tuple[slice, slice]] = []
+
+    def attach(self, key: str, shape: FactorShape, factors: tuple[Tensor, Tensor]) -> None:
+        parts = parts_of(shape, *factors)
+        self._places = [(part.outputs, part.inputs) for part in parts]
+        for site, part in zip(self._sites, parts, strict=True):
+            site.factors[key] = atmm.Factors(part.a, part.bt)
+
+    def detach(self, key: str) -> None:
+        for site in self._sites:
+            site.factors.pop(key, None)
+
+    def add(self, y: Tensor, x: Tensor, plan: atmm.SegmentPlan) -> None:
+        """Add every lane's delta to y [T, d_out], in place."""
+        if self._sites[0].factors.keys().isdisjoint(plan.keys):
+            return
+        for site, (outputs, inputs) in zip(self._sites, self._places, strict=True):
+            atmm.add_delta(y[:, outputs], x[:, inputs], site, plan)

@@ -1,0 +1,111 @@
+"""An adapter in host memory: tensors read, checked and brought to the form the engine uses."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import math
+from collections.abc import Callable, Mapping
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from heads import TaskHead
+from vlora.errors import BadAdapter
+from vlora.lora.layout import HostFactors, carve
+from vlora.lora.peft_format import CONFIG_FILE, HEAD_FILES, WEIGHTS_FILE, AdapterHeader
+from vlora.parallel.adapter_sharding import FactorShape, dense
+
+_ROWS = torch.contiguous_format
+
+Measure = Callable[[Mapping[str, HostFactors]], float]
+"""Merge fidelity of an adapter's factors, dense ones: how much of it survives merging, 1.0 being all of it."""
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class HostAdapter:
+    """One registered content. key: what every cache and table on the device is keyed by, never the name alone.
+
+    version: hash of the folder's content. run: all factors as bytes, as they will lie in the arena, being values of
+    `dtype`; `carve` gives views of it. They are not kept: those of thousands of adapters are a million objects that
+    garbage collection walks through between two steps. merged: by layer, what merging reads instead, where factors are
+    split over ranks.
+    """
+
+    key: str
+    version: str
+    run: torch.Tensor
+    dtype: torch.dtype
+    shapes: Mapping[str, FactorShape]
+    heads: Mapping[str, TaskHead]
+    rank: int
+    touches_vision: bool
+    merge_fidelity: float
+    merged: Mapping[str, HostFactors] = dataclasses.field(default_factory=dict)
+
+
+def load_adapter(key: str, header: AdapterHeader, dtype: torch.dtype, measure: Measure) -> HostAdapter:
+    """Read an adapter's tensors: finite check, scaling folded in float32, cast to the model's dtype.
+
+    Raises BadAdapter for values that are not finite, and for files that are not those the header was read from.
+    """
+    file = header.path / WEIGHTS_FILE
+    run = torch.zeros(header.num_bytes(dtype), dtype=torch.uint8)
+    shapes = header.shapes
+    factors = carve(run, shapes, dtype)
+    merged: dict[str, HostFactors] = {}
+    try:
+        version = _content_hash(header)
+        with safe_open(file, framework="pt") as tensors:
+            for target in header.targets:
+                a, b = tensors.get_tensor(target.tensor_a), tensors.get_tensor(target.tensor_b)
+                if (tuple(a.shape), tuple(b.shape)) != target.disk:
+                    raise BadAdapter(f"{header.path}: the files changed while they were read; load the adapter again")
+                b = b.float() * target.scale
+                for to, part in zip(factors[target.site], target.cut.apply(a, b), strict=True):
+                    to.copy_(part)
+                if target.cut.shape.is_split:
+                    kept = target.merged.apply(a.to(dtype), b.to(dtype))
+                    merged[target.site] = HostFactors(*(part.clone(memory_format=_ROWS) for part in kept))
+    except (SafetensorError, OSError) as error:
+        raise BadAdapter(f"{file}: cannot be read as safetensors ({error})") from error
+    _check_finite(header, run.view(dtype), factors)
+    return HostAdapter(
+        key=key,
+        version=version,
+        run=run,
+        dtype=dtype,
+        shapes=shapes,
+        heads=header.heads,
+        rank=header.rank,
+        touches_vision=header.touches_vision,
+        merge_fidelity=measure(
+            {name: merged.get(name) or HostFactors(*dense(shapes[name], *pair)) for name, pair in factors.items()}
+        ),
+        merged=merged,
+    )
+
+
+def _check_finite(header: AdapterHeader, values: torch.Tensor, factors: Mapping[str, HostFactors]) -> None:
+    """One NaN or infinity makes the sum one, too. A sum may also be too large, so then each tensor is asked."""
+    if math.isfinite(values.sum(dtype=torch.float32).item()):
+        return
+    for target in header.targets:
+        for tensor, label in zip(factors[target.site], (target.tensor_a, target.tensor_b), strict=True):
+            if not torch.isfinite(tensor).all():
+                raise BadAdapter(
+                    f"{header.path / WEIGHTS_FILE}: tensor {label!r} holds values that are not finite "
+                    f"(NaN or infinity) in {tensor.dtype}"
+                )
+
+
+def _content_hash(header: AdapterHeader) -> str:
+    digest = hashlib.blake2b(digest_size=16)
+    for name in (CONFIG_FILE, WEIGHTS_FILE, *HEAD_FILES):
+        file = header.path / name
+        if file.exists():
+            digest.update(name.encode())
+            with file.open("rb") as stream:
+                while piece := stream.read(2**20):
+                    digest.update(piece)
+    return digest.hexdigest()

@@ -1,0 +1,360 @@
+"""Reading the header of a LoRA adapter folder in PEFT's format: configuration, tensor shapes and task heads, which
+are small; none of the factors.
+
+Whatever cannot be served exactly is refused here by name. No tensor of the file is ever silently ignored.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+import math
+import re
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from heads import HeadSpec, TaskHead, load_heads
+from vlora.errors import BadAdapter
+from vlora.lora.layout import run_bytes
+from vlora.lora.legacy_names import resolve
+from vlora.parallel.adapter_sharding import Blocks, Cut, FactorShape, Side, Way, plan_cut
+from vlora.parallel.layer_sharding import LinearShard
+from vlora.wording import json_errors
+from vlora.wording.shown import shown
+
+CONFIG_FILE = "adapter_config.json"
+WEIGHTS_FILE = "adapter_model.safetensors"
+HEAD_FILES = ("heads.json", "heads.safetensors")
+
+# Setting -> why it cannot be served. A setting counts as used when it is neither absent nor empty nor False.
+_REFUSED = {
+    "use_dora": "DoRA rescales whole weight columns, which is not a low-rank delta",
+    "modules_to_save": "it replaces whole modules of the base model, which other adapters share",
+    "lora_bias": "biases on the LoRA factors are not part of the delta",
+    "target_parameters": "it adapts bare parameters instead of linear layers",
+    "trainable_token_indices": "it changes the shared token embeddings",
+    "alora_invocation_tokens": "activated LoRA switches on in the middle of a prompt",
+    "layer_replication": "it changes the number of layers of the base model",
+    "use_qalora": "QALoRA pools its inputs",
+    "velora_config": "VeLoRA changes how inputs are read",
+    "monteclora_config": "MonteCLoRA samples its weights",
+    "arrow_config": "Arrow routes between adapters per token",
+}
+_REFUSED_INITS = {"pissa", "olora", "corda", "loftq", "lora_ga"}
+
+_TENSOR = re.compile(r"^base_model\.model\.(?P<module>.+)\.lora_(?P<side>[AB])\.weight$")
+
+
+@dataclasses.dataclass(frozen=True)
+class SiteShape:
+    """A linear layer of the base model that adapters may target. vision: it lies before the language model. shard: the
+    part of it that is here, None being all."""
+
+    d_in: int
+    d_out: int
+    vision: bool
+    shard: LinearShard | None = None
+
+    def cut(self, rank: int, blocks: Blocks | None, way: Way) -> Cut:
+        """What is kept here of an adapter's factors of this rank."""
+        return plan_cut(rank, self.shard or LinearShard.whole(self.d_in, self.d_out), blocks, way)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class TargetHeader:
+    """One adapted layer: where it is in the model, which tensors of the file hold its factors, their rank and scale.
+
+    disk: the shapes of a and b there, block-diagonal ones without their zeros. cut: what of them is kept here. merged:
+    what merging them into the weights needs, which is more where the factors are split over ranks.
+
+    Thousands of adapters have hundreds of these each, mostly the same ones: made by `_target_header`, they are shared.
+    """
+
+    site: str
+    rank: int
+    disk: tuple[tuple[int, ...], ...]
+    blocks: Blocks | None
+    cut: Cut
+    merged: Cut
+    vision: bool
+    tensor_a: str
+    tensor_b: str
+    scale: float
+
+
+@dataclasses.dataclass(frozen=True)
+class AdapterHeader:
+    """All that is known of an adapter before its factors are read. targets: in the order of the model's sites."""
+
+    path: Path
+    targets: tuple[TargetHeader, ...]
+    heads: Mapping[str, TaskHead]
+
+    @functools.cached_property
+    def rank(self) -> int:
+        return max(target.rank for target in self.targets)
+
+    @functools.cached_property
+    def touches_vision(self) -> bool:
+        return any(target.vision for target in self.targets)
+
+    @functools.cached_property
+    def has_blocks(self) -> bool:
+        """Whether any factor is block-diagonal."""
+        return any(target.blocks is not None for target in self.targets)
+
+    @property
+    def keeps_blocks(self) -> bool:
+        """Whether its block-diagonal factors lie here in blocks, not in their dense form."""
+        return self.has_blocks and all(target.cut.densified is None for target in self.targets)
+
+    @property
+    def shapes(self) -> dict[str, FactorShape]:
+        """The factors' shapes by site."""
+        return {target.site: target.cut.shape for target in self.targets}
+
+    def num_bytes(self, dtype: torch.dtype) -> int:
+        """Bytes of the factors in memory, as values of `dtype`."""
+        return run_bytes(self.shapes, dtype)
+
+    def says_the_same(self, other: AdapterHeader) -> bool:
+        """Whether what was promised of one holds for the other: layers, ranks, scales and the heads' questions."""
+        return self.targets == other.targets and self._specs() == other._specs()
+
+    def _specs(self) -> dict[str, HeadSpec]:
+        return {name: head.spec for name, head in self.heads.items()}
+
+
+def read_header(path: Path, sites: Mapping[str, SiteShape], hidden_size: int, way: Way = "replicated") -> AdapterHeader:
+    """Read and check an adapter folder against the base model: its layers, in order, and its hidden states' width.
+
+    way: how its dense factors lie on several ranks. Raises BadAdapter with the reason.
+    """
+    config = read_config(path)
+    _refuse_unsupported(path, config)
+    shapes = _read_shapes(path / WEIGHTS_FILE)
+    pairs: dict[str, dict[str, str]] = {}
+    for tensor in shapes:
+        match = _TENSOR.match(tensor)
+        if match is None:
+            raise BadAdapter(f"{path}: tensor {tensor!r} is not a LoRA factor of a linear layer; it cannot be served")
+        pairs.setdefault(match["module"], {})[match["side"]] = tensor
+    if not pairs:
+        raise BadAdapter(f"{path}: {WEIGHTS_FILE} holds no LoRA factors")
+    targets = tuple(_target(path, config, module, sides, shapes, sites) for module, sides in sorted(pairs.items()))
+    seen: dict[str, str] = {}
+    for target in targets:
+        if target.site in seen:
+            raise BadAdapter(
+                f"{path}: {seen[target.site]!r} and {target.tensor_a!r} adapt the same layer {target.site!r}"
+            )
+        seen[target.site] = target.tensor_a
+    by_site = {target.site: target for target in targets}
+    ordered = tuple(by_site[site] for site in sites if site in by_site)
+    header = AdapterHeader(path, ordered, _heads(path, hidden_size))
+    return header if way == "replicated" else split_over_ranks(header, sites)
+
+
+def split_over_ranks(header: AdapterHeader, sites: Mapping[str, SiteShape]) -> AdapterHeader:
+    """The same adapter with both factors of every layer split (S-LoRA), where its layer is and the ranks divide it.
+
+    Block-diagonal factors are cut along their blocks and stay as they are.
+    """
+    targets = tuple(
+        dataclasses.replace(target, cut=sites[target.site].cut(target.rank, None, "slora"))
+        if target.blocks is None
+        else target
+        for target in header.targets
+    )
+    return dataclasses.replace(header, targets=targets)
+
+
+def _heads(path: Path, hidden_size: int) -> dict[str, TaskHead]:
+    if not any((path / file).exists() for file in HEAD_FILES):
+        return {}
+    try:
+        found = load_heads(path)
+    except (ValueError, OSError, SafetensorError) as error:
+        raise BadAdapter(f"{path}: its task heads cannot be read: {error}") from error
+    for head_name, head in found.items():
+        if head.weight.shape[1] != hidden_size:
+            raise BadAdapter(
+                f"{path}: head {head_name!r} reads {head.weight.shape[1]} features, but the base model's hidden states "
+                f"have {hidden_size}; the head was made for another model"
+            )
+    return found
+
+
+def read_config(path: Path) -> dict[str, Any]:
+    """An adapter's configuration as it is in the folder. Raises BadAdapter where there is none."""
+    file = path / CONFIG_FILE
+    try:
+        config = json.loads(file.read_text())
+    except FileNotFoundError as error:
+        raise BadAdapter(f"{path}: no {CONFIG_FILE}; an adapter is a folder in PEFT's format") from error
+    except OSError as error:
+        raise BadAdapter(f"{file}: cannot be read: {error.strerror}") from error
+    except (ValueError, RecursionError) as error:
+        why = "nested too deep" if isinstance(error, RecursionError) else json_errors.described(error)
+        raise BadAdapter(f"{file}: is not JSON: {why}") from error
+    if not isinstance(config, dict):
+        raise BadAdapter(f"{file}: holds {type(config).__name__}, expected an object")
+    return config
+
+
+def _refuse_unsupported(path: Path, config: Mapping[str, Any]) -> None:
+    kind = config.get("peft_type", "LORA")
+    if kind != "LORA":
+        raise BadAdapter(f"{path}: peft_type is {kind!r}; only LORA adapters are served")
+    for setting, why in _REFUSED.items():
+        if config.get(setting):
+            raise BadAdapter(f"{path}: {setting} = {config[setting]!r} is not served: {why}")
+    if config.get("bias", "none") != "none":
+        raise BadAdapter(f"{path}: bias = {config['bias']!r} is not served: it changes the base model's biases")
+    init = config.get("init_lora_weights")
+    if isinstance(init, str) and init.lower().split("_niter")[0] in _REFUSED_INITS:
+        raise BadAdapter(
+            f"{path}: init_lora_weights = {init!r} changed the base weights while training; "
+            "convert the adapter to plain LoRA first (PEFT's path_initial_model_for_weight_conversion)"
+        )
+
+
+def _read_shapes(file: Path) -> dict[str, tuple[int, ...]]:
+    if not file.exists():
+        raise BadAdapter(f"{file.parent}: no {WEIGHTS_FILE}; pickled weights (.bin) are not read, save as safetensors")
+    try:
+        with safe_open(file, framework="pt") as tensors:
+            return {name: tuple(tensors.get_slice(name).get_shape()) for name in tensors.keys()}  # noqa: SIM118
+    except (SafetensorError, OSError) as error:
+        raise BadAdapter(f"{file}: cannot be read as safetensors ({error}); the file may be cut short") from error
+
+
+def _target(
+    path: Path,
+    config: Mapping[str, Any],
+    module: str,
+    sides: Mapping[str, str],
+    shapes: Mapping[str, tuple[int, ...]],
+    sites: Mapping[str, SiteShape],
+) -> TargetHeader:
+    for side in ("A", "B"):
+        if side not in sides:
+            raise BadAdapter(f"{path}: layer {module!r} has no lora_{side}; both factors are needed")
+    shape_a, shape_b = shapes[sides["A"]], shapes[sides["B"]]
+    if len(shape_a) == len(shape_b) and shape_a[2:]:
+        raise BadAdapter(
+            f"{path}: module {module!r} is a convolution (Conv{len(shape_a) - 2}d, its lora_A has shape {shape_a}); "
+            "adapters are served on linear layers only; train this adapter with "
+            f"exclude_modules=[{'.'.join(module.split('.')[-2:])!r}] in its LoraConfig"
+        )
+    site = resolve(module, sites)
+    if site is None:
+        raise BadAdapter(
+            f"{path}: the base model has no adaptable linear layer {module!r}; the adapter was made for another model"
+            if "lm_head" not in module
+            else f"{path}: layer {module!r} is the output head, which is not adapted here"
+        )
+    expected = sites[site]
+    blocks = _blocks(path, config, module)
+    # A block-diagonal factor is stored without its zeros: its blocks lie below each other.
+    cut_a = blocks.num if blocks is not None and blocks.side == "a" else 1
+    cut_b = blocks.num if blocks is not None and blocks.side == "b" else 1
+    if len(shape_a) != 2 or len(shape_b) != 2 or shape_a[0] != shape_b[1] * cut_b or shape_a[0] < 1:
+        raise BadAdapter(
+            f"{path}: factors of {module!r} have shapes {shape_a} and {shape_b}; expected [r, in{_per(cut_a)}] and "
+            f"[out, r{_per(cut_b)}]"
+        )
+    if expected.d_in % cut_a:
+        raise BadAdapter(
+            f"{path}: {module!r} is declared to have {cut_a} blocks, which do not divide the {expected.d_in} inputs of "
+            "this base model's layer"
+        )
+    if (shape_a[1] * cut_a, shape_b[0]) != (expected.d_in, expected.d_out):
+        raise BadAdapter(
+            f"{path}: {module!r} maps {shape_a[1] * cut_a} to {shape_b[0]}, but this base model's layer maps "
+            f"{expected.d_in} to {expected.d_out}; the adapter was made for another model"
+        )
+    rank = shape_a[0]
+    if rank % (cut_a * cut_b) or shape_b[0] % cut_b:
+        raise BadAdapter(
+            f"{path}: {module!r} has rank {rank} and {shape_b[0]} outputs, which cannot be cut into its "
+            f"{cut_a * cut_b} blocks"
+        )
+    scale = _scale(path, config, (module, site), rank)
+    return _target_header(site, expected, (shape_a, shape_b), blocks, sides["A"], sides["B"], scale)
+
+
+@functools.lru_cache(maxsize=2**16)
+def _target_header(
+    site: str,
+    expected: SiteShape,
+    disk: tuple[tuple[int, ...], ...],
+    blocks: Blocks | None,
+    tensor_a: str,
+    tensor_b: str,
+    scale: float,
+) -> TargetHeader:
+    """The same object for the same layer of adapters made alike."""
+    rank = disk[0][0]
+    cut = expected.cut(rank, blocks, "replicated")
+    return TargetHeader(
+        site=sys.intern(site),
+        rank=rank,
+        disk=disk,
+        blocks=blocks,
+        cut=cut,
+        merged=cut,
+        vision=expected.vision,
+        tensor_a=sys.intern(tensor_a),
+        tensor_b=sys.intern(tensor_b),
+        scale=scale,
+    )
+
+
+def _per(count: int) -> str:
+    return f" / {count}" if count > 1 else ""
+
+
+def _blocks(path: Path, config: Mapping[str, Any], module: str) -> Blocks | None:
+    """Which factor of a layer is block-diagonal, as PEFT finds it: by the lists of names that are part of the layer's
+    own. The two lists' help texts in PEFT contradict each other, so only what is declared counts."""
+    declared = config.get("use_bdlora")
+    if not declared:
+        return None
+    count = declared.get("nblocks", 1) if isinstance(declared, dict) else None
+    if not isinstance(count, int) or isinstance(count, bool) or count < 1:
+        raise BadAdapter(f"{path}: use_bdlora is {declared!r}; expected an object with nblocks of at least 1")
+    leaf = module.rpartition(".")[2]
+    sides: list[Side] = [
+        side
+        for side in ("a", "b")
+        if any(str(name) in leaf for name in declared.get(f"target_modules_bd_{side}") or ())
+    ]
+    if len(sides) > 1:
+        raise BadAdapter(f"{path}: use_bdlora names {leaf!r} both in target_modules_bd_a and target_modules_bd_b")
+    return Blocks(sides[0], count) if sides and count > 1 else None
+
+
+def _scale(path: Path, config: Mapping[str, Any], names: tuple[str, ...], rank: int) -> float:
+    """alpha / r, or alpha / sqrt(r) for rsLoRA, with alpha_pattern matched on the module's path as PEFT does."""
+    alpha = config.get("lora_alpha", 8)
+    patterns = config.get("alpha_pattern") or {}
+    if not isinstance(patterns, dict):
+        raise BadAdapter(f"{path}: alpha_pattern is {shown(patterns)}; it must be an object of numbers by module")
+    for pattern, value in patterns.items():
+        try:
+            matches = any(re.match(rf"(.*\.)?({pattern})$", name) for name in names)
+        except re.error as error:
+            raise BadAdapter(f"{path}: alpha_pattern has {pattern!r}, which is not a regular expression") from error
+        if matches:
+            alpha = value
+            break
+    if isinstance(alpha, bool) or not isinstance(alpha, int | float) or not math.isfinite(alpha):
+        raise BadAdapter(f"{path}: lora_alpha is {alpha!r}; it must be a finite number")
+    return alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)

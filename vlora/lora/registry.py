@@ -1,0 +1,260 @@
+"""Every adapter the engine knows by name, in host memory once it was needed."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import logging
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import Executor, Future
+from pathlib import Path
+
+import torch
+
+from vlora.errors import BadAdapter, UnknownAdapter, listed
+from vlora.lora.host_adapter import HostAdapter, Measure, load_adapter
+from vlora.lora.peft_format import AdapterHeader, SiteShape, read_header, split_over_ranks
+from vlora.parallel.adapter_sharding import Way
+from vlora.threads import background_executor
+
+log = logging.getLogger(__name__)
+
+MAX_NAME = 128
+_MAX_READS = 8  # under way or queued: few, so that the next to be read is the one most wanted by then
+
+
+@dataclasses.dataclass(eq=False)
+class Registration:
+    """One content under one name, known by its key from the moment its header was read; no two ever share a key.
+
+    way: how its dense factors lie on several ranks. num_bytes: what its factors take in memory. adapter: its content,
+    None before it was read. error: why it cannot be served, once reading it has failed.
+    """
+
+    key: str
+    name: str
+    header: AdapterHeader
+    way: Way
+    num_bytes: int
+    adapter: HostAdapter | None = None
+    error: str | None = None
+
+
+def _version(registration: Registration) -> str | None:
+    return None if registration.adapter is None else registration.adapter.version
+
+
+Check = Callable[[str, int], None]
+"""Told of a name and its adapter's bytes before the name changes hands; what it raises refuses the adapter."""
+
+Choose = Callable[[str, AdapterHeader], Way]
+"""How an adapter of that name lies on several ranks."""
+
+
+def _accept(name: str, num_bytes: int) -> None:
+    pass
+
+
+def always_replicated(name: str, header: AdapterHeader) -> Way:
+    """The choice where there is one rank: there is none."""
+    return "replicated"
+
+
+class AdapterRegistry:
+    """Names to registrations. Registering reads headers only; factors are read when an adapter is first needed.
+
+    A name that is registered again stands for a new registration from then on. The old one stays known by its key, for
+    the requests under way on it, until `forget`.
+
+    sites: the model's adaptable layers, in the order factors are laid out. executor: reads in the background; None
+    makes threads. measure: an adapter's merge fidelity, called where it is read. choose: see Choose.
+    """
+
+    def __init__(
+        self,
+        sites: Mapping[str, SiteShape],
+        dtype: torch.dtype,
+        hidden_size: int,
+        *,
+        executor: Executor | None = None,
+        measure: Measure = lambda _: 1.0,
+        choose: Choose = always_replicated,
+    ) -> None:
+        self._sites = sites
+        self._dtype = dtype
+        self._hidden_size = hidden_size
+        self._executor = executor or background_executor("vlora-read")
+        self._loader = executor or background_executor("vlora-load", patient=True)
+        self._measure = measure
+        self._choose = choose
+        self._numbers = itertools.count(1)
+        self._current: dict[str, Registration] = {}
+        self._known: dict[str, Registration] = {}  # by key
+        self._reading: dict[str, Future[HostAdapter]] = {}
+        self._failed: list[str] = []
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(sorted(self._current))
+
+    @property
+    def num_bytes(self) -> int:
+        """Host memory that factors take."""
+        return sum(known.adapter.run.nbytes for known in self._known.values() if known.adapter is not None)
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._current
+
+    # -- names --------------------------------------------------------------------------------------------------------
+
+    def register(self, paths: Mapping[str, str], check: Check = _accept) -> None:
+        """Register folders under names by their headers: all of them, or none. Raises BadAdapter, and what `check`
+        raises."""
+        made = [self._registration(name, path) for name, path in paths.items()]
+        for registration in made:
+            check(registration.name, registration.num_bytes)
+        for registration in made:
+            self._enter(registration)
+
+    def read_folder(self, name: str, path: str, check: Check = _accept) -> Registration:
+        """Read all of a folder for a name, which goes on standing for what it did. For any thread.
+
+        Raises BadAdapter, and what `check` raises.
+        """
+        registration = self._registration(name, path)
+        check(name, registration.num_bytes)
+        registration.adapter = self._read(registration)
+        return registration
+
+    def read_folder_in_background(self, name: str, path: str, check: Check = _accept) -> Future[Registration]:
+        """As `read_folder`, by a thread of its own: no request waits for it, and none waits behind it."""
+        return self._loader.submit(self.read_folder, name, path, check)
+
+    def accept(self, registration: Registration) -> Registration:
+        """Have a name stand for content that was read for it; what it stands for now.
+
+        That is the registration before where the content is the same: it may be in use.
+        """
+        before = self._current.get(registration.name)
+        if before is None or _version(before) is None or _version(before) != _version(registration):
+            self._enter(registration)
+        return self._current[registration.name]
+
+    def get(self, name: str) -> Registration:
+        """What a name stands for now. Raises UnknownAdapter."""
+        if name not in self._current:
+            raise UnknownAdapter(f"no adapter named {name[:MAX_NAME]!r}; registered: {listed(self.names)}")
+        return self._current[name]
+
+    def remove(self, name: str) -> None:
+        """Take a name away; its registration stays known by its key. Raises UnknownAdapter."""
+        del self._current[self.get(name).name]
+
+    # -- content ------------------------------------------------------------------------------------------------------
+
+    def is_current(self, key: str) -> bool:
+        """Whether a name stands for this registration."""
+        known = self._known.get(key)
+        return known is not None and self._current.get(known.name) is known
+
+    def known(self, key: str) -> Registration:
+        """The registration of a key that was not forgotten."""
+        return self._known[key]
+
+    def fetch(self, key: str) -> HostAdapter | None:
+        """A known adapter's content; None while it is being read in the background, or waits for its turn.
+
+        Call in the order of want: few are read at a time.
+        """
+        if key in self._reading:
+            self._settle((key,))
+        known = self._known[key]
+        is_unread = known.adapter is None and known.error is None and key not in self._reading
+        if is_unread and len(self._reading) < _MAX_READS:
+            self._reading[key] = self._executor.submit(self._read, known)
+            self._settle((key,))
+        return known.adapter
+
+    def read(self, key: str) -> HostAdapter:
+        """A known adapter's content, read now if it was not yet. Raises BadAdapter."""
+        known = self._known[key]
+        if known.adapter is None and known.error is None:
+            under_way = self._reading.pop(key, None)
+            read_here = under_way is None or under_way.cancel()
+            known.adapter = self._read(known) if read_here or under_way is None else under_way.result()
+        if known.error is not None:
+            raise BadAdapter(known.error)
+        assert known.adapter is not None
+        return known.adapter
+
+    def collect(self) -> list[Registration]:
+        """Take in what was read since the last call; returns those that turned out bad, with their `error`."""
+        self._settle(tuple(self._reading))
+        failed, self._failed = self._failed, []
+        return [self._known[key] for key in failed if key in self._known]
+
+    @property
+    def pending(self) -> tuple[Future[HostAdapter], ...]:
+        """Reads under way."""
+        return tuple(self._reading.values())
+
+    def forget(self, key: str) -> None:
+        """Let go of a registration that no name stands for and nobody uses; unknown keys are ignored."""
+        self._known.pop(key, None)
+        if (reading := self._reading.pop(key, None)) is not None:
+            reading.cancel()  # one under way ends by itself, and nobody takes its result
+
+    def close(self) -> None:
+        """Read no more."""
+        for executor in (self._executor, self._loader):
+            executor.shutdown(wait=False, cancel_futures=True)
+
+    # -- inside -------------------------------------------------------------------------------------------------------
+
+    def _enter(self, registration: Registration) -> None:
+        self._current[registration.name] = self._known[registration.key] = registration
+
+    def _settle(self, keys: Iterable[str]) -> None:
+        for key in keys:
+            if self._reading[key].done():
+                known, future = self._known[key], self._reading.pop(key)
+                try:
+                    known.adapter = future.result()
+                except BadAdapter as error:
+                    known.error = str(error)
+                except Exception as error:
+                    # A mistake of ours, or no memory: whoever asks for this adapter pays, and nobody else.
+                    log.exception("reading adapter %r failed", known.name)
+                    known.error = f"adapter {known.name!r} could not be read: {type(error).__name__}: {error}"
+                if known.error is not None:
+                    self._failed.append(key)
+
+    def _read(self, registration: Registration) -> HostAdapter:
+        """Everything is read again, so that what was promised by the header is what is served."""
+        header = read_header(registration.header.path, self._sites, self._hidden_size, registration.way)
+        if not header.says_the_same(registration.header):
+            raise BadAdapter(
+                f"{header.path}: its layers, ranks or heads changed since it was registered as {registration.name!r}; "
+                "load it again"
+            )
+        return load_adapter(registration.key, header, self._dtype, self._measure)
+
+    def _registration(self, name: str, path: str) -> Registration:
+        if (
+            not 0 < len(name) <= MAX_NAME
+            or name != name.strip()
+            or name.startswith(".")
+            or not name.isprintable()
+            or any(letter in name for letter in "@/\\")
+        ):
+            raise BadAdapter(
+                f"adapter name {name[:MAX_NAME]!r} is not usable: it has 1 to {MAX_NAME} printable characters, no @, "
+                "no slashes, and does not begin with a dot"
+            )
+        if "\0" in path:
+            raise BadAdapter(f"adapter {name!r}: a path cannot hold a zero byte")
+        header = read_header(Path(path), self._sites, self._hidden_size)
+        way = self._choose(name, header)
+        if way != "replicated":
+            header = split_over_ranks(header, self._sites)
+        return Registration(f"{name}@{next(self._numbers)}", name, header, way, header.num_bytes(self._dtype))

@@ -1,0 +1,67 @@
+"""The language model's target weights as slabs: all layers of one shape in one contiguous tensor [layers, out, in]."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import torch
+
+from vlora.lora.adapted_linear import AdaptedLinear
+from vlora.memory.huge_pages import empty
+
+
+class SlabSlot(NamedTuple):
+    """Where a layer's weight lies: which slab (by shape), which entry of it."""
+
+    shape: tuple[int, int]
+    entry: int
+
+
+class WeightSlabs:
+    """Owns the base weights as slabs, W0 as loaded; the modules' parameters are views into them.
+
+    Entries are ordered by module type, then layer, so that an adapter's layers of one type are neighbours and can be
+    merged in one call.
+    """
+
+    def __init__(self, linears: Mapping[str, AdaptedLinear]) -> None:
+        self.linears = linears
+        by_shape: dict[tuple[int, int], list[str]] = {}
+        for name in sorted(linears, key=_type_then_layer):
+            out_features, in_features = linears[name].weight.shape
+            by_shape.setdefault((out_features, in_features), []).append(name)
+        self.slots: dict[str, SlabSlot] = {}
+        self.base: dict[tuple[int, int], torch.Tensor] = {}
+        for shape, names in by_shape.items():
+            weight = linears[names[0]].weight
+            slab = empty([len(names), *shape], weight.dtype, weight.device)
+            for index, name in enumerate(names):
+                self.slots[name] = SlabSlot(shape, index)
+                slab[index].copy_(linears[name].weight.data)
+                # Dropping the module's own storage right away keeps the peak at one extra layer, not one extra model.
+                linears[name].weight.data = slab[index]
+            self.base[shape] = slab
+
+    @property
+    def order(self) -> tuple[str, ...]:
+        """Layer names in slab order; adapters are laid out in memory in this order."""
+        return tuple(self.slots)
+
+    def entry(self, name: str) -> torch.Tensor:
+        """What the slab holds for a layer now, [out, in]."""
+        shape, index = self.slots[name]
+        return self.base[shape][index]
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(slab.numel() * slab.element_size() for slab in self.base.values())
+
+
+def _type_then_layer(name: str) -> tuple[str, int]:
+    """'model.language_model.layers.7.self_attn.q_proj' -> ('...self_attn.q_proj', 7)."""
+    parts = name.split(".")
+    layer = next((i for i, part in enumerate(parts) if part.isdigit()), None)
+    if layer is None:
+        return name, 0
+    return ".".join(parts[:layer] + parts[layer + 1 :]), int(parts[layer])

@@ -1,0 +1,161 @@
+"""Runs the vision tower a piece at a time, so that decode steps run between two pieces of a large image.
+
+The tower's published code is one call. It runs here on a stack of its own (a greenlet of the same thread, so that the
+process keeps one OpenMP pool) which is left after a piece of work and re-entered in a later step. Linear layers are
+divided by rows and attention by heads and query rows, always in the same places, so that a call that is interrupted
+gives bit for bit what an uninterrupted one gives.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Generic, TypeVar
+
+import torch
+from greenlet import GreenletExit, getcurrent, greenlet
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+from atmm.products import linear
+from vlora.lora.adapted_linear import AdaptedLinear
+
+# Must not contain "flash" or "sdpa": transformers tests attention names for those substrings.
+VISION_ATTENTION = "vlora_vision"
+
+CPU_PIECE_FLOPS = 2.5e8  # per thread: some 7 ms on a core of 40 GFLOP/s
+GPU_PIECE_FLOPS = 1e12
+MIN_ROWS = 128  # of a linear layer's piece: products of fewer rows are slower per row
+MIN_QUERIES = 256  # of an attention piece; the CPU kernel is faster with 256 to 512 than with all of a large image
+
+T = TypeVar("T")
+
+
+class _Stack(greenlet):
+    """Where an interruptible call runs. spent: floating-point operations since it was entered; budget: allowed."""
+
+    spent: float
+    budget: float
+
+
+def spend(flops: float) -> None:
+    """Count work of the vision tower; an interruptible call that has used its share is left until it may go on."""
+    stack = getcurrent()
+    if isinstance(stack, _Stack):
+        stack.spent += flops
+        if stack.spent >= stack.budget - flops / 2:  # another piece of this size would be further off the budget
+            assert stack.parent is not None
+            stack.parent.switch()
+
+
+class PacedCall(Generic[T]):
+    """A call of the vision tower that advances by pieces. All of it must happen in one thread.
+
+    result: what the call returned, once `advance` has returned True. flops: used so far.
+    """
+
+    result: T
+
+    def __init__(self, call: Callable[[], T]) -> None:
+        self._call = call
+        self._stack = _Stack(self._run)
+        self.flops = 0.0
+
+    def _run(self) -> None:
+        self.result = self._call()
+
+    def advance(self, flops: float) -> bool:
+        """Do about `flops` more operations, at least one piece, or nothing once the call has returned.
+
+        Returns:
+            Whether the call has returned.
+
+        Raises:
+            Exception: what the call raised; it is then over.
+        """
+        stack = self._stack
+        if stack.dead:
+            return True
+        stack.parent, stack.spent, stack.budget = getcurrent(), 0.0, flops
+        try:
+            stack.switch()
+        finally:
+            self.flops += stack.spent
+        return stack.dead
+
+    def close(self) -> None:
+        """Abandon the call; its context managers are left."""
+        if self._stack:
+            self._stack.parent = getcurrent()
+            self._stack.throw(GreenletExit)
+
+
+def piece_flops(device: torch.device) -> float:
+    """Operations of one piece on a device."""
+    return CPU_PIECE_FLOPS * torch.get_num_threads() if device.type == "cpu" else GPU_PIECE_FLOPS
+
+
+class PacedLinear(AdaptedLinear):
+    """An adapted linear layer of the vision side, computed in pieces of rows. Made by `pace`."""
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        num_rows = input.numel() // self.in_features
+        row_flops = 2 * self.in_features * self.out_features
+        rows = max(MIN_ROWS, int(piece_flops(input.device) / row_flops))
+        if num_rows <= rows or torch.is_grad_enabled():
+            y = super().forward(input)
+            spend(num_rows * row_flops)
+            return y
+        x = input.reshape(num_rows, self.in_features)
+        y = x.new_empty(num_rows, self.out_features)
+        for start in range(0, num_rows, rows):
+            part = x[start : start + rows]
+            y[start : start + rows] = linear(part, self.weight, self.bias)
+            spend(len(part) * row_flops)
+        plan = self.scope.plan_for(num_rows)
+        if plan is not None:
+            self.add_deltas(y, x, plan)
+        return y.view(*input.shape[:-1], self.out_features)
+
+
+def pace(layer: AdaptedLinear) -> AdaptedLinear:
+    """Turn an adapted linear layer, in place, into one that is computed in pieces."""
+    layer.__class__ = PacedLinear
+    return layer
+
+
+def paced_attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """Scaled dot-product attention as transformers calls it, computed in pieces of heads and queries.
+
+    Takes query, key and value [batch, heads, tokens, head_dim]; returns [batch, tokens, heads, head_dim].
+    """
+    batch, num_heads, num_queries, width = query.shape
+    query_flops = 4 * batch * key.shape[2] * width  # of one head
+    piece = piece_flops(query.device)
+    whole = (
+        num_heads * num_queries * query_flops <= piece
+        or torch.is_grad_enabled()
+        or attention_mask is not None
+        or kwargs.get("is_causal", getattr(module, "is_causal", True))
+        or key.shape[1] != num_heads
+    )
+    if whole:
+        out = sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)[0]
+        spend(num_heads * num_queries * query_flops)
+        return out, None
+    queries = max(MIN_QUERIES, int(piece / query_flops))
+    heads = max(1, int(piece / (min(queries, num_queries) * query_flops)))
+    joined = query.new_empty(batch, num_queries, num_heads, width)
+    for head in range(0, num_heads, heads):
+        chosen = slice(head, head + heads)
+        for start in range(0, num_queries, queries):
+            part = query[:, chosen, start : start + queries]
+            out = sdpa_attention_forward(module, part, key[:, chosen], value[:, chosen], None, **kwargs)[0]
+            joined[:, start : start + queries, chosen] = out
+            spend(part.shape[1] * part.shape[2] * query_flops)
+    return joined, None

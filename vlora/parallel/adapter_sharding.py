@@ -1,0 +1,169 @@
+"""Which part of an adapter's factors a rank keeps for one layer, and how it lies in memory. For delta = (x a^T) b^T:
+
+`replicated` (Punica section 7.2): the factor at the layer's split dimension is split with it, the other one is on every
+rank. What a column-parallel layer adds is then complete, what a row-parallel one adds is a part of the sum that the
+base model's all-reduce takes anyway: nobody says anything more than without adapters.
+
+`slora` (S-LoRA section 6): both factors are split. The hidden values x a^T are gathered (column-parallel layers, each
+rank having some of the rank's rows) or summed (row-parallel layers); then each rank adds its own outputs, in
+row-parallel layers again as a part of the base model's all-reduce. Layers whose rank or outputs the ranks do not divide
+are replicated.
+
+Block-diagonal factors (BD-LoRA section 3) are cut along their blocks: no zeros are stored, and nothing is said. A rank
+keeps the blocks that meet its part of the layer: one on as many ranks as blocks, several on fewer, a part of one on
+more. Only where the ranks cut through several blocks is the dense form, with its zeros, cut instead.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Literal, NamedTuple
+
+import torch
+
+from vlora.parallel.layer_sharding import LinearShard, Span
+
+Way = Literal["replicated", "slora"]
+Side = Literal["a", "b"]
+FactorKind = Literal["dense", "blocks_a", "blocks_b", "gathered", "reduced"]
+
+
+class FactorShape(NamedTuple):
+    """One layer's factors in memory: a [rows_a, d_in] and bt [rows_bt, d_out].
+
+    dense: both have `rank` rows. blocks_a: a's block-diagonal blocks, `parts` of them, lie side by side, each
+    [rank / parts, d_in / parts], and bt's rows belong to them in turn; blocks_b: the same the other way round.
+    gathered: a has its rank's share of `parts` shares; reduced: bt has its rank's share of the outputs.
+    """
+
+    rank: int
+    d_in: int
+    d_out: int
+    kind: FactorKind = "dense"
+    parts: int = 1
+
+    @property
+    def rows_a(self) -> int:
+        return self.rank // self.parts if self.kind in ("blocks_a", "gathered") else self.rank
+
+    @property
+    def rows_bt(self) -> int:
+        return self.rank // self.parts if self.kind == "blocks_b" else self.rank
+
+    @property
+    def is_split(self) -> bool:
+        """Whether ranks must talk to use these factors."""
+        return self.kind in ("gathered", "reduced")
+
+
+class Blocks(NamedTuple):
+    """Which factor is block-diagonal, in how many blocks. On disk (PEFT's format) they lie below each other:
+    side a: a [r, d_in / num]; side b: b [d_out, r / num]."""
+
+    side: Side
+    num: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Cut:
+    """rows and columns of a and b, as they are on disk (dense ones where `densified`), and what they become."""
+
+    shape: FactorShape
+    a_rows: slice
+    a_columns: slice
+    b_rows: slice
+    b_columns: slice
+    densified: Blocks | None = None
+
+    def apply(self, a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """a [rows_a, d_in] and bt [rows_bt, d_out] of the shape, from a and b as on disk."""
+        if self.densified is not None:
+            if self.densified.side == "a":
+                a = torch.block_diag(*a.chunk(self.densified.num))
+            else:
+                b = torch.block_diag(*b.chunk(self.densified.num))
+        a, b = a[self.a_rows, self.a_columns], b[self.b_rows, self.b_columns]
+        if self.shape.kind == "blocks_a":
+            a = a.reshape(self.shape.parts, self.shape.rows_a, -1).transpose(0, 1).reshape(self.shape.rows_a, -1)
+        return a, b.t()
+
+
+_ALL = slice(None)
+
+
+@functools.lru_cache(maxsize=4096)
+def plan_cut(rank: int, shard: LinearShard, blocks: Blocks | None = None, way: Way = "replicated") -> Cut:
+    """The part of rank-`rank` factors that the shard's owner keeps. way: of dense factors."""
+    inputs, outputs = shard.inputs, shard.outputs
+    if blocks is not None and blocks.num > 1:
+        return _block_cut(rank, shard, blocks)
+    if way == "slora" and shard.by_columns and rank % shard.size == 0:
+        share = rank // shard.size
+        shape = FactorShape(rank, inputs.size, outputs.size, "gathered", shard.size)
+        return Cut(shape, slice(shard.rank * share, (shard.rank + 1) * share), _ALL, outputs.slice, _ALL)
+    if way == "slora" and shard.by_rows and shard.d_out % shard.size == 0:
+        share = shard.d_out // shard.size
+        shape = FactorShape(rank, inputs.size, share, "reduced", shard.size)
+        return Cut(shape, _ALL, inputs.slice, slice(shard.rank * share, (shard.rank + 1) * share), _ALL)
+    return Cut(FactorShape(rank, inputs.size, outputs.size), _ALL, inputs.slice, outputs.slice, _ALL)
+
+
+def _block_cut(rank: int, shard: LinearShard, blocks: Blocks) -> Cut:
+    inputs, outputs = shard.inputs, shard.outputs
+    on_a = blocks.side == "a"
+    mine, width = (inputs, shard.d_in // blocks.num) if on_a else (outputs, shard.d_out // blocks.num)
+    first, last = mine.start // width, (mine.stop - 1) // width
+    if mine.size % width and width % mine.size:  # by sizes alone: all ranks then decide alike
+        dense = FactorShape(rank, inputs.size, outputs.size)
+        return Cut(dense, _ALL, inputs.slice, outputs.slice, _ALL, densified=blocks)
+    parts, block_rank = last + 1 - first, rank // blocks.num
+    ranks = slice(first * block_rank, (last + 1) * block_rank)
+    kind: FactorKind = "dense" if parts == 1 else "blocks_a" if on_a else "blocks_b"
+    shape = FactorShape(parts * block_rank, inputs.size, outputs.size, kind, parts)
+    if on_a:
+        within = Span(mine.start - first * width, mine.stop - first * width) if parts == 1 else Span(0, width)
+        return Cut(shape, ranks, within.slice, outputs.slice, ranks)
+    return Cut(shape, ranks, inputs.slice, outputs.slice, _ALL)
+
+
+class Part(NamedTuple):
+    """These outputs of a layer gain `(x[inputs] a^T) bt`; a [..., r, inputs], bt [..., r, outputs]."""
+
+    outputs: slice
+    inputs: slice
+    a: torch.Tensor
+    bt: torch.Tensor
+
+
+def parts_of(shape: FactorShape, a: torch.Tensor, bt: torch.Tensor) -> list[Part]:
+    """Factors as dense ones, views: one part, or one for each block. a [..., rows_a, d_in], bt [..., rows_bt, d_out],
+    leading dimensions being layers of one shape."""
+    assert not shape.is_split, "factors split over ranks are no delta by themselves"
+    if shape.kind == "dense":
+        return [Part(_ALL, _ALL, a, bt)]
+    count = shape.parts
+    if shape.kind == "blocks_a":
+        width = shape.d_in // count
+        spans = [slice(i * width, (i + 1) * width) for i in range(count)]
+        own = bt.tensor_split(count, -2)
+        return [Part(_ALL, span, a[..., span], part) for span, part in zip(spans, own, strict=True)]
+    width = shape.d_out // count
+    spans = [slice(i * width, (i + 1) * width) for i in range(count)]
+    own = a.tensor_split(count, -2)
+    return [Part(span, _ALL, part, bt[..., span]) for span, part in zip(spans, own, strict=True)]
+
+
+def dense(shape: FactorShape, a: torch.Tensor, bt: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The same delta as one pair a [..., rank, d_in] and bt [..., rank, d_out], zeros and all: to measure, not to
+    serve."""
+    parts = parts_of(shape, a, bt)
+    if len(parts) == 1:
+        return a, bt
+    full_a = a.new_zeros(*a.shape[:-2], shape.rank, shape.d_in)
+    full_bt = bt.new_zeros(*bt.shape[:-2], shape.rank, shape.d_out)
+    rows = shape.rank // shape.parts
+    for number, part in enumerate(parts):
+        full_a[..., number * rows : (number + 1) * rows, part.inputs] = part.a
+        full_bt[..., number * rows : (number + 1) * rows, part.outputs] = part.bt
+    return full_a, full_bt
