@@ -4,18 +4,18 @@ Build a `SegmentPlan` once per step, call `add_delta` after every adapted linear
 requests, no models.
 """
 
-from atmm.ahead import compile_ahead
-from atmm.compiled import library as load_kernels
-from atmm.compiled.attention import attend, serves_attention
-from atmm.compiled.norm import rms_norm, serves_norm
-from atmm.divided import gains_from_copies, longest_short_lane
+from atmm.cpu import library as load_kernels
+from atmm.cpu.attention import attend, serves_attention
+from atmm.cpu.norm import rms_norm, serves_norm
 from atmm.head_rows import HeadRows
+from atmm.layers import Factors, Site, SiteGroup
 from atmm.operator import add_delta, add_deltas, head_logits, merge
-from atmm.product_choice import measure as measure_products
 from atmm.segments import Lane, SegmentPlan
-from atmm.sites import Factors, Site, SiteGroup
-from atmm.strategies import STRATEGIES
-from atmm.tables import describe as describe_table
+from atmm.strategies.hybrid import gains_from_copies, longest_short_lane
+from atmm.strategies.registry import STRATEGIES
+from atmm.tuning.matmul_choice import measure as measure_products
+from atmm.tuning.tables import describe as describe_table
+from atmm.warmup import compile_ahead
 
 __all__ = [
     "STRATEGIES",

@@ -1,6 +1,6 @@
 """What the operations are handed: bad input is refused by the name of the argument, before anything is computed.
 
-All raise ValueError. Factors are looked at in `atmm.sites`.
+All raise ValueError. Factors are looked at in `atmm.layers`.
 """
 
 from __future__ import annotations
@@ -10,10 +10,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from atmm.bucket import DTYPES
 from atmm.head_rows import HeadRows
+from atmm.layers import Packed, Site
 from atmm.segments import SegmentPlan
-from atmm.sites import Packed, Site
+from atmm.tuning.buckets import DTYPES
 
 
 def check_tokens(y: Tensor, x: Tensor, site: Site, d_out: int, plan: SegmentPlan, packed: Packed | None) -> None:

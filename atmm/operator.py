@@ -12,17 +12,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from atmm.batch_stats import Survey
 from atmm.checks import check_heads, check_merge, check_tokens
-from atmm.compiled import library
-from atmm.compiled.lanes import Scattered, serves
-from atmm.divided import Divided
+from atmm.cpu import library
+from atmm.cpu.lanes import Scattered, serves
+from atmm.dispatch import choose
 from atmm.head_rows import HeadRows
-from atmm.loop import Loop, Unpacked
+from atmm.layers import Packed, Site, SiteGroup
 from atmm.segments import SegmentPlan, Strategy
-from atmm.selection import choose
-from atmm.sites import Packed, Site, SiteGroup
-from atmm.strategies import NEED_NO_COPY, STRATEGIES, known, lies_transposed, prepare
-from atmm.survey import Survey
+from atmm.strategies.hybrid import Divided
+from atmm.strategies.loop import Loop, Unpacked
+from atmm.strategies.registry import NEED_NO_COPY, STRATEGIES, known, lies_transposed, prepare
 
 # Ranks up to which one compiled pass over the weights beats torch's two, whose arithmetic is faster (docs/decisions.md,
 # 2026-11-21).
@@ -94,7 +94,7 @@ def merge(out: Tensor, base: Tensor, a: Tensor, bt: Tensor, scale: float = 1.0) 
         kernels.merge[out.dtype](*matrices, scale, n, rank, o, i)
         return
     if out.device.type == "cuda" and rank and all(t.stride(2) == 1 for t in (out, base, a, bt)):
-        from atmm.tiled.lanes import merge as merge_tiles  # Triton takes its time to load
+        from atmm.triton.lanes import merge as merge_tiles  # Triton takes its time to load
 
         merge_tiles(out, base, a, bt, scale)
         return

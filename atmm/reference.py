@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from atmm.head_rows import HeadRows
+from atmm.layers import Site
 from atmm.segments import SegmentPlan
-from atmm.sites import Site
 
 
 def add_delta(y: Tensor, x: Tensor, site: Site, plan: SegmentPlan, dtype: torch.dtype = torch.float64) -> Tensor:

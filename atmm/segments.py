@@ -9,7 +9,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from atmm.sites import Layout, Packed, Site, SiteGroup
+from atmm.layers import Layout, Packed, Site, SiteGroup
 
 MOST_WITH_ROOM = 2  # lanes at a token: its own adapter's, and the merged one's
 
@@ -24,7 +24,7 @@ class Lane(NamedTuple):
 
 
 class Strategy(Protocol):
-    """Adds the deltas of one plan at the sites of one class; `atmm.strategies` has them all."""
+    """Adds the deltas of one plan at the sites of one class; `atmm.strategies.registry` has them all."""
 
     adds_transposed: bool  # as fast into an output that lies transposed as into rows
 
@@ -49,7 +49,7 @@ class SegmentPlan:
     decided at the class's first call and kept here, so a plan may be used again for as long as its lanes are right,
     by one thread.
 
-    `strategy` forces one of `atmm.STRATEGIES` by name wherever an adapter is applied; None lets `atmm.selection`
+    `strategy` forces one of `atmm.STRATEGIES` by name wherever an adapter is applied; None lets `atmm.dispatch`
     choose.
 
     `room` is for CUDA graphs: with so many lanes at most, two of them at a token, the plan may be given others by

@@ -13,11 +13,10 @@ from pathlib import Path
 import cv2
 from rich.console import Console
 
-from fusion.check import Checked, as_json, check, tell
-from fusion.checkpoint import Checkpoint, State, refuse_others
+from fusion.data.samples import Splits
 from fusion.embedded import checkpoint_path
-from fusion.estimate import estimate
-from fusion.fusing import (
+from fusion.packing.algorithm import Packing, names_of
+from fusion.packing.pipeline import (
     Verdict,
     fewest_trainings,
     packing_of,
@@ -26,15 +25,14 @@ from fusion.fusing import (
     thresholds_of,
     verdict_of,
 )
-from fusion.hold import held
-from fusion.identity import hash_of_processing, identity_of
-from fusion.kept import Kept
-from fusion.mistakes import Mistakes
-from fusion.objectives import answer_in_words
-from fusion.pack import Packing, names_of
-from fusion.plan import Plan, read_plan_file
-from fusion.progress import Progress
-from fusion.report import (
+from fusion.plan.check import Checked, as_json, check, tell
+from fusion.plan.estimate import estimate
+from fusion.plan.mistakes import Mistakes
+from fusion.plan.schema import Plan, read_plan_file
+from fusion.progress.progress import Progress
+from fusion.report.examples import confusion_of, examples_of
+from fusion.report.page import page
+from fusion.report.report import (
     AdapterReport,
     DomainReport,
     FusionReport,
@@ -43,15 +41,17 @@ from fusion.report import (
     StepReport,
     model_card,
 )
-from fusion.report_examples import confusion_of, examples_of
-from fusion.report_page import page
-from fusion.results import refuse_to_overwrite, replaced
-from fusion.samples import Splits
-from fusion.side_by_side import Job, one_thread, side_by_side
-from fusion.sources import STREAMS
-from fusion.train import Domain, FrozenBase, LoraTrainer
-from fusion.trainings import Trainings
-from fusion.zero_shot import score_before_training
+from fusion.report.results import refuse_to_overwrite, replaced
+from fusion.synthetic.sources import STREAMS
+from fusion.training.checkpoint import Checkpoint, State, refuse_others
+from fusion.training.fingerprint import hash_of_processing, identity_of
+from fusion.training.kept import Kept
+from fusion.training.objectives import answer_in_words
+from fusion.training.parallel_jobs import Job, one_thread, side_by_side
+from fusion.training.run_cache import Trainings
+from fusion.training.run_lock import held
+from fusion.training.train import Domain, FrozenBase, LoraTrainer
+from fusion.training.zero_shot import score_before_training
 from vlora.config import EngineConfig
 from vlora.errors import BadConfig, BadPlan
 from vlora.models import InputProcessor

@@ -14,7 +14,7 @@ from vlora.engine import LocalEngine
 from vlora.memory.arena import PAGE_BYTES
 from vlora.memory.host_to_device import Inline
 from vlora.models import runner
-from vlora.orchestrator.policy import Candidate, Decision, PolicyState
+from vlora.orchestrator.policies.base import Candidate, Decision, PolicyState
 from vlora.types import Mode, Request, SamplingParams
 
 DEVICE = "cpu"  # set once per session from `--device`

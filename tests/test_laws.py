@@ -130,10 +130,10 @@ def test_checkpoints_are_read_by_the_one_way_that_runs_none_of_their_code() -> N
         "vlora.memory.books",
         "vlora.memory.adapter_cache",
         "vlora.memory.prefix_cache",
-        "vlora.engine.client",
-        "vlora.engine.process",
-        "vlora.server.http",
-        "vlora.server.supervise",
+        "vlora.engine.ipc.client",
+        "vlora.engine.ipc.worker",
+        "vlora.server.http.routes",
+        "vlora.server.launch",
     ],
 )
 def test_loads_without_torch(module: str) -> None:

@@ -15,11 +15,11 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from transformers import AutoConfig
 
-from atmm import tables
-from atmm.bucket import Bucket
-from atmm.grouped import build
-from atmm.grouped.tiling import SPACE
-from atmm.search import SHAPES, Case, Finding, Shape, cases, error, read, search
+from atmm.cutlass import build
+from atmm.cutlass.tiling import SPACE
+from atmm.tuning import tables
+from atmm.tuning.buckets import Bucket
+from atmm.tuning.search import SHAPES, Case, Finding, Shape, cases, error, read, search
 from vlora.errors import BadConfig
 from vlora.lora.adapter_pool import site_groups
 from vlora.models.hf_adapter import Seam
@@ -140,7 +140,7 @@ def lint(say: Callable[[str], None]) -> bool:
     """Compile every kernel of the space for sm_80 and sm_90, without a GPU. Returns whether all are sound; says which
     are not. Raises BadConfig without Triton."""
     try:
-        from atmm.tiled.lint import inspect, whole_space
+        from atmm.triton.lint import inspect, whole_space
     except ImportError as problem:
         raise BadConfig(f"compiling the kernels needs Triton, which is for Linux: {problem}") from problem
     kernels = whole_space()

@@ -11,11 +11,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from fusion.drawn import ACTIONS, CLIP_FRAMES, SIGNS, draw_action, draw_sign
+from fusion.data.samples import Sample, Splits
 from fusion.embedded.drawing import COLORS, SIZE, add_noise, chance, draw_thing, jitter, street_background
-from fusion.samples import Sample, Splits
-from fusion.sources import load_source
-from fusion.streets import (
+from fusion.synthetic.road_signs import ACTIONS, CLIP_FRAMES, SIGNS, draw_action, draw_sign
+from fusion.synthetic.sources import load_source
+from fusion.synthetic.streets import (
     KINDS,
     LANES,
     SIDES,

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from fusion.bench.domains import FAMILIES
 from fusion.bench.measuring import CONFIDENCE, JOINTLY, OPTIMUM, PACKED, curve, table
-from fusion.hold import held
+from fusion.training.run_lock import held
 
 _SEEDS = (0, 1, 2)
 _THRESHOLDS = "(threshold)"

@@ -7,18 +7,18 @@ from pathlib import Path
 from typing import Any
 
 from fusion.bench.domains import FAMILIES, SIX, Made, Sizes
-from fusion.checkpoint import Checkpoint, State
 from fusion.embedded import checkpoint_path
-from fusion.fusing import orders_of, thresholds_of
-from fusion.identity import hash_of_processing, identity_of
-from fusion.oracle import Oracle
-from fusion.orders import at_random
-from fusion.pack import Adapter, Packing, by_value, pack_best, pack_in_sequence
-from fusion.pack_jointly import pack_jointly
-from fusion.plan import DomainPlan, LoraPlan, Plan, RelativeThreshold, TrainingPlan
+from fusion.packing.algorithm import Adapter, Packing, by_value, pack_best, pack_in_sequence
+from fusion.packing.joint import pack_jointly
+from fusion.packing.oracle import Oracle
+from fusion.packing.orders import at_random
+from fusion.packing.pipeline import orders_of, thresholds_of
+from fusion.plan.schema import DomainPlan, LoraPlan, Plan, RelativeThreshold, TrainingPlan
 from fusion.teachers.built_in import TEACHERS
-from fusion.train import Domain, FrozenBase, LoraTrainer
-from fusion.trainings import Trainings
+from fusion.training.checkpoint import Checkpoint, State
+from fusion.training.fingerprint import hash_of_processing, identity_of
+from fusion.training.run_cache import Trainings
+from fusion.training.train import Domain, FrozenBase, LoraTrainer
 from vlora.config import EngineConfig
 from vlora.models import InputProcessor
 from vlora.models.loading import load_model

@@ -21,11 +21,11 @@ import torch
 from transformers.utils.logging import disable_progress_bar
 
 from fusion.bench.jobs import Goal
-from fusion.blocks import num_parameters
+from fusion.block_diagonal.blocks import num_parameters
 from fusion.embedded import checkpoint_path
-from fusion.plan import DomainPlan, LoraPlan, Plan, TrainingPlan
-from fusion.sources import load_source
-from fusion.train import Domain, FrozenBase, LoraTrainer
+from fusion.plan.schema import DomainPlan, LoraPlan, Plan, TrainingPlan
+from fusion.synthetic.sources import load_source
+from fusion.training.train import Domain, FrozenBase, LoraTrainer
 from vlora.config import EngineConfig
 from vlora.models import InputProcessor
 from vlora.models.loading import load_model

@@ -12,8 +12,8 @@ from pydantic import BaseModel, Field, FiniteFloat, TypeAdapter, ValidationError
 
 from fusion.data.frames import Picture
 from fusion.data.items import PARTS, Answer, Item, NamedBox, Part
-from fusion.mistakes import Mistakes
-from fusion.plan import Coco
+from fusion.plan.mistakes import Mistakes
+from fusion.plan.schema import Coco
 from vlora.wording import pydantic_errors
 
 Parsed = TypeVar("Parsed")

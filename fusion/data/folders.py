@@ -7,8 +7,8 @@ from pathlib import Path
 
 from fusion.data.frames import PICTURE_SUFFIXES, VIDEO_SUFFIXES, Clip, Frames, Picture
 from fusion.data.items import PARTS, Item, Part
-from fusion.mistakes import Mistakes
-from fusion.plan import ImageFolder, Unlabelled, VideoFolder
+from fusion.plan.mistakes import Mistakes
+from fusion.plan.schema import ImageFolder, Unlabelled, VideoFolder
 
 
 def read_images(data: ImageFolder, mistakes: Mistakes) -> list[Item]:

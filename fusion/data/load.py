@@ -15,18 +15,28 @@ from fusion.data.folders import read_images, read_unlabelled, read_videos
 from fusion.data.frames import Seen
 from fusion.data.items import PARTS, Item, Part
 from fusion.data.refs import EXPRESSION, read_references
+from fusion.data.samples import Sample, Splits, held_back
 from fusion.data.split import clusters_of, split
 from fusion.data.tables import read_labelled_videos, read_questions
 from fusion.data.targets import labels_shown, targets_of
 from fusion.data.verify import check_parts, verified
-from fusion.mistakes import Mistakes
-from fusion.plan import Coco, DataPlan, DomainPlan, ImageFolder, Plan, Questions, References, Unlabelled, VideoFolder
-from fusion.progress import Progress
-from fusion.samples import Sample, Splits, held_back
-from fusion.sources import BUILT_IN, load_source
-from fusion.tasks import HEADS, LEAST_LABELS, METRICS, WORDS
-from fusion.teaching import Teaching, compare_with_teacher, label_by_teacher, threshold_before_training
-from fusion.words import box_of_words
+from fusion.plan.mistakes import Mistakes
+from fusion.plan.schema import (
+    Coco,
+    DataPlan,
+    DomainPlan,
+    ImageFolder,
+    Plan,
+    Questions,
+    References,
+    Unlabelled,
+    VideoFolder,
+)
+from fusion.plan.tasks import HEADS, LEAST_LABELS, METRICS, WORDS
+from fusion.progress.progress import Progress
+from fusion.synthetic.sources import BUILT_IN, load_source
+from fusion.teachers.labelling import Teaching, compare_with_teacher, label_by_teacher, threshold_before_training
+from fusion.training.text_metrics import box_of_words
 
 # What each kind of data can be used for; the first is meant where the plan names no task. A teacher can say anything,
 # so there the plan has to.

@@ -14,9 +14,9 @@ from pydantic import BaseModel, TypeAdapter
 from fusion.data.coco import COCO, box_of, parse
 from fusion.data.frames import Picture
 from fusion.data.items import Item, Part
-from fusion.mistakes import Mistakes
-from fusion.plan import References
-from fusion.words import box_in_words
+from fusion.plan.mistakes import Mistakes
+from fusion.plan.schema import References
+from fusion.training.text_metrics import box_in_words
 
 # testA: of people, testB: of other things.
 _PARTS: dict[str, Part] = {

@@ -11,8 +11,8 @@ from typing import Any
 
 from fusion.data.frames import Clip, Picture
 from fusion.data.items import PARTS, Answer, Item, Part
-from fusion.mistakes import Mistakes
-from fusion.plan import Questions, VideoFolder
+from fusion.plan.mistakes import Mistakes
+from fusion.plan.schema import Questions, VideoFolder
 
 _LONGEST_S = 1e6  # of a video
 _SEVERAL = ";"  # between labels of one cell, as in "car;person"

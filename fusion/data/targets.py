@@ -7,9 +7,9 @@ import sys
 from collections.abc import Callable, Sequence
 
 from fusion.data.items import Answer, Item, NamedBox
-from fusion.mistakes import Mistakes
-from fusion.samples import Target
-from fusion.tasks import LEAST_LABELS
+from fusion.data.samples import Target
+from fusion.plan.mistakes import Mistakes
+from fusion.plan.tasks import LEAST_LABELS
 from heads import Box
 
 _LIKE_YES = {"no": "no", "false": "no", "0": "no", "yes": "yes", "true": "yes", "1": "yes"}

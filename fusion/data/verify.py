@@ -10,10 +10,10 @@ from pathlib import Path
 
 from fusion.data.frames import Frames, Seen
 from fusion.data.items import Item
+from fusion.data.samples import Splits
 from fusion.data.targets import labels_shown
-from fusion.mistakes import Mistakes
-from fusion.progress import Progress
-from fusion.samples import Splits
+from fusion.plan.mistakes import Mistakes
+from fusion.progress.progress import Progress
 
 _SHOWS_LABELS = ("classification", "binary", "action", "multi_label", "detection")  # all of them in every part
 

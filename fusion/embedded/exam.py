@@ -14,10 +14,10 @@ from PIL import Image
 
 from fusion.embedded import world
 from fusion.embedded.evaluate import Accuracy, accuracy_by_skill
-from fusion.plan import DomainPlan, LoraPlan, Plan, TrainingPlan
-from fusion.sources import load_source
+from fusion.plan.schema import DomainPlan, LoraPlan, Plan, TrainingPlan
+from fusion.synthetic.sources import load_source
 from fusion.teachers import TEACHERS
-from fusion.train import Domain, FrozenBase, LoraTrainer
+from fusion.training.train import Domain, FrozenBase, LoraTrainer
 from vlora.config import EngineConfig
 from vlora.engine import LocalEngine
 from vlora.models import InputProcessor

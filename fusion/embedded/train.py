@@ -41,7 +41,7 @@ from fusion.embedded.evaluate import accuracy_by_skill, as_pixels, format_accura
 from fusion.embedded.model import IMAGE_TOKENS, build_model
 from fusion.embedded.processor import build_processor
 from fusion.embedded.spectra import GIST_FEATURES, PATCH_FEATURES, gist, patch_spectra
-from fusion.precision import mixed_precision
+from fusion.training.precision import mixed_precision
 
 VISION_SHARE = 0.15
 """Part of the run in which only the vision tower trains."""

@@ -14,8 +14,8 @@ import numpy as np
 import torch
 from torch import nn
 
-from fusion.drawn import ACTIONS
-from fusion.samples import Sample, Splits
+from fusion.data.samples import Sample, Splits
+from fusion.synthetic.road_signs import ACTIONS
 from fusion.teachers.opencv import FACES
 from heads import detection
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 
-from fusion.mistakes import Mistakes
-from fusion.plan import (
+from fusion.plan.mistakes import Mistakes
+from fusion.plan.schema import (
     BuiltInTeacher,
     CallableTeacher,
     CascadeTeacher,

@@ -1,6 +1,6 @@
 """Compiled kernels launched through their handles, on a driver that only writes down what it is told to launch.
 
-Run in a process of its own by `test_tiled.py`: Triton has one driver per process.
+Run in a process of its own by `test_triton.py`: Triton has one driver per process.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-import atmm.ahead
 import atmm.operator
-import atmm.strategies
+import atmm.strategies.registry
+import atmm.warmup
 from atmm import Lane, SegmentPlan, add_deltas, compile_ahead
-from atmm.sites import SiteGroup
-from atmm.survey import Survey
-from atmm.tiled import kernels
-from atmm.tiled.handles import handle
-from atmm.tiled.lanes import merge, prepare
-from atmm.tiled.tiling import Tiling, all_usual
+from atmm.batch_stats import Survey
+from atmm.layers import SiteGroup
+from atmm.triton import kernels
+from atmm.triton.handles import handle
+from atmm.triton.lanes import merge, prepare
+from atmm.triton.tiling import Tiling, all_usual
 from tests.atmm.cases import make_group, segments
 
 launched: list[tuple] = []
@@ -180,11 +180,11 @@ def ahead() -> Iterator[list[str]]:
     handle.cache_clear()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(atmm.operator, "choose", lambda survey, transposed: "tiled")
-        patch.setattr(atmm.strategies, "triton_interprets", lambda: True)
+        patch.setattr(atmm.strategies.registry, "triton_interprets", lambda: True)
         group = make_group({}, d_in=256, d_outs=(128, 64), dtype=torch.bfloat16)
         # A third of the space is compiled here, and as much of it drawn: all takes a minute.
-        patch.setattr(atmm.ahead, "_HIGHEST_RANK", 16)
+        patch.setattr(atmm.warmup, "_HIGHEST_RANK", 16)
         named = [tiling for tiling in all_usual(2) if tiling.block_m == 16]
-        patch.setattr(atmm.ahead, "_measured", lambda *sites: named)
+        patch.setattr(atmm.warmup, "_measured", lambda *sites: named)
         compile_ahead([group], torch.bfloat16, torch.device("cpu"))
         yield count_launches(patch)

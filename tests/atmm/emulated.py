@@ -12,8 +12,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from atmm.grouped import Launches
-from atmm.grouped.tiling import SPACE, Tile
+from atmm.cutlass import Launches
+from atmm.cutlass.tiling import SPACE, Tile
 
 _PROBLEM = struct.Struct("8q")
 
@@ -64,7 +64,7 @@ def products(buffer: int, count: int, half: int) -> Iterator[Product]:
 
 
 class Emulated:
-    """Stands for `atmm.grouped.Library`. calls: the launches so far, by name."""
+    """Stands for `atmm.cutlass.Library`. calls: the launches so far, by name."""
 
     def __init__(self) -> None:
         self.calls: list[str] = []

@@ -16,7 +16,7 @@ from tests.atmm.cases import make_group, make_input, segments
 def _twin(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Everything holds for both, and for a machine without a compiler."""
     if request.param == "plain":
-        for module in ("compiled.lanes", "operator"):
+        for module in ("cpu.lanes", "operator"):
             monkeypatch.setattr(f"atmm.{module}.library", lambda: None)
 
 

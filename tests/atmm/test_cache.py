@@ -15,10 +15,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from atmm import cache, compiled, product_choice, products, tables
-from atmm.contention import Contention
-from tests.atmm.test_compiled import fresh as fresh  # a fixture
-from tests.atmm.test_compiled import needs_compiler
+from atmm import cache, cpu, matmul
+from atmm.tuning import matmul_choice, tables
+from atmm.tuning.contention import Contention
+from tests.atmm.test_cpu import fresh as fresh  # a fixture
+from tests.atmm.test_cpu import needs_compiler
 from vlora import tune
 from vlora.errors import BadConfig
 
@@ -65,14 +66,14 @@ def test_a_user_without_a_home_gets_the_packages_tables(homeless: None, caplog: 
 def test_measured_products_serve_though_they_cannot_be_kept(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(products, "measured", {})
-    monkeypatch.setattr(product_choice, "_LARGE", 1)
-    monkeypatch.setattr(product_choice, "_ROWS", (1,))
-    monkeypatch.setattr(product_choice, "library", lambda: None)
+    monkeypatch.setattr(matmul, "measured", {})
+    monkeypatch.setattr(matmul_choice, "_LARGE", 1)
+    monkeypatch.setattr(matmul_choice, "_ROWS", (1,))
+    monkeypatch.setattr(matmul_choice, "library", lambda: None)
     monkeypatch.setattr(Contention, "disturbs", lambda self: False)
     with caplog.at_level(logging.WARNING):
-        product_choice.measure([torch.zeros(8, 4)])
-    assert len(products.measured) == 1
+        matmul_choice.measure([torch.zeros(8, 4)])
+    assert len(matmul.measured) == 1
     message = caplog.records[-1].getMessage()
     assert message.startswith("products are measured at every start: the result cannot be kept: ")
     assert message.endswith("set XDG_CACHE_HOME to a folder that can be written")
@@ -82,7 +83,7 @@ def test_measured_products_serve_though_they_cannot_be_kept(
 def test_kernels_are_compiled_elsewhere_where_they_cannot_be_kept(
     unwritable: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    kept = compiled._built
+    kept = cpu._built
 
     def compile_a_stub(compiler: str, folder: Path) -> Path:
         """One function in place of all kernels, which take seconds."""
@@ -100,19 +101,19 @@ def test_kernels_are_compiled_elsewhere_where_they_cannot_be_kept(
         loaded.append(file)
         return file
 
-    monkeypatch.setattr(compiled, "_compiled", compile_a_stub)
-    monkeypatch.setattr(compiled, "Library", load)
+    monkeypatch.setattr(cpu, "_compiled", compile_a_stub)
+    monkeypatch.setattr(cpu, "Library", load)
     with caplog.at_level(logging.WARNING):
-        assert compiled.library() is not None
+        assert cpu.library() is not None
     (record,) = caplog.records
     assert str(unwritable) in record.getMessage() and "set XDG_CACHE_HOME" in record.getMessage()
     assert not loaded[0].exists() and unwritable not in loaded[0].parents
 
     monkeypatch.setenv("XDG_CACHE_HOME", str(unwritable.parent / "cache"))
-    assert compiled._built is kept
-    compiled.library.cache_clear()
+    assert cpu._built is kept
+    cpu.library.cache_clear()
     caplog.clear()
-    assert compiled.library() is not None and not caplog.records
+    assert cpu.library() is not None and not caplog.records
     assert loaded[1].exists() and loaded[1].parent == unwritable.parent / "cache" / "vlora"
 
 

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from atmm import contention
-from atmm.contention import Contention
+from atmm.tuning import contention
+from atmm.tuning.contention import Contention
 
 
 def tasks(folder: Path, *waited_ns: int) -> None:

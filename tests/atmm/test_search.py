@@ -11,14 +11,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from atmm import STRATEGIES
-from atmm.bucket import Bucket, Evenness
-from atmm.cold import Caches, factors_of, read_by
-from atmm.compiled.lanes import serves
+from atmm.batch_stats import Survey
+from atmm.cpu.lanes import serves
+from atmm.dispatch import rule
 from atmm.operator import add_delta
-from atmm.search import ADAPTERS, RANKS, TOKENS, Case, Shape, candidates, cases, error, measure, read, search
-from atmm.selection import rule
-from atmm.survey import Survey
-from atmm.tiled.tiling import Tiling, all_usual, fits, sensible, space, usual
+from atmm.triton.tiling import Tiling, all_usual, fits, sensible, space, usual
+from atmm.tuning.buckets import Bucket, Evenness
+from atmm.tuning.cold_cache import Caches, factors_of, read_by
+from atmm.tuning.search import ADAPTERS, RANKS, TOKENS, Case, Shape, candidates, cases, error, measure, read, search
 
 SMALL = [Shape(48, (40, 16, 16)), Shape(40, (48,))]
 

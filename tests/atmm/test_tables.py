@@ -11,9 +11,10 @@ from typing import Any
 import pytest
 import torch
 
-from atmm import SegmentPlan, processor, selection, tables
-from atmm.bucket import Bucket
-from atmm.survey import Survey
+from atmm import SegmentPlan, dispatch, processor
+from atmm.batch_stats import Survey
+from atmm.tuning import tables
+from atmm.tuning.buckets import Bucket
 from tests.atmm.cases import make_group, segments
 
 ROW = [4, 4, 16, 1024, 2048, 1, "EVEN", "float32", "gathered"]
@@ -129,7 +130,7 @@ def test_the_line_at_start_names_the_table_and_the_remedy(user: Put, package: Pu
 
 @pytest.mark.usefixtures("folders")
 def test_the_choice_follows_the_number_of_threads(user: Put, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(selection, "serves", lambda device, dtype: False)
+    monkeypatch.setattr(dispatch, "serves", lambda device, dtype: False)
     group = make_group({"a": 4, "b": 4})
     group.pack("ab")
     assert group.packed is not None
@@ -140,7 +141,7 @@ def test_the_choice_follows_the_number_of_threads(user: Put, monkeypatch: pytest
         user(f"t{threads}", threads=threads, rows=[[*row, strategy]])
     for threads, strategy in ((1, "loop"), (2, "stacked"), (1, "loop")):
         torch.set_num_threads(threads)
-        assert selection.choose(survey) == strategy
+        assert dispatch.choose(survey) == strategy
 
 
 @pytest.mark.parametrize(
@@ -173,7 +174,7 @@ def test_a_broken_file_is_skipped_with_one_line(
     with pytest.raises(ValueError, match="search again") as refused:
         tables.read_table(broken, "cpu")
     assert words in str(refused.value)
-    with caplog.at_level(logging.WARNING, logger="atmm.tables"):
+    with caplog.at_level(logging.WARNING, logger="atmm.tuning.tables"):
         tables.choose_table.cache_clear()
         for _ in range(3):
             table = tables.choose_table("cpu", 1).table

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from atmm.search import Case, Shape
+from atmm.tuning.search import Case, Shape
 from vlora.bench import atmm as bench
 
 RESULTS = Path(__file__).parents[2] / "docs" / "results"

@@ -14,8 +14,8 @@ from multiprocessing import connection
 import pytest
 
 from fusion.embedded import checkpoint_path
-from vlora.bench.asked_engine import Question
 from vlora.bench.gateway import Spent, _error, _row, _Web
+from vlora.bench.instrumented_engine import Question
 from vlora.bench.served import running
 from vlora.client import Client
 from vlora.models.processing import InputProcessor
@@ -89,7 +89,7 @@ def test_the_engine_that_is_asked_directly_is_the_one_that_serves() -> None:
     prompt_ids = processor.encode(processor.chat(question)).prompt_ids
     with (
         tempfile.TemporaryDirectory() as folder,
-        running("vlora.cli.asked_server", path := f"{folder}/engine") as server,
+        running("vlora.cli.instrumented_server", path := f"{folder}/engine") as server,
         Client(port=server.rpyc_port) as client,
         contextlib.closing(connection.Client(path)) as engine,
     ):

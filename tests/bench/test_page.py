@@ -6,8 +6,8 @@ import json
 from pathlib import Path
 
 from vlora.bench import keep
-from vlora.bench.form import Goal, Report
 from vlora.bench.page import page
+from vlora.bench.report import Goal, Report
 
 RESULTS = Path(__file__).parents[2] / "docs" / "results"
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tests.server.api import running_api
-from vlora.bench.light_http import Talk, connected
+from vlora.bench.http_client import Talk, connected
 from vlora.bench.soak import _Soak, _until, whole_text
 
 pytestmark = pytest.mark.slow

@@ -54,7 +54,7 @@ def fuse(out: Path) -> None:
 
 
 def serve(adapters: Path) -> None:
-    from vlora.server.supervise import serve as serve_until_stopped
+    from vlora.server.launch import serve as serve_until_stopped
 
     asyncio.run(
         serve_until_stopped(

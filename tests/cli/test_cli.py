@@ -15,9 +15,9 @@ import pytest
 from rich.console import Console
 
 import vlora.cli
-import vlora.cli.serving
-from fusion.convert import Conversion, ConvertedLayer
-from fusion.distil import Distilled
+import vlora.cli.serve
+from fusion.block_diagonal.convert import Conversion, ConvertedLayer
+from fusion.block_diagonal.distil import Distilled
 from tests.cli.conftest import Vlora
 from tests.server.running import running_server
 from tests.server.scripted import write_adapter
@@ -308,7 +308,7 @@ def test_with_json_what_is_told_meanwhile_goes_elsewhere(
 def test_a_conversion_is_told_in_words_or_json(vlora_command: Vlora, monkeypatch: pytest.MonkeyPatch) -> None:
     layers = [ConvertedLayer("q_proj", Blocks("a", 2), 4, 0.25), ConvertedLayer("fc", None, 8, 0.0)]
     conversion = Conversion(layers, [Distilled("signs", 0.9, 0.5, 0.8, 0.3, 0.1)])
-    monkeypatch.setattr("fusion.convert.convert", lambda *_, **__: conversion)
+    monkeypatch.setattr("fusion.block_diagonal.convert.convert", lambda *_, **__: conversion)
     command = ("convert-bd", "signs", "--blocks", "2")
     code, out, err = vlora_command(*command)
     assert (code, err) == (0, "") and "rank 4, error 0.2500" in out and out.endswith("written to signs-bd2\n")
@@ -327,14 +327,14 @@ def test_a_models_name_tells_nothing_of_where_it_lies(tmp_path: Path, monkeypatc
     (tmp_path / "qwen2-vl").mkdir()
     monkeypatch.chdir(tmp_path)
     for model in (f"{tmp_path}/qwen2-vl", f"{tmp_path}/qwen2-vl/", "qwen2-vl", "./qwen2-vl/."):
-        assert vlora.cli.serving.served_name(model) == "qwen2-vl"
+        assert vlora.cli.serve.served_name(model) == "qwen2-vl"
     for model in ("Qwen/Qwen2-VL-2B-Instruct", "embedded"):
-        assert vlora.cli.serving.served_name(model) == model
+        assert vlora.cli.serve.served_name(model) == model
 
 
 def test_adapter_folders_are_found_by_name(tmp_path: Path) -> None:
     for name in ("signs", "cam"):
         write_adapter(tmp_path / name)
     (tmp_path / "not-an-adapter").mkdir()
-    found = vlora.cli.serving.named_adapters((f"extra={tmp_path}/x=y",), tmp_path)
+    found = vlora.cli.serve.named_adapters((f"extra={tmp_path}/x=y",), tmp_path)
     assert found == {"cam": str(tmp_path / "cam"), "signs": str(tmp_path / "signs"), "extra": f"{tmp_path}/x=y"}

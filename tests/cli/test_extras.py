@@ -146,9 +146,10 @@ def test_the_server_imports_nothing_of_the_other_extras() -> None:
         "from tests.cli.without_extras import hide\n"
         "from vlora.cli.extras import EXTRAS\n"
         "hide({'matplotlib', *EXTRAS['demo'].values()} - set(EXTRAS['serve'].values()))\n"
-        "import fusion.embedded, vlora.engine.process, vlora.engine.engine, vlora.models.runner\n"
+        "import fusion.embedded, vlora.engine.ipc.worker, vlora.engine.engine, vlora.models.runner\n"
         "import vlora.models.processing\n"
-        "import vlora.server.supervise, vlora.server.http, vlora.server.http_server, vlora.server.metrics, vlora.tune\n"
+        "import vlora.server.launch, vlora.server.http.routes, vlora.server.http.server, vlora.server.metrics\n"
+        "import vlora.tune\n"
         "try:\n    import peft\nexcept ImportError:\n    print('hidden')\n"
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120)

@@ -22,7 +22,7 @@ import vlora.cli
 from tests.apps.test_video_analytics import shades, write_video
 from tests.cli.conftest import Vlora
 from tests.server.running import Running, png
-from vlora.bench.form import Goal, Report
+from vlora.bench.report import Goal, Report
 from vlora.cli.group import cli
 from vlora.cli.options import long_flag
 from vlora.cli.progress import counting, waiting

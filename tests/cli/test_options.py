@@ -13,7 +13,7 @@ from vlora.cli.group import cli
 from vlora.cli.options import HeadedOption, long_flag
 from vlora.config import POLICY_NAMES, EngineConfig
 from vlora.errors import BadConfig
-from vlora.orchestrator.registry import POLICIES
+from vlora.orchestrator.policies.registry import POLICIES
 
 
 def test_options_of_serve_stand_under_headings(vlora_command: Vlora) -> None:

@@ -9,10 +9,10 @@ import pytest
 import torch
 from click.testing import CliRunner
 
-import atmm.search
-from atmm import tables
-from atmm.grouped import build
-from atmm.grouped.tiling import SPACE
+import atmm.tuning.search
+from atmm.cutlass import build
+from atmm.cutlass.tiling import SPACE
+from atmm.tuning import tables
 from vlora.cli import cli
 from vlora.errors import BadConfig
 from vlora.tune import shapes_of
@@ -20,9 +20,9 @@ from vlora.tune import shapes_of
 
 @pytest.fixture(autouse=True)
 def _one_small_size(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(atmm.search, "TOKENS", (1, 8))
-    monkeypatch.setattr(atmm.search, "ADAPTERS", (2,))
-    monkeypatch.setattr(atmm.search, "RANKS", (8,))
+    monkeypatch.setattr(atmm.tuning.search, "TOKENS", (1, 8))
+    monkeypatch.setattr(atmm.tuning.search, "ADAPTERS", (2,))
+    monkeypatch.setattr(atmm.tuning.search, "RANKS", (8,))
     threads = torch.get_num_threads()
     yield
     torch.set_num_threads(threads)
@@ -90,7 +90,7 @@ def test_the_engine_finds_the_table_of_a_search_by_its_threads(tmp_path: Path, m
         assert table is not None and table.path == written
         assert "tuned here on" in tables.describe("cpu") and "2 threads" in tables.describe("cpu")
         # Without --out the table in use is checked.
-        code, output = tune("--check")
+        code, output = tune("--check", "--threads", "2")
         assert code == 0 and str(written) in output
     finally:
         tables.choose_table.cache_clear()

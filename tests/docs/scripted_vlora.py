@@ -28,11 +28,11 @@ def fuse(plan: Path, out: Path, **options: object) -> None:
 
 
 def script_serving() -> None:
-    import vlora.server.supervise
+    import vlora.server.launch
     from tests.server.scripted import ENGINE_COMMAND, ByteProcessor
 
-    vlora.server.supervise.serve = functools.partial(  # type: ignore[assignment]
-        vlora.server.supervise.serve,
+    vlora.server.launch.serve = functools.partial(  # type: ignore[assignment]
+        vlora.server.launch.serve,
         engine_command=ENGINE_COMMAND,
         load_processor=lambda model: ByteProcessor(),  # type: ignore[arg-type,return-value]
     )

@@ -8,8 +8,8 @@ from typing import get_args
 
 from pydantic import BaseModel
 
-from fusion.plan import DataPlan, DomainPlan, LoraPlan, Plan, TeacherPlan, TrainingPlan, read_plan
-from fusion.tasks import METRICS, TASKS
+from fusion.plan.schema import DataPlan, DomainPlan, LoraPlan, Plan, TeacherPlan, TrainingPlan, read_plan
+from fusion.plan.tasks import METRICS, TASKS
 
 GUIDE = (Path(__file__).parents[2] / "docs" / "plan.md").read_text()
 

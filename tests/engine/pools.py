@@ -25,7 +25,7 @@ from vlora.bench.dummy import language_shapes, small_config, write_adapter
 from vlora.config import EngineConfig
 from vlora.engine import LocalEngine
 from vlora.models.loading import dummy_model
-from vlora.server.response_format import json_grammar
+from vlora.server.http.response_format import json_grammar
 from vlora.types import Mode, Request, SamplingParams
 
 NUM_THREADS = 2

@@ -25,14 +25,14 @@ from tests.harness import FixedModes
 from tests.oracle import Oracle
 from vlora.config import EngineConfig
 from vlora.engine import LocalEngine
-from vlora.engine.grammars import Grammars
+from vlora.engine.grammar_cache import Grammars
 from vlora.errors import BadRequest
 from vlora.memory.arena import PAGE_BYTES
 from vlora.memory.host_to_device import Inline
 from vlora.models.grammar import Cursor, Grammar, GrammarCompiler
-from vlora.server.response_format import json_grammar
-from vlora.server.tool_calls import CallReader
-from vlora.server.tools import Tool, call_grammar
+from vlora.server.http.response_format import json_grammar
+from vlora.server.http.tool_calls import CallReader
+from vlora.server.http.tools import Tool, call_grammar
 from vlora.types import MAX_GRAMMAR_CHARS, Mode, Request, RequestOutput, SamplingParams
 
 pytestmark = pytest.mark.slow

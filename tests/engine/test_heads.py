@@ -23,7 +23,7 @@ from vlora.lora.adapter_pool import AdapterBank
 from vlora.models import head_reading
 from vlora.models.request_state import RequestState
 from vlora.models.token_grids import image_grids
-from vlora.orchestrator.policy import Candidate, Decision, PolicyState
+from vlora.orchestrator.policies.base import Candidate, Decision, PolicyState
 from vlora.types import HeadAnswer, Mode, Request, RequestOutput, SamplingParams
 
 pytestmark = [pytest.mark.gpu, pytest.mark.slow]

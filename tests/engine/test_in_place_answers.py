@@ -47,7 +47,7 @@ def subtracting(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch)
     def made(*arguments: object, **_: object) -> InPlaceSwitcher:
         return InPlaceSwitcher(*arguments, subtracting=request.param)  # type: ignore[arg-type]
 
-    monkeypatch.setattr("vlora.engine.device_side.InPlaceSwitcher", made)
+    monkeypatch.setattr("vlora.engine.device_runtime.InPlaceSwitcher", made)
     return bool(request.param)
 
 

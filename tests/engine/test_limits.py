@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.engine.test_cores import group
+from tests.engine.test_cpu_cores import group
 from vlora.config import EngineConfig
 from vlora.engine.control_groups import memory_left
 from vlora.engine.limits import compute_limits

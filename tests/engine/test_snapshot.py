@@ -15,7 +15,7 @@ from tests.families import build_model, make_prompt
 from tests.oracle import Oracle
 from vlora.config import EngineConfig
 from vlora.engine import LocalEngine
-from vlora.engine.observer import Rates, arena_cells
+from vlora.engine.monitor import Rates, arena_cells
 from vlora.engine.snapshot import EngineSnapshot
 from vlora.memory.arena import PAGE_BYTES
 from vlora.memory.books import Run
@@ -111,7 +111,7 @@ def test_adapters_in_demand_are_told_and_those_at_rest_are_not(local: LocalEngin
 
 
 def test_only_the_last_steps_are_kept(folders: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("vlora.engine.observer.MAX_STEPS", 10)
+    monkeypatch.setattr("vlora.engine.monitor.MAX_STEPS", 10)
     local = LocalEngine(EngineConfig(model=FAMILY, arena_bytes=32 * 2**20), model=build_model(FAMILY))
     sampling = SamplingParams(max_tokens=13, ignore_eos=True)
     local.run([Request(request_id="r", prompt_ids=(3, 4, 5), sampling=sampling)])

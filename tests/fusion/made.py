@@ -8,8 +8,8 @@ import cv2
 import numpy as np
 
 from fusion.data.load import DomainData, load_domains
-from fusion.mistakes import Mistakes
-from fusion.plan import read_plan_file
+from fusion.plan.mistakes import Mistakes
+from fusion.plan.schema import read_plan_file
 
 
 def picture(file: Path, seed: int, size: tuple[int, int] = (24, 32)) -> Path:

@@ -11,12 +11,12 @@ import numpy as np
 import torch
 from transformers import LlavaForConditionalGeneration
 
+from fusion.data.samples import Sample, Splits
 from fusion.embedded.model import model_config
 from fusion.embedded.processor import build_processor
-from fusion.plan import DomainPlan, LoraPlan, Plan, TrainingPlan
-from fusion.progress import Moved, Progress
-from fusion.samples import Sample, Splits
-from fusion.train import Domain, FrozenBase, LoraTrainer
+from fusion.plan.schema import DomainPlan, LoraPlan, Plan, TrainingPlan
+from fusion.progress.progress import Moved, Progress
+from fusion.training.train import Domain, FrozenBase, LoraTrainer
 from vlora.config import EngineConfig
 from vlora.models import InputProcessor
 from vlora.models.loading import load_model

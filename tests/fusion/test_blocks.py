@@ -14,12 +14,12 @@ from PIL import Image
 from safetensors.torch import load_file
 from transformers import AutoModelForImageTextToText
 
-from fusion.checkpoint import Checkpoint
-from fusion.identity import identity_of
-from fusion.lora_size import lora_size, shapes_of
-from fusion.mistakes import Mistakes, PlanText
-from fusion.plan import LoraPlan
-from fusion.train import LoraTrainer
+from fusion.plan.lora_size import lora_size, shapes_of
+from fusion.plan.mistakes import Mistakes, PlanText
+from fusion.plan.schema import LoraPlan
+from fusion.training.checkpoint import Checkpoint
+from fusion.training.fingerprint import identity_of
+from fusion.training.train import LoraTrainer
 from tests.fusion.small import color_splits, plan_of, trainer_of, write_base
 from tests.fusion.test_check import run
 from tests.harness import FixedModes, Recorded
@@ -108,7 +108,7 @@ def test_a_block_is_a_lora_of_its_own_scaled_by_the_papers_rule(trained: LoraTra
 
 @pytest.mark.parametrize(("rslora", "alpha"), [(True, 8 * math.sqrt(4)), (False, 8 * 4)])
 def test_scaling_is_that_of_a_blocks_rank(rslora: bool, alpha: float) -> None:
-    from fusion.blocks import scaled_alpha
+    from fusion.block_diagonal.blocks import scaled_alpha
 
     lora = LoraPlan(rank=8, alpha=8, rslora=rslora, blocks=4)
     assert scaled_alpha(lora) == pytest.approx(alpha)

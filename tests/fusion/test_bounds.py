@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 from scipy.stats import binom
 
-from fusion.bounds import bounded
-from fusion.objectives import task_of
-from fusion.samples import Splits
-from fusion.tasks import MEANS
+from fusion.data.samples import Splits
+from fusion.packing.bounds import bounded
+from fusion.plan.tasks import MEANS
+from fusion.training.objectives import task_of
 from heads import Box
 
 pytestmark = pytest.mark.slow

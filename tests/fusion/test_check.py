@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
-from fusion.check import check, explain
 from fusion.embedded.model import build_model
 from fusion.embedded.processor import build_processor
-from fusion.lora_size import lora_size, shapes_of
-from fusion.mistakes import Mistakes, PlanText
-from fusion.plan import LoraPlan, Plan, read_plan_file
-from fusion.teaching import threshold_before_training
+from fusion.plan.check import check, explain
+from fusion.plan.lora_size import lora_size, shapes_of
+from fusion.plan.mistakes import Mistakes, PlanText
+from fusion.plan.schema import LoraPlan, Plan, read_plan_file
+from fusion.teachers.labelling import threshold_before_training
 from tests.fusion.made import picture, write_plan
 from vlora.cli import cli, main
 from vlora.errors import BadPlan

@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 import torch
 
-from fusion.checkpoint import Checkpoint
+from fusion.data.samples import Sample, Splits
 from fusion.embedded.model import build_model
 from fusion.embedded.processor import build_processor
-from fusion.identity import hash_of_processing, identity_of
-from fusion.pack import Score, Trained
-from fusion.plan import DomainPlan, Plan
-from fusion.samples import Sample, Splits
+from fusion.packing.algorithm import Score, Trained
+from fusion.plan.schema import DomainPlan, Plan
+from fusion.training.checkpoint import Checkpoint
+from fusion.training.fingerprint import hash_of_processing, identity_of
 from vlora.errors import BadPlan
 from vlora.models import InputProcessor
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fusion.checkpoint import Checkpoint
-from fusion.pack import by_value, pack, pack_in_sequence
-from fusion.pack_jointly import pack_jointly
-from fusion.samples import Sample, Splits
-from fusion.trainings import Trainings
+from fusion.data.samples import Sample, Splits
+from fusion.packing.algorithm import by_value, pack, pack_in_sequence
+from fusion.packing.joint import pack_jointly
+from fusion.training.checkpoint import Checkpoint
+from fusion.training.run_cache import Trainings
 from tests.fusion.small import COLORS, color_splits, plan_of, trainer_of, write_base
 
 pytestmark = pytest.mark.slow

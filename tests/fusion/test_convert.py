@@ -15,10 +15,10 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForImageTextToText
 
-from fusion.block_svd import nearest_blocks
-from fusion.blocks import block_side
-from fusion.convert import convert
-from fusion.plan import LoraPlan, read_plan_file
+from fusion.block_diagonal.blocks import block_side
+from fusion.block_diagonal.convert import convert
+from fusion.block_diagonal.svd import nearest_blocks
+from fusion.plan.schema import LoraPlan, read_plan_file
 from heads import TASKS, HeadSpec, TaskHead, save_heads
 from tests.fusion.small import COLORS, color_splits, plan_of, trainer_of, write_base, write_folders
 from vlora.cli import cli

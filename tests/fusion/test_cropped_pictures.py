@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fusion.plan import DomainPlan
-from fusion.samples import Sample, Splits
-from fusion.train import Domain, FrozenBase
+from fusion.data.samples import Sample, Splits
+from fusion.plan.schema import DomainPlan
+from fusion.training.train import Domain, FrozenBase
 from heads import Box
 from heads.boxes import into_windows, out_of_windows
 from tests.fusion.small import write_base
@@ -20,7 +20,7 @@ from vlora.config import EngineConfig
 from vlora.models import InputProcessor
 from vlora.models.loading import load_model
 from vlora.models.processing import shown_region
-from vlora.server.head_answers import in_pixels
+from vlora.server.head_results import in_pixels
 from vlora.types import FoundBox, HeadAnswer
 
 edges = st.floats(0, 1)

@@ -17,9 +17,9 @@ from hypothesis import strategies as st
 from fusion.data.frames import Clip, Picture
 from fusion.data.items import PARTS
 from fusion.data.load import DomainData
+from fusion.data.samples import Sample
 from fusion.data.split import clusters_of, split
-from fusion.plan import SplitPlan
-from fusion.samples import Sample
+from fusion.plan.schema import SplitPlan
 from heads import Box
 from tests.fusion.made import load_plan, picture, video, write_plan
 from vlora.errors import BadPlan

@@ -9,11 +9,11 @@ import pytest
 
 from fusion.commands import frozen_base
 from fusion.data.load import DomainData
-from fusion.estimate import estimate
-from fusion.fusing import fewest_trainings, most_trainings
-from fusion.plan import Plan
-from fusion.progress import Progress
-from fusion.train import LoraTrainer
+from fusion.packing.pipeline import fewest_trainings, most_trainings
+from fusion.plan.estimate import estimate
+from fusion.plan.schema import Plan
+from fusion.progress.progress import Progress
+from fusion.training.train import LoraTrainer
 from tests.fusion.small import color_splits, plan_of, write_base
 
 

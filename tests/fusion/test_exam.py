@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from fusion.data.samples import Sample, Splits
 from fusion.embedded import exam
-from fusion.samples import Sample, Splits
-from fusion.sources import BUILT_IN, load_source
+from fusion.synthetic.sources import BUILT_IN, load_source
 from tests.fusion.small import write_base
 
 

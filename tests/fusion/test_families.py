@@ -11,13 +11,13 @@ import pytest
 import torch
 from PIL import Image
 
-from fusion.check import check
 from fusion.commands import fuse
-from fusion.families import TRAINED, why_not_trained
-from fusion.plan import DomainPlan, LoraPlan, Plan, TrainingPlan, read_plan_file
-from fusion.reading import read_samples
-from fusion.samples import Sample, Splits
-from fusion.train import Domain, FrozenBase, LoraTrainer
+from fusion.data.samples import Sample, Splits
+from fusion.plan.check import check
+from fusion.plan.families import TRAINED, why_not_trained
+from fusion.plan.schema import DomainPlan, LoraPlan, Plan, TrainingPlan, read_plan_file
+from fusion.training.collator import read_samples
+from fusion.training.train import Domain, FrozenBase, LoraTrainer
 from tests.families import FAMILIES, build_model
 from tests.fusion.made import write_plan
 from tests.models.test_processing import image_processor, tokenizer

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from fusion.features import FeatureCache
-from fusion.samples import Splits
-from fusion.train import FrozenBase
+from fusion.data.samples import Splits
+from fusion.training.features import FeatureCache
+from fusion.training.train import FrozenBase
 from tests.fusion.small import COLORS, colors, plan_of, trainer_of, write_base
 from vlora.models.vision import VisionEncoder
 
@@ -59,8 +59,8 @@ def test_features_held_do_not_grow_with_samples(number: int, tmp_path: Path, mon
 
     monkeypatch.setattr(VisionEncoder, "encode", encoded)
     monkeypatch.setattr(FrozenBase, "features_of", read)
-    monkeypatch.setattr("fusion.train._ENCODE_AT_ONCE", _AT_ONCE)
-    monkeypatch.setattr("fusion.train._SCORE_AT_ONCE", _AT_ONCE)
+    monkeypatch.setattr("fusion.training.train._ENCODE_AT_ONCE", _AT_ONCE)
+    monkeypatch.setattr("fusion.training.train._SCORE_AT_ONCE", _AT_ONCE)
     torch.set_num_threads(1)
     plan = plan_of(write_base(tmp_path / "base"), ("colors",), steps=2, batch_size=_AT_ONCE)
     parts = [colors(count, seed) for seed, count in enumerate((number, number, 4))]

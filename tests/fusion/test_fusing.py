@@ -7,9 +7,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from fusion.fusing import orders_of, packing_of, thresholds_of
-from fusion.pack import Adapter, Score, Trained
-from fusion.plan import DomainPlan, Plan, RelativeThreshold
+from fusion.packing.algorithm import Adapter, Score, Trained
+from fusion.packing.pipeline import orders_of, packing_of, thresholds_of
+from fusion.plan.schema import DomainPlan, Plan, RelativeThreshold
 
 ALONE = {"a": 0.95, "b": 0.7, "c": 0.85}
 TURNS = {"a": 0.0, "b": 150.0, "c": 40.0}

@@ -12,9 +12,9 @@ import pytest
 import torch
 from PIL import Image
 
-from fusion.plan import DomainPlan, LoraPlan, Plan, TrainingPlan
-from fusion.samples import Sample, Splits, Target
-from fusion.train import Domain, FrozenBase, LoraTrainer
+from fusion.data.samples import Sample, Splits, Target
+from fusion.plan.schema import DomainPlan, LoraPlan, Plan, TrainingPlan
+from fusion.training.train import Domain, FrozenBase, LoraTrainer
 from heads import Box, load_heads
 from tests.fusion.small import write_base
 from vlora.config import EngineConfig

@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fusion.samples import Sample, held_back
+from fusion.data.samples import Sample, held_back
 
 FRAME = (np.zeros((1, 1, 3), np.uint8),)
 

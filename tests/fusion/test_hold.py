@@ -9,13 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from fusion.hold import held
+from fusion.training.run_lock import held
 from vlora.errors import BadConfig
 
 _HOLD = """
 import sys
 from pathlib import Path
-from fusion.hold import held
+from fusion.training.run_lock import held
 with held(Path(sys.argv[1])):
     print(flush=True)
     sys.stdin.read()

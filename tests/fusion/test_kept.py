@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from fusion.kept import UNFINISHED, Kept, same_command
+from fusion.training.kept import UNFINISHED, Kept, same_command
 from tests.fusion.small import write_base, write_folders
 
 ROOT = Path(__file__).parents[2]

@@ -11,12 +11,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fusion.decoding import Prompt, greedy
-from fusion.objectives import task_of
-from fusion.samples import Sample, Splits
-from fusion.tasks import METRICS, TASKS
-from fusion.words import token_f1
-from fusion.zero_shot import score_of_words
+from fusion.data.samples import Sample, Splits
+from fusion.plan.tasks import METRICS, TASKS
+from fusion.training.decoding import Prompt, greedy
+from fusion.training.objectives import task_of
+from fusion.training.text_metrics import token_f1
+from fusion.training.zero_shot import score_of_words
 from heads import Box
 from tests.families import build_model, make_prompt
 from tests.fusion.small import color_splits, plan_of, trainer_of, write_base

@@ -6,10 +6,10 @@ import numpy as np
 import torch
 from torch import nn
 
+from fusion.data.samples import Sample, Splits
 from fusion.embedded.world import NUMBERS
-from fusion.objectives import Read, answer_in_words, task_of
-from fusion.samples import Sample, Splits
-from fusion.streets import KINDS, ask_traffic, count_vehicles, find_things
+from fusion.synthetic.streets import KINDS, ask_traffic, count_vehicles, find_things
+from fusion.training.objectives import Read, answer_in_words, task_of
 from heads import Box, detection
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from fusion.orders import at_random, by_similarity, hardest_first
+from fusion.packing.orders import at_random, by_similarity, hardest_first
 
 
 def test_random_orders_are_a_seeds_own() -> None:

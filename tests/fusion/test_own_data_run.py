@@ -15,12 +15,12 @@ from PIL import Image
 from rich.console import Console
 
 from fusion.commands import fuse
-from fusion.hold import held
-from fusion.objectives import HeadObjective
-from fusion.progress import Moved
-from fusion.reading import Prepared
-from fusion.samples import Target
-from fusion.train import LoraTrainer
+from fusion.data.samples import Target
+from fusion.progress.progress import Moved
+from fusion.training.collator import Prepared
+from fusion.training.objectives import HeadObjective
+from fusion.training.run_lock import held
+from fusion.training.train import LoraTrainer
 from heads import Answer, Box, load_heads
 from tests.fusion.made import load_plan, picture, video, write_plan
 from tests.fusion.small import write_base

@@ -12,8 +12,18 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given, settings
 
-from fusion.oracle import MOST_DOMAINS, Oracle
-from fusion.pack import Adapter, Packing, Score, Trained, by_value, names_of, pack, pack_best, pack_in_sequence
+from fusion.packing.algorithm import (
+    Adapter,
+    Packing,
+    Score,
+    Trained,
+    by_value,
+    names_of,
+    pack,
+    pack_best,
+    pack_in_sequence,
+)
+from fusion.packing.oracle import MOST_DOMAINS, Oracle
 
 
 class Scripted:

@@ -9,9 +9,9 @@ from collections.abc import Collection
 import hypothesis.strategies as st
 from hypothesis import given, settings
 
-from fusion.oracle import Oracle
-from fusion.pack import Score, Trained
-from fusion.pack_jointly import pack_jointly
+from fusion.packing.algorithm import Score, Trained
+from fusion.packing.joint import pack_jointly
+from fusion.packing.oracle import Oracle
 
 NAMES = "abcdef"
 THRESHOLDS = dict.fromkeys(NAMES, 0.8)

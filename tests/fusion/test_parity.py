@@ -10,7 +10,7 @@ import pytest
 from click.testing import CliRunner
 
 from fusion.bench import compare, parity
-from fusion.plan import LoraPlan
+from fusion.plan.schema import LoraPlan
 from vlora.cli import cli
 from vlora.errors import BadConfig
 

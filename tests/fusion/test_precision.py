@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fusion.precision import mixed_precision
+from fusion.training.precision import mixed_precision
 
 CPU = torch.device("cpu")
 

@@ -12,9 +12,9 @@ import pytest
 import torch
 from rich.console import Console
 
-from fusion.looks import Looks
-from fusion.progress import Closed, Event, Opened, Progress, Reached
-from fusion.progress_display import duration
+from fusion.progress.display import duration
+from fusion.progress.progress import Closed, Event, Opened, Progress, Reached
+from fusion.training.looks import Looks
 from tests.fusion.small import color_splits, plan_of, trainer_of, write_base
 
 
@@ -203,8 +203,8 @@ def test_looks_take_at_most_a_hundredth_of_the_time(clock: Clock) -> None:
 
 
 def test_whether_anybody_watches_changes_no_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fusion.looks._EVERY_S", 0.0)
-    monkeypatch.setattr("fusion.looks._SHARE", 1e9)
+    monkeypatch.setattr("fusion.training.looks._EVERY_S", 0.0)
+    monkeypatch.setattr("fusion.training.looks._SHARE", 1e9)
     plan = plan_of(write_base(tmp_path / "base"), ("colors",), steps=4, batch_size=4)
     states = []
     shown = io.StringIO()
@@ -220,7 +220,7 @@ def test_whether_anybody_watches_changes_no_training(tmp_path: Path, monkeypatch
 
 def test_the_log_of_a_real_run_names_every_stage(tmp_path: Path) -> None:
     """Through forks as well: their lines are printed by the parent, once each."""
-    from fusion.side_by_side import one_thread, side_by_side
+    from fusion.training.parallel_jobs import one_thread, side_by_side
 
     plan = plan_of(write_base(tmp_path / "base"), ("a", "b"), steps=2, batch_size=4)
     trainer = trainer_of(plan, {"a": color_splits(), "b": color_splits()})

@@ -10,10 +10,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fusion import reading
-from fusion.reading import alike
-from fusion.samples import Sample, Splits
-from fusion.train import LoraTrainer
+from fusion.data.samples import Sample, Splits
+from fusion.training import collator
+from fusion.training.collator import alike
+from fusion.training.train import LoraTrainer
 from tests.fusion.small import COLORS, color_splits, picture, plan_of, trainer_of, write_base
 
 pytestmark = pytest.mark.slow
@@ -63,7 +63,7 @@ def test_samples_of_other_lengths_change_no_gradient(mixed: LoraTrainer, monkeyp
     apart, grouped = gradients(mixed)
     (few, short), (many, long) = forwards
     assert few == many == 4 and long > 2 * short
-    monkeypatch.setattr(reading, "alike", lambda lengths: [list(range(len(lengths)))])
+    monkeypatch.setattr(collator, "alike", lambda lengths: [list(range(len(lengths)))])
     padded, whole = gradients(mixed)
     hook.remove()
     assert forwards[2:] == [(8, long)]

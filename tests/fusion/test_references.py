@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fusion.words import box_in_words, box_of_words, overlap
+from fusion.training.text_metrics import box_in_words, box_of_words, overlap
 from heads.boxes import Box, iou
 from tests.fusion.made import load_plan, picture, write_plan
 from vlora.errors import BadPlan

@@ -11,9 +11,9 @@ import yaml
 from rich.console import Console
 
 from fusion.commands import timeline
-from fusion.pack import Score, Trained, pack, told
-from fusion.plan import DomainPlan, LoraPlan, Plan
-from fusion.report import AdapterReport, DomainReport, FusionReport, model_card
+from fusion.packing.algorithm import Score, Trained, pack, told
+from fusion.plan.schema import DomainPlan, LoraPlan, Plan
+from fusion.report.report import AdapterReport, DomainReport, FusionReport, model_card
 
 
 def report(lora: LoraPlan | None = None) -> FusionReport:

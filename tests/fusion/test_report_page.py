@@ -11,12 +11,12 @@ import cv2
 import numpy as np
 import pytest
 
-from fusion.objectives import task_of
-from fusion.report import ConfusionReport, RollbackReport, StepReport
-from fusion.report_charts import capacity_points, lanes_of
-from fusion.report_examples import Example, confusion_of, examples_of
-from fusion.report_page import page
-from fusion.samples import Sample, Splits
+from fusion.data.samples import Sample, Splits
+from fusion.report.charts import capacity_points, lanes_of
+from fusion.report.examples import Example, confusion_of, examples_of
+from fusion.report.page import page
+from fusion.report.report import ConfusionReport, RollbackReport, StepReport
+from fusion.training.objectives import task_of
 from heads import Box
 from tests.fusion.small import color_splits
 from tests.fusion.test_report import report

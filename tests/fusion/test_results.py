@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from fusion import results
 from fusion.commands import fuse
-from fusion.results import refuse_to_overwrite, replaced
+from fusion.report import results
+from fusion.report.results import refuse_to_overwrite, replaced
 from vlora.errors import BadConfig
 
 

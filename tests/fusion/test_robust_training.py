@@ -11,13 +11,13 @@ import torch
 from peft import PeftModel
 from transformers import AutoModelForImageTextToText
 
-from fusion.accumulate import backward_in_parts, halving
 from fusion.data.frames import Picture
+from fusion.data.samples import Sample, Splits
 from fusion.embedded.drawing import SIZE
-from fusion.objectives import HeadObjective, Read
-from fusion.plan import LoraPlan
-from fusion.samples import Sample, Splits
-from fusion.train import LoraTrainer
+from fusion.plan.schema import LoraPlan
+from fusion.training.accumulate import backward_in_parts, halving
+from fusion.training.objectives import HeadObjective, Read
+from fusion.training.train import LoraTrainer
 from heads import Box, load_heads
 from tests.fusion.small import COLORS, StepsReported, color_splits, plan_of, trainer_of, write_base
 from vlora.errors import BadImage, BadPlan

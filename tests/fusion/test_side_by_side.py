@@ -16,13 +16,13 @@ import torch
 from click.testing import CliRunner
 from rich.console import Console
 
-from fusion.checkpoint import Checkpoint
-from fusion.fusing import packing_of, surely_alone
-from fusion.plan import Plan, RelativeThreshold
-from fusion.progress import Progress
-from fusion.side_by_side import Job, one_thread, side_by_side
-from fusion.train import LoraTrainer
-from fusion.trainings import Trainings
+from fusion.packing.pipeline import packing_of, surely_alone
+from fusion.plan.schema import Plan, RelativeThreshold
+from fusion.progress.progress import Progress
+from fusion.training.checkpoint import Checkpoint
+from fusion.training.parallel_jobs import Job, one_thread, side_by_side
+from fusion.training.run_cache import Trainings
+from fusion.training.train import LoraTrainer
 from tests.fusion.small import color_splits, plan_of, trainer_of, write_base
 from vlora.cli import cli
 from vlora.errors import BadConfig

@@ -9,11 +9,11 @@ import cv2
 import numpy as np
 import pytest
 
-from fusion.drawn import ACTIONS, render_stream
+from fusion.data.samples import Splits
 from fusion.embedded.world import NUMBERS
-from fusion.samples import Splits
-from fusion.sources import _COLUMNS, BUILT_IN, STREAMS, load_source
-from fusion.streets import draw_street, look_for_person
+from fusion.synthetic.road_signs import ACTIONS, render_stream
+from fusion.synthetic.sources import _COLUMNS, BUILT_IN, STREAMS, load_source
+from fusion.synthetic.streets import draw_street, look_for_person
 
 
 @pytest.fixture(scope="module", params=sorted(BUILT_IN))

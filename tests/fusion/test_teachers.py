@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 import torch
 
-from fusion.objectives import task_of
-from fusion.samples import Sample, Splits
-from fusion.sources import load_source
+from fusion.data.samples import Sample, Splits
+from fusion.synthetic.sources import load_source
 from fusion.teachers import TEACHERS, SmallNetwork
+from fusion.training.objectives import task_of
 from heads import Box
 
 

@@ -19,8 +19,8 @@ from torch import nn
 
 from fusion.data.items import NamedBox
 from fusion.data.load import DomainData
-from fusion.mistakes import Mistakes, PlanText
-from fusion.plan import DomainPlan
+from fusion.plan.mistakes import Mistakes, PlanText
+from fusion.plan.schema import DomainPlan
 from fusion.teachers.boxes import FromBoxes
 from fusion.teachers.classifier import classified
 from fusion.teachers.function import Function

@@ -12,9 +12,9 @@ import torch
 from peft import PeftModel
 from PIL import Image
 
-from fusion.plan import DomainPlan, LoraPlan, Plan, TrainingPlan
-from fusion.samples import Sample, Splits
-from fusion.train import Domain, FrozenBase, LoraTrainer
+from fusion.data.samples import Sample, Splits
+from fusion.plan.schema import DomainPlan, LoraPlan, Plan, TrainingPlan
+from fusion.training.train import Domain, FrozenBase, LoraTrainer
 from tests.fusion.small import write_base
 from vlora.config import EngineConfig
 from vlora.engine import LocalEngine

@@ -13,9 +13,9 @@ from rich.console import Console
 from transformers import AutoModelForImageTextToText
 
 from fusion.commands import fuse
+from fusion.data.samples import Sample, Splits
 from fusion.embedded import checkpoint_path
-from fusion.samples import Sample, Splits
-from fusion.zero_shot import _said, score_before_training
+from fusion.training.zero_shot import _said, score_before_training
 from tests.fusion.small import color_splits, colors, plan_of, trainer_of, write_base, write_folders
 from vlora.config import EngineConfig
 from vlora.engine import LocalEngine

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from atmm import Factors, Lane, SiteGroup, processor
-from atmm.products import linear, linears
+from atmm.matmul import linear, linears
 from vlora.lora.adapted_linear import AdaptedLinear, LaneScope, Siblings, adapt
 
 

@@ -11,7 +11,7 @@ from tests.orchestrator.test_properties import all_resident, assert_answered, ev
 from vlora.memory.books import ArenaBooks, BlockTables
 from vlora.orchestrator import POLICIES
 from vlora.orchestrator.kv_admission import AnswerLengths, KvAdmission
-from vlora.orchestrator.tracked import Tracked
+from vlora.orchestrator.request_state import Tracked
 from vlora.types import Request
 
 ADAPTERS = {"a": 2, "b": 2, "c": 2}

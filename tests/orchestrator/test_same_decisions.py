@@ -15,8 +15,8 @@ from tests.orchestrator.simulation import Machine, Simulation
 from tests.orchestrator.test_properties import Arrivals, admitted, crowd, every_policy, loads, machines
 from vlora.orchestrator import POLICIES, Candidate, CostModel, Costs, Scheduler, make_policy
 from vlora.orchestrator import scheduler as quick
-from vlora.orchestrator.cost import _UNITS
-from vlora.orchestrator.tracked import Tracked
+from vlora.orchestrator.cost_model import _UNITS
+from vlora.orchestrator.request_state import Tracked
 from vlora.types import RequestStatus
 
 

@@ -11,7 +11,7 @@ import pytest
 from tests.orchestrator.simulation import EOS, Machine, Simulation, Speed, make_request, token_at
 from vlora.errors import PromptTooLong
 from vlora.orchestrator import Candidate, Decision, PolicyState, StepSize
-from vlora.orchestrator.tracked import Tracked
+from vlora.orchestrator.request_state import Tracked
 from vlora.types import Batch, ErrorValue, MemoryView, Mode, RequestOutput
 
 NOTHING = MemoryView(resident=frozenset(), mergeable=frozenset())

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from tests.orchestrator.simulation import Machine, Simulation, Speed, make_request
 from vlora.orchestrator import POLICIES, make_policy
 from vlora.orchestrator.admission import Admission
-from vlora.orchestrator.tracked import Tracked
-from vlora.orchestrator.turns import FairShares, adapter_of, in_turn, tenant_of
+from vlora.orchestrator.fairness import FairShares, adapter_of, in_turn, tenant_of
+from vlora.orchestrator.request_state import Tracked
 from vlora.types import Request
 
 PLAIN = Speed(step=1.0, token=0.0, lane=0.0, context=0.0, merge=0.5)

@@ -12,8 +12,8 @@ import torch
 from peft import LoraConfig, get_peft_model
 from peft.tuners.lora.config import BdLoraConfig
 
-from fusion.convert import convert
-from fusion.plan import LoraPlan
+from fusion.block_diagonal.convert import convert
+from fusion.plan.schema import LoraPlan
 from tests.families import LANGUAGE_LINEARS, build_model, make_prompt
 from tests.fusion.small import COLORS, color_splits, plan_of, trainer_of, write_base
 from tests.harness import Answers, FixedModes, Recorded

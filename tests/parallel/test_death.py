@@ -23,10 +23,11 @@ import pytest
 from tests.families import build_model
 from tests.oracle import Oracle
 from vlora.config import EngineConfig
-from vlora.engine import LocalEngine, orders
-from vlora.engine.client import EngineClient
-from vlora.engine.supervised import SupervisedEngine
-from vlora.engine.team import Team, fork_server
+from vlora.engine import LocalEngine
+from vlora.engine.ipc.client import EngineClient
+from vlora.engine.ipc.supervisor import SupervisedEngine
+from vlora.engine.tensor_parallel import messages
+from vlora.engine.tensor_parallel.coordinator import Team, fork_server
 from vlora.errors import BadConfig, EngineDead
 from vlora.memory.host_to_device import Inline
 from vlora.types import ErrorValue, Request, RequestOutput, SamplingParams
@@ -144,21 +145,21 @@ def test_a_rank_that_dies_after_loading_and_before_it_joins_the_others(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Rank 0 waits for it by then, and would for as long as it lives."""
-    decode = orders.decode_word
+    decode = messages.decode_word
     died: list[float] = []
 
     def die(pid: int) -> None:
         os.kill(pid, signal.SIGKILL)
         died.append(time.monotonic())
 
-    def stop_once_loaded(data: bytes) -> orders.Word:
+    def stop_once_loaded(data: bytes) -> messages.Word:
         word = decode(data)
-        if isinstance(word, orders.Loaded):
+        if isinstance(word, messages.Loaded):
             os.kill(own_rank(1), signal.SIGSTOP)
             threading.Timer(1.0, die, (own_rank(1),)).start()
         return word
 
-    monkeypatch.setattr("vlora.engine.orders.decode_word", stop_once_loaded)
+    monkeypatch.setattr("vlora.engine.tensor_parallel.messages.decode_word", stop_once_loaded)
     with pytest.raises(EngineDead, match="rank 1 was killed by SIGKILL"):
         LocalEngine(config(folder))
     assert died and time.monotonic() - died[0] < SOON_S
@@ -181,7 +182,7 @@ def test_the_rank_that_died_is_named_whoever_is_heard_first(monkeypatch: pytest.
     team = Team.__new__(Team)
     team._heard, team._loss, team._closing, team._awaited, team._group = threading.Condition(), None, False, {}, None
     team._alarm, team._bell = os.pipe()
-    follows = orders.Failed(ErrorValue.of(EngineDead("rank 2 is gone")), follows=True)
+    follows = messages.Failed(ErrorValue.of(EngineDead("rank 2 is gone")), follows=True)
     ends: list[Connection] = []
     threads = []
     for rank, code in ((1, 1), (2, -signal.SIGKILL)):
@@ -190,7 +191,7 @@ def test_the_rank_that_died_is_named_whoever_is_heard_first(monkeypatch: pytest.
         process: Any = SimpleNamespace(join=lambda: None, exitcode=code)
         threads.append(threading.Thread(target=team._listen, args=(rank, here, process)))
         threads[-1].start()
-    ends[0].send_bytes(orders.encode(follows))
+    ends[0].send_bytes(messages.encode(follows))
     ends[0].close()
     time.sleep(0.1)
     ends[1].close()
@@ -201,7 +202,7 @@ def test_the_rank_that_died_is_named_whoever_is_heard_first(monkeypatch: pytest.
     # Alone it is better than nothing.
     team._loss = None
     here, there = Pipe()
-    there.send_bytes(orders.encode(follows))
+    there.send_bytes(messages.encode(follows))
     there.close()
     team._listen(1, here, SimpleNamespace(join=lambda: None, exitcode=1))  # type: ignore[arg-type]
     with pytest.raises(EngineDead, match="rank 2 is gone"):

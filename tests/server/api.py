@@ -16,10 +16,10 @@ from typing import Any, NamedTuple
 
 from tests.server.scripted import ByteProcessor, ScriptedInterface
 from vlora.config import ServerConfig
-from vlora.server.access import Access
 from vlora.server.frontend import FrontEnd
-from vlora.server.http import make_app
-from vlora.server.http_server import HttpServer
+from vlora.server.http.routes import make_app
+from vlora.server.http.server import HttpServer
+from vlora.server.security.access import Access
 
 
 class Api(NamedTuple):

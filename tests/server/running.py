@@ -14,11 +14,11 @@ from PIL import Image
 
 from tests.server.scripted import ByteProcessor, ScriptedInterface
 from vlora.config import ServerConfig
-from vlora.server.access import Access
 from vlora.server.frontend import FrontEnd
-from vlora.server.rpyc_service import VLoraService
-from vlora.server.rpyc_wire import RpycServer
-from vlora.server.tls import server_context
+from vlora.server.rpyc.protocol import RpycServer
+from vlora.server.rpyc.service import VLoraService
+from vlora.server.security.access import Access
+from vlora.server.security.tls import server_context
 
 
 class Running(NamedTuple):

@@ -7,7 +7,7 @@ import os
 import sys
 
 import vlora.cli
-import vlora.server.supervise
+import vlora.server.launch
 from tests.server.scripted import ENGINE_COMMAND, ByteProcessor
 from vlora.config import EngineConfig, ServerConfig
 from vlora.logs import configure
@@ -16,7 +16,7 @@ from vlora.logs import configure
 def main() -> None:
     configure(os.environ)
     asyncio.run(
-        vlora.server.supervise.serve(
+        vlora.server.launch.serve(
             EngineConfig(model=sys.argv[1]),
             ServerConfig(rpyc_port=0, drain_s=float(sys.argv[2])),
             dict(pair.split("=") for pair in sys.argv[3:]),

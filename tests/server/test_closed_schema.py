@@ -9,8 +9,8 @@ import pytest
 from pydantic import BaseModel
 
 from tests.engine.test_grammar import Prefixes
-from vlora.server.closed_schema import closed
-from vlora.server.response_format import json_grammar
+from vlora.server.http.closed_schema import closed
+from vlora.server.http.response_format import json_grammar
 
 
 class Wheel(BaseModel):

@@ -23,8 +23,8 @@ from vlora.engine.snapshot import EngineSnapshot
 from vlora.errors import EngineDead
 from vlora.server.console.feed import Feed
 from vlora.server.console.files import CONSOLE_FILES
-from vlora.server.images import RawImage
-from vlora.server.last_frame import draw
+from vlora.server.media.image_decoding import RawImage
+from vlora.server.streams.preview import draw
 from vlora.types import FoundBox, Timings
 
 CAMERAS = Token(name="cameras", secret="camera-token-0123456789")

@@ -16,7 +16,8 @@ from tests.server.api import running_api
 from tests.server.running import running_server
 from vlora.client import Client
 from vlora.config import Token
-from vlora.server import callers, rpyc_wire
+from vlora.server.rpyc import protocol
+from vlora.server.security import connection_limits
 
 TOKEN = "u" * 20
 
@@ -73,7 +74,7 @@ def test_rpyc_lives_through_a_want_of_threads(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_strangers_make_room_for_those_who_show_a_token(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rpyc_wire, "_MAX_STRANGERS", 5)
+    monkeypatch.setattr(protocol, "_MAX_STRANGERS", 5)
     with (
         running_server(tokens=(Token(name="u", secret=TOKEN),)) as server,
         Client(port=server.port, token=TOKEN) as old,
@@ -86,12 +87,12 @@ def test_strangers_make_room_for_those_who_show_a_token(monkeypatch: pytest.Monk
 
 
 def test_known_callers_are_not_sent_away_for_new_ones() -> None:
-    def caller(known: bool) -> callers.Caller:
-        made = callers.Caller(socket.socket())
+    def caller(known: bool) -> connection_limits.Caller:
+        made = connection_limits.Caller(socket.socket())
         made.known = known
         return made
 
-    crowd = callers.Callers(2, 2)
+    crowd = connection_limits.Callers(2, 2)
     stranger = caller(False)
     assert crowd.admit(caller(True)) and crowd.admit(stranger) and crowd.admit(caller(True))
     assert not crowd.admit(caller(False))
@@ -102,7 +103,7 @@ def test_known_callers_are_not_sent_away_for_new_ones() -> None:
 def test_surfaces_share_what_the_process_may_open(monkeypatch: pytest.MonkeyPatch) -> None:
     for soft, share in ((1024, 298), (resource.RLIM_INFINITY, 2048), (10, 8)):
         monkeypatch.setattr(resource, "getrlimit", lambda _, soft=soft: (soft, soft))
-        assert callers.connection_share() == share
+        assert connection_limits.connection_share() == share
 
 
 def test_a_server_whose_rpyc_is_gone_is_not_ready(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,8 +16,8 @@ import pytest
 
 from tests.server.scripted import ENGINE_COMMAND, write_adapter
 from vlora.config import EngineConfig
-from vlora.engine import wire
-from vlora.engine.client import EngineClient
+from vlora.engine.ipc import messages
+from vlora.engine.ipc.client import EngineClient
 from vlora.errors import BadAdapter, BadConfig, BadRequest, EngineDead, UnknownAdapter
 from vlora.types import Request, RequestOutput, SamplingParams
 
@@ -116,7 +116,7 @@ def test_requests_calls_refusals_and_a_clean_stop(tmp_path: Path) -> None:
         status = await engine.load_adapter("signs", write_adapter(tmp_path / "signs", {"kind": 1}))
         assert status.name == "signs" and await engine.adapters() == (status,)
         # More than come at a time, and exactly as many.
-        for count in (2 * wire.ADAPTERS_PER_REPLY, 2 * wire.ADAPTERS_PER_REPLY + 1):
+        for count in (2 * messages.ADAPTERS_PER_REPLY, 2 * messages.ADAPTERS_PER_REPLY + 1):
             await engine.register_adapters({f"cam{number}": str(tmp_path / "signs") for number in range(count - 1)})
             names = [each.name for each in await engine.adapters()]
             assert len(names) == count and names == sorted({*names, "signs"})

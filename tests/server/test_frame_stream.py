@@ -14,9 +14,9 @@ import pytest
 from vlora.client.values import FrameResult, HeadResult, StreamOptions
 from vlora.config import ServerConfig, Token
 from vlora.errors import BadRequest, OverCapacity, StepFailed, UnknownStream
-from vlora.server.frame_stream import MAX_UNACKNOWLEDGED, FrameStream
 from vlora.server.metrics import Metrics
-from vlora.server.streams import Streams
+from vlora.server.streams.frame_stream import MAX_UNACKNOWLEDGED, FrameStream
+from vlora.server.streams.registry import Streams
 from vlora.types import Timings
 
 

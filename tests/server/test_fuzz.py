@@ -20,7 +20,7 @@ from fusion.embedded import checkpoint_path
 from tests.server.api import Api, image_part, running_api
 from tests.server.running import png
 from tests.server.scripted import write_adapter
-from tests.server.test_images import bomb
+from tests.server.test_image_decoding import bomb
 from vlora.errors import BadRequest
 from vlora.models import InputProcessor
 

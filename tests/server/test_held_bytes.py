@@ -17,8 +17,8 @@ from tests.server.scripted import write_adapter
 from vlora.client import Client
 from vlora.config import ServerConfig
 from vlora.errors import BadConfig, VLoraError
-from vlora.server import rpyc_wire
-from vlora.server.budget import ByteBudget
+from vlora.server.rpyc import protocol
+from vlora.server.security.message_budget import ByteBudget
 
 BODY = b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 190000\r\n\r\n"
 
@@ -64,7 +64,7 @@ def test_rpyc_messages_wait_for_others_to_end(monkeypatch: pytest.MonkeyPatch) -
             waiting.join(5)
             assert not waiting.is_alive() and soon(lambda: held._held == 0)
             assert two.generate("say:x", [picture]).text == "x"
-        monkeypatch.setattr(rpyc_wire, "_ROOM_S", 0.1)
+        monkeypatch.setattr(protocol, "_ROOM_S", 0.1)
         assert held.take(200_000)
         with Client(port=server.port) as refused, pytest.raises(VLoraError):
             refused.generate("say:x", [picture])
@@ -96,10 +96,10 @@ def test_a_frame_counts_until_it_is_answered_and_no_longer(tmp_path: Path) -> No
 
 
 def test_a_message_that_comes_too_slowly_ends_its_connection(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rpyc_wire, "_FRAME_S", 0.2)
+    monkeypatch.setattr(protocol, "_FRAME_S", 0.2)
     with running_server() as server:
         slow = socket.create_connection(("127.0.0.1", server.port), timeout=5)
-        slow.sendall(rpyc_wire.BoundedChannel.FRAME_HEADER.pack(100_000, 0) + b"x" * 1000)
+        slow.sendall(protocol.BoundedChannel.FRAME_HEADER.pack(100_000, 0) + b"x" * 1000)
         assert soon(lambda: server.front_end.held._held == 100_000)
         assert slow.recv(1) == b"" and soon(lambda: server.front_end.held._held == 0)
 

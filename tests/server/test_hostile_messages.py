@@ -21,9 +21,9 @@ from rpyc.core import brine, consts
 from tests.server.running import Running, png, running_server
 from tests.server.scripted import write_adapter
 from vlora.client import Client
-from vlora.server.budget import ByteBudget
-from vlora.server.rpyc_values import MAX_DEPTH, MAX_VALUES, check_values
-from vlora.server.rpyc_wire import BoundedChannel
+from vlora.server.rpyc.protocol import BoundedChannel
+from vlora.server.rpyc.unpacked_size import MAX_DEPTH, MAX_VALUES, check_values
+from vlora.server.security.message_budget import ByteBudget
 
 SETTINGS = settings(max_examples=200)
 SIMPLE = (

@@ -15,8 +15,8 @@ import pytest
 from tests.server.running import png
 from vlora.config import ServerConfig
 from vlora.errors import BadConfig, BadImage, BadRequest, TooLarge, VLoraError
-from vlora.server import image_sources
-from vlora.server.image_sources import ImageSources
+from vlora.server.media import image_sources
+from vlora.server.media.image_sources import ImageSources
 
 PICTURE = png()
 LOCAL = ("127.0.0.1",)

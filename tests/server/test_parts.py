@@ -5,7 +5,7 @@ from __future__ import annotations
 import queue
 import threading
 
-from vlora.server.rpyc_wire import Parts
+from vlora.server.rpyc.protocol import Parts
 
 
 def test_what_waits_goes_together() -> None:

@@ -27,11 +27,14 @@ from tests.server.scripted import write_adapter
 from vlora.client import Client
 from vlora.config import ServerConfig, Token
 from vlora.errors import BadConfig, Disconnected, Forbidden, OverCapacity, Unauthorized
-from vlora.server import http_protocol, http_server, rpyc_service, rpyc_wire
-from vlora.server.access import Access
-from vlora.server.tls import server_context
-from vlora.server.tokens import read_tokens
-from vlora.server.wrong_tokens import WrongTokens
+from vlora.server.http import protocol as http_protocol
+from vlora.server.http import server as http_server
+from vlora.server.rpyc import protocol as rpyc_protocol
+from vlora.server.rpyc import service as rpyc_service
+from vlora.server.security.access import Access
+from vlora.server.security.auth_rate_limit import WrongTokens
+from vlora.server.security.tls import server_context
+from vlora.server.security.tokens import read_tokens
 
 ROOT = Path(__file__).parents[2]
 USER, ADMIN, EXPIRED = "user-token-0123456789", "admin-token-0123456789", "expired-token-0123456789"
@@ -447,7 +450,7 @@ def drip(port: int, seconds: float) -> float:
 def test_a_handshake_has_a_deadline_however_it_drips(
     certificates: Certificates, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for module in (rpyc_wire, http_server):
+    for module in (rpyc_protocol, http_server):
         monkeypatch.setattr(module, "_HANDSHAKE_S", 0.5)
     tls = {"tls_cert": certificates.cert, "tls_key": certificates.key}
     with running_server(**tls) as server, running_api(**tls) as api:
@@ -459,7 +462,7 @@ def test_a_handshake_has_a_deadline_however_it_drips(
 def test_handshakes_count_among_the_connections(certificates: Certificates, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(http_server, "connection_share", lambda: 4)
     monkeypatch.setattr(http_protocol, "connection_share", lambda: 4)
-    monkeypatch.setattr(rpyc_wire, "connection_share", lambda: 4)
+    monkeypatch.setattr(rpyc_protocol, "connection_share", lambda: 4)
     tls = {"tls_cert": certificates.cert, "tls_key": certificates.key}
     with running_server(**tls) as server, running_api(**tls) as api:
         for port in (server.port, api.port):
@@ -544,8 +547,8 @@ def test_tokens_are_read_again_on_sighup(tmp_path: Path) -> None:
     code = (
         "import asyncio, pathlib, sys\n"
         "from tests.server.scripted import ENGINE_COMMAND, ByteProcessor\n"
-        "from vlora.server.supervise import serve\n"
-        "from vlora.server.tokens import read_tokens\n"
+        "from vlora.server.launch import serve\n"
+        "from vlora.server.security.tokens import read_tokens\n"
         "from vlora.config import EngineConfig, ServerConfig\n"
         "read = lambda: read_tokens(pathlib.Path(sys.argv[1]), {})\n"
         "config = ServerConfig(rpyc_port=0, tokens=read())\n"

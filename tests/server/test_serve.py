@@ -26,9 +26,9 @@ from tests.server.scripted import write_adapter
 from vlora.client import Client
 from vlora.config import ServerConfig
 from vlora.errors import Aborted, BadConfig, EngineDead, OverCapacity, VLoraError
-from vlora.server.budget import ByteBudget
-from vlora.server.http_server import HttpServer
-from vlora.server.rpyc_wire import RpycServer
+from vlora.server.http.server import HttpServer
+from vlora.server.rpyc.protocol import RpycServer
+from vlora.server.security.message_budget import ByteBudget
 from vlora.types import EngineStats
 
 ROOT = Path(__file__).parents[2]
@@ -142,8 +142,7 @@ def test_a_killed_engine_is_told_to_every_client_and_on_stderr_and_started_again
 def warnings(written: str) -> list[str]:
     """What the log says, without when and where."""
     lines = [
-        re.fullmatch(r"\d{4}-\d\d-\d\dT\S+ warning vlora\.server\.supervise: (.*)", line)
-        for line in written.splitlines()
+        re.fullmatch(r"\d{4}-\d\d-\d\dT\S+ warning vlora\.server\.launch: (.*)", line) for line in written.splitlines()
     ]
     return [line[1] if line else written for line in lines]
 
@@ -217,7 +216,7 @@ def test_a_port_in_use_is_told_before_the_model_loads() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         code = (
             "import asyncio\n"
-            "from vlora.server.supervise import serve\n"
+            "from vlora.server.launch import serve\n"
             "from vlora.config import EngineConfig, ServerConfig\n"
             f"config = ServerConfig(rpyc_port={taken.getsockname()[1]})\n"
             "asyncio.run(serve(EngineConfig(model='x'), config, {}, announce=print, engine_command=('false',)))"
@@ -252,7 +251,7 @@ def test_http_is_served_beside_rpyc_when_it_is_asked_for() -> None:
     code = (
         "import asyncio\n"
         "from tests.server.scripted import ENGINE_COMMAND, ByteProcessor\n"
-        "from vlora.server.supervise import serve\n"
+        "from vlora.server.launch import serve\n"
         "from vlora.config import EngineConfig, ServerConfig\n"
         "config = ServerConfig(rpyc_port=0, http_port=0)\n"
         "asyncio.run(serve(EngineConfig(model='scripted'), config, {}, announce=lambda line: print(line, flush=True),\n"

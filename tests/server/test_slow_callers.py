@@ -11,7 +11,7 @@ import pytest
 
 from tests.server.api import Api, running_api
 from vlora.config import Token
-from vlora.server import http_protocol, http_server
+from vlora.server.http import protocol, server
 
 TOKEN = "u" * 20
 ASK = b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
@@ -51,9 +51,9 @@ def ended_after(connection: socket.socket) -> float:
 )
 @pytest.mark.parametrize("token", [None, TOKEN])
 def test_silence_has_a_time_limit(data: bytes, token: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(http_protocol, "_HEADER_S", 0.3)
-    monkeypatch.setattr(http_server, "_KEEP_ALIVE_S", 1)
-    monkeypatch.setattr(http_protocol, "_BODY_S", 0.3)
+    monkeypatch.setattr(protocol, "_HEADER_S", 0.3)
+    monkeypatch.setattr(server, "_KEEP_ALIVE_S", 1)
+    monkeypatch.setattr(protocol, "_BODY_S", 0.3)
     tokens = () if token is None else (Token(name="u", secret=token),)
     with running_api(tokens=tokens) as api:
         assert ended_after(connect(api, data)) < 3
@@ -61,8 +61,8 @@ def test_silence_has_a_time_limit(data: bytes, token: str | None, monkeypatch: p
 
 
 def test_a_body_may_take_as_long_as_it_keeps_coming(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(http_protocol, "_BODY_S", 0.3)
-    monkeypatch.setattr(http_protocol, "_LEAST_BYTES_PER_S", 10)
+    monkeypatch.setattr(protocol, "_BODY_S", 0.3)
+    monkeypatch.setattr(protocol, "_LEAST_BYTES_PER_S", 10)
     with running_api() as api:
         body = json.dumps({"model": "base", "messages": [{"role": "user", "content": "say:x"}]}).encode()
         connection = connect(api, ASK + b"Content-Length: %d\r\n\r\n" % len(body))
@@ -74,7 +74,7 @@ def test_a_body_may_take_as_long_as_it_keeps_coming(monkeypatch: pytest.MonkeyPa
 
 
 def test_who_does_not_read_gives_its_place_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(http_protocol, "_SEND_S", 0.3)
+    monkeypatch.setattr(protocol, "_SEND_S", 0.3)
     with running_api(max_requests=4, request_timeout_s=60.0) as api:
         api.engine.engine.limits.max_context = 10**9
         messages = [{"role": "user", "content": "forever"}]
@@ -92,7 +92,7 @@ def test_who_does_not_read_gives_its_place_back(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_silent_connections_make_room_for_new_ones(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(http_protocol, "connection_share", lambda: 5)
+    monkeypatch.setattr(protocol, "connection_share", lambda: 5)
     with running_api() as api:
         silent = [connect(api) for _ in range(12)]
         assert api.call("GET", "/health")[0] == 200

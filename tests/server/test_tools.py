@@ -14,8 +14,8 @@ from pydantic import TypeAdapter
 
 from tests.server.api import Api, events, running_api
 from vlora.errors import BadRequest
-from vlora.server.tool_calls import CallReader
-from vlora.server.tools import Choice, Tool, as_messages, call_grammar
+from vlora.server.http.tool_calls import CallReader
+from vlora.server.http.tools import Choice, Tool, as_messages, call_grammar
 
 COUNT = {
     "type": "function",

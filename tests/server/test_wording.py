@@ -11,8 +11,8 @@ import yaml
 
 from vlora.client.values import sampling_params
 from vlora.errors import BadRequest
-from vlora.server.chat_form import ChatRequest
-from vlora.server.text_completions import CompletionRequest
+from vlora.server.http.chat_request import ChatRequest
+from vlora.server.http.text_completions import CompletionRequest
 from vlora.wording import json_errors, msgspec_errors, pydantic_errors, yaml_errors
 from vlora.wording.shown import shown
 

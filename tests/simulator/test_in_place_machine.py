@@ -9,8 +9,8 @@ import pytest
 
 from vlora.errors import BadConfig
 from vlora.orchestrator import Costs
-from vlora.orchestrator.cheapest_plan import CheapestPlan
-from vlora.orchestrator.policy import Candidate, PolicyState
+from vlora.orchestrator.policies.base import Candidate, PolicyState
+from vlora.orchestrator.policies.cost_based import CheapestPlan
 from vlora.simulator.arrivals import Arrival
 from vlora.simulator.machine import read_costs
 from vlora.simulator.replay import replay

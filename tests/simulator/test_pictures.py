@@ -7,7 +7,7 @@ import random
 import pytest
 
 from vlora.orchestrator import Costs
-from vlora.orchestrator.encoding import SHARE
+from vlora.orchestrator.encoder_budget import SHARE
 from vlora.simulator import Arrival, Box, replay
 from vlora.simulator.replica import Replica
 from vlora.types import RequestOutput

@@ -15,7 +15,7 @@ from vlora.bench.page import write_page
 from vlora.errors import BadConfig
 
 if TYPE_CHECKING:
-    from vlora.bench.form import Report
+    from vlora.bench.report import Report
 
 BENCHES = (
     "step",

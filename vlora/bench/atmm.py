@@ -20,14 +20,14 @@ import torch
 from torch import Tensor
 
 import atmm
-from atmm.cold import Caches, factors_of, read_by
-from atmm.race import race
-from atmm.search import Case, Shape
-from atmm.selection import choose
-from atmm.strategies import comes_transposed
-from atmm.survey import Survey
-from vlora.bench.form import Goal, Report
+from atmm.batch_stats import Survey
+from atmm.dispatch import choose
+from atmm.strategies.registry import comes_transposed
+from atmm.tuning.cold_cache import Caches, factors_of, read_by
+from atmm.tuning.racing import race
+from atmm.tuning.search import Case, Shape
 from vlora.bench.plain_baselines import gather_bmm, lane_factors, padded_einsum, peft_layer, plain_loop
+from vlora.bench.report import Goal, Report
 
 _SHAPES = (Shape(896, (4864,)), Shape(2048, (8192,)))
 _RANKS = (8, 16, 64)

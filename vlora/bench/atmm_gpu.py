@@ -18,12 +18,12 @@ import torch
 from torch import Tensor
 
 import atmm
-from atmm.search import Case, Shape
-from atmm.selection import choose
-from atmm.survey import Survey
-from vlora.bench.form import Goal, Report
+from atmm.batch_stats import Survey
+from atmm.dispatch import choose
+from atmm.tuning.search import Case, Shape
+from vlora.bench.kernel_baselines import STYLES, prepared
 from vlora.bench.plain_baselines import lane_factors, padded_einsum
-from vlora.bench.styles import STYLES, prepared
+from vlora.bench.report import Goal, Report
 
 MODELS = {
     "Qwen2-VL-7B": (

@@ -6,8 +6,8 @@ import statistics
 from typing import Any
 
 from vlora.bench.fit import RANK, Fit, fit
-from vlora.bench.form import Goal, Report
 from vlora.bench.models import model_named
+from vlora.bench.report import Goal, Report
 from vlora.bench.timing import in_words, thread_counts, threads
 from vlora.config import EngineConfig
 from vlora.models.loading import device_of

@@ -1,11 +1,11 @@
 """What the front end adds to a text request: over HTTP and RPyC, against the same engine called in process.
 
 What a client sees of a request, less what the engine takes for the same one when it is called in its own process right
-before and right after (`asked_engine.py`): front end and engine in a process each, and the client in this one. Request
-by request in turn, so that both see the same machine, in an order that is drawn anew for each question, and without
-prefix caches, which would make the second that asks the cheaper one. The way in includes JSON, the chat template, the
-tokenizer, a second process and text out again. What an HTTP client makes of the bytes it gets is its own affair: here
-the time of each part is taken before it is understood.
+before and right after (`instrumented_engine.py`): front end and engine in a process each, and the client in this one.
+Request by request in turn, so that both see the same machine, in an order that is drawn anew for each question, and
+without prefix caches, which would make the second that asks the cheaper one. The way in includes JSON, the chat
+template, the tokenizer, a second process and text out again. What an HTTP client makes of the bytes it gets is its own
+affair: here the time of each part is taken before it is understood.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from multiprocessing import connection
 from typing import Any, NamedTuple
 
 from fusion.embedded import checkpoint_path
-from vlora.bench.asked_engine import Question, Said
-from vlora.bench.form import Goal, Report
-from vlora.bench.light_http import Talk
+from vlora.bench.http_client import Talk
+from vlora.bench.instrumented_engine import Question, Said
+from vlora.bench.report import Goal, Report
 from vlora.bench.served import Served, running
 from vlora.client import Client
 from vlora.models.processing import InputProcessor
@@ -69,7 +69,7 @@ def run(quick: bool) -> Report:
     for start in range(starts):
         with (
             tempfile.TemporaryDirectory() as folder,
-            running("vlora.cli.asked_server", path := f"{folder}/engine") as server,
+            running("vlora.cli.instrumented_server", path := f"{folder}/engine") as server,
             contextlib.closing(_Alone(path, processor)) as alone,
             Client(port=server.rpyc_port) as rpyc,
             contextlib.closing(_Web(server.http_port)) as web,

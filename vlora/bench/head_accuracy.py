@@ -12,10 +12,10 @@ from typing import Any
 from PIL import Image
 
 from fusion.embedded import checkpoint_path
-from fusion.objectives import answer_in_words
-from fusion.plan import DomainPlan, Plan, TrainingPlan
-from fusion.sources import load_source
-from fusion.train import Domain, FrozenBase, LoraTrainer
+from fusion.plan.schema import DomainPlan, Plan, TrainingPlan
+from fusion.synthetic.sources import load_source
+from fusion.training.objectives import answer_in_words
+from fusion.training.train import Domain, FrozenBase, LoraTrainer
 from heads import expected_calibration_error, load_heads
 from vlora.config import EngineConfig
 from vlora.engine import LocalEngine

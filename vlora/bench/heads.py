@@ -19,12 +19,12 @@ from typing import Any
 
 import torch
 
-from fusion.drawn import ACTIONS
 from fusion.embedded.processor import build_tokenizer
+from fusion.synthetic.road_signs import ACTIONS
 from heads import HeadSpec, TaskHead, save_heads
 from vlora.bench.dummy import half_billion_config, language_shapes, write_adapter
-from vlora.bench.form import Goal, Report
 from vlora.bench.head_accuracy import compare
+from vlora.bench.report import Goal, Report
 from vlora.bench.timing import interleaved, median_ms, median_ratio
 from vlora.config import EngineConfig
 from vlora.engine import LocalEngine

@@ -19,10 +19,10 @@ from typing import Any
 import torch
 
 from vlora.bench.dummy import language_shapes, ranks_config, write_adapter
-from vlora.bench.form import Goal, Report
+from vlora.bench.report import Goal, Report
 from vlora.config import EngineConfig
 from vlora.engine import Engine
-from vlora.engine.cores import default_threads
+from vlora.engine.cpu_cores import default_threads
 from vlora.models.loading import dummy_model
 from vlora.types import AdapterStatus, Request, SamplingParams
 

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import torch
 
 from vlora.bench.dummy import language_shapes, small_config, write_adapter
-from vlora.bench.form import Goal, Report
+from vlora.bench.report import Goal, Report
 from vlora.config import EngineConfig
 from vlora.engine import Engine, LocalEngine
 from vlora.memory.arena import PAGE_BYTES

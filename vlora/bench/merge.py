@@ -21,7 +21,7 @@ from peft import LoraConfig, get_peft_model
 
 import atmm
 from vlora.bench.dummy import half_billion_config, language_shapes, write_adapter
-from vlora.bench.form import Goal, Report
+from vlora.bench.report import Goal, Report
 from vlora.bench.timing import interleaved, median_ms, median_ratio
 from vlora.lora import AdapterRegistry
 from vlora.lora.adapter_pool import AdapterBank

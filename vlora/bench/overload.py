@@ -19,8 +19,8 @@ import torch
 
 from vlora.bench import overload_kv
 from vlora.bench.dummy import half_billion_config, language_shapes, write_adapter
-from vlora.bench.form import Goal, Report
 from vlora.bench.policy import decision_ms
+from vlora.bench.report import Goal, Report
 from vlora.config import EngineConfig
 from vlora.engine.engine import Engine
 from vlora.errors import DeadlineUnreachable

@@ -19,7 +19,7 @@ import msgspec
 import torch
 
 from vlora.bench.dummy import language_shapes, small_config, write_adapter
-from vlora.bench.form import Goal
+from vlora.bench.report import Goal
 from vlora.config import EngineConfig
 from vlora.engine.engine import Engine
 from vlora.memory.arena import PAGE_BYTES

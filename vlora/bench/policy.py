@@ -18,11 +18,11 @@ from typing import Any, NamedTuple
 
 from vlora.bench.costs import measured, stated
 from vlora.bench.fit import RANK
-from vlora.bench.form import Goal, Report, environment
 from vlora.bench.journal import Journal
 from vlora.bench.models import model_named
 from vlora.bench.policy_engine import BASELINE, OURS, SKEWS, confirm
 from vlora.bench.policy_plots import draw
+from vlora.bench.report import Goal, Report, environment
 from vlora.bench.timing import thread_counts, threads
 from vlora.config import EngineConfig
 from vlora.models.loading import device_of

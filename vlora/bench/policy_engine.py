@@ -13,9 +13,9 @@ from typing import Any, NamedTuple
 import torch
 
 from vlora.bench.dummy import dummy_picture
-from vlora.bench.form import Goal
 from vlora.bench.models import Model
 from vlora.bench.policy_workers import NUM_ADAPTERS, Worker, average_token_latency_ms, capacity, drive
+from vlora.bench.report import Goal
 from vlora.bench.timing import in_words
 from vlora.config import EngineConfig
 from vlora.orchestrator import POLICIES, Costs

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from vlora.bench.dummy import half_billion_config
-from vlora.bench.form import Report
+from vlora.bench.report import Report
 from vlora.bench.timing import thread_counts, threads
 from vlora.config import EngineConfig
 from vlora.engine import LocalEngine

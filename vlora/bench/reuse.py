@@ -15,7 +15,7 @@ import msgspec
 import torch
 
 from vlora.bench.dummy import half_billion_config
-from vlora.bench.form import Goal, Report
+from vlora.bench.report import Goal, Report
 from vlora.bench.timing import interleaved, median_ms, median_ratio
 from vlora.config import EngineConfig
 from vlora.engine import LocalEngine

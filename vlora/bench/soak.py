@@ -23,8 +23,8 @@ import psutil
 import torch
 from PIL import Image
 
-from vlora.bench.form import Goal, Report
-from vlora.bench.light_http import Connection, connected
+from vlora.bench.http_client import Connection, connected
+from vlora.bench.report import Goal, Report
 from vlora.bench.served import ADAPTERS, HEAD, Served, resident_mib, served
 from vlora.client import AsyncClient
 from vlora.errors import VLoraError

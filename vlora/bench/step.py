@@ -23,9 +23,9 @@ from peft import LoraConfig, get_peft_model
 from transformers import DynamicCache
 
 import atmm
-from atmm import products
+from atmm import matmul
 from vlora.bench.dummy import half_billion_config, language_shapes, write_adapter
-from vlora.bench.form import Goal, Report
+from vlora.bench.report import Goal, Report
 from vlora.bench.timing import in_words, interleaved, median_ms, median_ratio, thread_counts
 from vlora.config import EngineConfig
 from vlora.engine import LocalEngine
@@ -164,12 +164,12 @@ def _without_compiled_kernels() -> Iterator[None]:
     before = os.environ.get("ATMM_COMPILED")
     os.environ["ATMM_COMPILED"] = "0"
     atmm.load_kernels.cache_clear()
-    chosen = dict(products.measured)
-    products.measured.clear()  # they may name the kernels
+    chosen = dict(matmul.measured)
+    matmul.measured.clear()  # they may name the kernels
     try:
         yield
     finally:
-        products.measured.update(chosen)
+        matmul.measured.update(chosen)
         os.environ.pop("ATMM_COMPILED")
         if before is not None:
             os.environ["ATMM_COMPILED"] = before

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 import torch
 
-from vlora.engine.cores import default_threads
+from vlora.engine.cpu_cores import default_threads
 
 
 def work_seconds(device: torch.device) -> Callable[[], float]:

@@ -20,9 +20,9 @@ from typing import Any
 
 import torch
 
-from atmm.halves import hidden_dtype
+from atmm.shrink_expand import hidden_dtype
 from vlora.bench.dummy import language_shapes, ranks_config, write_adapter
-from vlora.bench.form import Goal, Report
+from vlora.bench.report import Goal, Report
 from vlora.bench.timing import median_ms, median_ratio
 from vlora.bench.tp_rank import Adapter, Cell, Ledger, Measured, Memory, Setup, leading
 from vlora.config import EngineConfig

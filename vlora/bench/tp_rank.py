@@ -17,9 +17,9 @@ from pathlib import Path
 import torch
 
 from vlora.config import EngineConfig
-from vlora.engine import orders
-from vlora.engine.device_side import DeviceSide, lay_out, set_threads
-from vlora.engine.team import fork_server
+from vlora.engine.device_runtime import DeviceSide, lay_out, set_threads
+from vlora.engine.tensor_parallel import messages
+from vlora.engine.tensor_parallel.coordinator import fork_server
 from vlora.engine.ways import Ways
 from vlora.lora.adapter_pool import shared_inputs
 from vlora.lora.host_adapter import load_adapter
@@ -231,10 +231,10 @@ class Rank:
         """Seconds, from rank 0's order to its sampled tokens."""
         started = time.perf_counter()
         if self._group.leads:
-            self._group.send(orders.encode([orders.Run(batch)]))
+            self._group.send(messages.encode([messages.Run(batch)]))
         else:
-            (order,) = orders.decode_orders(self._group.receive())
-            assert isinstance(order, orders.Run)
+            (order,) = messages.decode_orders(self._group.receive())
+            assert isinstance(order, messages.Run)
             batch = order.batch
         self._runner.run(batch)
         return time.perf_counter() - started

@@ -16,7 +16,7 @@ import msgspec
 import torch
 
 from vlora.bench.dummy import dummy_picture, half_billion_config
-from vlora.bench.form import Goal, Report
+from vlora.bench.report import Goal, Report
 from vlora.config import EngineConfig
 from vlora.engine import Engine
 from vlora.memory.host_to_device import Inline

@@ -12,13 +12,13 @@ import msgspec
 
 import atmm
 from vlora.config import EngineConfig
-from vlora.engine import orders
 from vlora.engine.adapter_admin import AdapterAdmin
-from vlora.engine.device_side import DeviceSide, facts_of, lay_out, set_threads
-from vlora.engine.grammars import Grammars
-from vlora.engine.observer import Observer
+from vlora.engine.device_runtime import DeviceSide, facts_of, lay_out, set_threads
+from vlora.engine.grammar_cache import Grammars
+from vlora.engine.monitor import Observer
 from vlora.engine.snapshot import EngineSnapshot
-from vlora.engine.team import Team
+from vlora.engine.tensor_parallel import messages
+from vlora.engine.tensor_parallel.coordinator import Team
 from vlora.engine.ways import Ways
 from vlora.errors import (
     Aborted,
@@ -45,7 +45,7 @@ from vlora.models.loading import device_of, load_model, read_config
 from vlora.models.sharding import plan_of, shard
 from vlora.models.token_grids import why_no_grid
 from vlora.orchestrator import CostModel, Scheduler, bring_wanted, give_way_to_kv, make_policy
-from vlora.orchestrator.policy import Policy
+from vlora.orchestrator.policies.base import Policy
 from vlora.parallel import Group
 from vlora.types import (
     AdapterStatus,
@@ -526,4 +526,4 @@ class Engine:
         self._tables.forget(key)
         self._registry.forget(key)
         if self._team is not None:
-            self._team.tell(orders.Forget(key))
+            self._team.tell(messages.Forget(key))

@@ -14,8 +14,8 @@ import torch
 from torch import nn
 
 import atmm
-from atmm.products import joins, linear, linears
-from atmm.shares import HeldInput
+from atmm.matmul import joins, linear, linears
+from atmm.strategies.shared_shrink import HeldInput
 from vlora.lora.block_diagonal import BlockSites
 from vlora.parallel import LinearShard
 from vlora.parallel.adapter_sharding import FactorShape

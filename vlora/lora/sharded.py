@@ -13,8 +13,8 @@ from typing import NamedTuple
 from torch import Tensor
 
 import atmm
-from atmm.halves import Expand, Expanding, Shrink, Shrinking
-from atmm.shares import HeldInput
+from atmm.shrink_expand import Expand, Expanding, Shrink, Shrinking
+from atmm.strategies.shared_shrink import HeldInput
 from vlora.parallel import Group
 from vlora.parallel.adapter_sharding import FactorShape
 

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 import torch
 
 import atmm
-from atmm.products import linear
+from atmm.matmul import linear
 from vlora.errors import BadRequest, StepFailed
 from vlora.lora.adapter_pool import AdapterBank
 from vlora.lora.merge import ModeSwitcher

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from atmm.products import linear
+from atmm.matmul import linear
 from vlora.lora.adapted_linear import AdaptedLinear
 from vlora.lora.adapter_pool import shared_inputs
 from vlora.lora.sharded import ReducedLayer, gathered

@@ -15,7 +15,7 @@ import torch
 from greenlet import GreenletExit, getcurrent, greenlet
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from atmm.products import linear
+from atmm.matmul import linear
 from vlora.lora.adapted_linear import AdaptedLinear
 
 # Must not contain "flash" or "sdpa": transformers tests attention names for those substrings.

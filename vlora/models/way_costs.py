@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Sequence
 import torch
 
 import atmm
-from atmm.halves import hidden_dtype
+from atmm.shrink_expand import hidden_dtype
 from vlora.lora.sharded import ReducedLayer, gathered
 from vlora.parallel import Group
 from vlora.parallel.adapter_sharding import FactorShape

@@ -7,10 +7,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence, Set
 from typing import NamedTuple
 
-from vlora.orchestrator.cost import Costs
-from vlora.orchestrator.encoding import ALONE_S, SHARE
-from vlora.orchestrator.tracked import Tracked
-from vlora.orchestrator.turns import FairShares, in_turn
+from vlora.orchestrator.cost_model import Costs
+from vlora.orchestrator.encoder_budget import ALONE_S, SHARE
+from vlora.orchestrator.fairness import FairShares, in_turn
+from vlora.orchestrator.request_state import Tracked
 
 _SMOOTH = 0.1  # weight of the newest period in the moving averages of rates
 # How a measured time scatters about the expected one, as TCP's retransmission timer has it (RFC 6298).

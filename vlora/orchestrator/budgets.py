@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from vlora.memory.books import BlockTables
 from vlora.memory.prefix_cache import Key
-from vlora.orchestrator.tracked import Tracked
+from vlora.orchestrator.request_state import Tracked
 from vlora.types import BatchItem, RequestStatus
 
 

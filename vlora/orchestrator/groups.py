@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from vlora.orchestrator.policy import Candidate, PolicyState
+from vlora.orchestrator.policies.base import Candidate, PolicyState
 
 
 def starving_first(ready: Sequence[Candidate], state: PolicyState) -> list[Candidate]:

@@ -10,8 +10,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from vlora.memory.books import BlockTables
-from vlora.orchestrator.tracked import Tracked
-from vlora.orchestrator.turns import FairShares, in_turn
+from vlora.orchestrator.fairness import FairShares, in_turn
+from vlora.orchestrator.request_state import Tracked
 from vlora.types import RequestStatus
 
 _BUCKETS = 16  # of the share of max_tokens that an answer takes

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from vlora.memory.books import BlockTables
-from vlora.orchestrator.tracked import Tracked
+from vlora.orchestrator.request_state import Tracked
 from vlora.types import RequestStatus
 
 _MOST_KEYS = 128  # found in one step: a crowd that asks about one picture shall not hold up a decision

@@ -15,15 +15,15 @@ from vlora.errors import Aborted, DeadlineMissed, DeadlineUnreachable, PromptToo
 from vlora.memory.books import BlockTables
 from vlora.orchestrator.admission import Admission, Load
 from vlora.orchestrator.budgets import grant_blocks, share_tokens
-from vlora.orchestrator.cost import CostModel, Costs, StepSize, num_lanes
-from vlora.orchestrator.counting import Counters
-from vlora.orchestrator.encoding import ALONE_S, SHARE, ContentKey, EncodeQueue
+from vlora.orchestrator.cost_model import CostModel, Costs, StepSize, num_lanes
+from vlora.orchestrator.encoder_budget import ALONE_S, SHARE, ContentKey, EncodeQueue
+from vlora.orchestrator.fairness import FairShares, adapter_of, in_turn, tenant_of
 from vlora.orchestrator.kv_admission import KvAdmission
-from vlora.orchestrator.policy import Candidate, Decision, Policy, PolicyState
+from vlora.orchestrator.policies.base import Candidate, Decision, Policy, PolicyState
+from vlora.orchestrator.request_state import Tracked
+from vlora.orchestrator.residency_quantum import Stays
 from vlora.orchestrator.reuse import look_up
-from vlora.orchestrator.stays import Stays
-from vlora.orchestrator.tracked import Tracked
-from vlora.orchestrator.turns import FairShares, adapter_of, in_turn, tenant_of
+from vlora.orchestrator.stats import Counters
 from vlora.orchestrator.waits import Waits
 from vlora.types import (
     Batch,

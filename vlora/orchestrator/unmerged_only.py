@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from vlora.orchestrator.groups import in_order, starving_first
-from vlora.orchestrator.policy import Candidate, Decision, PolicyState
+from vlora.orchestrator.policies.base import Candidate, Decision, PolicyState
 from vlora.types import Mode
 
 

@@ -18,7 +18,7 @@ import msgspec
 
 from vlora.client.values import Answer, HeadResult
 from vlora.config import ServerConfig
-from vlora.engine.cores import default_threads
+from vlora.engine.cpu_cores import default_threads
 from vlora.engine.interface import EngineInterface
 from vlora.engine.snapshot import EngineSnapshot
 from vlora.errors import (
@@ -33,14 +33,14 @@ from vlora.errors import (
     VLoraError,
     listed,
 )
-from vlora.server.budget import ByteBudget
-from vlora.server.head_answers import in_pixels
-from vlora.server.image_sources import ImageSources
-from vlora.server.images import RawImage, decode_images
+from vlora.server.detokenizer import MAX_STOP_CHARS, MAX_STOP_STRINGS, AnswerText, Piece
+from vlora.server.head_results import in_pixels
 from vlora.server.interleave import interleave
+from vlora.server.media.image_decoding import RawImage, decode_images
+from vlora.server.media.image_sources import ImageSources
 from vlora.server.metrics import BASE, UNKNOWN, Metrics
-from vlora.server.streams import Streams
-from vlora.server.text import MAX_STOP_CHARS, MAX_STOP_STRINGS, AnswerText, Piece
+from vlora.server.security.message_budget import ByteBudget
+from vlora.server.streams.registry import Streams
 from vlora.types import AdapterStatus, EngineStats, HeadSummary, Request, RequestOutput, SamplingParams
 
 if TYPE_CHECKING:

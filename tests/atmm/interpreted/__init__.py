@@ -1,1 +1,1 @@
-"""Tests that need Triton's interpreter from the start of their process; `tests/atmm/test_tiled.py` runs them."""
+"""Tests that need Triton's interpreter from the start of their process; `tests/atmm/test_triton.py` runs them."""

@@ -11,9 +11,9 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from atmm import Lane, SegmentPlan, add_deltas, reference
-from atmm.tiled import kernels
-from atmm.tiled.handles import Handle, handle
-from atmm.tiled.lanes import SingleLaunch, Tiled, merge
+from atmm.triton import kernels
+from atmm.triton.handles import Handle, handle
+from atmm.triton.lanes import SingleLaunch, Tiled, merge
 from tests.atmm.cases import (
     RELATIVE,
     ROUNDINGS,
@@ -122,7 +122,7 @@ def test_what_was_in_memory_before_is_never_read(monkeypatch: pytest.MonkeyPatch
 
     group = make_group({"a": 5, "b": 40})
     group.pack("ab")
-    monkeypatch.setattr("atmm.tiled.lanes.torch.empty", poisoned)
+    monkeypatch.setattr("atmm.triton.lanes.torch.empty", poisoned)
     plan = SegmentPlan(7, segments({"a": 3, "b": 4}), "tiled")
     x, outputs = make_input(7, group, torch.float32)
     assert check_against_reference(group, plan, x, outputs) > 1

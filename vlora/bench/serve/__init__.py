@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from vlora.bench.dummy import served_config, small_served_config
-from vlora.bench.form import Goal, Report
+from vlora.bench.report import Goal, Report
 from vlora.bench.serve.baseline import Baseline
 from vlora.bench.serve.comparison import (
     BASELINE_DTYPES,
@@ -33,7 +33,7 @@ from vlora.bench.serve.figures import Run, row
 from vlora.bench.serve.load import drive
 from vlora.bench.serve.surfaces import ChatCompletions, token_from_environment
 from vlora.bench.serve.workload import Workload, asks
-from vlora.engine.cores import default_threads
+from vlora.engine.cpu_cores import default_threads
 from vlora.errors import BadConfig
 
 __all__ = ["run"]

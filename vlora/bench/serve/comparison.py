@@ -21,7 +21,7 @@ from vlora.bench.serve.load import drive
 from vlora.bench.serve.surfaces import ChatCompletions, Rpyc
 from vlora.bench.serve.workload import Ask, Workload, asks
 from vlora.bench.served import Served, running
-from vlora.engine.cores import default_threads
+from vlora.engine.cpu_cores import default_threads
 from vlora.models.processing import InputProcessor
 
 BASELINE_DTYPES = ("float32", "bfloat16")

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 from urllib.parse import urlsplit
 
-from vlora.bench.light_http import Talk
+from vlora.bench.http_client import Talk
 from vlora.bench.serve.figures import Answered
 from vlora.bench.serve.workload import Ask
 from vlora.client import Answer, AsyncClient

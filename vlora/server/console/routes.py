@@ -11,11 +11,11 @@ from fastapi.responses import Response
 
 from vlora.config import Token
 from vlora.errors import UnknownStream
-from vlora.server.access import Access
 from vlora.server.console.feed import Feed
 from vlora.server.console.files import CONSOLE_FILES, HEADERS, read_file
 from vlora.server.frontend import FrontEnd
-from vlora.server.streams import WatchedStream
+from vlora.server.security.access import Access
+from vlora.server.streams.registry import WatchedStream
 
 _PRIVATE = {"Cache-Control": "no-store", "X-Content-Type-Options": "nosniff"}
 

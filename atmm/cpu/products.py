@@ -1,0 +1,47 @@
+"""Products of linear layers by the compiled kernels, from weights as they lie."""
+
+from __future__ import annotations
+
+import array
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from torch import Tensor
+
+from atmm.cpu import library
+
+
+class Weights(NamedTuple):
+    """One layer: weight [d_out, d_in] and bias [d_out] or None, as `nn.Linear` holds them."""
+
+    weight: Tensor
+    bias: Tensor | None
+
+
+def multiplies(weight: Tensor) -> bool:
+    """Whether the kernels are built for this weight's device and type, and its rows are contiguous."""
+    if weight.device.type != "cpu" or weight.stride(1) != 1:
+        return False
+    kernels = library()
+    return kernels is not None and weight.dtype in kernels.linear
+
+
+def product(x: Tensor, layers: Sequence[Weights]) -> Tensor:
+    """Outputs of layers that read one input x [T, d_in], side by side: [T, sum of d_out].
+
+    Each output is one sum in float32, in an order that depends on d_in alone: a token's values do not depend on which
+    other tokens are in the batch. Only where `multiplies` holds for every weight.
+    """
+    kernels = library()
+    assert kernels is not None, "the kernels are not built here"
+    if x.stride(1) != 1:
+        x = x.contiguous()
+    y = x.new_empty(x.shape[0], sum(layer.weight.shape[0] for layer in layers))
+    table = array.array("q")
+    address, row, size = y.data_ptr(), y.stride(0), y.element_size()
+    for weight, bias in layers:
+        d_out = weight.shape[0]
+        table.extend((weight.data_ptr(), weight.stride(0), 0 if bias is None else bias.data_ptr(), address, row, d_out))
+        address += d_out * size
+    kernels.linear[x.dtype](table.buffer_info()[0], len(layers), x.data_ptr(), x.stride(0), x.shape[0], x.shape[1])
+    return y

@@ -1,0 +1,129 @@
+"""The strategy that runs on a GPU through grouped products: one per lane and site, sizes of each as they are."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from atmm.batch_stats import Survey
+from atmm.cutlass import ARGUMENT_BYTES, library
+from atmm.cutlass.plan import ALIGNMENT, legal, problems_of
+from atmm.layers import Packed, Site, SiteGroup
+from atmm.strategies.shared_shrink import GroupShares
+
+
+def serves(survey: Survey, name: str) -> bool:
+    """Whether the tile of this name is built for the GPU at hand and can compute this survey."""
+    layout = survey.layout
+    if layout.device.type != "cuda" or not legal(survey):
+        return False
+    kernels = library()
+    return kernels is not None and (layout.dtype, name) in kernels.launches
+
+
+class _Launch(NamedTuple):
+    """One expand: problems [first, first + num), so many tiles, and their sign."""
+
+    first: int
+    num: int
+    num_tiles: int
+    sign: float
+
+
+class Grouped(GroupShares):
+    """Share of a site: the hidden values of all lanes of the group, one lane behind the other. Only where `serves`
+    holds.
+
+    Three launches for a group: point at the layer's tensors, shrink, expand; one more expand for every further round,
+    which rounds y once more.
+    """
+
+    adds_transposed = False
+    refill = None
+
+    __slots__ = (
+        "_all", "_arguments", "_by_site", "_columns", "_count", "_expand", "_hidden", "_point",
+        "_problems", "_shrink", "_shrink_tiles",
+    )  # fmt: skip
+
+    def __init__(self, survey: Survey, name: str) -> None:
+        super().__init__(survey)
+        kernels, layout = library(), survey.layout
+        assert kernels is not None, "asked for grouped products where there are none"
+        self._point = kernels.point
+        tile, self._shrink, self._expand = kernels.launches[layout.dtype, name]
+        found = problems_of(survey)
+        self._columns = tuple(sum(layout.d_outs[:site]) for site in range(len(layout.d_outs)))
+        self._by_site: dict[int, list[_Launch]] = {site: [] for site in survey.live}
+        self._all: list[_Launch] = []
+        for sign, by_site in found.rounds:
+            launches = []
+            for site, (first, num) in by_site.items():
+                num_tiles = sum(tile.num_tiles(p.num_tokens, p.d_out) for p in found.problems[first : first + num])
+                launches.append(_Launch(first, num, num_tiles, sign))
+                self._by_site[site].append(launches[-1])
+            num, num_tiles = sum(launch.num for launch in launches), sum(launch.num_tiles for launch in launches)
+            self._all.append(_Launch(launches[0].first, num, num_tiles, sign))
+        self._shrink_tiles = sum(tile.num_tiles(p.num_tokens, p.rank) for p in found.problems)
+        self._count = len(found.problems)
+        self._problems = torch.tensor(found.problems, dtype=torch.int64).to(layout.device, non_blocking=True)
+        self._arguments = torch.empty(ARGUMENT_BYTES * self._count, dtype=torch.uint8, device=layout.device)
+        self._hidden = torch.empty(found.num_hidden, dtype=layout.dtype, device=layout.device)
+
+    def __call__(self, y: Tensor, x: Tensor, site: Site, packed: Packed | None) -> None:
+        assert packed is not None
+        if site.index in self._live:
+            self._add(y, x, packed, self._by_site[site.index], site.index)
+
+    def add_all(self, y: Tensor, x: Tensor, group: SiteGroup) -> None:
+        """For the whole group at once. y: [T, sum of d_out], the sites' outputs side by side."""
+        assert group.packed is not None
+        self._add(y, x, group.packed, self._all, None)
+
+    def _add(self, y: Tensor, x: Tensor, packed: Packed, launches: Sequence[_Launch], site: int | None) -> None:
+        """site: the one that y belongs to; None is all of them."""
+        own = y if self._part is None else y[self._part]
+        rows, inputs = _aligned(own), _aligned(x if self._part is None else x[self._part])
+        stream = _stream(y.device)
+        _check(self._point(
+            self._problems.data_ptr(), self._count, self._arguments.data_ptr(), inputs.data_ptr(),
+            inputs.stride(0), inputs.shape[1], packed.a.data_ptr(), self._hidden.data_ptr(),
+            rows.data_ptr(), rows.stride(0), 0 if site is None else self._columns[site], stream,
+        ))  # fmt: skip
+        if site is None:
+            self._shrink_all(stream)
+        else:
+            self._share(x, site, packed)
+        arguments = self._arguments.data_ptr()
+        for first, num, num_tiles, sign in launches:
+            _check(self._expand(arguments, self._count, first, num, num_tiles, sign, stream))
+        if rows is not own:
+            own.copy_(rows)
+
+    def _compute(self, x: Tensor, packed: Packed) -> dict[int, Tensor]:
+        self._shrink_all(_stream(x.device))
+        return dict.fromkeys(self._live, self._hidden)
+
+    def _shrink_all(self, stream: int) -> None:
+        """From where the arguments point, which is this layer's input."""
+        _check(self._shrink(self._arguments.data_ptr(), self._count, self._shrink_tiles, stream))
+
+
+def _aligned(rows: Tensor) -> Tensor:
+    """The tensor itself, or a copy where its rows do not start at multiples of 128 bits."""
+    if rows.stride(1) == 1 and rows.stride(0) % ALIGNMENT == 0 and rows.data_ptr() % (ALIGNMENT * rows.itemsize) == 0:
+        return rows
+    return rows.clone(memory_format=torch.contiguous_format)
+
+
+def _stream(device: torch.device) -> int:
+    """The raw handle of torch's current stream."""
+    return torch.cuda.current_stream(device).cuda_stream
+
+
+def _check(status: int) -> None:
+    if status:
+        raise RuntimeError(f"a grouped product could not be launched (status {status})")

@@ -1,0 +1,102 @@
+"""Lanes as the problems of grouped products, built once per step and class: where a layer's tensors lie is filled in on
+the device (`problems.h`)."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from atmm.batch_stats import Survey
+from atmm.layers import bt_starts
+from atmm.segments import Lane
+
+ALIGNMENT = 8  # elements of a 128-bit access: sizes, strides and starts are multiples of it
+
+
+class Problem(NamedTuple):
+    """One lane at one site, in elements; the fields are those of `Problem` in `problems.h`, in its order.
+
+    token: first one, counted from the survey's start. a, bt: where its rows start behind the packed A's start. column:
+    first of the group's outputs side by side. hidden: where its hidden values [num_tokens, rank] start.
+    """
+
+    token: int
+    num_tokens: int
+    rank: int
+    d_out: int
+    a: int
+    bt: int
+    column: int
+    hidden: int
+
+
+class Round(NamedTuple):
+    """Problems that one launch may add to y: one sign, and no token twice at a site. by_site: first and number of each
+    site's problems, which follow each other; sites without any are left out."""
+
+    sign: float
+    by_site: dict[int, tuple[int, int]]
+
+
+class Problems(NamedTuple):
+    """problems: by round, then site. num_hidden: elements of all hidden values."""
+
+    problems: list[Problem]
+    rounds: list[Round]
+    num_hidden: int
+
+
+def legal(survey: Survey) -> bool:
+    """Whether the products are compiled for it: values of 16 bits, and sizes and starts that are multiples of 128."""
+    layout = survey.layout
+    if layout.dtype.itemsize != 2:
+        return False
+    ranks = {run.rank for site in survey.runs for run in site}
+    return all(size % ALIGNMENT == 0 for size in (layout.d_in, *layout.d_outs, *ranks))
+
+
+def problems_of(survey: Survey) -> Problems:
+    """The problems of a legal survey."""
+    layout = survey.layout
+    starts = bt_starts(layout)
+    problems: list[Problem] = []
+    rounds = []
+    num_hidden = 0
+    for sign, lanes in _apart(survey.lanes):
+        by_site = {}
+        for site in survey.live:
+            first = len(problems)
+            for key, start, stop, _ in lanes:
+                span = layout.spans[site].get(key)
+                if span is None or not span.rank:
+                    continue
+                problems.append(
+                    Problem(
+                        token=start - survey.start,
+                        num_tokens=stop - start,
+                        rank=span.rank,
+                        d_out=layout.d_outs[site],
+                        a=(layout.first_rows[site] + span.start) * layout.d_in,
+                        bt=starts[site] // layout.dtype.itemsize + span.start * layout.d_outs[site],
+                        column=sum(layout.d_outs[:site]),
+                        hidden=num_hidden,
+                    )
+                )
+                num_hidden += (stop - start) * span.rank
+            if len(problems) > first:
+                by_site[site] = first, len(problems) - first
+        if by_site:
+            rounds.append(Round(sign, by_site))
+    return Problems(problems, rounds, num_hidden)
+
+
+def _apart(lanes: tuple[Lane, ...]) -> list[tuple[float, list[Lane]]]:
+    """Lanes, sorted by their start, in as few groups as keep each of one sign and without overlaps."""
+    groups: list[tuple[float, list[Lane]]] = []
+    for lane in lanes:
+        for sign, group in groups:
+            if sign == lane.sign and group[-1].stop <= lane.start:
+                group.append(lane)
+                break
+        else:
+            groups.append((lane.sign, [lane]))
+    return groups

@@ -1,0 +1,138 @@
+"""A delta in two halves, for who has something to do between them: ranks that exchange hidden values (S-LoRA, section
+6).
+
+Hidden values lie in one flat tensor, lane after lane, each lane's [tokens, rank] row by row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from atmm.cpu import library
+from atmm.cpu.table import Rows, hidden_places, lane_table
+from atmm.dispatch import is_thin
+from atmm.segments import Lane
+
+
+def hidden_dtype(num_tokens: int, device: torch.device, dtype: torch.dtype) -> torch.dtype:
+    """What hidden values are kept in: float32 between two compiled kernels, else the model's own dtype."""
+    return torch.float32 if is_thin(num_tokens, device, dtype) else dtype
+
+
+class Shrinking(NamedTuple):
+    """A lane's `a` [r, d_in]."""
+
+    lane: Lane
+    a: Tensor
+
+
+class Expanding(NamedTuple):
+    """A lane's `bt` [r, d_out], and where its hidden values start in the flat tensor: in one place, or in several, each
+    with an equal share of the r in their order."""
+
+    lane: Lane
+    bt: Tensor
+    places: Sequence[int]
+
+
+class Shrink:
+    """Hidden values `sign * x a^T` of lanes that read one input. May be called for as long as the factors lie where
+    they lay.
+
+    size: number of values. places: where each part's begin in the flat tensor.
+    """
+
+    def __init__(self, parts: Sequence[Shrinking], num_tokens: int) -> None:
+        """num_tokens: of the input. Raises ValueError for factors of several dtypes or widths."""
+        self._parts = parts
+        self._num_tokens = num_tokens
+        self._kind = _kind([part.a for part in parts])
+        self.places, self.size = hidden_places((lane, a.shape[0]) for lane, a in parts)
+        self._tables: tuple[_Table, Tensor] | None = None
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """x: [num_tokens, d_in]; flat, in `hidden_dtype`. Raises ValueError for an input that does not fit."""
+        _check(x, self._num_tokens, self._kind)
+        if not is_thin(self._num_tokens, x.device, x.dtype):
+            hidden = [F.linear(x[lane.start : lane.stop], a) for lane, a in self._parts]
+            signed = [part if lane.sign > 0 else -part for part, (lane, _) in zip(hidden, self._parts, strict=True)]
+            return torch.cat([part.view(-1) for part in signed])
+        if self._tables is None:
+            signs = torch.tensor([lane.sign for lane, _ in self._parts], dtype=torch.float32)
+            self._tables = _Table((*part, place) for part, place in zip(self._parts, self.places, strict=True)), signs
+        table, signs = self._tables
+        kernels = library()
+        assert kernels is not None, "asked for compiled kernels where there are none"
+        flat = torch.empty(self.size, dtype=torch.float32)
+        kernels.shrink[x.dtype](
+            flat.data_ptr(), x.data_ptr(), x.stride(0), x.stride(1), None, table.lanes.data_ptr(),
+            signs.data_ptr(), len(table.lanes), self._num_tokens, x.shape[1],
+        )  # fmt: skip
+        return flat
+
+
+class Expand:
+    """What hidden values add to one layer's outputs, `hidden bt` for each lane. May be called as `Shrink` may."""
+
+    def __init__(self, parts: Sequence[Expanding], num_tokens: int) -> None:
+        """num_tokens: of the outputs. Raises ValueError for factors of several dtypes or widths."""
+        self._parts = parts
+        self._num_tokens = num_tokens
+        self._kind = _kind([part.bt for part in parts])
+        self._table: _Table | None = None
+
+    def __call__(self, y: Tensor, hidden: Tensor) -> None:
+        """Add to y [num_tokens, d_out], in place. hidden: flat, in `hidden_dtype`. Raises ValueError for outputs
+        that do not fit."""
+        _check(y, self._num_tokens, self._kind)
+        if not is_thin(self._num_tokens, y.device, y.dtype):
+            for lane, bt, places in self._parts:
+                shape = lane.stop - lane.start, bt.shape[0] // len(places)
+                shares = [hidden[place : place + shape[0] * shape[1]].view(shape) for place in places]
+                y[lane.start : lane.stop].addmm_(shares[0] if len(shares) == 1 else torch.cat(shares, 1), bt)
+            return
+        if self._table is None:
+            self._table = _Table(
+                (part.lane, share, place)
+                for part in self._parts
+                for share, place in zip(part.bt.chunk(len(part.places)), part.places, strict=True)
+            )
+        lanes = self._table.lanes
+        kernels = library()
+        assert kernels is not None, "asked for compiled kernels where there are none"
+        kernels.expand[y.dtype](
+            y.data_ptr(), y.stride(0), y.stride(1), hidden.data_ptr(), None, lanes.data_ptr(), len(lanes),
+            self._num_tokens, y.shape[1],
+        )  # fmt: skip
+
+
+class _Table:
+    """Lanes as the compiled kernels read them, and what these point to."""
+
+    def __init__(self, parts: Iterable[tuple[Lane, Tensor, int]]) -> None:
+        in_rows = [(lane, rows if rows.stride(1) == 1 else rows.contiguous(), place) for lane, rows, place in parts]
+        self._kept = [rows for _, rows, _ in in_rows]
+        self.lanes = lane_table([(lane, Rows.of(rows), place) for lane, rows, place in in_rows])
+
+
+def _kind(factors: Sequence[Tensor]) -> tuple[torch.dtype, int] | None:
+    """Their dtype, and the length of their rows; None without any."""
+    kinds = {(factor.dtype, factor.shape[1]) for factor in factors}
+    if len(kinds) > 1:
+        told = " and ".join(sorted(f"{dtype} in rows of {width}" for dtype, width in kinds))
+        raise ValueError(f"factors of {told}; load all in the model's dtype, for one layer")
+    return next(iter(kinds), None)
+
+
+def _check(tokens: Tensor, num_tokens: int, kind: tuple[torch.dtype, int] | None) -> None:
+    if tokens.shape[0] != num_tokens or kind not in (None, (tokens.dtype, tokens.shape[1])):
+        factors = "" if kind is None else f" and factors of {kind[0]} in rows of {kind[1]}"
+        raise ValueError(
+            f"{tuple(tokens.shape)} values of {tokens.dtype} do not fit {num_tokens} tokens{factors}; prepare both "
+            "halves for this batch, in the model's dtype"
+        )

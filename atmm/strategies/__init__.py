@@ -1,0 +1,1 @@
+"""Implementations of add-delta on the CPU, and the registry of all strategies."""

@@ -1,0 +1,292 @@
+"""Ways to add the deltas, all the same in effect; `atmm.dispatch` says which is fast where.
+
+A strategy is prepared once per plan and class of sites, then called at every site of the class: `strategy(y, x, site,
+packed)` adds to y [T, d_out] in place; x is [T, d_in], `packed` the packed copy of the site's group.
+
+loop      per lane, two products. Needs no packed copy. For few, long or uneven segments of high rank.
+batched   per run of equal lanes, two batched products on views of the packed copy: no rank and no token is padded,
+          nothing is gathered. For many equal segments of high rank.
+stacked   one shrink of all tokens with all packed adapters of all sites of the group, cleared where a token meets
+          another's adapter; one expand per site. Wasted arithmetic, few calls: for a small sum of ranks.
+gathered  the same shrink; each token's own columns of it are gathered and weigh its own rows of Bt in an embedding
+          bag. No wasted arithmetic in the expand, and rows are read as they lie in memory: for decoding.
+tiled     Triton kernels on a GPU: tiles of tokens against their own adapter's rows, overlapping lanes summed in
+          registers. With the sizes of its tiles behind the name where a search has chosen them.
+compiled  on a CPU with a compiler: each token reads its own rows and no others, in both products, and a call costs
+          little. For decoding, where it is bound by the adapters' bytes.
+divided   on a CPU with a compiler: short lanes by its kernels and long ones by two products, both from the sites' own
+          factors. For prompts beside requests that decode. Needs no packed copy.
+grouped   CUTLASS's grouped products on a GPU, where they are built: a product per lane. Always with the sizes of its
+          tiles behind the name. For prefill.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from atmm.batch_stats import Survey
+from atmm.cpu.lanes import Compiled, serves
+from atmm.cutlass import lanes as grouped
+from atmm.layers import Packed, Site
+from atmm.processor import prefers_weight_left
+from atmm.segments import Strategy
+from atmm.strategies.hybrid import Divided
+from atmm.strategies.loop import Loop
+from atmm.strategies.shared_shrink import GroupShares
+
+
+class Batched:
+    """One `bmm` and one `baddbmm_` per run of equal lanes."""
+
+    adds_transposed = False
+    add_all = None
+    refill = None
+
+    def __init__(self, survey: Survey) -> None:
+        self._first_rows = survey.layout.first_rows
+        self._runs = survey.runs
+
+    def __call__(self, y: Tensor, x: Tensor, site: Site, packed: Packed | None) -> None:
+        assert packed is not None
+        first_row = self._first_rows[site.index]
+        bt = packed.bts[site.index]
+        for start, num_lanes, length, row, rank, sign in self._runs[site.index]:
+            num_tokens, num_rows = num_lanes * length, num_lanes * rank
+            y_run = y[start : start + num_tokens]
+            x_run = x[start : start + num_tokens]
+            a_run = packed.a[first_row + row : first_row + row + num_rows]
+            bt_run = bt[row : row + num_rows]
+            if num_lanes == 1:
+                y_run.addmm_(F.linear(x_run, a_run), bt_run, alpha=sign)
+            else:
+                a_run = a_run.view(num_lanes, rank, -1).transpose(1, 2)
+                hidden = torch.bmm(x_run.view(num_lanes, length, -1), a_run)
+                y_run.view(num_lanes, length, -1).baddbmm_(hidden, bt_run.view(num_lanes, rank, -1), alpha=sign)
+
+
+def lies_transposed(y: Tensor) -> bool:
+    """Whether a [tokens, d_out] tensor is stored with a token's values apart and a feature's values side by side."""
+    return y.stride(0) == 1 and y.stride(1) != 1
+
+
+def comes_transposed(x: Tensor) -> bool:
+    """Whether a layer's output for this input lies transposed; that of a single row lies either way."""
+    return x.shape[0] > 1 and prefers_weight_left(x.shape[0], x.dtype, x.device)
+
+
+class Stacked(GroupShares):
+    """Share of a site: its columns of the masked shrink."""
+
+    adds_transposed = True
+    add_all = None
+    refill = None
+
+    __slots__ = ("_alpha", "_bits", "_columns", "_keep", "_signs", "_thin")
+
+    def __init__(self, survey: Survey) -> None:
+        super().__init__(survey)
+        layout = survey.layout
+        self._columns = [
+            (index, layout.first_rows[index], layout.first_rows[index] + layout.widths[index]) for index in survey.live
+        ]
+        signs, distinct = _signs(survey)
+        kept = signs != 0
+        self._alpha = distinct[0] if len(distinct) == 1 else 1.0
+        self._bits = _BITS[layout.dtype.itemsize]
+        self._keep = None if kept.all() else kept.to(self._bits).neg_().to(layout.device)
+        # Shrunk with the factors on the left where layers are, which leaves it transposed, as the expand wants it then.
+        self._thin = prefers_weight_left(survey.num_tokens, layout.dtype, layout.device)
+        if self._thin and self._keep is not None:
+            self._keep = self._keep.t().contiguous().t()
+        self._signs = signs.to(layout.device, layout.dtype) if len(distinct) > 1 else None
+
+    def __call__(self, y: Tensor, x: Tensor, site: Site, packed: Packed | None) -> None:
+        assert packed is not None
+        share = self._share(x, site.index, packed)
+        if share is None:
+            return
+        if self._part is not None:
+            y = y[self._part]
+        if packed.bs and lies_transposed(y):
+            # As thin batches are multiplied themselves, factors on the left: less than half the time of the other way.
+            y.t().addmm_(packed.bs[site.index], share.t(), alpha=self._alpha)
+        else:
+            y.addmm_(share, packed.bts[site.index], alpha=self._alpha)
+
+    def _compute(self, x: Tensor, packed: Packed) -> dict[int, Tensor]:
+        if self._part is not None:
+            x = x[self._part]
+        hidden = torch.mm(packed.a, x.t()).t() if self._thin else F.linear(x, packed.a)
+        if self._keep is not None:
+            # Bits are cleared, not multiplied by zero: where another's adapter overflows, no NaN may come of it here.
+            hidden.view(self._bits).bitwise_and_(self._keep)
+        if self._signs is not None:
+            hidden.mul_(self._signs)
+        if self._lone:
+            return {0: hidden}
+        return {index: hidden[:, first:stop] for index, first, stop in self._columns}
+
+
+_BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def _signs(survey: Survey) -> tuple[Tensor, list[float]]:
+    """[tokens of the survey, rows of the layout]: the sum of the signs with which a token meets an adapter; 0 is not
+    at all. And the different ones but 0."""
+    keys = {key: place for place, key in enumerate(survey.keys)}
+    by_key = torch.zeros(survey.num_tokens, len(keys) + 1)  # the last column: packed, but without a lane
+    for key, start, stop, sign in survey.lanes:
+        by_key[start - survey.start : stop - survey.start, keys[key]] += sign
+    columns: list[int] = []
+    for site in survey.layout.spans:
+        for key, _, rank in site.values():
+            columns += [keys.get(key, -1)] * rank
+    return by_key[:, columns], by_key[by_key != 0].unique().tolist()
+
+
+class Gathered(GroupShares):
+    """Share of a site: its tokens' own values of the shrink."""
+
+    adds_transposed = True
+    add_all = None
+    refill = None
+
+    __slots__ = ("_alpha", "_bags", "_num_columns", "_own", "_parts", "_signs")
+
+    def __init__(self, survey: Survey) -> None:
+        super().__init__(survey)
+        layout = survey.layout
+        # The shrink is made as `a x^T`, which oneDNN reads faster, and with two columns at least, for the same reason.
+        self._num_columns = columns = max(2, survey.num_tokens)
+        own: list[Tensor] = []  # places in the shrink [rows of the group, columns], by site, token, lane, rank
+        signs: list[Tensor] = []
+        self._parts = []
+        # By site: rows of its Bt, and where each token's start among them.
+        self._bags: dict[int, tuple[Tensor, Tensor]] = {}
+        first = 0
+        for index in survey.live:
+            tokens, rows, site_signs, offsets = _weighed_rows(survey, index)
+            own.append((rows + layout.first_rows[index]) * columns + tokens)
+            signs.append(site_signs)
+            self._parts.append((index, slice(first, first + len(rows))))
+            first += len(rows)
+            self._bags[index] = rows.to(layout.device), offsets.to(layout.device)
+        self._own = torch.cat(own).to(layout.device)
+        all_signs = torch.cat(signs)
+        distinct = all_signs.unique().tolist()
+        self._alpha = distinct[0] if len(distinct) == 1 else 1.0
+        self._signs = all_signs.to(layout.device, layout.dtype) if len(distinct) > 1 else None
+
+    def __call__(self, y: Tensor, x: Tensor, site: Site, packed: Packed | None) -> None:
+        assert packed is not None
+        index = site.index
+        share = self._share(x, index, packed)
+        if share is not None:
+            rows, offsets = self._bags[index]
+            deltas = torch.embedding_bag(packed.bts[index], rows, offsets, False, _SUM, False, share, False)[0]
+            if self._part is not None:
+                y = y[self._part]
+            y.add_(deltas, alpha=self._alpha)
+
+    def _compute(self, x: Tensor, packed: Packed) -> dict[int, Tensor]:
+        if self._part is not None:
+            x = x[self._part]
+        own = torch.mm(packed.a, x.expand(self._num_columns, -1).t()).view(-1).index_select(0, self._own)
+        if self._signs is not None:
+            own.mul_(self._signs)
+        if self._lone:
+            return {0: own}
+        return {index: own[part] for index, part in self._parts}
+
+
+_SUM = 0  # mode of torch.embedding_bag
+
+
+def _weighed_rows(survey: Survey, site: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """What each token weighs of a site's Bt, token after token, lane after lane: its token, row and sign; and where
+    each token's begin."""
+    spans = survey.layout.spans[site]
+    lanes = [
+        (start - survey.start, stop - start, span.start, span.rank, int(sign))
+        for key, start, stop, sign in survey.lanes
+        if (span := spans.get(key)) is not None
+    ]
+    starts, lengths, first_rows, ranks, signs = torch.tensor(lanes, dtype=torch.int64).reshape(len(lanes), 5).unbind(1)
+    lane, token = _counted(lengths)
+    token += starts[lane]
+    in_order = token.argsort(stable=True)  # lanes may overlap
+    lane, token = lane[in_order], token[in_order]
+    place, row = _counted(ranks[lane])
+    lane, own = lane[place], token[place]
+    offsets = torch.bincount(own, minlength=survey.num_tokens).cumsum(0)
+    return own, row + first_rows[lane], signs[lane], torch.cat([offsets.new_zeros(1), offsets[:-1]])
+
+
+def _counted(counts: Tensor) -> tuple[Tensor, Tensor]:
+    """0 to counts[0], 0 to counts[1] and so on, one after the other: whose count, and the number."""
+    whose = torch.repeat_interleave(counts)
+    return whose, torch.arange(len(whose)) - (counts.cumsum(0) - counts)[whose]
+
+
+def _compiled(survey: Survey) -> Strategy:
+    """The compiled kernels, or their plain twin where there are none: a table made with them serves everywhere."""
+    return Compiled(survey) if serves(survey.layout.device, survey.layout.dtype) else Gathered(survey)
+
+
+def _divided(survey: Survey) -> Strategy:
+    """The same: without the kernels every lane is a long one."""
+    serving = serves(survey.layout.device, survey.layout.dtype)
+    return Divided(survey.lanes) if serving else Loop(survey.lanes)
+
+
+def _tiled(survey: Survey, name: str = "tiled") -> Strategy:
+    """The Triton kernels, or where they cannot run the strategy that is nearest to them."""
+    if survey.layout.device.type == "cuda" or triton_interprets():
+        from atmm.triton import lanes
+        from atmm.triton.tiling import Tiling
+
+        return lanes.prepare(survey, None if name == "tiled" else Tiling.named(name))
+    return Batched(survey)
+
+
+def triton_interprets() -> bool:
+    """Whether Triton's kernels run in its interpreter, on CPU tensors."""
+    return os.environ.get("TRITON_INTERPRET") == "1"
+
+
+STRATEGIES: dict[str, Callable[[Survey], Strategy]] = {
+    "loop": lambda survey: Loop(survey.lanes),
+    "batched": Batched,
+    "stacked": Stacked,
+    "gathered": Gathered,
+    "compiled": _compiled,
+    "divided": _divided,
+    "tiled": _tiled,
+}
+
+
+NEED_NO_COPY = frozenset({"loop", "divided"})
+"""Those that read the sites' own factors, packed or not."""
+
+
+def known(name: str) -> bool:
+    """Whether a strategy has this name: one of `STRATEGIES`, or "tiled" or "grouped" with the sizes of their tiles."""
+    return name in STRATEGIES or name.startswith(("tiled ", "grouped "))
+
+
+def served(name: str, survey: Survey) -> str:
+    """The name itself, or "tiled" where it is of grouped products that are not built here or cannot compute this."""
+    return "tiled" if name.startswith("grouped ") and not grouped.serves(survey, name) else name
+
+
+def prepare(name: str, survey: Survey) -> Strategy:
+    """The strategy of a known name, prepared for a survey."""
+    name = served(name, survey)
+    if name.startswith("grouped "):
+        return grouped.Grouped(survey, name)
+    return _tiled(survey, name) if name.startswith("tiled ") else STRATEGIES[name](survey)

@@ -1,0 +1,71 @@
+"""One shrink for all sites of a group, computed at the first of them and kept until the last has called."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from atmm.batch_stats import Survey
+from atmm.layers import Packed
+
+
+class HeldInput:
+    """An input that something was computed from, held so that its memory cannot become another tensor's.
+
+    Callers hand over a new view of it every time, which is recognised by memory, shape and strides and, where torch
+    counts writes, by version.
+    """
+
+    __slots__ = ("_version", "_x")
+
+    def __init__(self) -> None:
+        self._x: Tensor | None = None
+        self._version: int | None = None
+
+    def take(self, x: Tensor) -> None:
+        self._x = x
+        self._version = None if x.is_inference() else x._version
+
+    def drop(self) -> None:
+        self._x = None
+
+    def is_same(self, x: Tensor) -> bool:
+        held = self._x
+        return held is not None and x.is_set_to(held) and (self._version is None or self._version == x._version)
+
+
+class GroupShares:
+    """What strategies with a group-wide shrink have in common: the first site called computes every site's share.
+
+    The shares answer for exactly one packed copy and one input, each once.
+    """
+
+    __slots__ = ("_held", "_live", "_lone", "_packed", "_part", "_shares")
+
+    def __init__(self, survey: Survey) -> None:
+        self._part = survey.part
+        self._live = survey.live
+        self._lone = len(survey.layout.widths) == 1
+        self._shares: dict[int, Tensor] = {}  # by site, of those that have not called yet
+        self._packed: Packed | None = None
+        self._held = HeldInput()
+
+    def _share(self, x: Tensor, index: int, packed: Packed) -> Tensor | None:
+        """What the site needs to add its deltas; None when no lane's adapter targets it."""
+        if self._lone:
+            return self._compute(x, packed)[0]
+        if index not in self._live:
+            return None
+        share = self._shares.pop(index, None)
+        if share is None or packed is not self._packed or not self._held.is_same(x):
+            self._shares = self._compute(x, packed)
+            self._packed = packed
+            self._held.take(x)
+            share = self._shares.pop(index)
+        if not self._shares:
+            self._packed = None
+            self._held.drop()
+        return share
+
+    def _compute(self, x: Tensor, packed: Packed) -> dict[int, Tensor]:
+        """Every site's share, by site."""
+        raise NotImplementedError

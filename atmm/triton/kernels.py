@@ -1,0 +1,207 @@
+"""Device code. Triton reads these functions' source, so what they share is passed in, not imported.
+
+Factors are pools of rows: A [rows, d_in] and Bt [rows, d_out], an adapter of rank r being r rows that lie together. The
+rank is never the contiguous dimension, which is what lets every load be 128 bits wide, and no rank is padded in memory.
+Hidden values are float32 planes [planes, rows, width], one row per token and lane; columns past a rank are zero.
+"""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def _add_product(
+    sums, x_at, a_at, k, start, stop, in_tile, in_rank,
+    BLOCK_K: tl.constexpr, EVEN_K: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """sums + x A^T over inputs start to stop; x_at and a_at point at the first BLOCK_K of them."""
+    for first in range(start, stop, BLOCK_K):
+        if EVEN_K:
+            x = tl.load(x_at, mask=in_tile[:, None], other=0.0)
+            a = tl.load(a_at, mask=in_rank[None, :], other=0.0)
+        else:
+            in_sum = (first + k) < stop
+            x = tl.load(x_at, mask=in_tile[:, None] & in_sum[None, :], other=0.0)
+            a = tl.load(a_at, mask=in_rank[None, :] & in_sum[:, None], other=0.0)
+        sums = tl.dot(x, a, sums, input_precision=PRECISION)
+        x_at += BLOCK_K
+        a_at += BLOCK_K
+    return sums
+
+
+@triton.jit
+def _bt_of(pool_ptr, tile, LINE: tl.constexpr):
+    """A tile's Bt and the length of its rows, in elements. LINE: elements in 16 bytes. Written as products, so that the
+    compiler knows what they are multiples of, and loads wide words."""
+    start = tl.load(tile + 4).to(tl.int64) * (16 * LINE)
+    return pool_ptr + start, tl.load(tile + 5) * LINE
+
+
+@triton.jit(do_not_specialize_on_alignment=["tile_ptr"])
+def shrink(
+    x_ptr, a_ptr, hidden_ptr, d_in, x_stride, a_stride, plane_stride, hidden_stride, tile_ptr,
+    BLOCK_M: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr, EVEN_K: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """hidden[plane, row] = x[token] A[rows]^T over one share of d_in.
+
+    Grid (tiles, rank blocks, planes). A tile is int32 [first token, tokens, first row of A, rank, first hidden row].
+    """
+    tile = tile_ptr + tl.program_id(0) * 5
+    first_token = tl.load(tile)
+    count = tl.load(tile + 1)
+    a_row = tl.load(tile + 2).to(tl.int64)
+    rank = tl.load(tile + 3)
+    hidden_row = tl.load(tile + 4).to(tl.int64)
+    first_rank = tl.program_id(1) * BLOCK_R
+    if first_rank >= rank:
+        return
+    m = tl.arange(0, BLOCK_M)
+    r = first_rank + tl.arange(0, BLOCK_R)
+    k = tl.arange(0, BLOCK_K)
+    in_tile = m < count
+    in_rank = r < rank
+    # Shares are whole blocks, so that only the last one may be cut short.
+    share = tl.cdiv(tl.cdiv(d_in, BLOCK_K), tl.num_programs(2)) * BLOCK_K
+    start = tl.program_id(2) * share
+    stop = tl.minimum(start + share, d_in)
+    x_at = x_ptr + (first_token + m).to(tl.int64)[:, None] * x_stride + (start + k)[None, :]
+    a_at = a_ptr + (a_row + r)[None, :] * a_stride + (start + k)[:, None]
+    sums = tl.zeros((BLOCK_M, BLOCK_R), dtype=tl.float32)
+    sums = _add_product(sums, x_at, a_at, k, start, stop, in_tile, in_rank, BLOCK_K, EVEN_K, PRECISION)
+    plane = hidden_ptr + tl.program_id(2).to(tl.int64) * plane_stride
+    tl.store(plane + (hidden_row + m)[:, None] * hidden_stride + r[None, :], sums, mask=in_tile[:, None])
+
+
+@triton.jit(do_not_specialize_on_alignment=["tile_ptr"])
+def expand(
+    y_ptr, hidden_ptr, pool_ptr, column, y_stride, plane_stride, hidden_stride, tile_ptr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr, MAX_RANK: tl.constexpr,
+    PARTS: tl.constexpr, PLANES: tl.constexpr, EVEN_N: tl.constexpr, LINE: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """y[token] += sum over the tile's lanes of sign * hidden Bt[rows].
+
+    Grid (tiles of one site or of all, blocks of the widest d_out). A tile is int32, as `atmm.triton.plan` says; its
+    lanes cover the same tokens, and no other tile of its site has these, so that y is written by one program alone.
+    column: which of the group's outputs is y's first.
+    """
+    tile = tile_ptr + tl.program_id(0) * (6 + 5 * PARTS)
+    count = tl.load(tile + 1)
+    d_out = tl.load(tile + 3)
+    if tl.program_id(1) * BLOCK_N >= d_out:
+        return
+    bt_ptr, bt_stride = _bt_of(pool_ptr, tile, LINE)
+    m = tl.arange(0, BLOCK_M)
+    n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    r = tl.arange(0, BLOCK_R)
+    in_tile = m < count
+    in_row = n < d_out
+    sums = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+    for part in tl.static_range(PARTS):
+        bt_row = tl.load(tile + 6 + 5 * part).to(tl.int64)
+        rank = tl.load(tile + 7 + 5 * part)
+        hidden_row = tl.load(tile + 8 + 5 * part).to(tl.int64)
+        sign = tl.load(tile + 10 + 5 * part).to(tl.float32)
+        for first in tl.static_range(0, MAX_RANK, BLOCK_R):
+            if first < rank:
+                in_rank = (first + r) < rank
+                mask = in_rank[:, None] if EVEN_N else in_rank[:, None] & in_row[None, :]
+                bt = tl.load(bt_ptr + (bt_row + first + r)[:, None] * bt_stride + n[None, :], mask=mask, other=0.0)
+                at = hidden_ptr + (hidden_row + m)[:, None] * hidden_stride + (first + r)[None, :]
+                hidden = tl.load(at, mask=in_tile[:, None], other=0.0)
+                for plane in tl.static_range(1, PLANES):
+                    hidden += tl.load(at + plane * plane_stride, mask=in_tile[:, None], other=0.0)
+                sums = tl.dot((hidden * sign).to(bt_ptr.dtype.element_ty), bt, sums, input_precision=PRECISION)
+    # Read here, not above: registers are scarce in between.
+    token = (tl.load(tile) + m).to(tl.int64)[:, None]
+    own_column = tl.load(tile + 2) - column
+    if EVEN_N:
+        own_column = tl.multiple_of(own_column, 16)
+    y_at = y_ptr + token * y_stride + own_column + n[None, :]
+    mask = in_tile[:, None] if EVEN_N else in_tile[:, None] & in_row[None, :]
+    y = tl.load(y_at, mask=mask, other=0.0).to(tl.float32)
+    tl.store(y_at, (y + sums).to(y_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit(do_not_specialize_on_alignment=["tile_ptr"])
+def single(
+    y_ptr, x_ptr, a_ptr, column, d_in, y_stride, x_stride, a_stride, tile_ptr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr, MAX_RANK: tl.constexpr,
+    PARTS: tl.constexpr, EVEN_K: tl.constexpr, EVEN_N: tl.constexpr, LINE: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Both products in one launch: every block of d_out shrinks its tokens again, from factors that wait in the cache.
+
+    Grid and tiles as in `expand`; a_ptr is the start of the pool.
+    """
+    tile = tile_ptr + tl.program_id(0) * (6 + 5 * PARTS)
+    first_token = tl.load(tile)
+    count = tl.load(tile + 1)
+    d_out = tl.load(tile + 3)
+    if tl.program_id(1) * BLOCK_N >= d_out:
+        return
+    bt_ptr, bt_stride = _bt_of(a_ptr, tile, LINE)
+    m = tl.arange(0, BLOCK_M)
+    n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    r = tl.arange(0, BLOCK_R)
+    k = tl.arange(0, BLOCK_K)
+    in_tile = m < count
+    in_row = n < d_out
+    token = (first_token + m).to(tl.int64)[:, None]
+    sums = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+    for part in tl.static_range(PARTS):
+        bt_row = tl.load(tile + 6 + 5 * part).to(tl.int64)
+        rank = tl.load(tile + 7 + 5 * part)
+        a_row = tl.load(tile + 9 + 5 * part).to(tl.int64)
+        sign = tl.load(tile + 10 + 5 * part).to(tl.float32)
+        for first in tl.static_range(0, MAX_RANK, BLOCK_R):
+            if first < rank:
+                in_rank = (first + r) < rank
+                x_at = x_ptr + token * x_stride + k[None, :]
+                a_at = a_ptr + (a_row + first + r)[None, :] * a_stride + k[:, None]
+                hidden = tl.zeros((BLOCK_M, BLOCK_R), dtype=tl.float32)
+                hidden = _add_product(hidden, x_at, a_at, k, 0, d_in, in_tile, in_rank, BLOCK_K, EVEN_K, PRECISION)
+                mask = in_rank[:, None] if EVEN_N else in_rank[:, None] & in_row[None, :]
+                bt = tl.load(bt_ptr + (bt_row + first + r)[:, None] * bt_stride + n[None, :], mask=mask, other=0.0)
+                sums = tl.dot((hidden * sign).to(bt_ptr.dtype.element_ty), bt, sums, input_precision=PRECISION)
+    own_column = tl.load(tile + 2) - column
+    if EVEN_N:
+        own_column = tl.multiple_of(own_column, 16)
+    y_at = y_ptr + token * y_stride + own_column + n[None, :]
+    mask = in_tile[:, None] if EVEN_N else in_tile[:, None] & in_row[None, :]
+    y = tl.load(y_at, mask=mask, other=0.0).to(tl.float32)
+    tl.store(y_at, (y + sums).to(y_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def merge(
+    out_ptr, base_ptr, a_ptr, bt_ptr, rank, d_out, d_in,
+    out_stride, out_row, base_stride, base_row, a_stride, a_row, bt_stride, bt_row, scale,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr, MAX_RANK: tl.constexpr, EVEN: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """out = base + scale * Bt^T A for one block of one layer. Grid (layers, blocks of d_out, blocks of d_in)."""
+    layer = tl.program_id(0).to(tl.int64)
+    n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    k = tl.program_id(2) * BLOCK_K + tl.arange(0, BLOCK_K)
+    r = tl.arange(0, BLOCK_R)
+    sums = tl.zeros((BLOCK_N, BLOCK_K), dtype=tl.float32)
+    for first in tl.static_range(0, MAX_RANK, BLOCK_R):
+        if first < rank:
+            in_rank = (first + r) < rank
+            bt_mask = in_rank[:, None] if EVEN else in_rank[:, None] & (n < d_out)[None, :]
+            a_mask = in_rank[:, None] if EVEN else in_rank[:, None] & (k < d_in)[None, :]
+            row = (first + r)[:, None]
+            bt = tl.load(bt_ptr + layer * bt_stride + row * bt_row + n[None, :], mask=bt_mask, other=0.0)
+            a = tl.load(a_ptr + layer * a_stride + row * a_row + k[None, :], mask=a_mask, other=0.0)
+            sums = tl.dot(tl.trans(bt), a, sums, input_precision=PRECISION)
+    n64 = n.to(tl.int64)[:, None]
+    if EVEN:
+        base = tl.load(base_ptr + layer * base_stride + n64 * base_row + k[None, :])
+        merged = base.to(tl.float32) + scale * sums
+        tl.store(out_ptr + layer * out_stride + n64 * out_row + k[None, :], merged.to(out_ptr.dtype.element_ty))
+    else:
+        mask = (n < d_out)[:, None] & (k < d_in)[None, :]
+        base = tl.load(base_ptr + layer * base_stride + n64 * base_row + k[None, :], mask=mask, other=0.0)
+        merged = base.to(tl.float32) + scale * sums
+        tl.store(
+            out_ptr + layer * out_stride + n64 * out_row + k[None, :], merged.to(out_ptr.dtype.element_ty), mask=mask
+        )

@@ -1,0 +1,184 @@
+"""Compile kernels for a GPU that need not be there, and look at what came out: does it fit, spill, load in wide
+words."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import re
+import subprocess
+import tempfile
+from collections import Counter
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from atmm.layers import ROW_ALIGNMENT
+from atmm.triton import kernels
+from atmm.triton.tiling import Tiling, all_usual, block_r, merge_blocks, space
+
+_SHARED_BYTES = {80: 166_912, 90: 232_448}
+"""Shared memory one block may use, by compute capability (NVIDIA's CUDA programming guide, technical
+specifications)."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Kernel:
+    """One kernel with its compile-time sizes, for values of 2 bytes (bfloat16) or 4 (float32)."""
+
+    name: str
+    sizes: Mapping[str, Any]
+    num_warps: int = 4
+    num_stages: int = 3
+    itemsize: int = 2
+
+
+class Facts(NamedTuple):
+    """What the compiler made. faults: what rules the kernel out, in words."""
+
+    shared_bytes: int
+    registers: int
+    stack_bytes: int
+    wide_loads: int
+    faults: tuple[str, ...]
+
+
+_NUMBERS = {
+    "shrink": ("d_in", "x_stride", "a_stride", "plane_stride", "hidden_stride"),
+    "expand": ("column", "y_stride", "plane_stride", "hidden_stride"),
+    "single": ("column", "d_in", "y_stride", "x_stride", "a_stride"),
+    "merge": (
+        "rank", "d_out", "d_in", "out_stride", "out_row", "base_stride", "base_row", "a_stride", "a_row", "bt_stride",
+        "bt_row",
+    ),
+}  # fmt: skip
+_VALUES = ("x_ptr", "a_ptr", "bt_ptr", "pool_ptr", "y_ptr", "out_ptr", "base_ptr")
+_POINTERS = {"hidden_ptr": "*fp32", "tile_ptr": "*i32"}
+
+
+def inspect(kernel: Kernel, capability: int) -> Facts:
+    """Compile for compute capability 80 or 90, and list what is wrong with it."""
+    function = getattr(kernels, kernel.name)
+    names = function.arg_names
+    values = dict.fromkeys(_VALUES, "*fp32" if kernel.itemsize == 4 else "*bf16")
+    types = {**_POINTERS, **values, **dict.fromkeys(_NUMBERS[kernel.name], "i32"), "scale": "fp32"}
+    source = ASTSource(
+        fn=function,
+        signature={name: "constexpr" if name in kernel.sizes else types[name] for name in names},
+        constexprs={(names.index(name),): value for name, value in kernel.sizes.items()},
+        attrs={
+            (names.index(name),): [["tt.divisibility", 16]]
+            for name in names
+            if name not in kernel.sizes and name not in ("scale", "rank", "tile_ptr")
+        },
+    )
+    options = {"num_warps": kernel.num_warps, "num_stages": kernel.num_stages, "enable_fp_fusion": True}
+    made = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+    registers, stack = _resources(made.asm["cubin"])
+    loads = _loads(_disassembled(made.asm["cubin"]))
+    faults = []
+    if made.metadata.shared > _SHARED_BYTES[capability]:
+        faults.append(f"{made.metadata.shared} bytes of shared memory, {_SHARED_BYTES[capability]} are there")
+    if stack:
+        faults.append(f"{stack} bytes spilled")
+    faults += _narrow(kernel, loads)
+    return Facts(made.metadata.shared, registers, stack, loads[128], tuple(faults))
+
+
+def _loads(assembly: str) -> Counter[int]:
+    """Loads from global memory by their bits."""
+    found = re.findall(r"\b(?:LDG|LDGSTS)\.E([.\w]*)", assembly)
+    sizes = (re.search(r"\.(?:[US]?(8|16|64|128))(?=\.|$)", modifiers) for modifiers in found)
+    return Counter(32 if size is None else int(size[1]) for size in sizes)
+
+
+def _narrow(kernel: Kernel, loads: Counter[int]) -> list[str]:
+    """What of the factors, inputs and outputs is not loaded in words of 128 bits. Narrower may be the entries of a tile
+    table, each by itself, and in an expand the hidden values, where a thread has few of them."""
+    sizes, threads = kernel.sizes, 32 * kernel.num_warps
+    parts = sizes.get("PARTS", 1)
+    entries = {"shrink": 5, "expand": 4 + 5 * parts, "single": 4 + 5 * parts, "merge": 0}[kernel.name]
+    allowed, needed = Counter({32: entries}), 1
+    if kernel.name == "expand":
+        blocks = parts * -(-sizes["MAX_RANK"] // sizes["BLOCK_R"])
+        needed = (blocks * sizes["BLOCK_R"] + sizes["BLOCK_M"]) * sizes["BLOCK_N"] * kernel.itemsize // (16 * threads)
+        bits = 32 * sizes["BLOCK_M"] * sizes["BLOCK_R"] // threads
+        if bits < 128:
+            allowed[bits] += blocks * sizes["PLANES"]
+    faults = [
+        f"{count} loads of {bits} bits, {allowed[bits]} are no factors"
+        for bits, count in sorted(loads.items())
+        if bits < 128 and count > allowed[bits]
+    ]
+    if loads[128] < needed:
+        faults.append(f"{loads[128]} loads of 128 bits, factors and outputs take {needed}")
+    return faults
+
+
+_TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
+
+
+def _resources(cubin: bytes) -> tuple[int, int]:
+    """Registers per thread, bytes of stack."""
+    told = re.search(r"REG:(\d+) STACK:(\d+)", _run("cuobjdump", "--dump-resource-usage", cubin))
+    assert told is not None, "cuobjdump tells no resource usage"
+    return int(told[1]), int(told[2])
+
+
+def _disassembled(cubin: bytes) -> str:
+    return _run("nvdisasm", "-c", cubin)
+
+
+def _run(tool: str, option: str, cubin: bytes) -> str:
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        return subprocess.run([_TOOLS / tool, option, file.name], check=True, capture_output=True, text=True).stdout
+
+
+def kernels_of(tiling: Tiling, rank: int, itemsize: int = 2) -> list[Kernel]:
+    """What a tiling launches for adapters of up to this rank, with two lanes at a token."""
+    rows = block_r(rank)
+    common = {"BLOCK_M": tiling.block_m, "BLOCK_R": rows, "PRECISION": "ieee"}
+    shrinks = {"BLOCK_K": tiling.block_k, "EVEN_K": True}
+    expands = {"BLOCK_N": tiling.block_n, "MAX_RANK": -(-rank // rows) * rows, "PARTS": 2, "EVEN_N": True}
+    expands["LINE"] = ROW_ALIGNMENT // itemsize
+    warps, stages = tiling.num_warps, tiling.num_stages
+    if not tiling.split_k:
+        return [Kernel("single", {**common, **shrinks, **expands}, warps, stages, itemsize)]
+    return [
+        Kernel("shrink", {**common, **shrinks}, warps, stages, itemsize),
+        Kernel("expand", {**common, **expands, "PLANES": tiling.split_k}, warps, itemsize=itemsize),
+    ]
+
+
+def merging(rank: int, itemsize: int = 2) -> Kernel:
+    rows, (block_n, block_k) = block_r(rank), merge_blocks(itemsize)
+    sizes = {"BLOCK_N": block_n, "BLOCK_K": block_k, "BLOCK_R": rows, "MAX_RANK": rows, "EVEN": True}
+    return Kernel("merge", {**sizes, "PRECISION": "ieee"}, itemsize=itemsize)
+
+
+def whole_space() -> list[Kernel]:
+    """Every kernel that the search may time, and what is launched where nobody has measured, each once: adapters of
+    rank 16, 32 and 64, in bfloat16 and float32. What is compiled for float16 differs in the instructions alone."""
+    found: dict[str, Kernel] = {}
+    for itemsize, rank in itertools.product((2, 4), (16, 32, 64)):
+        tilings = (*space(itemsize), *all_usual(itemsize))
+        launched = (kernel for tiling in tilings for kernel in kernels_of(tiling, rank, itemsize))
+        for kernel in (merging(rank, itemsize), *launched):
+            found.setdefault(repr(kernel), kernel)
+    return list(found.values())
+
+
+def sample() -> list[Kernel]:
+    """What is launched for decoding, for prefill and to merge where nobody has measured, and a single launch."""
+    some = (
+        (Tiling(16, 128, 128, 8, 3), 16, 2), (Tiling(64, 128, 128, 1, 3), 64, 2), (Tiling(16, 128, 128, 0, 3), 16, 2),
+        (Tiling(16, 128, 64, 1, 3), 64, 4),
+    )  # fmt: skip
+    merges = merging(16), merging(64), merging(64, 4)
+    return [*(kernel for own in some for kernel in kernels_of(*own)), *merges]

@@ -1,0 +1,112 @@
+"""Lanes cut into tiles: small tables of int32 that tell every program what it works on. Built once per step and
+class."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from atmm.batch_stats import Survey
+from atmm.layers import ROW_ALIGNMENT, TENSOR_ALIGNMENT, bt_starts, row_strides
+from atmm.segments import MOST_WITH_ROOM
+
+
+class Tiles(NamedTuple):
+    """shrink: [first token, tokens, first row of A, rank, first hidden row] per tile, over all sites of the group.
+
+    expand: per site, [first token, tokens, first column, d_out, where Bt starts, its row's length, (first row of Bt,
+    rank, first hidden row, first row of A, sign) x parts] per tile; tiles of a site cover different tokens. A column is
+    one of the group's outputs side by side; Bt starts so many 256 bytes behind A, and its rows are so many 16 bytes
+    long. parts: most lanes that meet at a token. num_rows: hidden rows.
+
+    Of a survey with room all sizes are the most that its lanes can take; tiles of nothing but zeros fill them up.
+    """
+
+    shrink: list[tuple[int, ...]]
+    expand: dict[int, list[tuple[int, ...]]]
+    parts: int
+    num_rows: int
+
+
+class _Part(NamedTuple):
+    start: int
+    stop: int
+    a_row: int
+    bt_row: int
+    rank: int
+    hidden_row: int  # of its first token
+    sign: int
+
+
+def cut(survey: Survey, block: int) -> Tiles:
+    """Tiles of at most `block` tokens. Tokens are counted from the survey's start."""
+    shrink: list[tuple[int, ...]] = []
+    parts_of: dict[int, list[_Part]] = {}
+    num_rows = 0
+    for site in survey.live:
+        parts_of[site] = []
+        for key, start, stop, sign in survey.lanes:
+            span = survey.layout.spans[site].get(key)
+            if span is None or not span.rank:
+                continue
+            first, last = start - survey.start, stop - survey.start
+            a_row = survey.layout.first_rows[site] + span.start
+            parts_of[site].append(_Part(first, last, a_row, span.start, span.rank, num_rows, int(sign)))
+            for token in range(first, last, block):
+                shrink.append((token, min(block, last - token), a_row, span.rank, num_rows + token - first))
+            num_rows += last - first
+    pieces = {site: _pieces(parts) for site, parts in parts_of.items()}
+    most = max((len(parts) for own in pieces.values() for _, _, parts in own), default=1)
+    if survey.room is not None:
+        most = MOST_WITH_ROOM
+    layout = survey.layout
+    starts, (_, lengths) = bt_starts(layout), row_strides(layout)
+    expand = {
+        site: [
+            (
+                token,
+                min(block, stop - token),
+                sum(layout.d_outs[:site]),
+                layout.d_outs[site],
+                starts[site] // TENSOR_ALIGNMENT,
+                lengths[site] * layout.dtype.itemsize // ROW_ALIGNMENT,
+                *_parts_at(token, parts, most),
+            )
+            for start, stop, parts in own
+            for token in range(start, stop, block)
+        ]
+        for site, own in pieces.items()
+    }
+    if survey.room is not None:
+        num_tokens, num_sites = survey.num_tokens, len(survey.live)
+        own = MOST_WITH_ROOM * num_tokens
+        # A lane's last tile may be short, and so may that before each border of a lane.
+        _fill(shrink, num_sites * min(own, own // block + survey.room), 5)
+        for tiles in expand.values():
+            _fill(tiles, min(num_tokens, num_tokens // block + 2 * survey.room), 6 + 5 * MOST_WITH_ROOM)
+        num_rows = num_sites * own
+    return Tiles(shrink, expand, most, num_rows)
+
+
+def _fill(tiles: list[tuple[int, ...]], count: int, size: int) -> None:
+    tiles += [(0,) * size] * (count - len(tiles))
+
+
+def _pieces(parts: Sequence[_Part]) -> list[tuple[int, int, list[_Part]]]:
+    """The stretches of tokens that the same lanes cover."""
+    borders = sorted({border for part in parts for border in (part.start, part.stop)})
+    found = []
+    for start, stop in itertools.pairwise(borders):
+        here = [part for part in parts if part.start <= start and stop <= part.stop]
+        if here:
+            found.append((start, stop, here))
+    return found
+
+
+def _parts_at(token: int, parts: Sequence[_Part], most: int) -> tuple[int, ...]:
+    row: list[int] = []
+    for part in parts:
+        row += [part.bt_row, part.rank, part.hidden_row + token - part.start, part.a_row, part.sign]
+    row += [0] * (5 * (most - len(parts)))  # rank 0: nothing to add
+    return tuple(row)

@@ -1,0 +1,1 @@
+"""Measuring strategies and tilings, and the tables of what was fastest."""

@@ -1,0 +1,292 @@
+"""The offline, profile-based search of V-LoRA (Algorithm 2): time every strategy and tiling on a grid of buckets.
+
+Each group of sites is timed as a layer of a model meets it: its factors and the code have left the cache, because the
+base weights have passed through in between. Whoever is plainly slower by its bytes and operations is not timed.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import json
+import random
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from atmm import reference
+from atmm.batch_stats import Survey
+from atmm.cpu.lanes import serves
+from atmm.cutlass.lanes import serves as built
+from atmm.cutlass.tiling import sensible as grouped_tiles
+from atmm.dispatch import estimate, rule
+from atmm.layers import Factors, Site, SiteGroup
+from atmm.operator import add_delta, add_deltas
+from atmm.segments import Lane, SegmentPlan
+from atmm.strategies.hybrid import divides
+from atmm.strategies.registry import comes_transposed
+from atmm.tuning.buckets import Bucket, Evenness
+from atmm.tuning.cold_cache import Caches, read_by
+from atmm.tuning.racing import race
+
+TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048)
+ADAPTERS = (1, 2, 4, 8, 16)
+RANKS = (8, 16, 32, 64)
+_MOST_ESTIMATED = 4.0  # times the least estimate; more is not timed
+_MOST_COMPILED = 512  # tokens; the compiled kernels go token by token
+_FEWEST_GROUPED = 256  # tokens; the grouped products are for prefill
+_TURNS = 7
+_NUM_RANDOM = 1_000_003  # prime, so that factors cut from the values one after the other differ
+_IN_THE_RACE = 1.25  # times the least seconds so far; slower candidates are not timed again
+_CLOSE = 1.1  # times the least seconds; who is no slower may be the fastest
+_FINAL_TURNS = 9
+_LONG_S = 0.015  # each candidate of a bucket is timed this long together before fewer turns will do
+
+
+class Shape(NamedTuple):
+    """Sites that read one input: features in, and out of each site."""
+
+    d_in: int
+    d_outs: tuple[int, ...]
+
+
+SHAPES = (
+    Shape(896, (896, 128, 128)),
+    Shape(896, (896,)),
+    Shape(896, (4864, 4864)),
+    Shape(4864, (896,)),
+    Shape(896, (4864,)),
+    Shape(2048, (8192,)),
+)
+"""What is searched for no model in particular: the layers of the 0.5 B Qwen2 language model, and two lone sites."""
+
+
+class Case(NamedTuple):
+    """What one bucket stands for in the search."""
+
+    shape: Shape
+    rank: int
+    dtype: str
+    num_adapters: int
+    num_tokens: int
+    even: bool
+
+    @classmethod
+    def of(cls, bucket: Bucket) -> Case:
+        """A case that falls into the bucket."""
+        d_out = bucket.d_out // bucket.num_sites
+        return cls(
+            Shape(bucket.d_in, (d_out,) * bucket.num_sites),
+            bucket.rank,
+            str(bucket.dtype).removeprefix("torch."),
+            bucket.adapters,
+            bucket.tokens,
+            bucket.evenness != Evenness.RAGGED,
+        )
+
+    def plan(self, strategy: str | None = None) -> SegmentPlan:
+        """Even segments, or ragged ones: each about half as long as the one before, as [100, 50, ..., 1]."""
+        tokens, adapters = self.num_tokens, self.num_adapters
+        if self.even:
+            cuts = [tokens * index // adapters for index in range(adapters + 1)]
+        else:
+            spare, whole = tokens - adapters, 1 - 0.5**adapters
+            cuts = [index + round(spare * (1 - 0.5**index) / whole) for index in range(adapters + 1)]
+        lanes = [Lane(str(index), *cut) for index, cut in enumerate(itertools.pairwise(cuts))]
+        return SegmentPlan(tokens, lanes, strategy)
+
+    def group(self, device: str) -> SiteGroup:
+        """Packed sites with random adapters."""
+        dtype = getattr(torch, self.dtype)
+        group = SiteGroup([Site(str(index), self.shape.d_in, d_out) for index, d_out in enumerate(self.shape.d_outs)])
+        keys = [str(key) for key in range(self.num_adapters)]
+        values, used = _random_values(dtype, device), 0
+        for site, key in itertools.product(group.sites, keys):
+            factors = []
+            for d in (site.d_in, site.d_out):
+                start = used % (len(values) - self.rank * d)
+                factors.append(values[start : start + self.rank * d].view(self.rank, d).clone())
+                used += self.rank * d + 1
+            site.factors[key] = Factors(*factors)
+        group.pack(keys)
+        return group
+
+    def input(self, device: str) -> tuple[Tensor, list[Tensor]]:
+        """Random x [tokens, d_in], and each site's zero output, lying as the base layer leaves it there."""
+        dtype = getattr(torch, self.dtype)
+        size = self.num_tokens * self.shape.d_in
+        values = _random_values(dtype, device)
+        x = values.repeat(-(-size // len(values)))[:size].view(self.num_tokens, self.shape.d_in)
+        if comes_transposed(x):
+            return x, [x.new_zeros(d_out, self.num_tokens).t() for d_out in self.shape.d_outs]
+        return x, [x.new_zeros(self.num_tokens, d_out) for d_out in self.shape.d_outs]
+
+
+@functools.cache
+def _random_values(dtype: torch.dtype, device: str) -> Tensor:
+    """Drawn once: drawing every case's factors anew would take a tenth of the search."""
+    return (torch.randn(_NUM_RANDOM, device=device) * 0.05).to(dtype)
+
+
+class Finding(NamedTuple):
+    """A bucket with each candidate's seconds for all sites of the group, and what the rule would have chosen."""
+
+    bucket: Bucket
+    seconds: Mapping[str, float]
+    ruled: str
+
+    @property
+    def best(self) -> str:
+        return min(self.seconds, key=self.seconds.__getitem__)
+
+
+def cases(shapes: Sequence[Shape], dtypes: Sequence[str]) -> list[Case]:
+    """The grid in an order of its own that is the same every time: a search cut short has seen some of everything."""
+    found = []
+    for shape, rank, dtype, num_adapters, num_tokens in itertools.product(shapes, RANKS, dtypes, ADAPTERS, TOKENS):
+        if num_adapters <= num_tokens:
+            found.append(Case(shape, rank, dtype, num_adapters, num_tokens, True))
+        if 1 < num_adapters < num_tokens:
+            found.append(Case(shape, rank, dtype, num_adapters, num_tokens, False))
+    random.Random(0).shuffle(found)
+    return found
+
+
+def search(cases: Sequence[Case], device: str, journal: Path, seconds: float) -> Iterator[Finding | None]:
+    """Measure case by case until all are done or the time is up; None for a case whose bucket is known already.
+
+    journal: what was found so far, a JSON object a line; a search that was stopped goes on behind it.
+    """
+    stop = time.monotonic() + seconds
+    found = read(journal)
+    known = {finding.bucket for finding in found}
+    with journal.open("w") as file, torch.inference_mode():
+        file.writelines(_as_line(finding) for finding in found)  # without a line cut short
+        for case in cases:
+            if time.monotonic() >= stop:
+                return
+            group = case.group(device)
+            assert group.packed is not None
+            bucket = Bucket.of(Survey(case.plan(), group.packed.layout))
+            if bucket in known:
+                yield None
+                continue
+            known.add(bucket)
+            finding = measure(case, group, device)
+            file.write(_as_line(finding))
+            file.flush()
+            yield finding
+
+
+def measure(case: Case, group: SiteGroup, device: str) -> Finding:
+    """Time every candidate of a case."""
+    assert group.packed is not None
+    survey = Survey(case.plan(), group.packed.layout)
+    x, outputs = case.input(device)
+    if x.is_cuda:
+        outputs = [torch.cat(outputs, 1)]  # there the engine serves a group at once
+    caches = _caches(device, x.dtype)
+    transposed = comes_transposed(x)
+
+    def timed(plan: SegmentPlan, factors: Sequence[Tensor]) -> float:
+        caches.forget(factors)
+        return _time(group, plan, x, outputs)
+
+    names = candidates(survey, transposed)
+    calls = {name: functools.partial(timed, case.plan(name), read_by(name, group)) for name in names}
+    ruled = rule(survey, transposed)
+    seconds = race(calls, _TURNS, _IN_THE_RACE, _LONG_S)
+    best = min(seconds.values())
+    # Whoever comes out best of many was also lucky: only a second race tells whether the rule errs, or does not.
+    finalists = {name: call for name, call in calls.items() if name == ruled or seconds[name] <= _CLOSE * best}
+    if len(finalists) > 1:
+        seconds |= race(finalists, _FINAL_TURNS, _IN_THE_RACE, _LONG_S, seed=1)
+    return Finding(Bucket.of(survey), seconds, ruled)
+
+
+_caches = functools.cache(Caches)
+
+
+def candidates(survey: Survey, transposed: bool) -> list[str]:
+    """Strategies worth timing, the rule's choice among them."""
+    layout = survey.layout
+    estimates = estimate(survey)
+    least = min(estimates.values())
+    names = [name for name, seconds in estimates.items() if seconds <= _MOST_ESTIMATED * least]
+    if serves(layout.device, layout.dtype):
+        if survey.num_tokens <= _MOST_COMPILED:
+            names.append("compiled")
+        if divides(survey.lanes):
+            names.append("divided")
+    if layout.device.type == "cuda":
+        from atmm.triton.tiling import sensible
+
+        longest = max(lane.stop - lane.start for lane in survey.lanes)
+        tilings = sensible(layout.dtype.itemsize, layout.d_in, longest, survey.num_tokens)
+        names += ["tiled", *(tiling.name for tiling in tilings)]
+        if survey.num_tokens >= _FEWEST_GROUPED:
+            names += [tile.name for tile in grouped_tiles(longest) if built(survey, tile.name)]
+    ruled = rule(survey, transposed)
+    return names if ruled in names else [*names, ruled]
+
+
+def _time(group: SiteGroup, plan: SegmentPlan, x: Tensor, outputs: list[Tensor]) -> float:
+    clock = time.perf_counter if x.is_cuda else time.process_time  # a CPU may be shared with others
+    if x.is_cuda:
+        torch.cuda.synchronize()
+    start = clock()
+    if len(outputs) == 1 and len(group.sites) > 1:
+        add_deltas(outputs[0], x, group, plan)
+    else:
+        for site, y in zip(group.sites, outputs, strict=True):
+            add_delta(y, x, site, plan)
+    if x.is_cuda:
+        torch.cuda.synchronize()
+    return clock() - start
+
+
+def error(case: Case, strategy: str, device: str) -> float:
+    """Largest error of a strategy on a case, as a share of the largest delta, against the float64 reference."""
+    group = case.group(device)
+    x, outputs = case.input(device)
+    worst = 0.0
+    for site, y in zip(group.sites, outputs, strict=True):
+        right = reference.add_delta(y, x, site, case.plan())
+        add_delta(y, x, site, case.plan(strategy))
+        worst = max(worst, ((y.double() - right).abs().max() / right.abs().max()).item())
+    return worst
+
+
+def read(journal: Path) -> list[Finding]:
+    """What a search found before it was stopped; nothing where there is no journal. A line cut short is left out."""
+    if not journal.exists():
+        return []
+    found = []
+    for line in journal.read_text().splitlines():
+        try:
+            found.append(_from_line(json.loads(line)))
+        except json.JSONDecodeError:
+            continue
+    return found
+
+
+def _as_line(finding: Finding) -> str:
+    *sizes, evenness, dtype, device_type = finding.bucket
+    line = {
+        "bucket": [*sizes, evenness.name, str(dtype).removeprefix("torch."), device_type],
+        "seconds": dict(finding.seconds),
+        "ruled": finding.ruled,
+    }
+    return json.dumps(line) + "\n"
+
+
+def _from_line(line: Mapping[str, Any]) -> Finding:
+    tokens, adapters, rank, d_in, d_out, num_sites, evenness, dtype, device_type = line["bucket"]
+    sizes = tokens, adapters, rank, d_in, d_out, num_sites
+    return Finding(
+        Bucket(*sizes, Evenness[evenness], getattr(torch, dtype), device_type), line["seconds"], line["ruled"]
+    )

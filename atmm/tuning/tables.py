@@ -1,0 +1,205 @@
+"""The measured tables: one JSON document per processor and number of threads, written by `vlora tune`.
+
+A table records where it was measured (`device`, `torch`, `threads`, `date`) and holds one row per bucket in which the
+rule of `atmm.dispatch` chose badly: the bucket's fields, then the strategy that was fastest.
+
+Tables are searched for in the user's folder (`$XDG_DATA_HOME/vlora/tables`, where `vlora tune` writes) and in the
+package (`atmm/tables`). Of all readable ones the engine takes, in this order, the nearest processor, the nearest number
+of threads, the user's before the packaged one. Without any, the rule decides alone.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import logging
+import math
+import os
+import pathlib
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from atmm import processor
+from atmm.strategies.registry import known
+from atmm.tuning.buckets import Bucket, Evenness
+
+logger = logging.getLogger(__name__)
+
+FOLDER = pathlib.Path(__file__).parents[1] / "tables"
+COLUMNS = ("tokens", "adapters", "rank", "d_in", "d_out", "num_sites", "evenness", "dtype", "strategy")
+
+
+def device_name(device_type: str) -> str:
+    """What a table is measured for: a GPU by name, a CPU by the instructions its matrix products can use."""
+    if device_type == "cuda":
+        return torch.cuda.get_device_name()
+    flags = processor.flags()
+    # Of those that have tiles all multiply pairs, too; and what multiplies neither is slower by far in 16 bits.
+    products = next((name for flag, name in (("amx_bf16", "-amx"), ("avx512_bf16", "-bf16")) if flag in flags), "")
+    return f"cpu-{torch.backends.cpu.get_cpu_capability().lower().replace(' ', '-')}{products}"
+
+
+class Table(NamedTuple):
+    """A table's file. threads: those it was measured with. date: ISO, for messages only."""
+
+    path: pathlib.Path
+    device: str
+    threads: int
+    date: str
+    rows: Sequence[tuple[Bucket, str]]
+
+    @property
+    def from_user(self) -> bool:
+        """Whether it lies in the user's folder, not in the package."""
+        return self.path.parent != FOLDER
+
+
+class Choice(NamedTuple):
+    """The table in use, None for the rule alone, and its strategies by bucket key."""
+
+    table: Table | None
+    strategies: Mapping[int, str]
+
+
+def table_for(device_type: str) -> Mapping[int, str]:
+    """Bucket key to strategy, for the device at hand and this thread's number of torch threads; empty without a
+    table."""
+    return choose_table(device_type, torch.get_num_threads()).strategies
+
+
+@functools.cache
+def choose_table(device_type: str, threads: int) -> Choice:
+    """The best table for the device at hand, chosen once per process. A file that cannot be read is skipped with a
+    warning."""
+    here = device_name(device_type)
+    candidates = []
+    for path in _files():
+        try:
+            table = read_table(path, device_type)
+        except (OSError, ValueError) as error:
+            logger.warning("skipped an ATMM table: %s", error)
+            continue
+        distance = _distance(here, table.device)
+        if distance is not None:
+            # A GPU's kernels do not depend on the number of host threads.
+            other_threads = 0.0 if device_type == "cuda" else abs(math.log2(table.threads / threads))
+            candidates.append(((distance, other_threads, not table.from_user, table.threads, path.name), table))
+    if not candidates:
+        return Choice(None, {})
+    _, best = min(candidates, key=lambda candidate: candidate[0])
+    return Choice(best, {bucket.key(): strategy for bucket, strategy in best.rows})
+
+
+def describe(device_type: str) -> str:
+    """One line on the table in use, and on what to do where it was not measured for this processor and number of
+    threads."""
+    here, threads = device_name(device_type), torch.get_num_threads()
+    table = choose_table(device_type, threads).table
+    tune = "run `vlora tune`" if device_type == "cpu" else f"run `vlora tune --device {device_type}`"
+    if table is None:
+        return f"no table for this processor ({here}); strategies are chosen by rule; {tune}"
+    number = "" if device_type == "cuda" else f", {table.threads} thread{'s' if table.threads > 1 else ''}"
+    origin = "tuned" if table.from_user else "packaged, measured"
+    if table.device != here:
+        facts = f"{table.device} ({origin} on {table.date}{number})"
+        return f"no table for this processor ({here}); using the nearest, {facts}; {tune}"
+    facts = f"{here} ({origin}{' here' if table.from_user else ''} on {table.date}{number})"
+    if device_type == "cuda" or table.threads == threads:
+        return facts
+    return f"no table for {threads} thread{'s' if threads > 1 else ''}; using {facts}; {tune}"
+
+
+def _files() -> Iterator[pathlib.Path]:
+    for find in (user_folder, lambda: FOLDER):
+        try:
+            yield from sorted(find().glob("*.json"))
+        except OSError as error:
+            logger.warning("skipped a folder of ATMM tables: %s", error)
+
+
+# x86-64 processors in the order of what their matrix products can use. AMX lies apart: its tables prefer transposed
+# products, which are slow without matrix tiles.
+_LADDER = {"cpu-default": 0, "cpu-no-avx": 0, "cpu-avx2": 1, "cpu-avx512": 2, "cpu-avx512-bf16": 3, "cpu-avx512-amx": 6}
+
+
+def _distance(here: str, there: str) -> int | None:
+    """How far two processors are apart: 0 for the same, None where one's table cannot serve the other."""
+    if here == there:
+        return 0
+    if here not in _LADDER or there not in _LADDER:
+        return None
+    return abs(_LADDER[here] - _LADDER[there]) or 1
+
+
+def read_table(path: pathlib.Path, device_type: str) -> Table:
+    """A table's file. One that does not record its number of threads was measured with one.
+
+    Raises OSError, and ValueError for a file that is no table of this version.
+    """
+    try:
+        document = json.loads(path.read_text())
+        columns, rows = tuple(document["columns"]), document["rows"]
+        if columns != COLUMNS:
+            raise ValueError(f"it has columns {columns}, not {COLUMNS}")
+        found = [(_bucket(row[:-1], device_type), row[-1]) for row in rows]
+        for bucket, _ in found:
+            bucket.key()  # raises ValueError for a size out of range
+        unknown = {strategy for _, strategy in found if not known(strategy)}
+        if unknown:
+            raise ValueError(f"it names strategies that are not known: {', '.join(sorted(unknown))}")
+        device, threads = document["device"], document.get("threads", 1)
+        if not isinstance(device, str):
+            raise ValueError(f"device is {device!r}, not a name")
+        if type(threads) is not int or threads < 1:
+            raise ValueError(f"threads is {threads!r}, not a positive number")
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise ValueError(f"{path} is no table of this version; search again with `vlora tune`: {error}") from error
+    return Table(path, device, threads, str(document.get("date", "an unknown date")), found)
+
+
+def _bucket(row: Sequence[Any], device_type: str) -> Bucket:
+    tokens, adapters, rank, d_in, d_out, num_sites, evenness, dtype = row
+    sizes = tokens, adapters, rank, d_in, d_out, num_sites
+    return Bucket(*sizes, Evenness[evenness], getattr(torch, dtype), device_type)
+
+
+def user_folder() -> pathlib.Path:
+    """`$XDG_DATA_HOME/vlora/tables`, default `~/.local/share/vlora/tables`; it may not exist yet.
+
+    Raises:
+        FileNotFoundError: the variable is not set and the user has no home folder, as often in containers.
+    """
+    try:
+        return pathlib.Path(os.environ.get("XDG_DATA_HOME") or "~/.local/share").expanduser() / "vlora" / "tables"
+    except RuntimeError as error:
+        raise FileNotFoundError("this user has no home folder and XDG_DATA_HOME is not set") from error
+
+
+def path_for(device_type: str, threads: int) -> pathlib.Path:
+    """Where `vlora tune` writes the table of the device at hand: in the user's folder."""
+    name = re.sub(r"[^a-z0-9]+", "-", device_name(device_type).lower())
+    return user_folder() / (f"{name}.json" if device_type == "cuda" else f"{name}-t{threads}.json")
+
+
+def write(path: pathlib.Path, device_type: str, date: str, rows: Iterable[tuple[Bucket, str]]) -> None:
+    """Write this machine's table, one row per line so that two searches compare well."""
+    header = {
+        "device": device_name(device_type),
+        "torch": torch.__version__,
+        "threads": torch.get_num_threads(),
+        "date": date,
+        "columns": COLUMNS,
+    }
+    lines = [
+        json.dumps([*bucket[:6], bucket.evenness.name, str(bucket.dtype).removeprefix("torch."), strategy])
+        for bucket, strategy in rows
+    ]
+    body = ",\n  ".join(lines)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    # Whole or not at all: an engine may read it while it is written, and a search may be stopped here.
+    fresh = path.with_suffix(".new")
+    fresh.write_text(f'{json.dumps(header, indent=1)[:-2]},\n "rows": [\n  {body}\n ]\n}}\n')
+    os.replace(fresh, path)

@@ -1,0 +1,59 @@
+"""Compiling for a GPU before the first request comes: a compiler takes a second, a step some milliseconds."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+
+import torch
+
+from atmm.layers import Factors, Site, SiteGroup
+from atmm.operator import add_deltas
+from atmm.segments import Lane, SegmentPlan
+from atmm.triton.tiling import Tiling, all_usual, block_r
+from atmm.tuning import tables
+
+_HIGHEST_RANK = 64
+_KEYS = ("own", "merged")
+
+
+def compile_ahead(groups: Sequence[SiteGroup], dtype: torch.dtype, device: torch.device) -> None:
+    """Launch every kernel once that the device's table names for sites like these, so that all are compiled, or loaded
+    where an earlier run compiled them. Nothing to do without a table: the rule takes no kernel that is compiled.
+
+    Ranks above 64 are left to their first request, and so are tokens that more than two lanes meet.
+    """
+    shapes = {(group.sites[0].d_in, tuple(site.d_out for site in group.sites)) for group in groups}
+    ranks = {block_r(rank) for rank in range(1, _HIGHEST_RANK + 1)}
+    with torch.inference_mode():
+        for (d_in, d_outs), rank in itertools.product(sorted(shapes), sorted(ranks)):
+            group = _plain_group(d_in, d_outs, rank, dtype, device)
+            x = torch.zeros(2, d_in, dtype=dtype, device=device)
+            y = x.new_zeros(2, sum(d_outs))
+            for tiling in set(_measured(d_in, len(d_outs), dtype, device)):
+                own, merged = Lane(_KEYS[0], 0, 2), Lane(_KEYS[1], 0, 2, -1.0)
+                for lanes in ((own,), (own, merged)):
+                    add_deltas(y, x, group, SegmentPlan(2, lanes, tiling.name))
+
+
+def _plain_group(d_in: int, d_outs: Sequence[int], rank: int, dtype: torch.dtype, device: torch.device) -> SiteGroup:
+    group = SiteGroup([Site(str(index), d_in, d_out) for index, d_out in enumerate(d_outs)])
+    for site, key in itertools.product(group.sites, _KEYS):
+        a, bt = (torch.zeros(rank, d, dtype=dtype, device=device) for d in (d_in, site.d_out))
+        site.factors[key] = Factors(a, bt)
+    group.pack(_KEYS)
+    return group
+
+
+def _measured(d_in: int, num_sites: int, dtype: torch.dtype, device: torch.device) -> Iterator[Tiling]:
+    """Tilings that the device's table names."""
+    table = tables.choose_table(device.type, torch.get_num_threads()).table
+    if table is None:
+        return
+    for bucket, strategy in table.rows:
+        if (bucket.d_in, bucket.num_sites, bucket.dtype) != (d_in, num_sites, dtype):
+            continue
+        if strategy == "tiled":
+            yield from all_usual(dtype.itemsize)
+        elif strategy.startswith("tiled "):
+            yield Tiling.named(strategy)

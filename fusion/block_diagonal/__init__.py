@@ -1,0 +1,1 @@
+"""Block-diagonal adapters (BD-LoRA): layout, conversion of existing adapters, distillation."""

@@ -1,0 +1,221 @@
+"""`vlora convert-bd`: an existing LoRA made block-diagonal (BD-LoRA), so that ranks serve it without a word more."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import AutoConfig
+
+from fusion.block_diagonal.blocks import block_side, next_multiple, undivided_layer
+from fusion.block_diagonal.distil import Distilled, distil
+from fusion.block_diagonal.svd import nearest_blocks
+from fusion.embedded import checkpoint_path
+from fusion.plan.check import check
+from fusion.plan.schema import PlanFile
+from fusion.progress.progress import Progress
+from vlora.errors import BadAdapter, BadConfig
+from vlora.lora import SiteShape
+from vlora.lora.peft_format import (
+    CONFIG_FILE,
+    HEAD_FILES,
+    WEIGHTS_FILE,
+    AdapterHeader,
+    TargetHeader,
+    read_config,
+    read_header,
+)
+from vlora.models.hf_adapter import Seam
+from vlora.models.loading import dummy_model
+from vlora.models.pretrained import from_pretrained
+from vlora.parallel.adapter_sharding import Blocks
+from vlora.parallel.layer_sharding import COLUMN_PARALLEL, ROW_PARALLEL
+
+
+class ConvertedLayer(NamedTuple):
+    """error: relative Frobenius error of its delta; 0 where it stayed dense (blocks None)."""
+
+    layer: str
+    blocks: Blocks | None
+    rank: int
+    error: float
+
+
+class Conversion(NamedTuple):
+    """domains: how well the adapter answers before and after, where there was data to ask it."""
+
+    layers: list[ConvertedLayer]
+    domains: list[Distilled]
+
+
+def convert(
+    adapter: Path,
+    out: Path,
+    *,
+    blocks: int,
+    rank: int | None = None,
+    base: str | None = None,
+    data: PlanFile | None = None,
+    progress: Progress | None = None,
+) -> Conversion:
+    """Write `adapter`, its heads unchanged, to the folder `out` in PEFT's format with `blocks` blocks.
+
+    rank: of every converted layer, its own if None. base: the base model, the one the adapter names if None. data: a
+    plan on whose domains the result is trained to answer as the adapter does; of it, domains, training and seed count.
+    progress: where layers, training and scoring are shown. All of `out` is written, or nothing.
+
+    Raises BadAdapter for what cannot be converted, BadConfig for `out` and `base`, BadPlan for data.
+    """
+    if not adapter.is_dir():
+        raise BadAdapter(f"{adapter} is no folder; an adapter is a folder in PEFT's format")
+    if out.exists():
+        raise BadConfig(f"{out} exists already; choose another folder with --out")
+    config = read_config(adapter)
+    base = base or config.get("base_model_name_or_path")
+    if not base:
+        raise BadConfig(f"{adapter} does not say what its base model is; name it with --model")
+    base = checkpoint_path() if base == "embedded" else base
+    header = _read(adapter, base)
+    ranks = _ranks(header, blocks, rank)
+    progress = progress or Progress()
+    checked = None if data is None else check(data, progress)
+    temporary = out.with_name(f"{out.name}.unfinished")
+    shutil.rmtree(temporary, ignore_errors=True)
+    temporary.mkdir(parents=True)
+    try:
+        layers = _write(header, config, ranks, blocks, temporary, progress)
+        domains = [] if checked is None else distil(header, temporary, base, checked, progress)
+        temporary.rename(out)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+    return Conversion(layers, domains)
+
+
+def _read(adapter: Path, base: str) -> AdapterHeader:
+    """Held against the base model's shapes, none of its weights."""
+    try:
+        seam = Seam(dummy_model(from_pretrained(AutoConfig, base), "float32", torch.device("meta"), seed=0))
+    except (OSError, ValueError) as error:
+        raise BadConfig(f"the base model {base} cannot be loaded; name another with --model: {error}") from error
+    sites = {
+        name: SiteShape(layer.in_features, layer.out_features, vision)
+        for vision, linears in ((False, seam.language_linears), (True, seam.vision_linears))
+        for name, layer in linears.items()
+    }
+    header = read_header(adapter, sites, seam.hidden_size)
+    if header.has_blocks:
+        raise BadAdapter(f"{adapter} is block-diagonal already; it is served as it is, on any number of ranks")
+    return header
+
+
+def _ranks(header: AdapterHeader, blocks: int, wanted: int | None) -> dict[str, int]:
+    """The rank of each layer that gets blocks, by its name. Raises BadAdapter where it cannot."""
+    ranks = {}
+    for target in header.targets:
+        if target.vision or block_side(target.site) is None:
+            leaf = target.site.rpartition(".")[2]
+            if taken := [name for name in (*COLUMN_PARALLEL, *ROW_PARALLEL) if name in leaf]:
+                raise BadAdapter(
+                    f"{header.path} adapts {target.site}, which ranks do not share and which so gets no blocks; but to "
+                    f"PEFT every layer has blocks that has {taken[0]} in the last part of its name"
+                )
+            continue
+        d_in, d_out = target.disk[0][1], target.disk[1][0]
+        if wrong := undivided_layer(target.site, d_in, d_out, blocks):
+            raise BadAdapter(f"{header.path}: {wrong}")
+        rank = wanted or target.rank
+        if rank % blocks:
+            raise BadAdapter(
+                f"{header.path}: {blocks} blocks do not divide rank {rank} of {target.site}; "
+                f"--rank {next_multiple(rank, blocks)} works"
+            )
+        ranks[target.site] = rank
+    if not ranks:
+        raise BadAdapter(f"{header.path} adapts no layer that ranks share, so there is nothing to convert")
+    return ranks
+
+
+def _write(
+    header: AdapterHeader,
+    config: Mapping[str, Any],
+    ranks: Mapping[str, int],
+    blocks: int,
+    folder: Path,
+    progress: Progress,
+) -> list[ConvertedLayer]:
+    layers: list[ConvertedLayer] = []
+    tensors: dict[str, Tensor] = {}
+    by_module: dict[str, int] = {}
+    factors = load_file(header.path / WEIGHTS_FILE)
+    with progress.work(f"converting {header.path}", len(header.targets), "layers") as moved:
+        for target in header.targets:
+            layer, tensors[target.tensor_a], tensors[target.tensor_b] = _converted(
+                header, target, factors, ranks, blocks
+            )
+            layers.append(layer)
+            by_module[_module(target)] = layer.rank
+            moved(len(layers))
+    save_file(tensors, folder / WEIGHTS_FILE, metadata={"format": "pt"})
+    (folder / CONFIG_FILE).write_text(json.dumps({**config, **_settings(by_module, layers, blocks)}, indent=2) + "\n")
+    for file in HEAD_FILES:
+        if (header.path / file).exists():
+            shutil.copyfile(header.path / file, folder / file)
+    return layers
+
+
+def _converted(
+    header: AdapterHeader,
+    target: TargetHeader,
+    factors: Mapping[str, Tensor],
+    ranks: Mapping[str, int],
+    blocks: int,
+) -> tuple[ConvertedLayer, Tensor, Tensor]:
+    """A layer with its factors A and B. Raises BadAdapter for values that are not finite."""
+    a, b = factors[target.tensor_a], factors[target.tensor_b].double() * target.scale
+    side = block_side(target.site)
+    made = None if side is None else Blocks(side, blocks)
+    rank, error = ranks.get(target.site, target.rank), 0.0
+    if not (a.isfinite().all() and b.isfinite().all()):
+        raise BadAdapter(f"{header.path}: the factors of {target.site} hold values that are not finite")
+    if made is not None:
+        a, b, error = nearest_blocks(a, b, made, rank)
+    return ConvertedLayer(target.site, made, rank, error), _stored(a), _stored(b)
+
+
+def _settings(ranks: Mapping[str, int], layers: Sequence[ConvertedLayer], blocks: int) -> dict[str, Any]:
+    """Scaling is 1, having gone into the factors: by whole or by block's rank, alpha is the rank of each layer."""
+    most = max(ranks.values())
+    others = {re.escape(module): rank for module, rank in ranks.items() if rank != most}
+    leaves = {
+        side: sorted({layer.layer.rpartition(".")[2] for layer in layers if layer.blocks and layer.blocks.side == side})
+        for side in "ab"
+    }
+    return {
+        "r": most,
+        "lora_alpha": most,
+        "use_rslora": False,
+        "rank_pattern": others,
+        "alpha_pattern": others,
+        "use_bdlora": {
+            "target_modules_bd_a": leaves["a"],
+            "target_modules_bd_b": leaves["b"],
+            "nblocks": blocks,
+            "match_strict": all(layer.blocks is not None for layer in layers),
+        },
+    }
+
+
+def _module(target: TargetHeader) -> str:
+    """The layer's name as the file has it, which is what PEFT matches patterns with."""
+    return target.tensor_a.removeprefix("base_model.model.").removesuffix(".lora_A.weight")
+
+
+def _stored(factor: Tensor) -> Tensor:
+    return factor.float().contiguous()

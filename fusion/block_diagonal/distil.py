@@ -1,0 +1,203 @@
+"""Training a converted adapter to answer as the one it was made of; how well both answer."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from peft import PeftModel, get_peft_model_state_dict
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from fusion.plan.check import Checked
+from fusion.plan.schema import TrainingPlan
+from fusion.progress.progress import Moved, Progress
+from fusion.training.collator import Prepared, read_samples
+from fusion.training.objectives import HeadObjective, Read
+from fusion.training.precision import mixed_precision
+from fusion.training.train import Domain, FrozenBase
+from heads import TaskHead
+from vlora.config import EngineConfig
+from vlora.errors import BadAdapter, BadPlan
+from vlora.lora.peft_format import WEIGHTS_FILE, AdapterHeader
+from vlora.models import InputProcessor
+from vlora.models.loading import load_model
+
+_GENTLER = 1 / 3  # than training from nothing: it begins near the end
+_FAR = 0.1  # from the original's hidden states; begun nearer than that, it goes gentler still
+_LOOKS = 8  # at validation data while it is trained, for the best state on the way
+_LOOKED_AT = 40  # samples of each domain
+_AT_ONCE = 50
+_ORIGINAL, _CONVERTED = "original", "converted"
+
+
+class Distilled(NamedTuple):
+    """A domain's score on test data: of the original adapter, as converted, and after distillation. apart: how far the
+    hidden states there are from the original's, relative to theirs, as converted and after distillation."""
+
+    domain: str
+    original: float
+    converted: float
+    distilled: float
+    apart_converted: float
+    apart_distilled: float
+
+
+def distil(
+    original: AdapterHeader, converted: Path, base_path: str, checked: Checked, progress: Progress
+) -> list[Distilled]:
+    """Train the adapter in `converted` to have the original's hidden states on the training data of the plan's domains
+    that it has heads for: as many steps as the plan says for each, at a third of its rate or less. What came nearest to
+    the original on validation data is written there; that may be what it was.
+
+    What is matched is what heads and the first token of an answer read: the final hidden states of last prompt tokens
+    and of image tokens. Labels are not used. Raises BadAdapter for one that touches the vision side, BadPlan for data
+    of other domains, or with other labels than a head's.
+    """
+    if original.touches_vision:
+        raise BadAdapter(
+            f"{original.path} adapts the vision side, whose features distillation keeps fixed; leave out --data"
+        )
+    plan = checked.plan
+    base = FrozenBase(
+        load_model(EngineConfig(model=base_path, dtype="float32")),
+        InputProcessor.from_pretrained(base_path),
+        progress=progress,
+    )
+    domains = {
+        domain.name: Domain(domain, checked.data[domain.name].splits, base)
+        for domain in plan.domains
+        if domain.name in original.heads
+    }
+    if not domains:
+        raise BadPlan(
+            f"none of the plan's domains ({', '.join(domain.name for domain in plan.domains)}) has a head in "
+            f"{original.path}, which has {', '.join(original.heads) or 'none'}"
+        )
+    for name, domain in domains.items():
+        _same_labels(domain, original.heads[name])
+    pair = _Pair(base, original, converted, bfloat16=plan.training.bfloat16)
+
+    def scored(which: str) -> dict[str, float]:
+        found = {}
+        with progress.work(f"scoring the {which} adapter", len(domains), "domains") as moved:
+            for name, domain in domains.items():
+                found[name] = pair.score(which, domain, original.heads[name])
+                moved(len(found))
+        return found
+
+    def apart() -> dict[str, float]:
+        return {name: pair.apart(domain.test) for name, domain in domains.items()}
+
+    first, second, before = scored(_ORIGINAL), scored(_CONVERTED), apart()
+    steps = plan.training.steps * len(domains)
+    samples = [sample for domain in domains.values() for sample in domain.train]
+    looked_at = [sample for domain in domains.values() for sample in domain.validation[:_LOOKED_AT]]
+    with progress.work(f"distilling {', '.join(domains)}", steps, "steps") as moved:
+        pair.train(samples, looked_at, steps, plan.training, np.random.default_rng(plan.seed), moved)
+    save_file(pair.factors(), converted / WEIGHTS_FILE, metadata={"format": "pt"})
+    third, after = scored(_CONVERTED), apart()
+    return [Distilled(name, first[name], second[name], third[name], before[name], after[name]) for name in domains]
+
+
+def _same_labels(domain: Domain, head: TaskHead) -> None:
+    if not isinstance(domain.task, HeadObjective):
+        raise BadPlan(f"{domain.plan.name} is answered in words in the plan, by a head in the adapter")
+    if (own := domain.task.task.labels) != head.spec.labels:
+        raise BadPlan(
+            f"the data of {domain.plan.name} has the labels {', '.join(own)}, the adapter's head "
+            f"{', '.join(head.spec.labels)}; give the domain these as `labels`, in this order"
+        )
+
+
+class _Pair:
+    """Both adapters on one base model."""
+
+    def __init__(self, base: FrozenBase, original: AdapterHeader, converted: Path, *, bfloat16: bool) -> None:
+        self._base = base
+        self._peft = PeftModel.from_pretrained(base.model, str(original.path), adapter_name=_ORIGINAL)
+        self._peft.load_adapter(str(converted), _CONVERTED, is_trainable=True)
+        self._peft.eval()  # both without dropout: what is matched is what is served
+        self._bfloat16 = bfloat16
+
+    def train(
+        self,
+        samples: Sequence[Prepared],
+        looked_at: Sequence[Prepared],
+        steps: int,
+        settings: TrainingPlan,
+        rng: np.random.Generator,
+        moved: Moved,
+    ) -> None:
+        """Leaves the state that was nearest to the original on the samples looked at."""
+        self._peft.set_adapter(_CONVERTED)
+        parameters = [p for p in self._peft.parameters() if p.requires_grad]
+        nearest, best = self.apart(looked_at), [p.detach().clone() for p in parameters]
+        # Adam's steps are as long as the rate, however short the way: at that of a long one it leaves a near start.
+        rate = settings.learning_rate * _GENTLER * min(1.0, nearest / _FAR)
+        optimizer = torch.optim.AdamW(parameters, rate, weight_decay=0.0)
+        looks = {steps * look // _LOOKS for look in range(1, _LOOKS + 1)}
+        for step in range(steps):
+            for group in optimizer.param_groups:
+                group["lr"] = rate * 0.5 * (1 + math.cos(math.pi * step / steps))
+            batch = [samples[i] for i in rng.integers(len(samples), size=settings.batch_size)]
+            with torch.no_grad():
+                wanted = self._read(_ORIGINAL, batch)
+            loss = _apart(self._read(_CONVERTED, batch), wanted)
+            loss.backward()
+            nn.utils.clip_grad_norm_(parameters, 1.0)
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+            if step + 1 in looks and (found := self.apart(looked_at)) < nearest:
+                nearest, best = found, [p.detach().clone() for p in parameters]
+            moved(step + 1, f"loss {float(loss.detach()):.4f}, held-out hidden states apart by {nearest:.3f} at best")
+        with torch.no_grad():
+            for parameter, kept in zip(parameters, best, strict=True):
+                parameter.copy_(kept)
+
+    @torch.no_grad()
+    def score(self, which: str, domain: Domain, head: TaskHead) -> float:
+        """The domain's metric on its test data."""
+        linear = nn.Linear(head.weight.shape[1], head.weight.shape[0], device=self._base.seam.device)
+        linear.weight.copy_(head.weight)
+        linear.bias.copy_(head.bias)
+        served = HeadObjective(head.task, domain.task.metric_name)  # as sure as the adapter's file says
+        answers: list[object] = []
+        for part in _parts(domain.test):
+            found = served.answers(self._read(which, part), linear, [sample.target for sample in part])
+            answers += [sample.of_whole_pictures(answer) for sample, answer in zip(part, found, strict=True)]
+        return served.metric(answers, [sample.target for sample in domain.test])
+
+    @torch.no_grad()
+    def apart(self, samples: Sequence[Prepared]) -> float:
+        """Root of the mean over samples of what training makes small."""
+        squares = [
+            float(_apart(self._read(_CONVERTED, part), self._read(_ORIGINAL, part))) * len(part)
+            for part in _parts(samples)
+        ]
+        return math.sqrt(sum(squares) / len(samples))
+
+    def factors(self) -> dict[str, Tensor]:
+        state = get_peft_model_state_dict(self._peft, adapter_name=_CONVERTED)
+        return {name: tensor.detach().cpu().contiguous() for name, tensor in state.items()}
+
+    def _read(self, which: str, samples: Sequence[Prepared]) -> Read:
+        self._peft.set_adapter(which)
+        seen = [sample.embeddings for sample in samples]  # read from disk each time
+        features = [rows for rows in seen if rows is not None]
+        with mixed_precision(self._base.seam.device, self._bfloat16):
+            return read_samples(self._base.seam, samples, features)
+
+
+def _parts(samples: Sequence[Prepared]) -> list[Sequence[Prepared]]:
+    return [samples[first : first + _AT_ONCE] for first in range(0, len(samples), _AT_ONCE)]
+
+
+def _apart(found: Read, wanted: Read) -> Tensor:
+    """Squared distance relative to the original's square, of the two kinds of hidden states alike."""
+    kinds = ((found.last, wanted.last), (torch.cat(found.images), torch.cat(wanted.images)))
+    return torch.stack([(a.float() - b.float()).square().sum() / b.float().square().sum() for a, b in kinds]).mean()

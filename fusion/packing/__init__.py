@@ -1,0 +1,1 @@
+"""Accuracy-aware packing of domains into adapters (V-LoRA section 4.2)."""

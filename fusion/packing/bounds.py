@@ -1,0 +1,57 @@
+"""How sure a measured score is: lower confidence bounds, one-sided."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+import numpy as np
+from scipy.stats import binomtest
+
+from fusion.packing.algorithm import Score
+
+_RESAMPLES = 400
+Target = TypeVar("Target")
+
+
+def bounded(
+    metric: Callable[[Sequence[object], Sequence[Target]], float],
+    answers: Sequence[object],
+    targets: Sequence[Target],
+    *,
+    mean: bool,
+    confidence: float,
+    seed: int = 0,
+) -> Score:
+    """A metric over samples with the bound that its true value exceeds with probability `confidence`.
+
+    mean: whether the metric is the mean of its values on single samples. Where these are all 0 or 1: Clopper and
+    Pearson's exact bound, which never promises too much. Else (F1, mean average precision, F1 of words) a percentile of
+    the metric over resampled samples; `seed` draws them.
+    """
+    count = len(targets)
+    if not mean:
+
+        def of(rows: np.ndarray) -> float:
+            return metric([answers[row] for row in rows], [targets[row] for row in rows])
+
+        return _resampled(of, metric(answers, targets), count, confidence, seed)
+    single = np.array([metric([answer], [target]) for answer, target in zip(answers, targets, strict=True)])
+    value = float(single.mean())
+    if set(single) <= {0.0, 1.0}:
+        test = binomtest(round(single.sum()), count, alternative="greater")
+        return Score(value, float(test.proportion_ci(confidence, method="exact").low))
+    return _resampled(lambda rows: float(single[rows].mean()), value, count, confidence, seed)
+
+
+def _resampled(of: Callable[[np.ndarray], float], value: float, count: int, confidence: float, seed: int) -> Score:
+    """The percentile bootstrap (Efron 1979) over the samples and one more that is worth nothing. Without that one, a
+    score of 1 would be bounded by 1, however few samples it is of. Clopper and Pearson's bound has it, too: of r right
+    and w wrong it is a quantile of Beta(r, w + 1)."""
+    rng = np.random.default_rng(seed)
+    found = []
+    for _ in range(_RESAMPLES):
+        rows = rng.integers(count + 1, size=count)
+        seen = rows[rows < count]
+        found.append(of(seen) * len(seen) / count if len(seen) else 0.0)
+    return Score(value, min(value, float(np.quantile(found, 1 - confidence))))

@@ -1,0 +1,100 @@
+"""Packing by joint training: all domains at once, divided until every promise holds, then united as far as that goes.
+
+Domains that are trained in turn forget and get in each other's way by their order; trained at once they do neither, so
+that fewer adapters hold them all. A training takes as many steps as its domains would alone, and nothing is kept of one
+that fails.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+
+from fusion.packing.algorithm import Packing, Score, Step, Trained, TrainTogether, broken_in, told
+
+Set = frozenset[str]
+
+
+def pack_jointly(
+    domains: Sequence[str],
+    thresholds: Mapping[str, float],
+    train: TrainTogether,
+    *,
+    say: Callable[[str], None] = lambda _: None,
+    ahead: Callable[[Sequence[Set]], None] = lambda _: None,
+) -> Packing:
+    """Sets of domains, each trained at once, in which every promise holds by its lower bound.
+
+    A set that breaks promises is divided into the domains that kept theirs and those that did not. What is left in the
+    end is united again, two by two, the smallest first, but for unions that hold a set known to fail.
+
+    A domain that misses its threshold even alone is reported, and shares its adapter with no other.
+
+    ahead: told of the two parts of a set as soon as it is divided; both are sure to be asked for.
+    """
+    found = _Found(thresholds, train, say)
+    waiting = [frozenset(domains)]
+    kept: list[Set] = []
+    missed: dict[str, Score] = {}
+    while waiting:
+        together = waiting.pop()
+        broken = found.broken(together)
+        if not broken:
+            kept.append(together)
+        elif len(together) == 1:
+            missed.update(broken)
+        else:
+            parts = _divided(together, broken, thresholds)
+            ahead(parts)
+            waiting += parts
+    while (pair := next((pair for pair in _smallest_first(kept) if found.unites(*pair)), None)) is not None:
+        kept = [together for together in kept if together not in pair]
+        kept.append(frozenset.union(*pair))
+    # Adapters, and domains in each, as the plan has them.
+    sets = [*kept, *(frozenset((name,)) for name in missed)]
+    named = {tuple(name for name in domains if name in together): found.trained[together] for together in sets}
+    adapters = dict(sorted(named.items(), key=lambda one: list(domains).index(one[0][0])))
+    return Packing.of(adapters, found.steps, missed, thresholds)
+
+
+class _Found:
+    """Each set is trained at most once."""
+
+    def __init__(self, thresholds: Mapping[str, float], train: TrainTogether, say: Callable[[str], None]) -> None:
+        self._thresholds = thresholds
+        self._train = train
+        self._say = say
+        self._failed: list[Set] = []
+        self.trained: dict[Set, Trained] = {}
+        self.steps: list[Step] = []
+
+    def broken(self, together: Set) -> dict[str, Score]:
+        """The promises that one adapter of these domains breaks."""
+        trained = self._train(together)
+        broken = broken_in(trained.scores, self._thresholds)
+        self.trained[together] = trained
+        names = tuple(sorted(together))
+        self.steps.append(Step(names, (), trained, broken, kept=not broken or len(names) == 1))
+        if broken:
+            self._failed.append(together)
+            why = "misses its threshold even alone" if len(names) == 1 else "do not fit into one adapter"
+            self._say(f"{', '.join(names)} {why}: {told(broken, self._thresholds)}")
+        else:
+            self._say(f"{', '.join(names)} in one adapter: {told(trained.scores, self._thresholds)}")
+        return broken
+
+    def unites(self, one: Set, other: Set) -> bool:
+        union = one | other
+        return not any(failed <= union for failed in self._failed) and not self.broken(union)
+
+
+def _divided(together: Set, broken: Mapping[str, Score], thresholds: Mapping[str, float]) -> list[Set]:
+    """Those that kept their promises, and those that did not. Where nobody did, the half that was further off goes."""
+    out = sorted(broken, key=lambda name: (broken[name].lower - thresholds[name], name))
+    if len(out) == len(together):
+        out = out[: len(out) // 2]
+    return [together.difference(out), frozenset(out)]
+
+
+def _smallest_first(sets: Sequence[Set]) -> Iterator[tuple[Set, Set]]:
+    return iter(sorted(itertools.combinations(sets, 2), key=lambda pair: sum(map(len, pair))))

@@ -1,0 +1,100 @@
+"""What no packing can beat: a lower bound on the number of adapters, and the exhaustive optimum for a few domains.
+
+Both train sets of domains jointly, in one go, so that no order and no forgetting enters.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+
+from fusion.packing.algorithm import TrainTogether
+
+MOST_DOMAINS = 6  # 203 partitions of 63 sets; seven would be 877 of 127
+
+
+@dataclasses.dataclass(frozen=True)
+class Bound:
+    """At least `adapters` are needed: one per domain that misses alone, and one per member of the largest clique of
+    domains that conflict two by two.
+
+    Holds where a conflict of two stays one however many join them.
+    """
+
+    adapters: int
+    missed: tuple[str, ...]
+    conflicts: tuple[tuple[str, str], ...]
+    clique: tuple[str, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Optimum:
+    """A partition of the domains with the fewest sets, and how many sets had to be trained to be sure."""
+
+    adapters: tuple[frozenset[str], ...]
+    missed: tuple[str, ...]
+    num_trained: int
+
+
+class Oracle:
+    """Asks `train` for each set of domains at most once."""
+
+    def __init__(self, domains: Sequence[str], thresholds: Mapping[str, float], train: TrainTogether) -> None:
+        self._domains = tuple(domains)
+        self._thresholds = thresholds
+        self._train = train
+        self._keeps: dict[frozenset[str], bool] = {}
+
+    def bound(self) -> Bound:
+        """Trains every domain, and every two of those that keep their thresholds."""
+        missed, others = self._alone()
+        conflicts = [pair for pair in itertools.combinations(others, 2) if not self.keeps(frozenset(pair))]
+        clique = _largest_clique(others, {frozenset(pair) for pair in conflicts})
+        return Bound(len(missed) + len(clique), missed, tuple(conflicts), clique)
+
+    def optimum(self) -> Optimum:
+        """The fewest adapters over all partitions; domains that miss alone get their own. Trains only what decides."""
+        missed, others = self._alone()
+        if len(others) > MOST_DOMAINS:
+            raise ValueError(f"{len(others)} domains: the exhaustive optimum is for {MOST_DOMAINS} at most")
+        # Of as many sets, even ones first: they are likelier to fit, and the first partition that does settles it.
+        for partition in sorted(_partitions(others), key=lambda sets: (len(sets), max(map(len, sets), default=0))):
+            if all(self.keeps(together) for together in sorted(partition, key=self._known_first)):
+                alone = tuple(frozenset((name,)) for name in missed)
+                return Optimum((*partition, *alone), missed, len(self._keeps))
+        raise AssertionError("each domain alone is a partition, and all of these keep their thresholds alone")
+
+    def keeps(self, together: frozenset[str]) -> bool:
+        """Whether one adapter of these domains keeps every promise by its lower bound."""
+        if together not in self._keeps:
+            scores = self._train(together).scores
+            self._keeps[together] = all(scores[name].lower >= self._thresholds[name] for name in together)
+        return self._keeps[together]
+
+    def _alone(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        missed = tuple(name for name in self._domains if not self.keeps(frozenset((name,))))
+        return missed, tuple(name for name in self._domains if name not in missed)
+
+    def _known_first(self, together: frozenset[str]) -> tuple[bool, int]:
+        # A set known to fail settles a partition for nothing; of those unknown a large one is likelier to.
+        return self._keeps.get(together) is None, -len(together)
+
+
+def _partitions(names: tuple[str, ...]) -> Iterator[tuple[frozenset[str], ...]]:
+    if not names:
+        yield ()
+        return
+    first, rest = names[0], names[1:]
+    for partition in _partitions(rest):
+        yield (frozenset((first,)), *partition)
+        for place, together in enumerate(partition):
+            yield (*partition[:place], together | {first}, *partition[place + 1 :])
+
+
+def _largest_clique(names: Sequence[str], edges: set[frozenset[str]]) -> tuple[str, ...]:
+    for size in range(len(names), 1, -1):
+        for group in itertools.combinations(names, size):
+            if all(frozenset(pair) in edges for pair in itertools.combinations(group, 2)):
+                return group
+    return tuple(names[:1])

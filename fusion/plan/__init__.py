@@ -1,0 +1,1 @@
+"""The plan file: its schema, errors with file and line, and `--check`."""

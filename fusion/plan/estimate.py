@@ -1,0 +1,142 @@
+"""How long a plan's run would take here, from a few real steps of the real model."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+import time
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import torch
+
+from fusion.data.load import DomainData
+from fusion.packing.pipeline import fewest_trainings, most_trainings, surely_alone
+from fusion.plan.schema import Plan
+from fusion.training.train import Domain, FrozenBase, LoraTrainer
+from fusion.training.zero_shot import MOST_ASKED, said_before_training
+
+_BUDGET_S = 4.0  # of steps of a whole batch
+_MOST_STEPS = 8
+_TRIES = 3  # steps of few samples, of which the quickest counts: another process may slow one down
+
+
+@dataclasses.dataclass(frozen=True)
+class Estimate:
+    """Seconds of a run, roughly.
+
+    at_least_s: every domain fits where it is tried first. at_most_s: none fits anywhere. step_s: of one step of
+    batch_size samples. measured_steps: that step_s is the mean of. measured_samples: in each of these; fewer than
+    batch_size where a step of so many takes too long to be measured. threads: None on a GPU.
+    """
+
+    at_least_s: float
+    at_most_s: float
+    step_s: float
+    batch_size: int
+    measured_steps: int
+    measured_samples: int
+    device: str
+    threads: int | None
+
+
+class _Rates(NamedTuple):
+    """Seconds, by domain: to encode a sample's pictures, to score a sample, to ask the base model about one."""
+
+    encode: Mapping[str, float]
+    score: Mapping[str, float]
+    ask: Mapping[str, float]
+
+
+def estimate(plan: Plan, data: Mapping[str, DomainData], base: FrozenBase) -> Estimate:
+    """Measure steps at the plan's batch shape, and of encoding and scoring a few samples of each domain.
+
+    The first steps have one sample of each domain. Where a step of the whole batch takes seconds by these, it is not
+    measured itself, so that an estimate takes a few seconds beside loading the model whatever its size.
+
+    Args:
+        base: of the plan; its model gets an adapter.
+
+    Raises:
+        BadPlan: a sample cannot be encoded for the base model.
+    """
+    rows = list(itertools.islice(itertools.cycle(data), plan.training.batch_size))
+    rates, domains = _encoded(plan, data, base, 1)
+    trainer = LoraTrainer(base, domains, plan)
+    few = rows[: len(data)]
+    with base.progress.work("measuring steps", _MOST_STEPS, "steps") as moved:
+        trainer.time_step(few)  # the first step of a process is slower than those behind it
+        tried: list[float] = []
+        while len(tried) < _TRIES and sum(tried) < _BUDGET_S:
+            tried.append(trainer.time_step(few))
+        measured, samples = [min(tried)], len(few)
+        expected = measured[0] * len(rows) / samples + sum(rates[name] for name in rows)
+        if expected < _BUDGET_S:
+            rates, trainer.domains = _encoded(plan, data, base, math.ceil(len(rows) / len(data)))
+            measured, samples = [], len(rows)
+            while not measured or (len(measured) < _MOST_STEPS and sum(measured) + measured[-1] < _BUDGET_S):
+                measured.append(trainer.time_step(rows))
+                moved(len(measured))
+    step_s = sum(measured) / len(measured) * len(rows) / samples
+    score = {name: _seconds_each(trainer, name) for name in trainer.domains}
+    ask = {name: _seconds_to_ask(domain) for name, domain in trainer.domains.items()}
+    once, one = _run_s(plan, data, step_s, _Rates(rates, score, ask))
+    taught = {name: own.taught for name, own in data.items() if own.taught is not None}
+    return Estimate(
+        at_least_s=once + one * fewest_trainings(plan, surely_alone(plan, taught)),
+        at_most_s=once + one * most_trainings(plan),
+        step_s=step_s,
+        batch_size=len(rows),
+        measured_steps=len(measured),
+        measured_samples=samples,
+        device=base.seam.device.type,
+        threads=torch.get_num_threads() if base.seam.device.type == "cpu" else None,
+    )
+
+
+def _run_s(plan: Plan, data: Mapping[str, DomainData], step_s: float, rates: _Rates) -> tuple[float, float]:
+    """Seconds of what a run does once, and of one training of one domain with the scoring behind it."""
+    once, validation = 0.0, 0.0
+    for name, own in data.items():
+        splits = own.splits
+        if not plan.lora.vision:  # else every step encodes its own
+            once += rates.encode[name] * sum(map(len, splits.parts.values()))
+        once += rates.ask[name] * min(MOST_ASKED, len(splits.test)) + rates.score[name] * len(splits.test)
+        validation += rates.score[name] * len(splits.validation) / len(data)
+    training = plan.training.steps * step_s
+    if plan.training.seconds is not None:
+        training = min(training, plan.training.seconds)
+    # In turn, an adapter holds half of the domains on average, which are all scored; at once, each is scored once.
+    scored = 1.0 if plan.packing == "jointly" else (len(data) + 1) / 2
+    return once, training + validation * scored
+
+
+def _encoded(
+    plan: Plan, data: Mapping[str, DomainData], base: FrozenBase, most: int
+) -> tuple[dict[str, float], dict[str, Domain]]:
+    """The first so many samples of each part of each domain; and the seconds that one of them took."""
+    rates, domains = {}, {}
+    for domain in plan.domains:
+        began = time.perf_counter()
+        made = domains[domain.name] = Domain(domain, data[domain.name].splits, base, most=most)
+        count = len(made.train) + len(made.validation) + len(made.test)
+        rates[domain.name] = (time.perf_counter() - began) / count
+    return rates, domains
+
+
+def _seconds_each(trainer: LoraTrainer, name: str) -> float:
+    """To score a sample: one forward, or the decoding of an answer where the metric is one of texts."""
+    samples = trainer.domains[name].validation
+    began = time.perf_counter()
+    if trainer.domains[name].task.needs_text:
+        trainer.said(name, samples)
+    else:
+        trainer.in_words(name, samples)
+    return (time.perf_counter() - began) / len(samples)
+
+
+def _seconds_to_ask(domain: Domain) -> float:
+    began = time.perf_counter()
+    said = said_before_training(domain)
+    return (time.perf_counter() - began) / len(said)

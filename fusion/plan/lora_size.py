@@ -1,0 +1,67 @@
+"""How large an adapter of a plan is, found on the model's shapes alone; and whether it can be made at all."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+from transformers import AutoConfig
+
+from fusion.block_diagonal.blocks import num_parameters, undivided
+from fusion.embedded import checkpoint_path
+from fusion.plan.families import why_not_trained
+from fusion.plan.mistakes import Mistakes
+from fusion.plan.schema import Plan
+from vlora.models.hf_adapter import Seam
+from vlora.models.loading import dummy_model
+from vlora.models.pretrained import from_pretrained
+
+_BYTES = 4  # adapters are trained and stored in float32
+
+
+@dataclasses.dataclass(frozen=True)
+class LoraSize:
+    """layers: linear layers with a delta."""
+
+    layers: int
+    parameters: int
+
+    @property
+    def num_bytes(self) -> int:
+        return self.parameters * _BYTES
+
+
+def shapes_of(plan: Plan, mistakes: Mistakes) -> Seam | None:
+    """The plan's base model without weights, on the meta device. None, and a mistake noted, where it cannot be loaded
+    or its family cannot be trained."""
+    base = checkpoint_path() if plan.base == "embedded" else plan.base
+    try:
+        config = from_pretrained(AutoConfig, base)
+        model = dummy_model(config, "float32", torch.device("meta"), seed=0)
+    except Exception as error:  # libraries raise whatever a broken config makes them raise
+        mistakes.add(f'{plan.base!r} is neither "embedded" nor a model that can be loaded: {error}', "base")
+        return None
+    if why := why_not_trained(config):
+        mistakes.add(f"{plan.base!r}: {why}", "base")
+        return None
+    return Seam(model)
+
+
+def lora_size(plan: Plan, seam: Seam, mistakes: Mistakes) -> LoraSize | None:
+    """Size of the plan's adapters over a base model, of which only shapes are read. None, and a mistake noted, for
+    targets and blocks that the model cannot have."""
+    language = {name: layer for name, layer in seam.language_linears.items() if _wanted(name, plan.lora.targets)}
+    known = sorted({name.rpartition(".")[2] for name in seam.language_linears})
+    unknown = [target for target in plan.lora.targets or () if target not in known]
+    if unknown:
+        mistakes.add(f"the model has no {', '.join(unknown)}; it has {', '.join(known)}", "lora", "targets")
+        return None
+    if wrong := undivided(plan.lora, language):
+        mistakes.add(wrong, "lora", "blocks")
+        return None
+    layers = {**language, **(seam.vision_linears if plan.lora.vision else {})}
+    return LoraSize(len(layers), sum(num_parameters(plan.lora, name, layer) for name, layer in layers.items()))
+
+
+def _wanted(name: str, targets: tuple[str, ...] | None) -> bool:
+    return targets is None or name.rpartition(".")[2] in targets

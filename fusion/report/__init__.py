@@ -1,0 +1,1 @@
+"""The report of a run: JSON, tables, and one HTML page."""

@@ -1,0 +1,104 @@
+"""What an adapter said of test samples: which labels it takes for which, and the first pictures with its answers."""
+
+from __future__ import annotations
+
+import base64
+import dataclasses
+from collections.abc import Sequence
+
+import cv2
+import numpy as np
+
+from fusion.data.samples import Sample, Target
+from fusion.report.report import ConfusionReport
+from fusion.training.objectives import Objective
+from heads import Box
+
+_SHOWN = 5  # test samples of a domain
+_HEIGHT = 168  # pixels of a picture
+_SURE = 0.5  # score of a box that a head says; scores of less sure ones are for mean average precision
+_FOUND, _WANTED = (255, 90, 40), (60, 220, 120)  # RGB
+
+
+@dataclasses.dataclass(frozen=True)
+class Example:
+    """One test sample. pictures: JPEG as data URLs, a clip's frames in order. said: None where an answer in words is
+    only known to be right or wrong. score: the domain's metric on this very sample."""
+
+    pictures: tuple[str, ...]
+    question: str
+    wanted: str
+    said: str | None
+    score: float
+
+
+def confusion_of(
+    name: str, labels: Sequence[str], answers: Sequence[object], targets: Sequence[Target]
+) -> ConfusionReport | None:
+    """How often which label was taken for which; None where answers are no labels' numbers."""
+    counts = np.zeros((len(labels), len(labels)), int)
+    for shown, said in zip(targets, answers, strict=True):
+        if not (labels and isinstance(shown, int) and isinstance(said, int)):
+            return None
+        counts[shown, said] += 1
+    return ConfusionReport(name, tuple(labels), tuple(map(tuple, counts.tolist())))
+
+
+def examples_of(
+    samples: Sequence[Sample],
+    answers: Sequence[object],
+    labels: Sequence[str],
+    objective: Objective,
+    question: str,
+) -> tuple[Example, ...]:
+    """The first test samples as they come, right or wrong."""
+    return tuple(
+        Example(
+            tuple(_as_url(_drawn(frame, place, sample.target, answer, labels)) for place, frame in _shown(sample)),
+            sample.question or question,
+            _told(sample.target, labels),
+            None if isinstance(answer, bool) else _told(answer, labels),
+            objective.metric([answer], [sample.target]),
+        )
+        for sample, answer in zip(samples[:_SHOWN], answers[:_SHOWN], strict=True)
+    )
+
+
+def _shown(sample: Sample) -> list[tuple[int, np.ndarray]]:
+    """Of a clip its first and last frame."""
+    frames = list(enumerate(sample.frames))
+    return frames if len(frames) < 3 else [frames[0], frames[-1]]
+
+
+def _told(value: object, labels: Sequence[str]) -> str:
+    if isinstance(value, int):
+        return labels[value] if value < len(labels) else str(value)
+    if isinstance(value, tuple):
+        sure = [each for each in value if not isinstance(each, Box) or each.score >= _SURE]
+        return (
+            ", ".join(labels[each.label] if isinstance(each, Box) else _told(each, labels) for each in sure)
+            or "nothing"
+        )
+    return f"{value:.3g}" if isinstance(value, float) else str(value)
+
+
+def _drawn(frame: np.ndarray, place: int, target: object, answer: object, labels: Sequence[str]) -> np.ndarray:
+    """The picture at the report's size, with boxes that were wanted (thin) and found."""
+    scale = _HEIGHT / frame.shape[0]
+    size = (max(1, round(frame.shape[1] * scale)), _HEIGHT)
+    picture = cv2.resize(frame, size, interpolation=cv2.INTER_CUBIC if scale > 1 else cv2.INTER_AREA)
+    for value, color, thickness in ((target, _WANTED, 1), (answer, _FOUND, 2)):
+        for box in value if isinstance(value, tuple) else ():
+            if isinstance(box, Box) and box.image == place and box.score >= _SURE:
+                x, y = np.array([box.left, box.right]) * size[0], np.array([box.top, box.bottom]) * size[1]
+                corners = [(round(a), round(b)) for a, b in zip(x.tolist(), y.tolist(), strict=True)]
+                cv2.rectangle(picture, corners[0], corners[1], color, thickness)
+                if value is answer:
+                    at = (corners[0][0], max(10, corners[0][1] - 3))
+                    cv2.putText(picture, labels[box.label], at, cv2.FONT_HERSHEY_SIMPLEX, 0.36, color, 1, cv2.LINE_AA)
+    return picture
+
+
+def _as_url(picture: np.ndarray) -> str:
+    encoded = cv2.imencode(".jpg", cv2.cvtColor(picture, cv2.COLOR_RGB2BGR), [cv2.IMWRITE_JPEG_QUALITY, 88])[1]
+    return f"data:image/jpeg;base64,{base64.b64encode(encoded.tobytes()).decode()}"

@@ -1,0 +1,82 @@
+"""Gradients of a batch that does not fit into memory at once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+import torch
+
+from fusion.training.objectives import Read
+from vlora.errors import BadPlan
+
+Item = TypeVar("Item")
+Result = TypeVar("Result")
+
+
+def halving(size: int, attempt: Callable[[int], Result], undo: Callable[[int], None]) -> tuple[Result, int]:
+    """`attempt(size)`, with half the size as often as memory runs out; returns the size that did it, too.
+
+    undo: told the next size before it is tried. Raises BadPlan where not even one sample fits.
+    """
+    while True:
+        try:
+            return attempt(size), size
+        except RuntimeError as error:
+            if not _out_of_memory(error):
+                raise
+            if size == 1:
+                raise BadPlan(
+                    "out of memory with a single sample; set training.gradient_checkpointing, or take a smaller base"
+                ) from error
+            size = (size + 1) // 2
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+        undo(size)
+
+
+def backward_in_parts(
+    batch: Sequence[Item],
+    size: int,
+    read: Callable[[Sequence[Item]], Read],
+    loss_of: Callable[[Read], torch.Tensor],
+) -> float:
+    """Add the gradient of `loss_of(read(batch))` to the parameters, holding no more than `size` samples' activations.
+
+    The same gradient for any loss, be it a mean over samples or not: the whole batch is read without activations, the
+    loss tells what it wants of each sample's outputs, and each part is read again to pass that on. One forward more
+    than a plain sum over parts.
+    """
+    parts = [batch[first : first + size] for first in range(0, len(batch), size)]
+    if len(parts) == 1:
+        loss = loss_of(read(batch))
+        loss.backward()
+        return float(loss.detach())
+    with torch.no_grad():
+        seen = [read(part) for part in parts]
+    outputs = [_leaves(one) for one in seen]
+    loss = loss_of(Read.joined(outputs))
+    loss.backward()
+    for part, wanted in zip(parts, outputs, strict=True):
+        again = read(part)
+        pairs = [
+            (made, leaf.grad)
+            for made, leaf in zip(_differentiable(again), _differentiable(wanted), strict=True)
+            if leaf.grad is not None and made.requires_grad
+        ]
+        torch.autograd.backward([made for made, _ in pairs], [gradient for _, gradient in pairs])
+    return float(loss.detach())
+
+
+def _out_of_memory(error: RuntimeError) -> bool:
+    """CUDA's has a type of its own, the CPU's only its words."""
+    return isinstance(error, torch.OutOfMemoryError) or "DefaultCPUAllocator: can't allocate memory" in str(error)
+
+
+def _leaves(read: Read) -> Read:
+    last, words = (tensor.detach().requires_grad_() for tensor in (read.last, read.words))
+    return Read(last, [image.detach().requires_grad_() for image in read.images], read.grids, words, read.exact)
+
+
+def _differentiable(read: Read) -> list[torch.Tensor]:
+    return [read.last, read.words, *read.images]

@@ -1,0 +1,125 @@
+"""What the model makes of samples: prompts with their answers behind them, read in as few forwards as is quick."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from fusion.data.samples import Target
+from fusion.training.features import Features
+from fusion.training.objectives import Read
+from heads import Box, Grid
+from heads.boxes import Window, into_windows, out_of_windows
+from vlora.models.hf_adapter import Seam
+from vlora.types import VisionInput
+
+_IGNORE = -100
+_ALIKE = 1.25  # times as long as the shortest is the longest of what is read at once
+
+
+class Prepared(NamedTuple):
+    """One sample ready for training. ids [n] ends with the prompt; features of its pictures, or the pictures
+    themselves where the vision side is trained and they would not stay; grids: how these lie, picture by picture;
+    positions [1 or 3, n]; target: what is right, of whole pictures; windows: what of each picture the model is shown;
+    answer: the tokens of its answer in words, none where it has no words."""
+
+    ids: torch.Tensor
+    features: Features | None
+    vision: tuple[VisionInput, ...]
+    grids: tuple[Grid, ...]
+    positions: torch.Tensor
+    target: Target
+    windows: tuple[Window, ...]
+    answer: tuple[int, ...]
+
+    @property
+    def embeddings(self) -> torch.Tensor | None:
+        """Its features [placeholders, hidden], read now."""
+        return None if self.features is None else self.features.rows()
+
+    @property
+    def learned(self) -> Target:
+        """The target as far as the model can see it: boxes in shares of what is shown."""
+        return into_windows(boxes, self.windows) if (boxes := _boxes(self.target)) else self.target
+
+    def of_whole_pictures(self, answer: object) -> object:
+        """A head's answer as targets are told."""
+        return out_of_windows(boxes, self.windows) if (boxes := _boxes(answer)) else answer
+
+
+def read_samples(seam: Seam, samples: Sequence[Prepared], features: Sequence[torch.Tensor]) -> Read:
+    """What the model behind the seam, with whatever adapter is active, tells of samples and their features.
+
+    Those of about one length together: a batch is as long as its longest sample, and a clip beside pictures would make
+    all of them as long as itself.
+    """
+    groups = alike([len(sample.ids) + len(sample.answer) for sample in samples])
+    parts = [_read(seam, [samples[row] for row in rows], [features[row] for row in rows]) for rows in groups]
+    if len(parts) == 1:
+        return parts[0]
+    places = {row: place for place, row in enumerate(row for rows in groups for row in rows)}
+    return Read.joined(parts).of([places[row] for row in range(len(samples))])
+
+
+def alike(lengths: Sequence[int]) -> list[list[int]]:
+    """Rows of about one length, in groups; as they stand, where one group is enough."""
+    shortest, longest = min(lengths), max(lengths)
+    if longest <= _ALIKE * shortest:
+        return [list(range(len(lengths)))]
+    groups: list[list[int]] = []
+    for row in sorted(range(len(lengths)), key=lengths.__getitem__):
+        if groups and lengths[row] <= _ALIKE * lengths[groups[-1][0]]:
+            groups[-1].append(row)
+        else:
+            groups.append([row])
+    return groups
+
+
+def _read(seam: Seam, samples: Sequence[Prepared], features: Sequence[torch.Tensor]) -> Read:
+    """One forward, as long as the longest of them."""
+    device = seam.device
+    rows, positions, wanted, last = [], [], [], []
+    for sample, seen in zip(samples, features, strict=True):
+        ids = torch.cat([sample.ids, torch.tensor(sample.answer[:-1], dtype=torch.long)])
+        rows.append(embed(seam, ids, seen))
+        tail = torch.arange(len(ids) - len(sample.ids)) + sample.positions.max() + 1
+        positions.append(torch.cat([sample.positions, tail.expand(sample.positions.shape[0], -1)], 1).t())
+        last.append(len(sample.ids) - 1)
+        wanted.append(torch.tensor([_IGNORE] * (len(sample.ids) - 1) + list(sample.answer or (_IGNORE,))))
+    embeds = nn.utils.rnn.pad_sequence(rows, batch_first=True)
+    # Padding stands at the end, behind everything that is read: causal attention keeps it out without a mask.
+    places = nn.utils.rnn.pad_sequence(positions, batch_first=True).permute(2, 0, 1).to(device)
+    hidden = seam.text_model(
+        inputs_embeds=embeds, position_ids=places if seam.family.mrope else places[0], use_cache=False
+    ).last_hidden_state
+    targets = nn.utils.rnn.pad_sequence(wanted, batch_first=True, padding_value=_IGNORE).to(device)
+    answered = targets != _IGNORE
+    logits = seam.lm_head(hidden[answered]).float()
+    losses, hits = torch.zeros(targets.shape, device=device), torch.zeros_like(answered)
+    losses[answered] = F.cross_entropy(logits, targets[answered], reduction="none")
+    hits[answered] = logits.argmax(-1) == targets[answered]
+    counts = answered.sum(1)
+    return Read(
+        last=hidden[torch.arange(len(samples)), torch.tensor(last)],
+        images=[hidden[row, (one.ids == seam.image_token_id).nonzero().flatten()] for row, one in enumerate(samples)],
+        grids=[one.grids for one in samples],
+        words=losses.sum(1) / counts.clamp(min=1),
+        # Every token right, given those before it: what greedy decoding would have said.
+        exact=(hits.sum(1) == counts) & (counts > 0),
+    )
+
+
+def embed(seam: Seam, ids: torch.Tensor, seen: torch.Tensor) -> torch.Tensor:
+    """Embeddings of tokens [n, hidden], image features in their places."""
+    embeddings = seam.embed(ids.to(seam.device))
+    shown = (ids == seam.image_token_id).to(seam.device)[:, None]
+    return embeddings.masked_scatter(shown, seen.to(embeddings))
+
+
+def _boxes(value: object) -> tuple[Box, ...]:
+    """Of what is no boxes, none."""
+    return tuple(each for each in value if isinstance(each, Box)) if isinstance(value, tuple) else ()

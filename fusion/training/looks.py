@@ -1,0 +1,49 @@
+"""Scores of held-out samples during a training, for display only: they decide nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from fusion.packing.algorithm import Adapter
+
+_EVERY_S = 10.0
+_SHARE = 1 / 100  # of a training's time that looks may take
+_SAMPLES, _FEWEST = 64, 8  # of all domains of an adapter, and of each
+
+
+class Looks:
+    """Scores of held-out samples, taken again when it is time to.
+
+    Args:
+        score: of a domain on its first so many validation samples, 0 to 1.
+        domains: of the adapter.
+        clock: seconds, from any origin.
+    """
+
+    def __init__(self, score: Callable[[str, int], float], domains: Adapter, clock: Callable[[], float]) -> None:
+        self._score = score
+        self._domains = domains
+        self._clock = clock
+        self._due = clock() + _EVERY_S
+        self._scores: Mapping[str, float] = {}
+
+    @property
+    def due(self) -> bool:
+        """Ten seconds, and a hundred times as long as the last look took, have passed since it."""
+        return self._clock() >= self._due
+
+    def look(self) -> None:
+        began = self._clock()
+        count = max(_FEWEST, _SAMPLES // len(self._domains))
+        self._scores = {name: self._score(name, count) for name in self._domains}
+        now = self._clock()
+        self._due = now + max(_EVERY_S, (now - began) / _SHARE)
+
+    def __str__(self) -> str:
+        """Of one domain its score; of several the mean, and the lowest with its name. Empty before the first look."""
+        if not self._scores:
+            return ""
+        lowest = min(self._scores, key=self._scores.__getitem__)
+        value = sum(self._scores.values()) / len(self._scores)
+        worst = f" (lowest {lowest} {self._scores[lowest]:.3f})" if len(self._scores) > 1 else ""
+        return f"{value:.3f}{worst}"

@@ -1,0 +1,355 @@
+"""Grouped products: what their kernels are told to read and write, where they are taken, and what their absence means.
+
+The products themselves are emulated, address by address; CUTLASS's own run on a GPU only.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import shutil
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+import torch
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from atmm import Lane, SegmentPlan, SiteGroup, add_delta, cutlass, dispatch
+from atmm.batch_stats import Survey
+from atmm.cutlass import build, lanes
+from atmm.cutlass.plan import legal, problems_of
+from atmm.cutlass.tiling import SPACE
+from atmm.layers import Layout
+from atmm.strategies.registry import Batched, known, served
+from atmm.tuning import search, tables
+from atmm.tuning.buckets import Bucket
+from tests.atmm import emulated
+from tests.atmm.cases import (
+    ROUNDINGS,
+    check_against_reference,
+    check_group_against_reference,
+    lay_in_arena,
+    make_group,
+    make_input,
+    segments,
+)
+from tests.atmm.emulated import Emulated
+
+NAME = SPACE[0].name
+HEADER = Path(cutlass.__file__).parent / "problems.h"
+WRAPPER = """
+#include "problems.h"
+extern "C" int point(const atmm::Problem* problems, int64_t count, char* buffer, char* x, int64_t x_stride,
+                     int64_t d_in, char* pool, char* hidden, char* y, int64_t y_stride, int64_t column, void*) {
+  const atmm::Layer layer{x, pool, hidden, y, d_in, x_stride, y_stride, column};
+  for (int64_t index = 0; index < count; ++index) atmm::point(problems, count, index, layer, buffer);
+  return 0;
+}
+"""
+
+
+@pytest.fixture(scope="module")
+def header(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., int]:
+    """`problems.h`, compiled for this machine."""
+    compiler = shutil.which(os.environ.get("CXX", "c++"))
+    if compiler is None:
+        pytest.skip("no C++ compiler here")
+    folder = tmp_path_factory.mktemp("problems")
+    (folder / "wrapper.cpp").write_text(WRAPPER)
+    made = folder / "wrapper.so"
+    flags = ("-std=c++17", "-Wall", "-Werror", "-shared", "-fPIC", f"-I{HEADER.parent}")
+    subprocess.run([compiler, *flags, folder / "wrapper.cpp", "-o", made], check=True)
+    function = ctypes.CDLL(str(made)).point
+    function.argtypes = (ctypes.c_int64,) * 12
+    return function
+
+
+@pytest.fixture
+def library(monkeypatch: pytest.MonkeyPatch) -> Emulated:
+    """The emulated library, used for CPU tensors too."""
+    found = Emulated()
+    use(found, monkeypatch)
+    return found
+
+
+def use(found: Emulated, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lanes, "library", lambda: found)
+    monkeypatch.setattr(lanes, "serves", lambda survey, name: legal(survey))
+    monkeypatch.setattr(lanes, "_stream", lambda device: 0)
+    # Hidden values are rounded, and y once per round.
+    monkeypatch.setitem(ROUNDINGS, torch.bfloat16, 2)
+
+
+KINDS = {
+    "one": (300, [Lane("a", 0, 300)]),
+    "ragged": (40, segments({"c": 33, "a": 1, "b": 6})),
+    "empty segment": (40, segments({"c": 33, "a": 0, "b": 7})),
+    "base tokens around": (12, segments({"b": 2, "c": 2}, start=5)),
+    "mixed mode": (22, [Lane("a", 0, 18), Lane("b", 18, 20), Lane("c", 0, 20, -1.0), Lane("c", 20, 22, -1.0)]),
+    "taken away": (5, [Lane("a", 0, 3, -1.0), Lane("b", 3, 5, -1.0)]),
+    "one adapter there and back": (6, [Lane("a", 0, 6), Lane("a", 2, 4, -1.0)]),
+    "three at once": (6, [Lane("a", 0, 6), Lane("b", 1, 4), Lane("c", 2, 5, -1.0)]),
+}
+ROUNDS = {"mixed mode": 2, "one adapter there and back": 2, "three at once": 3}
+
+
+@pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16), ids=str)
+@pytest.mark.parametrize("name", [SPACE[0].name, SPACE[-1].name])
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_kind_of_batch(kind: str, name: str, dtype: torch.dtype, library: Emulated) -> None:
+    num_tokens, kinds = KINDS[kind]
+    group = make_group({"a": 8, "b": 24, "c": 64}, missing=[("b", 1)], dtype=dtype)
+    group.pack("abc")
+    plan = SegmentPlan(num_tokens, kinds, name)
+    assert check_against_reference(group, plan, *make_input(num_tokens, group, dtype)) > 1
+    assert library.calls.count("shrink") == 1  # for all sites of the group
+    library.calls.clear()
+    check_group_against_reference(group, plan, *make_input(num_tokens, group, dtype))
+    assert library.calls == ["point", "shrink", *["expand"] * ROUNDS.get(kind, 1)]
+
+
+def test_one_plan_serves_every_layer(library: Emulated) -> None:
+    plan = SegmentPlan(22, KINDS["mixed mode"][1], NAME)
+    for layer in range(3):
+        group = make_group({"a": 8, "b": 24, "c": 64}, dtype=torch.bfloat16, seed=layer)
+        group.pack("abc")
+        check_group_against_reference(group, plan, *make_input(22, group, torch.bfloat16))
+    assert len(plan.prepared) == 1
+
+
+class Batch(NamedTuple):
+    """A drawn case, all sizes multiples of 8. gap: elements before, between and behind the rows of x, y and factors."""
+
+    ranks: dict[str, int]
+    missing: list[tuple[str, int]]
+    lanes: list[Lane]
+    num_tokens: int
+    d_in: int
+    d_outs: tuple[int, ...]
+    gap: int
+
+
+@st.composite
+def batches(draw: st.DrawFn) -> Batch:
+    """1 to 40 adapters in ragged segments, some of them empty, base tokens between; perhaps one adapter is taken off a
+    stretch of all, perhaps its own tokens too."""
+    ranks = {str(key): draw(st.sampled_from((0, 8, 16, 24, 64, 128))) for key in range(draw(st.integers(1, 40)))}
+    drawn: list[Lane] = []
+    at = 0
+    for key in ranks:
+        at += draw(st.sampled_from((0, 0, 2)))
+        length = draw(st.sampled_from((0, 1, 2, 5, 19)))
+        drawn.append(Lane(key, at, at + length, draw(st.sampled_from((1.0, 1.0, -1.0)))))
+        at += length
+    num_tokens = at + draw(st.integers(0, 2))
+    if draw(st.booleans()):
+        edges = sorted((draw(st.integers(0, num_tokens)), draw(st.integers(0, num_tokens))))
+        drawn.append(Lane(draw(st.sampled_from(sorted(ranks))), *edges, -1.0))
+    d_outs = tuple(draw(st.lists(st.sampled_from((8, 16, 40, 72)), min_size=1, max_size=3)))
+    sites = st.tuples(st.sampled_from(sorted(ranks)), st.integers(0, len(d_outs) - 1))
+    missing = draw(st.lists(sites, max_size=4))
+    d_in = draw(st.sampled_from((8, 24, 64)))
+    return Batch(ranks, missing, drawn, num_tokens, d_in, d_outs, draw(st.sampled_from((0, 3, 8))))
+
+
+@pytest.mark.slow
+@settings(max_examples=60)
+@given(batch=batches(), dtype=st.sampled_from((torch.bfloat16, torch.float16)), whole=st.booleans())
+def test_drawn_batches(batch: Batch, dtype: torch.dtype, whole: bool) -> None:
+    with pytest.MonkeyPatch.context() as patched:
+        use(Emulated(), patched)
+        group = make_group(batch.ranks, d_in=batch.d_in, d_outs=batch.d_outs, missing=batch.missing, dtype=dtype)
+        lay_in_arena(group, batch.gap)
+        pack_into_poison(group, list(batch.ranks))
+        assume(group.packed is not None)  # else no adapter has factors anywhere
+        plan = SegmentPlan(batch.num_tokens, batch.lanes, NAME)
+        prepare_poisoned(group, plan)
+        x, outputs = make_input(batch.num_tokens, group, dtype)
+        x, *outputs = (in_poison(tensor, batch.gap) for tensor in (x, *outputs))
+        if whole:
+            check_group_against_reference(group, plan, x, outputs)
+        else:
+            check_against_reference(group, plan, x, outputs)
+
+
+def pack_into_poison(group: SiteGroup, keys: list[str]) -> None:
+    num_bytes = group.packed_bytes(keys)
+    group.pack(keys, torch.full((num_bytes,), 0xFF, dtype=torch.uint8))  # NaN wherever nothing is written
+
+
+def prepare_poisoned(group: SiteGroup, plan: SegmentPlan) -> None:
+    assert group.packed is not None
+    survey = Survey(plan, group.packed.layout)
+    if survey.live:
+        strategy = lanes.Grouped(survey, NAME)
+        strategy._hidden.fill_(float("nan"))
+        strategy._arguments.fill_(0xFF)
+        plan.prepared[group.packed.layout] = strategy
+
+
+def in_poison(tensor: torch.Tensor, gap: int) -> torch.Tensor:
+    rows, width = tensor.shape
+    room = torch.full((rows, width + 2 * gap), float("nan"), dtype=tensor.dtype)
+    return room[:, gap : gap + width].copy_(tensor)
+
+
+@settings(max_examples=30)
+@given(batch=batches(), start=st.integers(0, 2**40), column=st.sampled_from((0, 8, 40)))
+def test_the_header_points_where_its_twin_does(
+    header: Callable[..., int], batch: Batch, start: int, column: int
+) -> None:
+    group = make_group(batch.ranks, d_in=batch.d_in, d_outs=batch.d_outs, dtype=torch.bfloat16)
+    group.pack(batch.ranks)
+    assert group.packed is not None
+    survey = Survey(SegmentPlan(batch.num_tokens, batch.lanes), group.packed.layout)
+    found = problems_of(survey).problems
+    problems = torch.tensor(found, dtype=torch.int64)
+    buffers = [torch.zeros(cutlass.ARGUMENT_BYTES * len(found), dtype=torch.uint8) for _ in range(2)]
+    for buffer, function in zip(buffers, (header, emulated.point), strict=True):
+        layer = start, 3 * batch.d_in, batch.d_in, 2 * start, 3 * start, 5 * start, 1000, column
+        assert function(problems.data_ptr(), len(found), buffer.data_ptr(), *layer, 0) == 0
+    assert torch.equal(*buffers)
+    assert not found or buffers[0].any()
+
+
+@pytest.mark.parametrize("change", ({"d_in": 44}, {"d_outs": (40, 12, 16)}, {"dtype": torch.float32}, {"rank": 12}))
+def test_what_has_no_128_bit_rows_is_computed_otherwise(change: dict, library: Emulated) -> None:
+    rank = change.pop("rank", 8)
+    group = make_group({"a": rank, "b": 8}, **{"dtype": torch.bfloat16, **change})
+    group.pack("ab")
+    plan = SegmentPlan(20, segments({"a": 12, "b": 8}), NAME)
+    dtype = change.get("dtype", torch.bfloat16)
+    assert check_against_reference(group, plan, *make_input(20, group, dtype)) > 1
+    assert not library.calls
+    assert all(isinstance(strategy, Batched) for strategy in plan.prepared.values())
+
+
+def test_an_odd_rank_that_has_no_lane_does_no_harm(library: Emulated) -> None:
+    group = make_group({"a": 5, "b": 8, "c": 16}, dtype=torch.bfloat16)
+    group.pack("abc")
+    plan = SegmentPlan(20, segments({"b": 12, "c": 8}), NAME)
+    assert check_against_reference(group, plan, *make_input(20, group, torch.bfloat16)) > 1
+    assert "expand" in library.calls
+
+
+def test_a_launch_that_fails_is_told(library: Emulated) -> None:
+    launches = library.launches[torch.bfloat16, NAME]
+    library.launches[torch.bfloat16, NAME] = launches._replace(expand=lambda *_: 1)
+    group = make_group({"a": 8}, dtype=torch.bfloat16)
+    group.pack("a")
+    x, outputs = make_input(4, group, torch.bfloat16)
+    with pytest.raises(RuntimeError, match="could not be launched"):
+        add_delta(outputs[0], x, group.sites[0], SegmentPlan(4, [Lane("a", 0, 4)], NAME))
+
+
+def test_without_a_gpu_another_strategy_serves_what_a_table_names() -> None:
+    group = make_group({"a": 8, "b": 16}, dtype=torch.bfloat16)
+    group.pack("ab")
+    plan = SegmentPlan(20, segments({"a": 12, "b": 8}), NAME)
+    assert check_against_reference(group, plan, *make_input(20, group, torch.bfloat16)) > 1
+    assert all(isinstance(strategy, Batched) for strategy in plan.prepared.values())
+
+
+# -- where it is taken ------------------------------------------------------------------------------------------------
+
+
+def on_gpu(ranks: dict[str, int], num_tokens: int, lengths: dict[str, int]) -> Survey:
+    """A survey of a GPU's sites; their tensors need not be there."""
+    group = make_group(ranks, d_in=64, d_outs=(64, 32), dtype=torch.bfloat16)
+    group.pack(ranks)
+    assert group.packed is not None
+    near = group.packed.layout
+    spans = tuple(tuple(site.values()) for site in near.spans)
+    layout = Layout(near.keys, spans, near.d_in, near.d_outs, near.dtype, torch.device("cuda"))
+    return Survey(SegmentPlan(num_tokens, segments(lengths)), layout)
+
+
+@pytest.fixture
+def nowhere(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
+    """A cache folder of its own, with nothing in it."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    cutlass.library.cache_clear()
+    yield tmp_path
+    cutlass.library.cache_clear()
+
+
+def test_it_is_searched_where_it_is_built_and_legal(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lanes, "library", Emulated)
+    names = {tile.name for tile in SPACE}
+    long = {"a": 256, "b": 256}
+    assert names <= set(search.candidates(on_gpu({"a": 8, "b": 64}, 512, long), False))
+    assert not names & set(search.candidates(on_gpu({"a": 8, "b": 60}, 512, long), False))
+    assert not names & set(search.candidates(on_gpu({"a": 8, "b": 64}, 64, {"a": 32, "b": 32}), False))
+    many = {str(key): 8 for key in range(32)}
+    short = set(search.candidates(on_gpu(many, 512, dict.fromkeys(many, 16)), False)) & names
+    assert short and all(" m16 " in name or " m32 " in name for name in short) and short < names
+
+
+def test_it_is_not_searched_where_it_is_not_built_which_is_said_once(
+    nowhere: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    for _ in range(2):
+        found = search.candidates(on_gpu({"a": 8, "b": 64}, 512, {"a": 256, "b": 256}), False)
+        assert not any(name.startswith("grouped") for name in found)
+    assert caplog.text.count("not built here") == 1
+
+
+def test_a_row_that_names_it_is_another_strategys_where_it_cannot_serve(
+    monkeypatch: pytest.MonkeyPatch, nowhere: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    survey = on_gpu({"a": 8, "b": 64}, 512, {"a": 256, "b": 256})
+    odd = on_gpu({"a": 8, "b": 60}, 512, {"a": 256, "b": 256})
+    rows = {Bucket.of(case).key(): NAME for case in (survey, odd)}
+    monkeypatch.setattr(dispatch, "table_for", lambda _: rows)
+    assert dispatch.choose(survey) == dispatch.choose(odd) == "tiled"
+    assert caplog.text.count("not built here") == 1
+    monkeypatch.setattr(lanes, "library", Emulated)
+    assert dispatch.choose(survey) == NAME and dispatch.choose(odd) == "tiled"
+    assert served("grouped m8 n8 k8 s9", survey) == "tiled"  # of a table older than the space
+
+
+def test_names_are_known_and_differ() -> None:
+    assert all(known(tile.name) for tile in SPACE) and not known("grouped")
+    assert len({tile.name for tile in SPACE}) == len({tile.symbol for tile in SPACE}) == len(SPACE) <= 12
+
+
+def test_a_table_that_names_it_is_read_without_it(tmp_path: Path, nowhere: Path) -> None:
+    row = [512, 2, 64, 64, 128, 2, "EVEN", "bfloat16", NAME]
+    table = tmp_path / "table.json"
+    table.write_text(json.dumps({"device": "a GPU", "columns": tables.COLUMNS, "rows": [row]}))
+    assert [strategy for _, strategy in tables.read_table(table, "cuda").rows] == [NAME]
+
+
+@pytest.mark.parametrize("content", (b"", b"no library"))
+def test_a_library_that_cannot_be_loaded_is_said(
+    content: bytes, nowhere: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    build.place().parent.mkdir()
+    build.place().write_bytes(content)
+    assert cutlass.library() is None
+    assert "no grouped products" in caplog.text
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16), ids=str)
+@pytest.mark.parametrize("name", [tile.name for tile in SPACE])
+def test_what_was_built_agrees_with_the_reference(
+    name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = cutlass.library()
+    if found is None or (dtype, name) not in found.launches:
+        pytest.skip("not built here")
+    monkeypatch.setitem(ROUNDINGS, torch.bfloat16, 2)
+    for num_tokens, kinds in (*KINDS.values(), (900, segments({"a": 300, "b": 1, "c": 599}))):
+        group = make_group({"a": 8, "b": 24, "c": 64}, d_in=456, missing=[("b", 1)], dtype=dtype, device="cuda")
+        group.pack("abc")
+        plan = SegmentPlan(num_tokens, kinds, name)
+        check_against_reference(group, plan, *make_input(num_tokens, group, dtype, "cuda"))
+        check_group_against_reference(group, plan, *make_input(num_tokens, group, dtype, "cuda"))
+        assert all(isinstance(strategy, lanes.Grouped) for strategy in plan.prepared.values())

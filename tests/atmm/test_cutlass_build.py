@@ -1,0 +1,79 @@
+"""Building the grouped products: what is looked for, what ptxas is understood to say, and one tile with a real nvcc."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from atmm import cutlass
+from atmm.cutlass import build
+from atmm.cutlass.tiling import SPACE
+
+SAID = """\
+ptxas info    : Compiling entry function 'shrink' for 'sm_80'
+ptxas info    : Function properties for shrink
+    0 bytes stack frame, {stores} bytes spill stores, {loads} bytes spill loads
+ptxas info    : Used 128 registers, used 1 barriers, 496 bytes cmem[0]
+ptxas info    : Compiling entry function 'expand' for 'sm_90'
+ptxas info    : Function properties for expand
+    0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads
+ptxas info    : Used 96 registers, used 1 barriers
+"""
+
+
+@pytest.mark.parametrize(("stores", "loads", "spilled"), ((0, 0, 0), (28, 40, 68)))
+def test_what_ptxas_says_is_understood(stores: int, loads: int, spilled: int) -> None:
+    assert build.resources(SAID.format(stores=stores, loads=loads)) == (128, spilled)
+
+
+def test_nvcc_is_looked_for_where_it_may_be(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    folders = {name: tmp_path / name for name in ("home/bin", "path", "nvidia/cu13/bin")}
+    for folder in folders.values():
+        folder.mkdir(parents=True)
+        (folder / "nvcc").touch(mode=0o755)
+    monkeypatch.setenv("CUDA_HOME", str(tmp_path / "home"))
+    monkeypatch.setenv("PATH", str(folders["path"]))
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "nvidia", raising=False)
+    for folder in folders.values():
+        assert build._nvcc() == folder / "nvcc"
+        (folder / "nvcc").unlink()
+    with pytest.raises(FileNotFoundError, match="no nvcc in CUDA_HOME, on the PATH"):
+        build._nvcc()
+
+
+def test_headers_are_found_without_importing_the_package(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    package = tmp_path / "cutlass_library"
+    package.mkdir()
+    (package / "__init__.py").write_text("raise ImportError('its dependencies are not here')")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with pytest.raises(FileNotFoundError, match=r"headers are not installed; pip install 'vlora\[cutlass\]'"):
+        build._headers()
+    include = package / "source" / "include"
+    (include / "cutlass").mkdir(parents=True)
+    (include / "cutlass" / "cutlass.h").touch()
+    assert build._headers() == include
+
+
+def test_another_source_is_another_library(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    first = build.place()
+    assert first.parent == tmp_path / "vlora"
+    monkeypatch.setattr(build, "_FLAGS", (*build._FLAGS, "-lineinfo"))
+    assert build.place() != first
+
+
+def test_one_tile_compiles_without_spilling(tmp_path: Path) -> None:
+    try:
+        tools = build.tools()
+    except FileNotFoundError as missing:
+        pytest.skip(str(missing))
+    tile, library = SPACE[0], tmp_path / "library.so"
+    (made,) = build.compile_tiles(tools, (80,), tmp_path, [tile])
+    assert made.fault is None and 0 < made.registers < 255
+    build.link(tools, [build.compile_problems(tools, (80,), tmp_path), made.object], library)
+    operands = tile.num_stages * (tile.block_m + tile.block_n) * tile.block_k * 2
+    assert operands <= build.shared_bytes(tile, library) <= 166_912
+    assert {name for _, name in cutlass.Library(library).launches} <= {tile.name}  # none where there is no GPU

@@ -1,0 +1,123 @@
+"""Ways of a product are chosen by what they take on this machine, once."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from atmm import matmul
+from atmm.cpu.products import Weights
+from atmm.tuning import matmul_choice
+from atmm.tuning.contention import Contention
+
+
+class Machine:
+    """A clock that every way advances by what it is given to take."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, seconds: dict[str, float]) -> None:
+        self.now = 0.0
+        self.calls: list[tuple[str, int]] = []
+        for way, taken in seconds.items():
+            monkeypatch.setitem(matmul.WAYS, way, self._way(way, taken))  # type: ignore[misc]
+
+    def __call__(self) -> float:
+        return self.now
+
+    def _way(self, way: str, taken: float):  # type: ignore[no-untyped-def]
+        def call(x: Tensor, layers: Sequence[Weights]) -> Tensor:
+            self.now += taken
+            self.calls.append((way, len(x)))
+            return x.new_empty(len(x), 0)
+
+        return call
+
+
+@pytest.fixture(autouse=True)
+def apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A cache folder of the test's own, no measured choices, and layers of any size measured."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(matmul, "measured", {})
+    monkeypatch.setattr(matmul_choice, "_LARGE", 1)
+    monkeypatch.setattr(matmul, "multiplies", lambda weight: True)
+    monkeypatch.setattr(matmul, "prefers_weight_left", lambda *given: False)
+    monkeypatch.setattr(matmul, "multiplies_bfloat16", lambda: False)
+    monkeypatch.setattr(Contention, "disturbs", lambda self: False)
+    yield
+
+
+WEIGHTS = [torch.zeros(8, 4, dtype=torch.bfloat16) for _ in range(3)]
+
+
+def chosen(num_rows: int) -> str:
+    with torch.inference_mode():
+        return matmul.choose(num_rows, WEIGHTS[0])
+
+
+def test_the_fastest_way_is_chosen_and_later_starts_know_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    machine = Machine(monkeypatch, {"rows": 4.0, "library": 3.0, "float32": 1.0})
+    assert chosen(3) == "rows"
+    matmul_choice.measure(WEIGHTS, machine)
+    assert [chosen(rows) for rows in (1, 3, 20, 128)] == ["float32"] * 4
+    machine.calls.clear()
+    monkeypatch.setattr(matmul, "measured", {})
+    matmul_choice.measure(WEIGHTS, machine)
+    assert not machine.calls and chosen(3) == "float32"
+
+
+def test_nothing_is_learned_while_others_take_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    machine = Machine(monkeypatch, {"rows": 4.0, "library": 3.0, "float32": 1.0})
+    monkeypatch.setattr(Contention, "disturbs", lambda self: True)
+    matmul_choice.measure(WEIGHTS, machine)
+    assert machine.calls and chosen(3) == "rows"
+    monkeypatch.setattr(Contention, "disturbs", lambda self: False)
+    matmul_choice.measure(WEIGHTS, machine)
+    assert chosen(3) == "float32", "the next start measures"
+
+
+def test_a_small_difference_does_not_change_the_rule(monkeypatch: pytest.MonkeyPatch) -> None:
+    machine = Machine(monkeypatch, {"rows": 1.0, "library": 0.98, "float32": 0.96})
+    matmul_choice.measure(WEIGHTS, machine)
+    assert chosen(8) == "rows" and chosen(64) == "float32"
+
+
+def test_other_threads_are_measured_for_themselves(monkeypatch: pytest.MonkeyPatch) -> None:
+    machine = Machine(monkeypatch, {"rows": 4.0, "library": 3.0, "float32": 1.0})
+    matmul_choice.measure(WEIGHTS, machine)
+    machine.calls.clear()
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 77)
+    matmul_choice.measure(WEIGHTS, machine)
+    assert machine.calls
+
+
+@pytest.mark.parametrize(
+    "content", ("{", "[[1, 8]]", '[["a", 8, 4, "torch.bfloat16", "rows"]]', '[[1, 8, 4, "no", "rows"]]')
+)
+def test_a_file_that_cannot_be_read_is_measured_anew(
+    content: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    machine = Machine(monkeypatch, {"rows": 4.0, "library": 3.0, "float32": 1.0})
+    matmul_choice.measure(WEIGHTS, machine)
+    (file,) = (tmp_path / "vlora").iterdir()
+    file.write_text(content)
+    monkeypatch.setattr(matmul, "measured", {})
+    matmul_choice.measure(WEIGHTS, machine)
+    assert chosen(3) == "float32" and "cannot be read" in caplog.text
+    assert len(json.loads(file.read_text())) == 8
+
+
+def test_small_models_keep_the_rule(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(matmul_choice, "_LARGE", 10**9)
+    machine = Machine(monkeypatch, {"rows": 4.0, "library": 3.0, "float32": 1.0})
+    matmul_choice.measure(WEIGHTS, machine)
+    assert not machine.calls and chosen(3) == "rows" and not (tmp_path / "vlora").exists()
+
+
+def test_the_real_ways_are_measured_without_error() -> None:
+    weights = [torch.randn(64, 48).bfloat16() for _ in range(2)] + [torch.randn(64, 48)]
+    matmul_choice.measure(weights)
+    assert {key[1:] for key in matmul.measured} == {(64, 48, torch.bfloat16), (64, 48, torch.float32)}

@@ -1,0 +1,77 @@
+"""A delta in two halves is the delta, whoever computes them and however many share the hidden values."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from atmm import Lane, SegmentPlan, reference
+from atmm.shrink_expand import Expand, Expanding, Shrink, Shrinking, hidden_dtype
+from tests.atmm.cases import bound, make_group, make_input
+
+RANKS = {"a": 4, "b": 8, "c": 24}
+
+
+@st.composite
+def plans(draw: st.DrawFn) -> SegmentPlan:
+    num_tokens = draw(st.sampled_from([1, 3, 31, 32, 33, 70]))  # compiled kernels serve up to 32
+    lanes = []
+    for _ in range(draw(st.integers(1, 4))):
+        start = draw(st.integers(0, num_tokens - 1))
+        stop = draw(st.integers(start + 1, num_tokens))
+        lanes.append(Lane(draw(st.sampled_from("abc")), start, stop, draw(st.sampled_from([1.0, -1.0]))))
+    return SegmentPlan(num_tokens, lanes)
+
+
+@settings(max_examples=60)
+@given(
+    plan=plans(),
+    num_shares=st.sampled_from([1, 2, 4]),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16]),
+    transposed=st.booleans(),
+)
+def test_both_halves_make_the_delta(plan: SegmentPlan, num_shares: int, dtype: torch.dtype, transposed: bool) -> None:
+    """With several shares, each of some rank rows makes its own hidden values, which lie one share after the other."""
+    group = make_group(RANKS, d_in=37, d_outs=(40, 16), dtype=dtype, missing=[("b", 1)])
+    x, outputs = make_input(plan.num_tokens, group, dtype)
+    if transposed:
+        outputs = [y.t().contiguous().t() for y in outputs]
+    lanes = [(site, lane) for site in group.sites for lane in plan.lanes if lane.key in site.factors]
+    shares = [
+        Shrink(
+            [Shrinking(lane, site.factors[lane.key].a.chunk(num_shares)[share]) for site, lane in lanes],
+            plan.num_tokens,
+        )
+        for share in range(num_shares)
+    ]
+    hidden = torch.cat([share(x) for share in shares])
+    assert hidden.dtype == hidden_dtype(plan.num_tokens, x.device, dtype) and len(hidden) == num_shares * shares[0].size
+    for site, y in zip(group.sites, outputs, strict=True):
+        parts = [
+            Expanding(lane, site.factors[lane.key].bt, [share * shares[0].size + place for share in range(num_shares)])
+            for (at, lane), place in zip(lanes, shares[0].places, strict=True)
+            if at is site
+        ]
+        wanted = reference.add_delta(y, x, site, plan)
+        # Hidden values are rounded once more than where both products are one.
+        allowed = bound(y, x, site, plan) * (4 if dtype == torch.bfloat16 else 1)
+        Expand(parts, plan.num_tokens)(y, hidden)
+        assert bool(((y.double() - wanted).abs() <= allowed).all())
+
+
+def test_what_does_not_fit_is_refused_before_any_memory_is_read() -> None:
+    group = make_group(RANKS, d_in=16, d_outs=(8,))
+    factors, lane = group.sites[0].factors["a"], Lane("a", 0, 3)
+    shrink = Shrink([Shrinking(lane, factors.a)], 3)
+    with pytest.raises(ValueError, match=r"\(2, 16\) values of torch.float32 do not fit 3 tokens"):
+        shrink(torch.zeros(2, 16))
+    with pytest.raises(ValueError, match=r"factors of torch\.float32 in rows of 16; prepare"):
+        shrink(torch.zeros(3, 16, dtype=torch.bfloat16))
+    with pytest.raises(ValueError, match=r"\(3, 15\) values .*in rows of 16"):
+        shrink(torch.zeros(3, 15))
+    with pytest.raises(ValueError, match="do not fit 3 tokens"):
+        Expand([Expanding(lane, factors.bt, [0])], 3)(torch.zeros(4, 8), shrink(torch.zeros(3, 16)))
+    with pytest.raises(ValueError, match=r"factors of torch\.bfloat16 in rows of 16 and torch\.float32 in"):
+        Shrink([Shrinking(lane, factors.a), Shrinking(lane, factors.a.bfloat16())], 3)

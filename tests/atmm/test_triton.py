@@ -1,0 +1,79 @@
+"""The Triton kernels: in the interpreter on any machine, and compiled ahead for GPUs that are not there."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.slow
+
+pytest.importorskip("triton")
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.mark.timeout(1200)  # of a busy machine; some 100 s of a quiet one
+@pytest.mark.parametrize("checks", ("check_tiled.py", "check_styles.py"))
+def test_kernels_agree_with_the_reference_in_the_interpreter(checks: str) -> None:
+    # The interpreter is chosen when the kernels are imported, for a whole process.
+    _passes(f"interpreted/{checks}", {"TRITON_INTERPRET": "1"})
+
+
+def test_compiled_kernels_are_launched_as_they_are() -> None:
+    # A process has one driver, and this one has no GPU behind it.
+    _passes("check_handles.py", {})
+
+
+def _passes(checks: str, environment: Mapping[str, str]) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"tests/atmm/{checks}"],
+        cwd=ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
+        capture_output=True,
+        text=True,
+        timeout=1100,
+    )
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
+    assert " passed" in done.stdout
+
+
+@pytest.mark.parametrize("capability", (80, 90))
+def test_kernels_compile_ahead_without_spilling(capability: int) -> None:
+    from atmm.triton.lint import inspect, sample
+
+    for kernel in sample():
+        facts = inspect(kernel, capability)
+        assert not facts.faults, (kernel, facts)
+
+
+@pytest.mark.parametrize(
+    ("name", "warps", "itemsize", "changed", "words"),
+    (
+        ("shrink", 8, 2, {"BLOCK_M": 128, "BLOCK_R": 16, "BLOCK_K": 64}, "loads of 64 bits, 0 are no factors"),
+        ("expand", 8, 2, {"BLOCK_M": 128, "BLOCK_R": 16, "MAX_RANK": 16, "BLOCK_N": 64}, "loads of 64 bits"),
+        ("expand", 4, 2, {"LINE": 1}, "loads of 16 bits"),
+        ("expand", 4, 4, {"BLOCK_M": 64, "LINE": 4}, "bytes spilled"),
+    ),
+)
+def test_kernels_that_load_narrowly_or_spill_are_found_out(
+    name: str, warps: int, itemsize: int, changed: dict[str, int], words: str
+) -> None:
+    from atmm.triton.lint import Kernel, inspect, kernels_of
+    from atmm.triton.tiling import Tiling
+
+    (sound,) = (kernel for kernel in kernels_of(Tiling(16, 128, 128, 1, 3), 64) if kernel.name == name)
+    facts = inspect(Kernel(name, {**sound.sizes, **changed}, warps, itemsize=itemsize), 80)
+    assert any(words in fault for fault in facts.faults), facts
+
+
+@pytest.mark.parametrize("capability", (80, 90))
+def test_shared_memory_that_is_not_there_is_found_out(capability: int) -> None:
+    from atmm.triton.lint import inspect, kernels_of
+    from atmm.triton.tiling import Tiling
+
+    (shrink, _) = kernels_of(Tiling(64, 128, 256, 1, 4), 64)
+    assert any("of shared memory" in fault for fault in inspect(shrink, capability).faults)

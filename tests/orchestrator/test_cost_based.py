@@ -1,0 +1,153 @@
+"""What `vlora_cost` weighs: on a machine whose lanes are dear, small situations with one right answer each."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from vlora.orchestrator import Candidate, Costs, Decision, PolicyState
+from vlora.orchestrator.policies.cost_based import CheapestPlan
+from vlora.simulator import MEASURED, Arrival, Box, read_costs, replay
+from vlora.simulator.workloads import Hottest, Video
+from vlora.types import Mode
+
+COSTS = Costs(
+    base_s=0.1, token_s=0.001, lane_s=0.0053, long_lane_s=0.0003, long_adapter_s=0.04, merge_s=0.25, short_lane=8
+)
+THETA_S = 2.0
+
+
+def state(merged: str | None = None, costs: Costs = COSTS) -> PolicyState:
+    return PolicyState(
+        merged,
+        mergeable=frozenset("abcd"),
+        max_batch_size=32,
+        theta_s=THETA_S,
+        shadow_adapter=merged,
+        max_step_tokens=512,
+        costs=costs,
+    )
+
+
+def decoding(adapter: str, number: int, waited_s: float = 0.0) -> list[Candidate]:
+    return [Candidate(f"{adapter}{i}", adapter, waited_s, 1, 200, waited_s=waited_s) for i in range(number)]
+
+
+def chunk(adapter: str, waited_s: float = 0.0) -> Candidate:
+    """A video chunk that a head answers: three steps' worth of prompt, of which its credit counts one."""
+    return Candidate(f"chunk-{adapter}", adapter, waited_s + 0.8, 1536, head=True, waited_s=waited_s)
+
+
+def decide(ready: list[Candidate], at: PolicyState) -> Decision:
+    return CheapestPlan().decide(ready, at)
+
+
+def test_chunks_of_many_adapters_are_merged_one_after_the_other() -> None:
+    ready = [chunk("a"), chunk("b"), chunk("c")]
+    first = decide(ready, state())
+    assert (first.mode, first.merged_adapter, first.order) == (Mode.MERGED, "a", ("chunk-a",))
+    assert decide(ready[1:], state("a")).merged_adapter == "b", "with a's done, b's turn"
+
+
+def test_a_batch_of_one_adapter_has_nobody_to_take_turns_with() -> None:
+    """Whatever is cheapest by an ulp: where merging is written over W0, whose price the turns of heads may hide."""
+    draws = random.Random(0)
+    for _ in range(500):
+        base_s, token_s, merge_s, back_s = (draws.uniform(1e-6, 0.5) for _ in range(4))
+        costs = Costs(base_s=base_s, token_s=token_s / 100, lane_s=token_s / 10, merge_s=merge_s, back_s=back_s)
+        ready = [Candidate(f"a{i}", "a", 0.0, draws.randint(2, 100), head=True) for i in range(draws.randint(1, 32))]
+        assert decide(ready, state("a", costs)).merged_adapter == "a"
+
+
+@pytest.mark.parametrize("oldest", ["a", "b"])
+def test_whoever_is_merged_is_finished_before_another_takes_its_place(oldest: str) -> None:
+    """To merge b in a's place now and a again later costs a merge more, whoever came first."""
+    ready = [chunk(oldest), chunk("ab".replace(oldest, "")), chunk("c")]
+    at = state("a")
+    for _ in range(20):
+        chosen = decide(ready, at)
+        assert chosen.merged_adapter == "a" and chosen.order == ("chunk-a",)
+        at = at._replace(carried=chosen.carried)
+
+
+def test_a_guest_comes_as_late_as_the_bound_allows() -> None:
+    """By credit it starves already, which counts the step to come as well; a token now would cost it two lanes."""
+    early, late = chunk("b", waited_s=THETA_S - 0.1), chunk("b", waited_s=THETA_S + 0.1)
+    assert early.credit > THETA_S
+    alone = decide([chunk("a"), early], state("a"))
+    assert (alone.mode, alone.order) == (Mode.MERGED, ("chunk-a",))
+    both = decide([chunk("a"), late], state("a"))
+    assert (both.mode, both.order) == (Mode.MIXED, ("chunk-a", "chunk-b"))
+
+
+def test_guests_are_served_in_the_order_they_have_waited_and_fill_no_more_than_the_batch() -> None:
+    late = [Candidate(f"r{i}", "b", THETA_S + i, 1536, head=True, waited_s=THETA_S + i) for i in range(1, 41)]
+    chosen = decide([*decoding("a", 8), *late], state("a")).order
+    assert set(chosen) == {f"r{i}" for i in range(9, 41)}, "the 32 that have waited longest"
+
+
+def test_an_urgent_request_runs_at_once_however_short_it_has_waited() -> None:
+    urgent = chunk("b")._replace(urgent=True, credit=THETA_S + 1e-9)
+    assert "chunk-b" in decide([*decoding("a", 8), urgent], state("a")).order
+
+
+def test_a_prompt_is_no_reason_to_put_its_half_off() -> None:
+    """Sixteen against fifteen take turns, and the merged half goes first although one of it brings a prompt."""
+    prompt, dear = Candidate("prompt", "a", 0.0, 256), COSTS._replace(base_s=0.05, short_lane=512)
+    chosen = decide([*decoding("a", 16), prompt, *decoding("b", 15)], state("a", dear))
+    assert (chosen.mode, chosen.merged_adapter) == (Mode.MERGED, "a")
+    assert "prompt" in chosen.order and len(chosen.order) == 17
+
+
+def test_an_adapter_is_read_once_however_many_want_it() -> None:
+    """Ten want a, which is at hand: mixed mode saves them ten lanes for two more, but not the reading of a."""
+    ready = [*decoding("a", 10), *decoding("b", 1), *decoding("c", 1)]
+    lanes, reads = COSTS._replace(short_lane=512), COSTS._replace(lane_s=0.0, adapter_s=0.01, short_lane=512)
+    assert decide(ready, state("a", lanes)).mode is Mode.MIXED
+    assert decide(ready, state("a", reads)).mode is Mode.UNMERGED
+
+
+def test_a_long_prompt_reads_its_adapter_in_every_step_it_takes() -> None:
+    """Three readings are dearer than a merge: it is merged for at once, not after a step without."""
+    reads = COSTS._replace(long_lane_s=0.0, long_adapter_s=0.1)
+    assert decide([chunk("a")], state("b", reads)).merged_adapter == "a"
+
+
+def test_decoding_is_not_split_for_the_sake_of_those_who_would_be_first() -> None:
+    """Whoever decodes needs the next round, too: two rounds for one are no gain, even for half of them."""
+    assert decide([*decoding("a", 3), *decoding("b", 3)], state("a")).mode is not Mode.MERGED
+
+
+BOUNDED = ("vlora_cost", "vlora", "dlora", "unmerged_only")
+
+
+@pytest.mark.parametrize("streams, load", [(4, 1.2), (16, 1.2)])
+def test_video_of_many_streams_is_never_behind_a_policy_with_a_bound(streams: int, load: float) -> None:
+    costs, _ = read_costs(MEASURED)
+    chunk_s = 3 * (costs.merged_s(512, 0) + costs.lanes_s(512))
+    stretch = streams * chunk_s / load
+    arrivals = [
+        each._replace(time_s=each.time_s * stretch) for each in Video(streams=streams).arrivals(150, streams, seed=0)
+    ]
+    assert_ahead(arrivals, costs)
+
+
+@pytest.mark.parametrize("skew, num_adapters", [(0.5, 2), (0.2, 20)])
+def test_adapters_alike_in_overload_are_not_behind_a_policy_with_a_bound(skew: float, num_adapters: int) -> None:
+    costs, _ = read_costs(MEASURED)
+    lengths = {"prompt_min": 64, "prompt_max": 128, "answer_min": 50, "answer_max": 100}
+    assert_ahead(list(Hottest(rate=1.6, skew=skew, **lengths).arrivals(200, num_adapters, seed=0)), costs)
+
+
+def test_only_a_batch_counts_of_those_whose_turn_it_is() -> None:
+    """Beyond it wait a hundred who would have halves take turns."""
+    first = [each for name in "abcd" for each in decoding(name, 8)]
+    behind = [each._replace(request_id=f"behind-{i}") for i, each in enumerate(decoding("a", 100))]
+    alone, crowd = decide(first, state("a")), decide([*first, *behind], state("a"))
+    assert (alone.mode, alone.merged_adapter, alone.order) == (crowd.mode, crowd.merged_adapter, crowd.order)
+
+
+def assert_ahead(arrivals: list[Arrival], costs: Costs) -> None:
+    found = {policy: replay(arrivals, Box(costs=costs, policy=policy)).average_token_latency_s for policy in BOUNDED}
+    assert found["vlora_cost"] <= 1.03 * min(found.values()), found

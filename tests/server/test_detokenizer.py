@@ -1,0 +1,122 @@
+"""Tokens to text: whatever the cuts, the pieces are the text, and nothing of a stop string gets out."""
+
+from __future__ import annotations
+
+import itertools
+import time
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from vlora.server.detokenizer import AnswerText, Detokenizer, StopFilter
+from vlora.types import TokenScore
+
+
+def decode(token_ids: list[int]) -> str:
+    return bytes(token_ids).decode(errors="replace")
+
+
+def name(token_id: int) -> str:
+    return chr(token_id)
+
+
+def cut(data: bytes, cuts: list[int]) -> list[list[int]]:
+    places = sorted({0, len(data), *(place % (len(data) + 1) for place in cuts)})
+    return [list(data[a:b]) for a, b in itertools.pairwise(places)]
+
+
+@given(st.text(), st.lists(st.integers(0, 100)))
+def test_pieces_join_to_the_text_and_none_ends_in_half_a_character(text: str, cuts: list[int]) -> None:
+    detokenizer = Detokenizer(decode)
+    pieces = [detokenizer.feed(tokens) for tokens in cut(text.encode(), cuts)]
+    # A replacement character of the text itself looks like half a character until something follows it.
+    assert "".join(pieces) + detokenizer.finish() == text
+    assert not any(piece.endswith("\ufffd") for piece in pieces)
+
+
+def test_half_a_character_at_the_end_comes_out_as_the_replacement_character() -> None:
+    detokenizer = Detokenizer(decode)
+    assert detokenizer.feed(list("aé".encode()[:2])) == ""
+    assert detokenizer.finish() == "a\ufffd"
+
+
+def test_spaces_that_depend_on_the_token_before_are_kept() -> None:
+    words = ["<s>", "Hello", "there", "world"]
+
+    def sentencepiece(token_ids: list[int]) -> str:
+        # Drops the space before the first word, as tokenizers of that kind do.
+        return " ".join(words[token] for token in token_ids if token)
+
+    detokenizer = Detokenizer(sentencepiece)
+    assert [detokenizer.feed([token]) for token in (0, 1, 0, 2, 3)] == ["", "Hello", "", " there", " world"]
+
+
+@given(
+    st.text("ab", max_size=30),
+    st.lists(st.text("ab", min_size=1, max_size=4), max_size=3),
+    st.lists(st.integers(0, 50)),
+)
+def test_stop_filter_gives_the_text_before_the_stop_string_that_is_first_complete(
+    text: str, stop: list[str], cuts: list[int]
+) -> None:
+    ends = ((end, each) for end in range(len(text) + 1) for each in stop if text[:end].endswith(each))
+    first = min(ends, key=lambda match: (match[0], -len(match[1])), default=None)
+    expected = text if first is None else text[: first[0] - len(first[1])]
+    stop_filter = StopFilter(stop)
+    pieces = [stop_filter.feed(bytes(tokens).decode()) for tokens in cut(text.encode(), cuts)]
+    assert "".join(pieces) + stop_filter.finish() == expected
+    assert stop_filter.stopped == (first is not None)
+
+
+def test_text_is_held_back_only_while_it_may_become_a_stop_string() -> None:
+    stop_filter = StopFilter(["END"])
+    assert [stop_filter.feed(piece) for piece in ("a", "E", "N", "x", "EN", "D", "more")] == [
+        "a",
+        "",
+        "",
+        "ENx",
+        "",
+        "",
+        "",
+    ]
+    assert stop_filter.stopped
+
+
+def test_stop_string_across_token_borders_and_inside_a_character() -> None:
+    text = AnswerText(decode, name, ["stöp"])
+    pieces = [text.feed([byte]).text for byte in "go stöp on".encode()]
+    assert "".join(pieces) + text.finish().text == text.text == "go "
+    assert text.stopped and text.logprobs == ()
+
+
+def test_scores_come_with_the_text_they_made_and_not_with_what_ended_it() -> None:
+    text = AnswerText(decode, name, ["END"])
+    fed = "aüE bENDx".encode()
+    pieces = [text.feed([byte], [TokenScore(-byte / 100, ((byte, -0.5),))]) for byte in fed]
+    pieces.append(text.finish())
+    assert [(piece.text, "".join(token.token for token in piece.logprobs)) for piece in pieces if piece.text] == [
+        ("a", "a"),
+        ("ü", "\u00c3\u00bc"),
+        ("E ", "E "),
+        ("b", "b"),
+    ]
+    assert [token.logprob for token in text.logprobs] == [-byte / 100 for byte in "aüE b".encode()]
+    assert text.logprobs[0].top == (("a", -0.5),)
+
+
+@given(st.text("abE", max_size=12), st.lists(st.integers(0, 20)))
+def test_scores_are_the_texts_whatever_the_cuts(said: str, cuts: list[int]) -> None:
+    text = AnswerText(decode, name, ["Ea"])
+    for tokens in cut(said.encode(), cuts):
+        text.feed(tokens, [TokenScore(0.0, ())] * len(tokens))
+    text.finish()
+    assert "".join(token.token for token in text.logprobs) == text.text
+
+
+def test_long_stop_strings_cost_little_per_token() -> None:
+    stops = [f"{'x' * 990}{each}" for each in range(16)]
+    held = StopFilter(stops)
+    started = time.perf_counter()
+    assert held.feed("x" * 900) == "" and all(held.feed("x") == "" for _ in range(90))
+    assert time.perf_counter() - started < 0.2
+    assert held.feed("y") == "x" * 990 + "y"

@@ -1,0 +1,275 @@
+"""An engine process that dies: who waits is told, another one is started, and it has what the first one had."""
+
+from __future__ import annotations
+
+import asyncio
+import http.client
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Coroutine
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.server.scripted import ENGINE_COMMAND, write_adapter
+from tests.server.test_end_to_end import QUESTION, picture, write_model
+from tests.server.test_serve import children, until_alive
+from vlora.client import Client
+from vlora.client.values import FrameResult
+from vlora.config import EngineConfig
+from vlora.engine.ipc import supervisor
+from vlora.engine.ipc.supervisor import SupervisedEngine
+from vlora.errors import EngineDead, UnknownAdapter, VLoraError
+from vlora.types import Request
+
+ROOT = Path(__file__).parents[2]
+
+
+def run(coroutine: Coroutine[Any, Any, None]) -> None:
+    asyncio.run(asyncio.wait_for(coroutine, 240))
+
+
+async def start(told: list[str], model: str = "scripted") -> SupervisedEngine:
+    return await SupervisedEngine.start(EngineConfig(model=model), tell=told.append, command=ENGINE_COMMAND)
+
+
+async def kill(engine: SupervisedEngine) -> None:
+    """Kill the process and wait until it is known to be dead."""
+    assert engine._engine is not None
+    os.kill(engine._engine.ready.pid, signal.SIGKILL)
+    while engine._engine is not None:
+        await asyncio.sleep(0.01)
+
+
+async def alive(engine: SupervisedEngine) -> None:
+    while engine.cause is not None:
+        await asyncio.sleep(0.01)
+
+
+def test_a_load_that_hangs_holds_up_nothing_and_ends_with_its_process(tmp_path: Path) -> None:
+    async def main() -> None:
+        told: list[str] = []
+        engine = await start(told)
+        folder = write_adapter(tmp_path / "one")
+        hanging = asyncio.create_task(engine.load_adapter("hangs", folder))
+        await engine.load_adapter("one", folder)
+        asked = Request(request_id="r", prompt_ids=tuple(b"say:x"))
+        assert [output async for output in engine.generate(asked)][-1].finish_reason is not None
+        assert not hanging.done()
+        await kill(engine)
+        with pytest.raises(EngineDead):
+            await hanging
+        await alive(engine)
+        assert [status.name for status in await engine.adapters()] == ["one"]
+        # A server that stops waits for none of it either.
+        hanging = asyncio.create_task(engine.load_adapter("hangs", folder))
+        await asyncio.sleep(0)
+        await engine.close()
+        with pytest.raises(EngineDead):
+            await hanging
+
+    run(main())
+
+
+def test_the_next_process_has_the_adapters_and_pins(tmp_path: Path) -> None:
+    async def main() -> None:
+        told: list[str] = []
+        renewed: list[str] = []
+        engine = await start(told)
+        engine.changed = lambda: renewed.append("restarted")
+        await engine.register_adapters({name: write_adapter(tmp_path / name) for name in ("one", "two", "lost")})
+        await engine.load_adapter("three", write_adapter(tmp_path / "three"))
+        await engine.load_adapter("gone", write_adapter(tmp_path / "gone"))
+        for name in ("one", "three", "lost"):
+            await engine.pin_adapter(name, True)
+        await engine.pin_adapter("one", False)
+        await engine.unload_adapter("gone")
+        shutil.rmtree(tmp_path / "lost")
+        assert not engine.starting
+        await kill(engine)
+        assert engine.starting
+        asked = Request(request_id="r", prompt_ids=tuple(b"say:x"))
+        for call in (engine.stats, engine.adapters, lambda: anext(engine.generate(asked))):  # type: ignore[call-overload]
+            with pytest.raises(EngineDead, match="killed by SIGKILL; it is being started again"):
+                await call()
+        await alive(engine)
+        assert not engine.starting
+        assert [(each.name, each.pinned) for each in await engine.adapters()] == [
+            ("one", False),
+            ("three", True),
+            ("two", False),
+        ]
+        first, *_ = [output async for output in engine.generate(asked)]
+        assert first.token_ids == tuple(b"x")
+        assert (await engine.stats()).num_restarts == 1 == len(renewed)
+        assert told[0] == "the engine process was killed by SIGKILL; it is being started again"
+        assert "adapter 'lost' did not come back" in told[1] and told[2:] == ["the engine serves again"]
+        # What is lost is not looked for a second time.
+        await kill(engine)
+        await alive(engine)
+        assert len(told) == 5 and len(await engine.adapters()) == 3
+        with pytest.raises(UnknownAdapter):
+            await engine.unload_adapter("lost")
+        await engine.close()
+        assert engine.cause == "the engine was closed" and not engine.starting
+
+    run(main())
+
+
+def test_an_engine_that_never_lasts_stays_dead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first start is good, every later one ends at once."""
+    monkeypatch.setattr(supervisor, "_FIRST_PAUSE_S", 0.001)
+
+    async def main() -> None:
+        told: list[str] = []
+        engine = await start(told)
+        engine._config = EngineConfig(model="gone")
+        changes: list[bool] = []
+        engine.changed = lambda: changes.append(engine.starting)
+        await kill(engine)
+        await asyncio.wait({engine._watching})
+        assert changes == [False]  # nobody waits for it any more
+        assert engine.cause is not None and "exit code 3" in engine.cause and "stays dead" in engine.cause
+        assert len(told) == 1 + supervisor._MOST_STARTS + 1 and told[-1] == engine.cause
+        with pytest.raises(EngineDead, match="stays dead"):
+            await engine.stats()
+        await engine.close()
+
+    run(main())
+
+
+def test_closing_while_it_starts_again_leaves_no_process() -> None:
+    async def main() -> None:
+        engine = await start([])
+        engine._config = EngineConfig(model="slow")
+        await kill(engine)
+        await asyncio.sleep(0.3)
+        assert children(os.getpid())
+        await engine.close()
+        assert not children(os.getpid())
+
+    run(main())
+
+
+# -- the real one -----------------------------------------------------------------------------------------------------
+
+
+class Caller(threading.Thread):
+    """A client that waits, and what it hears in the end, when."""
+
+    def __init__(self, ask: Callable[[], Any]) -> None:
+        super().__init__(daemon=True)
+        self._ask = ask
+        self.heard: Any = None
+        self.at = 0.0
+        self.start()
+
+    def run(self) -> None:
+        try:
+            self.heard = self._ask()
+        except VLoraError as error:
+            self.heard = error.code
+        self.at = time.monotonic()
+
+
+def call(port: int, method: str, path: str, body: Any = None) -> tuple[int, str]:
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
+    connection.request(method, path, None if body is None else json.dumps(body), {"Content-Type": "application/json"})
+    response = connection.getresponse()
+    text = response.read().decode()
+    connection.close()
+    return response.status, text
+
+
+def chat(port: int, **fields: Any) -> tuple[int, str]:
+    body = {"messages": [{"role": "user", "content": QUESTION}], **fields}
+    return call(port, "POST", "/v1/chat/completions", body)
+
+
+def last_code(answer: tuple[int, str]) -> str:
+    """Of a whole answer's error, or of the one that ends a stream."""
+    text = answer[1] if answer[0] != 200 else answer[1].split("\n\n")[-3].removeprefix("data: ")
+    code: str = json.loads(text)["error"]["code"]
+    return code
+
+
+def code_of(frame: FrameResult) -> str | None:
+    return frame.error.code if frame.error else None
+
+
+def test_everything_comes_back_after_kill_9(tmp_path: Path) -> None:
+    write_model(tmp_path)
+    extra = shutil.copytree(tmp_path / "adapters" / "small", tmp_path / "extra")
+    arguments = ["--model", str(tmp_path / "model"), "--adapters", str(tmp_path / "adapters"), "--threads", "1"]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "vlora.cli", "serve", *arguments, "--rpyc-port", "0", "--http-port", "0"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=ROOT,
+    )
+    try:
+        assert process.stdout is not None
+        match = re.match(r"ready: rpyc \S+:(\d+) \| http \S+:(\d+) ", process.stdout.readline())
+        assert match, process.communicate()
+        port = int(match[2])
+        (engine,) = children(process.pid)
+        with Client(port=int(match[1]), timeout_s=60) as client:
+            frames = client.open_stream(adapter="small", head="letter", drop="none")
+            status, _ = call(port, "POST", "/v1/adapters", {"name": "more", "path": str(extra)})
+            assert status == 201 and call(port, "PUT", "/v1/adapters/more/pin")[0] == 200
+            status, before = chat(port, model="more", max_tokens=5)
+            assert status == 200
+            assert frames.send(picture(0)) == 0
+            answered = next(frames).answer
+            assert answered is not None
+            long = {"model": "more", "max_tokens": 900, "temperature": 1.0, "seed": 1, "stop": []}
+            callers = [
+                Caller(lambda: last_code(chat(port, **long, stream=True))),
+                Caller(lambda: last_code(chat(port, **long))),
+                Caller(lambda: last_code(chat(port, **long, n=3))),
+                Caller(lambda: client.generate(QUESTION, max_tokens=900, ignore_eos=True)),
+                Caller(lambda: list(client.stream(QUESTION, max_tokens=900, ignore_eos=True))),
+            ]
+            while client.stats().num_running < 7:
+                time.sleep(0.01)
+            os.kill(engine, signal.SIGSTOP)  # so that the frames wait, whatever the machine does
+            assert [frames.send(picture(number)) for number in (1, 2, 3)] == [1, 2, 3]
+            callers.append(Caller(lambda: code_of(next(frames))))
+            time.sleep(0.3)
+            killed = time.monotonic()
+            os.kill(engine, signal.SIGKILL)
+            for caller in callers:
+                caller.join(10)
+            assert [caller.heard for caller in callers] == ["engine_dead"] * 6
+            assert max(caller.at for caller in callers) - killed < 8  # far below every limit on a request
+            assert call(port, "GET", "/ready")[0] == 503
+            assert "vlora_engine_up 0.0" in call(port, "GET", "/metrics")[1]
+            assert frames.send(picture(0)) == 4  # while there is no engine: it waits for the next one
+            until_alive(client)
+            assert [(each.name, each.pinned) for each in client.adapters()] == [
+                ("large", False),
+                ("more", True),
+                ("small", False),
+            ]
+            after = chat(port, model="more", max_tokens=5)
+            assert [json.loads(text)["choices"] for text in (before, after[1])] == [json.loads(before)["choices"]] * 2
+            assert [code_of(next(frames)), code_of(next(frames))] == ["engine_dead"] * 2
+            resumed = next(frames)
+            assert resumed.number == 4 and resumed.answer is not None
+            assert resumed.answer.scores == pytest.approx(answered.scores, rel=1e-3)
+            frames.close()
+        process.send_signal(signal.SIGTERM)
+        assert process.stderr is not None
+        assert process.wait(20) == 0 and process.stderr.read().count(" warning ") == 2
+    finally:
+        process.kill()
+        process.communicate()

@@ -1,0 +1,102 @@
+"""An engine process whose engine can also be asked directly, in that process, while nothing else asks it.
+
+Two engines of one model differ by several percent for as long as they live, by where in memory each has its weights:
+what a front end adds to a long answer is less than that. So both ways ask one engine. Its process is that of any
+server, but that between two requests its step loop also heeds a socket of the bench's.
+
+`python -m vlora.cli.instrumented_server PATH` starts it, as
+`python -m vlora.bench.instrumented_engine PATH DESCRIPTOR`. PATH: where that socket is to be.
+DESCRIPTOR: see `vlora/engine/ipc/worker.py`.
+"""
+
+from __future__ import annotations
+
+import queue
+import socket
+import sys
+import threading
+import time
+from multiprocessing.connection import Connection, Listener
+from typing import NamedTuple
+
+from transformers.utils import logging
+
+from vlora.config import EngineConfig
+from vlora.engine.engine import Engine
+from vlora.engine.ipc.transport import EngineLine
+from vlora.engine.ipc.worker import run
+from vlora.types import Request, SamplingParams
+
+
+class Question(NamedTuple):
+    """And how many tokens its answer has: random weights know no end."""
+
+    prompt_ids: tuple[int, ...]
+    tokens: int
+
+
+Said = list[tuple[float, tuple[int, ...]]]
+"""What became known in each step, and how many seconds after the question."""
+
+
+class AskedLine(EngineLine):
+    """The engine's end of the line to its front end; who waits there also answers the bench."""
+
+    engine: Engine
+
+    def __init__(self, sock: socket.socket, path: str) -> None:
+        super().__init__(sock)
+        self._questions: queue.SimpleQueue[tuple[Connection, Question]] = queue.SimpleQueue()
+        listener = Listener(path)
+        threading.Thread(target=self._listen, args=(listener,), name="vlora-bench", daemon=True).start()
+
+    def receive(self, *, block: bool) -> bytearray | None:
+        """See EngineLine. In the engine's own thread, as all that it does."""
+        data = super().receive(block=block)
+        while not self._questions.empty():
+            asker, question = self._questions.get()
+            asker.send(answer(self.engine, question))
+        return data
+
+    def _listen(self, listener: Listener) -> None:
+        asker = listener.accept()
+        try:
+            while True:
+                self._questions.put((asker, asker.recv()))
+                self.wake()
+        except EOFError:
+            pass
+
+
+def answer(engine: Engine, question: Question) -> Said:
+    """An answer of an engine that is called, and has no other work."""
+    request = Request(
+        request_id="asked", prompt_ids=question.prompt_ids, sampling=SamplingParams(max_tokens=question.tokens)
+    )
+    started = time.perf_counter()
+    engine.add(request)
+    said: Said = []
+    while engine.has_work:
+        for output in engine.step():
+            assert output.error is None, output.error
+            said.append((time.perf_counter() - started, output.token_ids))
+    return said
+
+
+def main(path: str, descriptor: int) -> None:
+    logging.disable_progress_bar()
+    lines: list[AskedLine] = []
+
+    def make_line(sock: socket.socket) -> AskedLine:
+        lines.append(AskedLine(sock, path))
+        return lines[0]
+
+    def make_engine(config: EngineConfig) -> Engine:
+        lines[0].engine = Engine(config)
+        return lines[0].engine
+
+    sys.exit(run(descriptor, make_engine, make_line))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], int(sys.argv[2]))

@@ -1,0 +1,112 @@
+"""The one form of every bench: a table for people first, and on the last line one JSON object for machines."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.metadata
+import json
+import platform
+import subprocess
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from atmm.tuning.tables import device_name
+
+
+@dataclasses.dataclass(frozen=True)
+class Goal:
+    """A promise and what was measured: `value` must be at most (or at least) `goal`."""
+
+    name: str
+    value: float
+    goal: float
+    at_most: bool
+
+    @property
+    def holds(self) -> bool:
+        return self.value <= self.goal if self.at_most else self.value >= self.goal
+
+    def as_dict(self) -> dict[str, Any]:
+        sign = "<=" if self.at_most else ">="
+        return {"name": self.name, "value": round(self.value, 4), "goal": f"{sign} {self.goal:g}", "holds": self.holds}
+
+
+@dataclasses.dataclass(frozen=True)
+class Report:
+    """What a bench found. rows: one mapping per measurement, all with the same keys. title: the command, where it is
+    not `vlora bench NAME`. found: more for the JSON, by name."""
+
+    bench: str
+    rows: Sequence[Mapping[str, Any]]
+    goals: Sequence[Goal]
+    title: str | None = None
+    found: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+    def print(self, *, only_json: bool = False) -> None:
+        if not only_json:
+            self._print_table()
+        print(json.dumps(self.as_dict()))
+
+    def _print_table(self) -> None:
+        console = Console(width=170)
+        table = Table(title=self.title or f"vlora bench {self.bench}")
+        columns = list(self.rows[0]) if self.rows else []
+        for column in columns:
+            table.add_column(column, justify="left" if isinstance(self.rows[0][column], str) else "right")
+        for row in self.rows:
+            table.add_row(*(_cell(row[column]) for column in columns))
+        console.print(table)
+        for goal in self.goals:
+            stated = goal.as_dict()
+            console.print(
+                f"  {'holds' if goal.holds else 'FALLS SHORT'}: {goal.name}: {goal.value:.3f} ({stated['goal']})"
+            )
+
+    def as_dict(self) -> dict[str, Any]:
+        return {
+            "bench": self.bench,
+            "env": environment(),
+            "rows": [dict(row) for row in self.rows],
+            "goals": [goal.as_dict() for goal in self.goals],
+            **self.found,
+        }
+
+
+def environment() -> dict[str, Any]:
+    """Machine, versions, threads, commit: what a figure means nothing without."""
+    return {
+        "machine": f"{platform.machine()} {_cpu_name()}, {device_name('cpu')}",
+        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
+        "python": platform.python_version(),
+        "versions": {name: importlib.metadata.version(name) for name in ("vlora", "torch", "transformers", "peft")},
+        "threads": torch.get_num_threads(),
+        "commit": _commit(),
+    }
+
+
+def _cell(value: Any) -> str:
+    if value is None:
+        return ""
+    return f"{value:.3f}" if isinstance(value, float) else str(value)
+
+
+def _cpu_name() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor()
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "")
+
+
+def _commit() -> str | None:
+    here = Path(__file__).parent
+    try:
+        found = subprocess.run(["git", "rev-parse", "HEAD"], cwd=here, capture_output=True, text=True, check=True)
+    except (OSError, subprocess.CalledProcessError):
+        return None
+    return found.stdout.strip()

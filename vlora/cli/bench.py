@@ -1,0 +1,323 @@
+"""Commands that measure: `simulate`, `bench`, `tune`."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import click
+
+from vlora.cli.bench_serve import OPTION_NAMES, serve_options
+from vlora.cli.extras import needs
+from vlora.cli.group import cli
+from vlora.cli.progress import waiting
+from vlora.cli.server_flags import json_option, print_json
+from vlora.cli.settings import config_flags, model_path
+from vlora.config import EngineConfig
+from vlora.errors import BadConfig
+
+
+@cli.command()
+@click.argument("trace")
+@config_flags(
+    EngineConfig,
+    only=("policy", "theta_s", "max_batch_size", "max_step_tokens", "max_ttft_s", "weight", "tenant_weight"),
+)
+@click.option("--adapters", type=click.IntRange(min=1), default=20, show_default=True, help="Adapters asked for.")
+@click.option(
+    "--tenants",
+    type=click.IntRange(min=0),
+    default=0,
+    show_default=True,
+    help="Who share the requests that name no tenant, by a power law: tenant-0 asks most.",
+)
+@click.option("--replicas", type=click.IntRange(min=1), default=1, show_default=True, help="Boxes that share the load.")
+@click.option(
+    "--requests", type=click.IntRange(min=1), help="How many at most: 1000 of a workload, all of a file if not given."
+)
+@click.option("--seed", type=int, default=0, show_default=True, help="Seed of the workload's draws.")
+@click.option(
+    "--costs",
+    type=click.Path(path_type=Path),
+    help="The machine: JSON of `vlora bench costs --out`; one in the package if not given.",
+)
+@click.option(
+    "--kv-tokens", type=click.IntRange(min=1), default=65_536, show_default=True, help="Room for KV in a box."
+)
+@click.option(
+    "--resident-adapters", type=click.IntRange(min=1), default=64, show_default=True, help="Room for adapters in a box."
+)
+@json_option
+def simulate(
+    trace: str,
+    adapters: int,
+    tenants: int,
+    replicas: int,
+    requests: int | None,
+    seed: int,
+    costs: Path | None,
+    as_json: bool,
+    **settings: Any,
+) -> None:
+    """Replay traffic against the scheduler, without a model: a fake clock and a machine known by its costs.
+
+    \b
+        vlora simulate hottest:rate=0.3,skew=0.6 --policy vlora
+        vlora simulate gamma:rate=1,cv=2 --adapters 10000 --replicas 4 --requests 10000
+        vlora simulate hottest:rate=1.3 --max-ttft-s 5 --requests 500
+        vlora simulate hottest:rate=3 --tenants 2 --tenant-weight tenant-1=3 --requests 300
+        vlora simulate AzureLLMInferenceTrace_conv.csv --policy unmerged_only --json
+
+    TRACE is a CSV file with columns TIMESTAMP, ContextTokens, GeneratedTokens and perhaps Adapter, MaxTTFT, Priority
+    and Tenant, or a workload NAME:KEY=VALUE,...:
+
+    \b
+        hottest   rate, skew                  Poisson arrivals; the hottest adapter's share (V-LoRA 6.3.3)
+        gamma     rate, cv, alpha             Gamma arrivals by adapter, power-law popularity (S-LoRA 7.2)
+        punica    rate, pattern               distinct, uniform, skewed or identical popularity (Punica 7)
+        video     streams, fps, chunk, frames, frame_tokens, answer     a chunk a second each (V-LoRA 6.1)
+
+    The first three also take prompt_min, prompt_max, answer_min, answer_max, in tokens; answers of 0 ask a task head.
+    """
+    from vlora.simulator import commands
+
+    with waiting("replaying"):
+        found = commands.simulate(
+            trace,
+            num_adapters=adapters,
+            num_replicas=replicas,
+            num_requests=requests,
+            num_tenants=tenants,
+            seed=seed,
+            costs=costs,
+            settings=settings,
+        )
+    if as_json:
+        print_json(found)
+    else:
+        for line in commands.lines(found):
+            click.echo(line)
+
+
+@cli.command()
+@click.argument("name")
+@click.option("--quick", is_flag=True, help="Fewer repetitions: a look, not a result.")
+@click.option(
+    "--out", type=click.Path(file_okay=False, path_type=Path), help="Folder to keep reports in, with pictures."
+)
+@click.option(
+    "--latency-us",
+    "latencies_us",
+    multiple=True,
+    type=click.IntRange(min=0),
+    help="Of `tp`: microseconds that each collective takes on top; may be repeated.",
+)
+@click.option("--seeds", type=click.IntRange(min=1), help="Of `bd`: how many; 3 if not given.")
+@click.option(
+    "--model",
+    help="Of `policy` and `costs`: qwen2-0.5b (if not given), qwen2-vl-7b or llava-13b. Of `serve`: the base model's "
+    "name at --url.",
+)
+@click.option("--device", help="Of `policy` and `costs`: cpu (if not given) or cuda.")
+@serve_options
+@json_option
+@needs("fuse")
+def bench(
+    name: str,
+    quick: bool,
+    out: Path | None,
+    latencies_us: tuple[int, ...],
+    seeds: int | None,
+    model: str | None,
+    device: str | None,
+    as_json: bool,
+    **serve: Any,
+) -> None:
+    """Run a bench by name, or all of them. The last line of each is JSON, with --json the only one; exit code 1 when a
+    goal does not hold.
+
+    \b
+        vlora bench step --quick
+        vlora bench tp --latency-us 0 --latency-us 500
+        vlora bench costs --out results      # results/costs.json is this machine for vlora simulate --costs
+        vlora bench policy --model qwen2-vl-7b --device cuda
+        vlora bench serve --surface http --surface rpyc --concurrency 16 --requests 64 --popularity zipf
+        vlora bench serve --url http://127.0.0.1:8000/v1 --model base --adapter-name signs --rate 2 --duration-s 60
+        vlora bench fusion --out results     # goes on where it was stopped, and so does policy
+
+    `fusion` and `bd` (block-diagonal adapters) train: they take long, and are the last of `all`.
+    """
+    given = {name: value for name, value in serve.items() if value not in (None, ())}
+    if given and name != "serve":
+        flags = ", ".join(f"--{OPTION_NAMES.get(each, each.replace('_', '-'))}" for each in given)
+        raise BadConfig(f"{flags}: for `vlora bench serve`, not {name!r}; leave it away")
+    if latencies_us and name != "tp":
+        raise BadConfig(f"--latency-us is for `vlora bench tp`, not {name!r}; leave it away")
+    if seeds is not None and (name != "bd" or quick):
+        raise BadConfig("--seeds is for `vlora bench bd`, and not with --quick, which takes one; leave it away")
+    on: dict[str, Any] = {key: value for key, value in (("model", model), ("device", device)) if value is not None}
+    if on and name not in ("policy", "costs") and not (name == "serve" and device is None):
+        raise BadConfig(f"--model and --device are for `vlora bench policy` and `costs`, not {name!r}; leave them away")
+    if name == "fusion":
+        holds = _bench_fusion(quick, out, as_json)
+    elif name == "bd":
+        holds = _bench_bd(quick, out, seeds, as_json)
+    else:
+        from vlora.bench import main as run
+
+        with waiting(f"bench {name}"):
+            more = on | given | ({"latencies_us": latencies_us} if latencies_us else {})
+            holds = run(name, quick, out, only_json=as_json, **more)
+        if name == "all":
+            holds &= _bench_fusion(quick, out, as_json)
+            holds &= _bench_bd(quick, out, None, as_json)
+    if not holds:
+        sys.exit(1)
+
+
+def _bench_fusion(quick: bool, out: Path | None, only_json: bool) -> bool:
+    """Benches know nothing of fusion, and fusion nothing of benches: they meet here."""
+    from fusion.bench import draw, run
+    from vlora.bench import keep, pictures_possible
+    from vlora.bench.report import Goal, Report
+
+    if out is not None:
+        pictures_possible()
+    work = None if out is None else out / "fusion" / "work"
+    with waiting("bench fusion"):
+        found = run(quick, work, lambda text: click.echo(text, err=True))
+    goals = [Goal(*goal) for goal in found.goals]
+    report = Report("fusion", found.rows, goals, found={"tables": found.tables, "curves": found.curves})
+    report.print(only_json=only_json)
+    if out is not None:
+        keep(report, lambda folder: draw(found.tables, found.curves, folder), out)
+    return all(goal.holds for goal in goals)
+
+
+def _bench_bd(quick: bool, out: Path | None, seeds: int | None, only_json: bool) -> bool:
+    """As with `_bench_fusion`."""
+    from fusion.bench import NUM_SEEDS, compare
+    from vlora.bench import keep
+    from vlora.bench.report import Goal, Report
+
+    work = None if out is None else out / "bd" / "work"
+    with waiting("bench bd"):
+        found = compare(quick, work, lambda text: click.echo(text, err=True), seeds or NUM_SEEDS)
+    goals = [Goal(*goal) for goal in found.goals]
+    report = Report("bd", found.rows, goals, found={"runs": found.runs})
+    report.print(only_json=only_json)
+    if out is not None:
+        keep(report, None, out)
+    return all(goal.holds for goal in goals)
+
+
+@cli.command()
+@click.option("--model", help="Folder or hub name: search its shapes. Without it, those of the tables in the package.")
+@click.option("--device", type=click.Choice(["cpu", "cuda"]), default="cpu", show_default=True)
+@click.option(
+    "--dtype",
+    "dtypes",
+    multiple=True,
+    type=click.Choice(["bfloat16", "float32", "float16"]),
+    default=["bfloat16", "float32"],
+    show_default=True,
+    help="May be repeated.",
+)
+@click.option(
+    "--minutes", type=click.FloatRange(min=0), help="Stop after this long: 5 on a CPU, 30 on a GPU if not given."
+)
+@click.option(
+    "--threads",
+    type=click.IntRange(min=1),
+    help="Threads to measure with on a CPU; those that `vlora serve` uses if not given.",
+)
+@click.option(
+    "--out",
+    type=click.Path(path_type=Path),
+    help="The table's file; in the user's data folder, where the engine finds it, if not given.",
+)
+@click.option("--check", is_flag=True, help="Only verify the numerics of every row of the table.")
+@click.option("--lint", is_flag=True, help="Only compile every kernel of the GPU's search space; needs no GPU.")
+@click.option(
+    "--build-cutlass",
+    is_flag=True,
+    help="Only build the grouped products that a search on a GPU may then time; needs nvcc, and no GPU.",
+)
+@click.option(
+    "--capability",
+    "capabilities",
+    multiple=True,
+    type=click.IntRange(min=80),
+    help="Compute capability to build for, 80 for 8.0; may be repeated. The GPU's own, or 80 and 90, if not given.",
+)
+@json_option
+@needs("serve")
+def tune(
+    model: str | None,
+    device: str,
+    dtypes: tuple[str, ...],
+    minutes: float | None,
+    threads: int | None,
+    out: Path | None,
+    check: bool,
+    lint: bool,
+    build_cutlass: bool,
+    capabilities: tuple[int, ...],
+    as_json: bool,
+) -> None:
+    """Find the fastest way to add adapters' deltas on this machine, shape by shape, and keep it in a table.
+
+    \b
+        vlora tune
+        vlora tune --model Qwen/Qwen2-VL-7B-Instruct --device cuda --dtype bfloat16
+
+    The table goes to $XDG_DATA_HOME/vlora/tables (default ~/.local/share), one per processor and number of threads;
+    engines started later use it. A search that was stopped goes on where it was. --check without --out verifies the
+    table in use.
+    """
+    if capabilities and not build_cutlass:
+        raise BadConfig("--capability says what --build-cutlass builds for; give both or neither")
+    if device == "cuda" and not (lint or build_cutlass):
+        import torch
+
+        if not torch.cuda.is_available():
+            raise BadConfig("device 'cuda' was asked for, but torch sees no CUDA device here")
+    from vlora import tune as tuning
+
+    told: list[str] = []
+    say: Callable[[str], None] = told.append if as_json else click.echo
+    if build_cutlass:
+        tuning.build_cutlass(capabilities or tuning.capabilities_here(), say)
+        sound = True
+    elif lint:
+        sound = tuning.lint(say)
+    else:
+        import torch
+
+        from atmm.tuning import tables
+        from vlora.engine.cpu_cores import default_threads
+
+        torch.set_num_threads(threads or default_threads())
+        if not check:
+            found = tuning.tune(
+                None if model is None else model_path(model),
+                device=device,
+                dtypes=dtypes,
+                minutes=minutes if minutes is not None else 30.0 if device == "cuda" else 5.0,
+                out=out,
+            )
+            if as_json:
+                print_json(found._asdict())
+            else:
+                click.echo(found)
+            return
+        with waiting("checking"):
+            table = tables.choose_table(device, torch.get_num_threads()).table
+            in_use = tables.path_for(device, torch.get_num_threads()) if table is None else table.path
+            sound = tuning.check(out or in_use, device, say)
+    if as_json:
+        print_json({"sound": sound, "told": told})
+    if not sound:
+        sys.exit(1)

@@ -1,0 +1,162 @@
+"""`vlora serve`."""
+
+from __future__ import annotations
+
+import functools
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import click
+
+from vlora.cli.extras import needs
+from vlora.cli.group import cli
+from vlora.cli.options import HeadedOption
+from vlora.cli.progress import waiting
+from vlora.cli.settings import EMBEDDED, config_flags, make_config, model_path
+from vlora.config import EngineConfig, ServerConfig
+from vlora.errors import BadAdapter, BadConfig
+from vlora.logs import JSON_VARIABLE, LEVEL_VARIABLE, LEVELS, configure
+
+
+@cli.command()
+@click.option(
+    "-m",
+    "--model",
+    cls=HeadedOption,
+    heading="Model",
+    default=EMBEDDED,
+    show_default=True,
+    help="A folder, a hub name, or the model in the package.",
+)
+@click.option(
+    "--served-model-name",
+    cls=HeadedOption,
+    heading="Model",
+    metavar="NAME",
+    help="The base model's name in requests; the folder's, or the hub name, if not given.",
+)
+@click.option(
+    "-a",
+    "--adapter",
+    "adapters",
+    cls=HeadedOption,
+    heading="Adapters",
+    multiple=True,
+    metavar="NAME=PATH",
+    help="Serve this adapter; may be repeated.",
+)
+@click.option(
+    "--adapters",
+    "folder",
+    cls=HeadedOption,
+    heading="Adapters",
+    type=click.Path(path_type=Path),
+    help="Serve every adapter folder in here.",
+)
+@click.option(
+    "--token-file",
+    cls=HeadedOption,
+    heading="Network",
+    type=click.Path(path_type=Path),
+    help="Who may call (YAML, see docs/api.md), beside VLORA_TOKEN and VLORA_ADMIN_TOKEN.",
+)
+@click.option(
+    "--log-level",
+    cls=HeadedOption,
+    heading="Log",
+    type=click.Choice(LEVELS),
+    default="warning",
+    show_default=True,
+    envvar=LEVEL_VARIABLE,
+    help="What is written to stderr; info has a line for each request.",
+)
+@click.option(
+    "--log-json",
+    cls=HeadedOption,
+    heading="Log",
+    is_flag=True,
+    envvar=JSON_VARIABLE,
+    help="Write each line of the log as a JSON object.",
+)
+@config_flags(EngineConfig, skip=("model",))
+@config_flags(ServerConfig, skip=("tokens",))
+@needs("serve")
+def serve(
+    model: str,
+    served_model_name: str | None,
+    adapters: tuple[str, ...],
+    folder: Path | None,
+    token_file: Path | None,
+    log_level: str,
+    log_json: bool,
+    **settings: Any,
+) -> None:
+    """Serve a model and its adapters until interrupted.
+
+    \b
+        vlora serve --adapters out/adapters
+        vlora serve --model Qwen/Qwen2-VL-2B-Instruct --adapter signs=adapters/signs
+    """
+    from vlora.server.security.tokens import read_tokens
+
+    os.environ |= {LEVEL_VARIABLE: log_level, JSON_VARIABLE: "1" if log_json else ""}
+    configure(os.environ)
+    named = named_adapters(adapters, folder)
+    model_name = served_name(model) if served_model_name is None else served_model_name
+    if not model_name.strip():
+        raise BadConfig("the base model's name is empty; give a --served-model-name")
+    if model_name in named:
+        raise BadConfig(f"adapter {model_name!r} has the base model's name; rename it or give a --served-model-name")
+    engine_config = make_config(EngineConfig, settings, model=model_path(model))
+    all_tokens = functools.partial(read_tokens, token_file, os.environ)
+    server_config = make_config(ServerConfig, settings, tokens=all_tokens())
+    import asyncio
+
+    from vlora.server.launch import serve as serve_until_stopped
+
+    with waiting(f"loading {model}") as loaded:
+
+        def announce(line: str) -> None:
+            loaded()
+            click.echo(line)
+
+        asyncio.run(
+            serve_until_stopped(
+                engine_config,
+                server_config,
+                named,
+                announce=announce,
+                model_name=model_name,
+                read_tokens=None if token_file is None else all_tokens,
+            )
+        )
+    # Everything has ended; taking torch apart again would only make the caller wait.
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
+
+
+def served_name(model: str) -> str:
+    """A folder's own name: where it lies on this machine is not for callers to see. A hub name as it is."""
+    folder = Path(model).expanduser()
+    return folder.resolve().name if model != EMBEDDED and folder.is_dir() else model
+
+
+def named_adapters(pairs: tuple[str, ...], folder: Path | None) -> dict[str, str]:
+    """Name -> absolute path. Raises BadConfig for what is no pair or given twice, BadAdapter when a folder has none."""
+    found: dict[str, str] = {}
+    if folder is not None:
+        for config in sorted(folder.glob("*/adapter_config.json")):
+            found[config.parent.name] = str(config.parent.resolve())
+        if not found:
+            raise BadAdapter(f"{folder}: no folder with an adapter_config.json in it")
+    for pair in pairs:
+        name, equals, path = pair.partition("=")
+        if not (name and equals and path):
+            raise BadConfig(f"--adapter is {pair!r}; write NAME=PATH")
+        if name in found:
+            raise BadConfig(f"adapter {name!r} is given twice: {found[name]} and {path}")
+        found[name] = str(Path(path).resolve())
+    return found

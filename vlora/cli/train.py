@@ -1,0 +1,247 @@
+"""Commands that make adapters, and the model in the package."""
+
+from __future__ import annotations
+
+import sys
+from contextlib import AbstractContextManager
+from pathlib import Path
+
+import click
+
+from vlora.cli.extras import needs
+from vlora.cli.group import cli
+from vlora.cli.interrupt import ends_with
+from vlora.cli.progress import waiting
+from vlora.cli.server_flags import json_option, print_json
+from vlora.config import EngineConfig
+from vlora.errors import BadConfig, BadPlan
+
+
+@cli.command()
+@click.argument("plan", type=click.Path(path_type=Path))
+@click.option("--out", type=click.Path(path_type=Path), help="Folder for adapters and report.")
+@click.option("--device", default=EngineConfig.device, show_default=True, help="Device to train on: cpu or cuda.")
+@click.option("--check", is_flag=True, help="Explain the plan, with everything that is wrong in it; train nothing.")
+@click.option("--resume", is_flag=True, help="Go on with what a run that was stopped left in --out.")
+@click.option("--restart", is_flag=True, help="Train everything again; delete what an earlier run left in --out.")
+@click.option("--oracle", is_flag=True, help="Also find the fewest adapters possible; takes many more trainings.")
+@click.option("--workers", default=1, type=click.IntRange(min=1), help="Trainings at a time, of one CPU thread each.")
+@json_option
+@needs("fuse")
+def fuse(
+    plan: Path,
+    out: Path | None,
+    device: str,
+    check: bool,
+    resume: bool,
+    restart: bool,
+    oracle: bool,
+    workers: int,
+    as_json: bool,
+) -> None:
+    """Train adapters and task heads from a fusion plan: a file, or the name of one in the package.
+
+    \b
+        vlora fuse plan.yaml --check
+        vlora fuse plan.yaml --out out
+        vlora fuse plan.yaml --out out --resume
+        vlora fuse demo --out demo
+
+    Ctrl-C and a termination signal end at once. Finished trainings are kept; the last line is the command that goes
+    on with them.
+    """
+    import warnings
+
+    from fusion.training.kept import Kept, same_command
+
+    # Third parties' notes to their own callers.
+    warnings.simplefilter("ignore", FutureWarning)
+    warnings.filterwarnings("ignore", module=r"peft\.")
+    file = _plan_file(plan)
+    if check:
+        with _loading():
+            from fusion import commands
+
+        commands.explain(file, device=device, json_out=as_json)
+    elif out is None:
+        raise click.UsageError("--out is missing: a folder for adapters and report (or --check, to train nothing)")
+    elif resume and restart:
+        raise click.UsageError("--resume goes on with what is there, --restart deletes it: give one of the two")
+    else:
+        from rich.console import Console
+
+        kept = Kept(out, restart=restart)
+        with ends_with(lambda: f"{kept}; go on with: {same_command(sys.argv, kept.option)}"):
+            with _loading():  # an interrupt ends it likewise
+                from fusion import commands
+
+            report = commands.fuse(
+                file,
+                out,
+                device=device,
+                resume=resume,
+                restart=restart,
+                oracle=oracle,
+                workers=workers,
+                console=Console(stderr=as_json),
+                kept=kept,
+            )
+        if as_json:
+            print_json(report)
+
+
+def _loading() -> AbstractContextManager[object]:
+    """Shows that libraries are being imported, which takes seconds, on a slow machine more than ten."""
+    return waiting("loading torch, transformers and peft")
+
+
+def _plan_file(plan: Path) -> Path:
+    """The file itself, or that of a plan in the package. Raises BadPlan when there is neither."""
+    import fusion
+
+    if plan.exists():
+        return plan
+    packaged = {file.stem: file for file in sorted((Path(fusion.__file__).parent / "plans").glob("*.yaml"))}
+    if str(plan) not in packaged:
+        raise BadPlan(f"{plan}: no such file, and no plan of that name in the package ({', '.join(packaged)})")
+    return packaged[str(plan)]
+
+
+@cli.command("convert-bd")
+@click.argument("adapter", type=click.Path(path_type=Path))
+@click.option("--blocks", required=True, type=click.IntRange(min=2), help="How many: as many as ranks will serve it.")
+@click.option("--rank", type=click.IntRange(min=1), help="Rank of the result; each layer's own if not given.")
+@click.option("--model", "base", help="Base model; the one the adapter names if not given.")
+@click.option(
+    "--data",
+    type=click.Path(path_type=Path),
+    help="Plan on whose domains to distil, and to measure: a file, or the name of one in the package.",
+)
+@click.option("--out", type=click.Path(path_type=Path), help="Folder to write; ADAPTER-bdN if not given.")
+@json_option
+@needs("fuse")
+def convert_bd(
+    adapter: Path, blocks: int, rank: int | None, base: str | None, data: Path | None, out: Path | None, as_json: bool
+) -> None:
+    """Make an existing LoRA block-diagonal (BD-LoRA), which ranks serve without communication of its own.
+
+    \b
+        vlora convert-bd out/adapters/signs --blocks 2
+        vlora convert-bd out/adapters/signs --blocks 2 --rank 12 --data plan.yaml
+        vlora convert-bd demo/fused/adapters/boxes --blocks 2 --data demo
+
+    Every block of every layer is the best there is of its rank (truncated SVD); with --data it is then trained to
+    answer as the original does. At a rank of --blocks times the original's nothing is lost.
+    """
+    import warnings
+
+    from rich.console import Console
+
+    with _loading():
+        from fusion.block_diagonal.convert import convert
+        from fusion.plan.schema import read_plan_file
+        from fusion.progress.progress import Progress
+
+    warnings.simplefilter("ignore", FutureWarning)
+    out = out or adapter.with_name(f"{adapter.name}-bd{blocks}")
+    plan = None if data is None else read_plan_file(_plan_file(data))
+    with Progress(Console(stderr=True)) as progress:
+        found = convert(adapter, out, blocks=blocks, rank=rank, base=base, data=plan, progress=progress)
+    if as_json:
+        layers, domains = [each._asdict() for each in found.layers], [each._asdict() for each in found.domains]
+        print_json({"out": str(out), "layers": layers, "domains": domains})
+        return
+    for layer in found.layers:
+        kind = "dense, as it was" if layer.blocks is None else f"rank {layer.rank}, error {layer.error:.4f}"
+        click.echo(f"{layer.layer}  {kind}")
+    for domain in found.domains:
+        click.echo(
+            f"{domain.domain}: test score {domain.original:.3f} before, {domain.converted:.3f} converted, "
+            f"{domain.distilled:.3f} distilled; hidden states apart by {domain.apart_converted:.3f}, "
+            f"then {domain.apart_distilled:.3f}"
+        )
+    click.echo(f"written to {out}")
+
+
+@cli.command()
+@click.option(
+    "--out", default="demo", show_default=True, type=click.Path(path_type=Path), help="Folder for what it makes."
+)
+@click.option("--plan", default="demo", show_default=True, help="Fusion plan: a file, or one in the package by name.")
+@json_option
+@needs("demo")
+def demo(out: Path, plan: str, as_json: bool) -> None:
+    """Do the whole job once, live: fuse, serve, ask, stream. Takes some minutes.
+
+    \b
+        vlora demo
+        vlora demo --json | jq .latencies
+    """
+    import signal
+
+    from rich.console import Console
+
+    from apps.demo import run
+
+    # Leaving through the usual way out ends the server and the training it started, too.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    result = run(out, plan=plan, console=Console(stderr=as_json))
+    if as_json:
+        print_json(result)
+
+
+@cli.group()
+def model() -> None:
+    """The small model that ships with the package.
+
+    \b
+        vlora model eval
+    """
+
+
+@model.command("eval")
+@click.option("--checkpoint", type=click.Path(exists=True), help="Another folder than the package's own.")
+@click.option("--quick", is_flag=True, help="One seed and few pictures: a look, not a result.")
+@json_option
+@needs("fuse")
+def model_eval(checkpoint: str | None, quick: bool, as_json: bool) -> None:
+    """Measure every promise of the embedded model. The last line is JSON, with --json the only one; exit code 1 when a
+    goal does not hold.
+
+    \b
+        vlora model eval --quick
+    """
+    import logging
+    import warnings
+
+    import torch
+    from transformers import AutoProcessor
+
+    from fusion.embedded import checkpoint_path
+    from fusion.embedded.exam import examine
+    from vlora.bench.report import Goal, Report
+    from vlora.models.pretrained import from_pretrained
+
+    warnings.simplefilter("ignore", FutureWarning)
+    logging.getLogger("vlora").setLevel(logging.WARNING)
+    torch.set_num_threads(1)  # what is promised holds on one core
+    if checkpoint is not None:
+        try:
+            from_pretrained(AutoProcessor, checkpoint)
+        except (OSError, ValueError) as error:
+            raise BadConfig(
+                f"--checkpoint {checkpoint} holds no model and processor as fusion.embedded.train writes them: {error}"
+            ) from error
+    seeds = (1_000_001, 1_000_002, 1_000_003)[: 1 if quick else 3]
+    with waiting("examining"):
+        rows, gates = examine(
+            checkpoint or checkpoint_path(),
+            seeds=seeds,
+            num_scenes=60 if quick else 200,
+            say=lambda text: click.echo(text, err=True),
+        )
+    goals = [Goal(*gate) for gate in gates]
+    report = Report("model eval", [row._asdict() for row in rows], goals, title="vlora model eval")
+    report.print(only_json=as_json)
+    if not all(goal.holds for goal in goals):
+        sys.exit(1)

@@ -1,0 +1,271 @@
+"""`EngineClient`: an engine in a process of its own, behind `EngineInterface`."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import os
+import socket
+import sys
+from collections.abc import AsyncIterator, Mapping, Sequence
+from typing import Any
+
+from vlora.config import EngineConfig
+from vlora.engine.exit_status import how_it_ended
+from vlora.engine.ipc import messages
+from vlora.engine.ipc.transport import Line
+from vlora.engine.snapshot import EngineSnapshot
+from vlora.errors import BadRequest, EngineDead
+from vlora.types import AdapterStatus, EngineStats, ErrorValue, Request, RequestOutput
+
+ENGINE_COMMAND = (sys.executable, "-m", "vlora.engine.ipc.worker")
+
+# glibc moves these two borders up as large blocks are freed, until the tensors of a step lie among what lives longer,
+# and the room between them grows for minutes. Fixed ones hold an engine's memory flat; smaller ones would have the
+# activations of every prompt mapped anew (docs/decisions.md, 2026-11-22).
+_C_HEAP = {"MALLOC_MMAP_THRESHOLD_": str(16 << 20), "MALLOC_TRIM_THRESHOLD_": str(64 << 20)}
+
+_LAST_WORDS_S = 0.2  # between what a process said last, the end of its line, and its exit code
+_STOP_S = 5.0  # how long a stopping engine may take before it is killed
+
+
+class EngineClient:
+    """Made by `start`. Belongs to the event loop that started it."""
+
+    def __init__(self, process: asyncio.subprocess.Process, line: Line, ready: messages.Ready) -> None:
+        self.ready = ready
+        self._process = process
+        self._line = line
+        self._streams: dict[str, asyncio.Queue[RequestOutput | None]] = {}
+        self._calls: dict[int, asyncio.Future[messages.Reply]] = {}
+        self._call_ids = itertools.count()
+        self._cause: str | None = None
+        self._last_words: str | None = None
+        self._closing = False
+        line.hear = self._hear
+        self._watching = asyncio.create_task(self._watch(), name="vlora-engine-client")
+
+    @classmethod
+    async def start(cls, config: EngineConfig, *, command: Sequence[str] = ENGINE_COMMAND) -> EngineClient:
+        """Start an engine process and wait until its model is loaded.
+
+        command gets the number of its end of the line as its last argument. Raises the typed error (BadConfig and its
+        kind) when the engine cannot be built, EngineDead when its process ends without a word.
+        """
+        first: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
+        here, there = socket.socketpair()
+        line = await Line.open(here, first.set_result)
+        process: asyncio.subprocess.Process | None = None
+        try:
+            with there:
+                # The child's own printing goes to stderr: stdout belongs to the command's results.
+                process = await asyncio.create_subprocess_exec(
+                    *command,
+                    str(there.fileno()),
+                    stdin=asyncio.subprocess.DEVNULL,
+                    stdout=sys.stderr,
+                    env={**_C_HEAP, **os.environ},
+                    pass_fds=(there.fileno(),),
+                )
+            line.send(messages.encode(messages.Start(config)))
+            message = messages.decode_from_engine(await _first_message(process, first))
+            if isinstance(message, messages.Failed):
+                raise message.error.to_exception()
+            assert isinstance(message, messages.Ready)
+            return cls(process, line, message)
+        except BaseException:
+            line.close()
+            if process is not None:
+                await _end(process)
+            raise
+
+    @property
+    def cause(self) -> str | None:
+        """Why the engine is dead; None while it lives."""
+        return self._cause
+
+    async def wait_dead(self) -> str:
+        """Wait until the engine is gone, whoever ended it, and say why."""
+        await asyncio.wait({self._watching})
+        assert self._cause is not None
+        return self._cause
+
+    # -- EngineInterface ----------------------------------------------------------------------------------------------
+
+    async def generate(self, request: Request, until: float | None = None) -> AsyncIterator[RequestOutput]:
+        """See EngineInterface."""
+        self._check_alive()
+        request_id = request.request_id
+        if request_id in self._streams:
+            raise BadRequest(f"request id {request_id!r} is already in use; ids must be unique")
+        stream = self._streams[request_id] = asyncio.Queue()
+        # One timer for all outputs: one for each would cost as much as handing it on.
+        late = None if until is None else asyncio.get_running_loop().call_at(until, stream.put_nowait, None)
+        finished = False
+        try:
+            self._post(messages.Add(request))
+            while not finished:
+                output = await stream.get()
+                if output is None:
+                    raise TimeoutError
+                finished = output.finished
+                yield output
+        finally:
+            if late is not None:
+                late.cancel()
+            del self._streams[request_id]
+            if not finished and self._cause is None:
+                self._post(messages.Cancel(request_id))
+
+    async def cancel(self, request_id: str) -> None:
+        """See EngineInterface."""
+        self._check_alive()
+        self._post(messages.Cancel(request_id))
+
+    async def register_adapters(self, paths: Mapping[str, str]) -> None:
+        """See EngineInterface."""
+        await self._call(messages.RegisterAdapters(next(self._call_ids), dict(paths)))
+
+    async def load_adapter(self, name: str, path: str) -> AdapterStatus:
+        """See EngineInterface."""
+        return (await self._call(messages.LoadAdapter(next(self._call_ids), name, path))).adapters[0]
+
+    async def unload_adapter(self, name: str, drain: bool = False) -> None:
+        """See EngineInterface."""
+        await self._call(messages.UnloadAdapter(next(self._call_ids), name, drain))
+
+    async def pin_adapter(self, name: str, pinned: bool) -> AdapterStatus:
+        """See EngineInterface."""
+        return (await self._call(messages.PinAdapter(next(self._call_ids), name, pinned))).adapters[0]
+
+    async def adapters(self) -> tuple[AdapterStatus, ...]:
+        """See EngineInterface."""
+        found: tuple[AdapterStatus, ...] = ()
+        while True:
+            page = (
+                await self._call(messages.ListAdapters(next(self._call_ids), found[-1].name if found else ""))
+            ).adapters
+            found += page
+            if len(page) < messages.ADAPTERS_PER_REPLY:
+                return found
+
+    async def stats(self) -> EngineStats:
+        """See EngineInterface."""
+        stats = (await self._call(messages.GetStats(next(self._call_ids)))).stats
+        assert stats is not None
+        return stats
+
+    async def snapshot(self, since: int = 0) -> EngineSnapshot:
+        """See EngineInterface."""
+        snapshot = (await self._call(messages.GetSnapshot(next(self._call_ids), since))).snapshot
+        assert snapshot is not None
+        return snapshot
+
+    async def close(self) -> None:
+        """See EngineInterface. An engine that does not stop in time is killed."""
+        if self._cause is None and not self._closing:
+            self._closing = True
+            self._post(messages.Stop())
+        _, late = await asyncio.wait({self._watching}, timeout=_STOP_S)
+        if late:
+            self._process.kill()
+            await asyncio.wait({self._watching})
+
+    # -- inside -------------------------------------------------------------------------------------------------------
+
+    def _check_alive(self) -> None:
+        if self._cause is not None:
+            raise EngineDead(self._cause)
+
+    def _post(self, message: messages.ToEngine) -> None:
+        try:
+            data = messages.encode(message)
+        except OverflowError as error:
+            raise BadRequest(f"a number in the request is too large: {error}") from error
+        except UnicodeEncodeError as error:
+            raise BadRequest(f"a text in the request holds half a character (a lone surrogate): {error}") from error
+        self._line.send(data)
+
+    async def _call(self, call: messages.Call) -> messages.Reply:
+        self._check_alive()
+        future = self._calls[call.call_id] = asyncio.get_running_loop().create_future()
+        try:
+            self._post(call)
+            reply = await future
+        finally:
+            del self._calls[call.call_id]
+        if reply.error is not None:
+            raise reply.error.to_exception()
+        return reply
+
+    async def _watch(self) -> None:
+        """Wait for the process's end; then tell everyone why."""
+        ended = asyncio.ensure_future(self._process.wait())
+        signs: set[asyncio.Future[Any]] = {self._line.closed, ended}
+        try:
+            await asyncio.wait(signs, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait(signs, timeout=_LAST_WORDS_S)
+        finally:
+            self._bury(ended.result() if ended.done() else None)
+        if self._line.closed.done():
+            self._line.closed.result()  # a mistake of ours
+
+    def _hear(self, data: bytes) -> None:
+        """Hand a message to who waits for it."""
+        self._handle(messages.decode_from_engine(data))
+
+    def _handle(self, message: messages.FromEngine) -> None:
+        match message:
+            case messages.Outputs():
+                for output in message.outputs:
+                    # A stream whose reader left is no longer there; its cancellation is on the way.
+                    if output.request_id in self._streams:
+                        self._streams[output.request_id].put_nowait(output)
+            case messages.Reply():
+                if (future := self._calls.get(message.call_id)) is not None and not future.done():
+                    future.set_result(message)
+            case messages.Failed():
+                self._last_words = message.error.message
+            case messages.Ready():
+                raise AssertionError("the engine said twice that it is ready")
+
+    def _bury(self, code: int | None) -> None:
+        if self._last_words is not None:
+            self._cause = self._last_words
+        elif self._closing:
+            self._cause = "the engine was closed"
+        else:
+            self._cause = _end_of_process(code)
+        error = ErrorValue.of(EngineDead(self._cause))
+        for request_id, stream in self._streams.items():
+            stream.put_nowait(RequestOutput(request_id=request_id, finish_reason="error", error=error))
+        for future in self._calls.values():
+            if not future.done():
+                future.set_exception(error.to_exception())
+        self._line.close()
+
+
+async def _first_message(process: asyncio.subprocess.Process, first: asyncio.Future[bytes]) -> bytes:
+    ended = asyncio.ensure_future(process.wait())
+    try:
+        either: set[asyncio.Future[Any]] = {first, ended}
+        await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait({first}, timeout=_LAST_WORDS_S)
+        if first.done():
+            return first.result()
+        raise EngineDead(f"{_end_of_process(ended.result())} while starting; its own messages are above")
+    finally:
+        first.cancel()
+        ended.cancel()
+
+
+async def _end(process: asyncio.subprocess.Process) -> None:
+    if process.returncode is None:
+        process.kill()
+    await process.wait()
+
+
+def _end_of_process(code: int | None) -> str:
+    if code is None:
+        return "the connection to the engine process failed"
+    return f"the engine process {how_it_ended(code)}"

@@ -1,0 +1,183 @@
+"""`SupervisedEngine`: an engine process that is started again when it dies, with the adapters it had."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+
+import msgspec
+
+from vlora.config import EngineConfig
+from vlora.engine.ipc.client import ENGINE_COMMAND, EngineClient
+from vlora.engine.snapshot import EngineSnapshot
+from vlora.errors import EngineDead, VLoraError
+from vlora.types import AdapterStatus, EngineStats, Request, RequestOutput
+
+_MOST_STARTS = 5  # in a row that did not last
+_LASTING_S = 60.0
+_FIRST_PAUSE_S = 0.5  # before the second start in a row; each later one is twice as long
+
+
+class SupervisedEngine:
+    """`EngineInterface` over one engine process after another; made by `start`.
+
+    Who waits when a process dies is told why, and so is everybody who asks before the next one serves. That one knows
+    the adapters that were registered or loaded, under their names, and which of them were pinned. Each starts at once;
+    where one start after the other does not last, pauses grow, and after the fifth the engine stays dead.
+    """
+
+    def __init__(
+        self, engine: EngineClient, config: EngineConfig, command: Sequence[str], tell: Callable[[str], None]
+    ) -> None:
+        self.changed: Callable[[], None] = lambda: None
+        """Called whenever another process has begun to serve, and once none will any more."""
+        self._engine: EngineClient | None = engine
+        self._config = config
+        self._command = command
+        self._tell = tell
+        self._cause = ""
+        self._paths: dict[str, str] = {}
+        self._pinned: set[str] = set()
+        self._num_restarts = 0
+        self._given_up = False
+        self._watching = asyncio.create_task(self._watch(engine), name="vlora-engine-supervisor")
+
+    @classmethod
+    async def start(
+        cls, config: EngineConfig, *, tell: Callable[[str], None], command: Sequence[str] = ENGINE_COMMAND
+    ) -> SupervisedEngine:
+        """See EngineClient. tell: is given a line whenever the engine has died, and what became of it."""
+        return cls(await EngineClient.start(config, command=command), config, command, tell)
+
+    @property
+    def cause(self) -> str | None:
+        """Why no engine serves; None while one does."""
+        return self._cause if self._engine is None else self._engine.cause
+
+    @property
+    def starting(self) -> bool:
+        """No engine serves, and another one is on its way."""
+        return self.cause is not None and not self._given_up
+
+    # -- EngineInterface ----------------------------------------------------------------------------------------------
+
+    def generate(self, request: Request, until: float | None = None) -> AsyncIterator[RequestOutput]:
+        """See EngineInterface."""
+        return self._alive().generate(request, until)
+
+    async def cancel(self, request_id: str) -> None:
+        """See EngineInterface."""
+        await self._alive().cancel(request_id)
+
+    async def register_adapters(self, paths: Mapping[str, str]) -> None:
+        """See EngineInterface."""
+        await self._alive().register_adapters(paths)
+        self._paths |= paths
+
+    async def load_adapter(self, name: str, path: str) -> AdapterStatus:
+        """See EngineInterface."""
+        status = await self._alive().load_adapter(name, path)
+        self._paths[name] = path
+        return status
+
+    async def unload_adapter(self, name: str, drain: bool = False) -> None:
+        """See EngineInterface."""
+        await self._alive().unload_adapter(name, drain)
+        self._paths.pop(name, None)
+        self._pinned.discard(name)
+
+    async def pin_adapter(self, name: str, pinned: bool) -> AdapterStatus:
+        """See EngineInterface."""
+        status = await self._alive().pin_adapter(name, pinned)
+        (self._pinned.add if pinned else self._pinned.discard)(name)
+        return status
+
+    async def adapters(self) -> tuple[AdapterStatus, ...]:
+        """See EngineInterface."""
+        return await self._alive().adapters()
+
+    async def stats(self) -> EngineStats:
+        """See EngineInterface. Counters begin anew with every process, but for the number of restarts."""
+        return msgspec.structs.replace(await self._alive().stats(), num_restarts=self._num_restarts)
+
+    async def snapshot(self, since: int = 0) -> EngineSnapshot:
+        """See EngineInterface. Steps are counted anew with every process."""
+        snapshot = await self._alive().snapshot(since)
+        return msgspec.structs.replace(
+            snapshot, stats=msgspec.structs.replace(snapshot.stats, num_restarts=self._num_restarts)
+        )
+
+    async def close(self) -> None:
+        """See EngineInterface. No process is started any more."""
+        self._given_up = True
+        self._watching.cancel()
+        await asyncio.wait({self._watching})
+        if self._engine is not None:
+            await self._engine.close()
+
+    # -- inside -------------------------------------------------------------------------------------------------------
+
+    def _alive(self) -> EngineClient:
+        if self._engine is None:
+            raise EngineDead(self._cause)
+        return self._engine
+
+    async def _watch(self, engine: EngineClient) -> None:
+        num_starts = 0
+        while True:
+            started = time.monotonic()
+            died = await engine.wait_dead()
+            num_starts = 1 if time.monotonic() - started >= _LASTING_S else num_starts + 1
+            self._engine, self._cause = None, f"{died}; it is being started again"
+            self._tell(self._cause)
+            await engine.close()
+            while True:
+                if num_starts > _MOST_STARTS:
+                    self._cause = f"{died}; after {_MOST_STARTS} starts that did not last it stays dead"
+                    self._given_up = True
+                    self._tell(self._cause)
+                    self.changed()
+                    return
+                if num_starts > 1:
+                    await asyncio.sleep(_FIRST_PAUSE_S * 2 ** (num_starts - 2))
+                try:
+                    engine = await self._start_again()
+                    break
+                except (VLoraError, OSError) as error:  # the latter from a machine that has no process to give
+                    died = str(error)
+                    num_starts += 1
+                    self._tell(f"{died}; it is tried again")
+            self._num_restarts += 1
+            self._engine = engine
+            self._tell("the engine serves again")
+            self.changed()
+
+    async def _start_again(self) -> EngineClient:
+        engine = await EngineClient.start(self._config, command=self._command)
+        try:
+            await self._restore(engine)
+        except BaseException:
+            await engine.close()
+            raise
+        return engine
+
+    async def _restore(self, engine: EngineClient) -> None:
+        """Give a new process the adapters of the old one. What cannot be had any more is told, and forgotten."""
+        for name, path in tuple(self._paths.items()):
+            try:
+                await engine.register_adapters({name: path})
+            except EngineDead:
+                raise
+            except VLoraError as error:
+                self._tell(f"adapter {name!r} did not come back: {error}")
+                del self._paths[name]
+        self._pinned &= self._paths.keys()
+        for name in tuple(self._pinned):
+            try:
+                await engine.pin_adapter(name, True)
+            except EngineDead:
+                raise
+            except VLoraError as error:
+                self._tell(f"adapter {name!r} is not pinned any more: {error}")
+                self._pinned.discard(name)

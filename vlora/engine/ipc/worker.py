@@ -1,0 +1,215 @@
+"""The main of an engine process: one `Engine`, one step loop, one socket to the client that started it.
+
+Run as `python -m vlora.engine.ipc.worker DESCRIPTOR`, the number of an open socket. When its other end closes, the
+parent is gone and the engine ends too. Interrupt and terminate signals are for the parent, which drains.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import os
+import signal
+import socket
+import sys
+import threading
+import traceback
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from typing import TYPE_CHECKING
+
+from vlora.config import EngineConfig
+from vlora.engine.cpu_cores import default_threads
+from vlora.engine.ipc import messages
+from vlora.engine.ipc.output_coalescer import Gathering
+from vlora.engine.ipc.transport import EngineLine
+from vlora.errors import EngineDead, StepFailed, VLoraError
+from vlora.logs import configure
+from vlora.types import AdapterStatus, ErrorValue, RequestOutput
+
+if TYPE_CHECKING:
+    from vlora.engine.engine import Engine
+
+
+def main() -> None:
+    from vlora.engine.engine import Engine
+
+    configure(os.environ)
+    code = run(int(sys.argv[1]), Engine)
+    # Taking torch apart again takes seconds that whoever stops the server would wait; nothing is left to save.
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def run(
+    descriptor: int,
+    make_engine: Callable[[EngineConfig], Engine],
+    make_line: Callable[[socket.socket], EngineLine] = EngineLine,
+) -> int:
+    """Serve the client at the other end of the socket until it says stop or is gone; the process's exit code.
+
+    The socket is closed with the process, so that its other end knows of both at once.
+    """
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    os.set_inheritable(descriptor, False)  # nobody who outlives this process holds it open
+    line = make_line(socket.socket(fileno=descriptor))
+    try:
+        first = line.receive(block=True)
+        assert first is not None
+        start = messages.decode_to_engine(first)
+        assert isinstance(start, messages.Start)
+        engine = make_engine(_with_threads(start.config))
+        gc.freeze()  # what is there by now stays: a full collection would look at all of it again, between two steps
+        line.send(messages.encode(messages.Ready(start.config.model, os.getpid(), engine.limits.max_context)))
+        EngineWorker(engine, line).loop()
+    except EOFError:
+        return 0  # the client left before it said what to start
+    except VLoraError as error:
+        line.send(messages.encode(messages.Failed(ErrorValue.of(error))))
+        return 1
+    except Exception as error:
+        traceback.print_exc()
+        cause = EngineDead(f"the engine stopped: {type(error).__name__}: {error}")
+        line.send(messages.encode(messages.Failed(ErrorValue.of(cause))))
+        return 1
+    finally:
+        gc.unfreeze()  # or libraries would report as leaked, at exit, what nothing collected
+    return 0
+
+
+def _with_threads(config: EngineConfig) -> EngineConfig:
+    if config.threads is not None:
+        return config
+    return dataclasses.replace(config, threads=default_threads(config.tensor_parallel))
+
+
+class EngineWorker:
+    """Takes messages between steps: without waiting while there is work, blocking when there is none."""
+
+    def __init__(self, engine: Engine, line: EngineLine) -> None:
+        self._engine = engine
+        self._line = line
+        if engine.alarm is not None:
+            threading.Thread(target=self._heed, args=(engine.alarm,), name="vlora-engine-alarm", daemon=True).start()
+        self._gathering = Gathering()
+        self._stopping = False
+
+    def loop(self) -> None:
+        # A step's weights have gone through the caches when it ends, so what stands between two of them runs cold, and
+        # takes five times as long as by itself: between steps that nobody interrupts there is as little as can be.
+        while not self._stopping:
+            if not self._engine.has_work or self._line.arrived:
+                for message in self._messages(block=not self._engine.has_work):
+                    self._handle(message)
+                if not self._engine.has_work:
+                    self._engine.check_ranks()  # as each step does
+            else:
+                self._send_outputs(self._engine.step())
+        self._send_outputs(self._engine.close())
+
+    def _messages(self, *, block: bool) -> Iterator[messages.ToEngine]:
+        try:
+            while not self._stopping and (data := self._line.receive(block=block)) is not None:
+                yield messages.decode_to_engine(data)
+                block = False
+        except EOFError:
+            self._stopping = True
+
+    def _heed(self, alarm: int) -> None:
+        """An engine without work is woken to look after its ranks."""
+        os.read(alarm, 1)
+        self._line.wake()
+
+    def _handle(self, message: messages.ToEngine) -> None:
+        match message:
+            case messages.Add():
+                self._add(message)
+            case messages.Cancel():
+                output = self._engine.cancel(message.request_id)
+                self._send_outputs(() if output is None else (output,))
+            case messages.Stop():
+                self._stopping = True
+            case messages.Start():
+                raise AssertionError("the engine is already started")
+            case messages.LoadAdapter():
+                self._reply_when_done(message.call_id, self._engine.load_in_background(message.name, message.path))
+            case messages.PinAdapter(pinned=True):
+                self._reply_when_done(message.call_id, self._engine.pin_in_background(message.name))
+            case call:
+                self._send(self._reply(call))
+
+    def _add(self, message: messages.Add) -> None:
+        request_id = message.request.request_id
+        try:
+            self._engine.add(message.request)
+            self._gathering.expect(message.request)
+            if held := self._gathering.release():  # a step that computes a prompt is longer than the one before
+                self._send(messages.Outputs(held))
+        except VLoraError as error:
+            self._refuse(request_id, error)
+        except Exception as error:
+            # A request that trips over a mistake of ours fails alone.
+            traceback.print_exc()
+            self._engine.cancel(request_id)
+            self._refuse(
+                request_id, StepFailed(f"the engine could not take the request: {type(error).__name__}: {error}")
+            )
+
+    def _refuse(self, request_id: str, error: VLoraError) -> None:
+        refused = RequestOutput(request_id=request_id, finish_reason="error", error=ErrorValue.of(error))
+        self._send_outputs((refused,))
+
+    def _reply_when_done(self, call_id: int, done: Future[AdapterStatus]) -> None:
+        """The engine sets the result in its own thread, between two steps."""
+        done.add_done_callback(
+            lambda _: self._send(
+                self._reply_of(call_id, lambda: messages.Reply(call_id=call_id, adapters=(done.result(),)))
+            )
+        )
+
+    def _reply(self, call: messages.Call) -> messages.Reply:
+        return self._reply_of(call.call_id, lambda: self._result(call))
+
+    def _reply_of(self, call_id: int, result: Callable[[], messages.Reply]) -> messages.Reply:
+        try:
+            return result()
+        except VLoraError as error:
+            return messages.Reply(call_id=call_id, error=ErrorValue.of(error))
+        except Exception as error:
+            traceback.print_exc()
+            return messages.Reply(call_id=call_id, error=ErrorValue("error", f"{type(error).__name__}: {error}"))
+
+    def _result(self, call: messages.Call) -> messages.Reply:
+        match call:
+            case messages.RegisterAdapters():
+                self._engine.register_adapters(call.paths)
+                return messages.Reply(call_id=call.call_id)
+            case messages.UnloadAdapter():
+                self._send_outputs(self._engine.unload_adapter(call.name, call.drain))
+                return messages.Reply(call_id=call.call_id)
+            case messages.PinAdapter():
+                return messages.Reply(
+                    call_id=call.call_id, adapters=(self._engine.pin_adapter(call.name, call.pinned),)
+                )
+            case messages.ListAdapters():
+                page = self._engine.adapters(call.after, messages.ADAPTERS_PER_REPLY)
+                return messages.Reply(call_id=call.call_id, adapters=page)
+            case messages.GetStats():
+                return messages.Reply(call_id=call.call_id, stats=self._engine.stats())
+            case messages.GetSnapshot():
+                return messages.Reply(call_id=call.call_id, snapshot=self._engine.snapshot(call.since))
+            case _:
+                raise AssertionError(f"{type(call).__name__} is answered later")
+
+    def _send_outputs(self, outputs: tuple[RequestOutput, ...]) -> None:
+        if outputs := self._gathering.pass_on(outputs):
+            self._send(messages.Outputs(outputs))
+
+    def _send(self, message: messages.FromEngine) -> None:
+        self._line.send(messages.encode(message))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,222 @@
+"""Which images are encoded in a step, and how much of that work fits beside the step's tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Set
+from typing import NamedTuple
+
+from vlora.orchestrator.request_state import Image, Tracked
+from vlora.types import Encode, Encoded, RequestStatus
+
+SHARE = 0.5  # of a step's time with tokens, at most this much more for images: no decode waits longer for them
+ALONE_S = 0.1  # of encoding in a step without tokens: new requests are seen after this long
+_MAX_AHEAD = 4  # steps' worth of tokens whose embeddings are held for requests that have not started
+
+ContentKey = tuple[str, str | None]
+"""An image's content hash, and the key of the adapter whose vision-side deltas apply to it."""
+
+
+class _Call(NamedTuple):
+    """One call of the vision tower. items: request and image, in the order in which they were chosen."""
+
+    number: int
+    items: tuple[tuple[Tracked, Image], ...]
+    total: float
+
+
+class _Held(NamedTuple):
+    """Embeddings held for a request that has not started. adapter: the one it needs to start."""
+
+    num_tokens: int
+    adapter: str | None
+
+
+class EncodeQueue:
+    """Decides what the vision tower encodes: one call at a time, over several steps where it is large.
+
+    A request is ready once the embeddings of all images that it computes tokens of are held for it or cached; what its
+    prefix reuses is not encoded. Images are encoded in the order in which requests are given, ahead of need as well, as
+    long as what is held for requests that have not started stays within four steps' tokens; one request may always
+    exceed that alone. So may one whose adapter is in memory while all that hold embeddings wait for theirs: the adapter
+    that it keeps in memory may be what they wait for.
+
+    Args:
+        placeholders: token id by kind of visual item ("image", "video").
+        is_cached: whether embeddings of a content are kept, so that encoding costs nothing.
+        max_step_tokens: of the scheduler.
+    """
+
+    def __init__(
+        self, placeholders: Mapping[str, int], is_cached: Callable[[ContentKey], bool], max_step_tokens: int
+    ) -> None:
+        self._placeholders = placeholders
+        self._is_cached = is_cached
+        self._max_ahead = _MAX_AHEAD * max_step_tokens
+        self._vision_key: dict[str, str | None] = {}  # of requests with images
+        self._ahead: dict[str, _Held] = {}  # by request
+        self._alone: set[str] = set()  # requests whose images failed in a call with others'
+        self._call: _Call | None = None
+        self._left = 0.0  # patches of the call
+        self._debt = 0.0  # patches by which the last step exceeded its budget
+        self._num_calls = 0
+
+    def add(self, tracked: Tracked, vision_key: str | None) -> None:
+        """Note what a request has to have encoded.
+
+        Args:
+            tracked: the request.
+            vision_key: its adapter's key if that adapter changes the vision side.
+        """
+        request = tracked.request
+        if not request.vision:
+            return
+        self._vision_key[tracked.request_id] = vision_key
+        places = {
+            kind: [place for place, token in enumerate(request.prompt_ids) if token == placeholder]
+            for kind, placeholder in self._placeholders.items()
+        }
+        next_place = dict.fromkeys(places, 0)
+        for index, item in enumerate(request.vision):
+            own = places.get(item.kind, [])
+            stop = next_place.get(item.kind, 0) + item.num_tokens
+            next_place[item.kind] = stop
+            last = own[stop - 1] if 0 < stop <= len(own) else tracked.prompt_len
+            key = (item.content_hash, vision_key)
+            tracked.images.append(Image(index, key, max(1, item.num_patches), item.num_tokens, last))
+
+    def forget(self, request_id: str) -> None:
+        """A request has ended."""
+        self._vision_key.pop(request_id, None)
+        self._ahead.pop(request_id, None)
+        self._alone.discard(request_id)
+        if self._call is not None and all(t.request_id not in self._vision_key for t, _ in self._call.items):
+            self._call = None
+
+    def is_ready(self, tracked: Tracked) -> bool:
+        """Whether a request can compute its next token."""
+        return not tracked.images or not self._missing(tracked)
+
+    def patches_left(self, tracked: Tracked) -> float:
+        """Patches to encode before a request is ready, without what an earlier one has encoded for both by then."""
+        if not tracked.images:
+            return 0.0
+        missing = self._missing(tracked)
+        left = sum([image.num_patches for image in missing])
+        if self._call is not None and left:
+            under_way = {image.key: image.num_patches for _, image in self._call.items}
+            shared = sum([under_way[image.key] for image in missing if image.key in under_way])
+            left -= shared * (1 - self._left / self._call.total)
+        return left
+
+    def started(self, tracked: Tracked, start: int) -> None:
+        """A request computes tokens from `start` on; the runner keeps the images that these show until it ends."""
+        if tracked.images:
+            tracked.images = [image for image in tracked.images if image.last < start]
+        self._ahead.pop(tracked.request_id, None)
+
+    @property
+    def adapters_under_way(self) -> Set[str]:
+        """Adapters whose deltas apply to images of the call under way: were one evicted, all its work would be lost."""
+        return frozenset() if self._call is None else _adapters(self._call.items)
+
+    def choose(self, waiting: Iterable[Tracked], resident: Set[str], budget: float, *, alone: bool) -> Encode | None:
+        """What to encode in a step.
+
+        Args:
+            waiting: requests that are not ready, most urgent first.
+            resident: adapters in memory; images under the deltas of others have to wait.
+            budget: patches for this step.
+            alone: the step has no tokens, so that a budget exceeded earlier delays nobody.
+        """
+        if self._call is not None and not _adapters(self._call.items) <= resident:
+            self._call = None  # its deltas are gone; what was computed cannot be continued
+        if self._call is None:
+            self._call = self._next_call(waiting, resident, budget)
+            if self._call is None:
+                return None
+            self._left = self._call.total
+        if not alone:
+            budget -= self._debt
+            if budget <= 0:
+                self._debt = -budget
+                return None
+        self._debt = 0.0
+        items = tuple((t.request_id, image.place) for t, image in self._call.items)
+        return Encode(self._call.number, items, budget, self._left)
+
+    def record(self, encode: Encode, encoded: Encoded) -> list[Tracked]:
+        """Take in what a step has done. Returns the requests that had images in it."""
+        call = self._call
+        if call is None or call.number != encode.number:
+            return []  # its requests have ended meanwhile
+        self._debt = max(0.0, encoded.num_patches - encode.budget)
+        # The total is an estimate; a call that is not done has something left.
+        self._left -= encoded.num_patches
+        if self._left <= 0:
+            self._left = 0.02 * call.total
+        alive = [(t, image) for t, image in call.items if t.request_id in self._vision_key]
+        if encoded.done or encoded.failed:
+            self._call = None
+        if encoded.failed:
+            self._alone.update(t.request_id for t, _ in alive)
+        if encoded.done:
+            for tracked, image in alive:
+                if image in tracked.images:
+                    tracked.images.remove(image)
+                    # One that started without this image, which the prefix cache had, may have been preempted since: it
+                    # waits for KV room, and what is held for it must not keep those out that have the room.
+                    if tracked.entered and tracked.status is RequestStatus.WAITING:
+                        held = self._ahead.get(tracked.request_id, _Held(0, tracked.adapter))
+                        self._ahead[tracked.request_id] = _Held(held.num_tokens + image.num_tokens, tracked.adapter)
+        return list(dict.fromkeys(t for t, _ in alive))
+
+    def check_integrity(self, tracked: Collection[str]) -> None:
+        """Prove that nothing is remembered of requests that have ended."""
+        assert self._vision_key.keys() <= set(tracked), "an ended request still has images to encode"
+        assert self._ahead.keys() <= self._vision_key.keys(), "embeddings are held for an ended request"
+
+    def _missing(self, tracked: Tracked) -> list[Image]:
+        start = tracked.cached_len
+        return [image for image in tracked.images if image.last >= start and not self._is_cached(image.key)]
+
+    def _next_call(self, waiting: Iterable[Tracked], resident: Set[str], budget: float) -> _Call | None:
+        items: list[tuple[Tracked, Image]] = []
+        keys: set[ContentKey] = set()
+        total = 0.0
+        reserved = sum([held.num_tokens for held in self._ahead.values()])
+        stuck = not any(_in_memory(held.adapter, resident) for held in self._ahead.values())
+        # First those of which some images are encoded: until they start, what is held for them keeps others out.
+        for tracked in sorted(waiting, key=lambda t: t.request_id not in self._ahead):
+            request_id = tracked.request_id
+            vision_key = self._vision_key[request_id]
+            if (vision_key is not None and vision_key not in resident) or (items and request_id in self._alone):
+                continue
+            missing = self._missing(tracked)
+            reserved += sum([image.num_tokens for image in missing])
+            if reserved > self._max_ahead and request_id not in self._ahead and (items or self._ahead):
+                if items or not stuck:
+                    break
+                if not _in_memory(tracked.adapter, resident):
+                    continue
+            for image in missing:
+                fresh = image.key not in keys
+                if items and fresh and total + image.num_patches > budget:
+                    return self._begin(items, total)
+                items.append((tracked, image))
+                keys.add(image.key)
+                total += image.num_patches * fresh
+            if request_id in self._alone and items:
+                break
+        return self._begin(items, total) if items else None
+
+    def _begin(self, items: Sequence[tuple[Tracked, Image]], total: float) -> _Call:
+        self._num_calls += 1
+        return _Call(self._num_calls, tuple(items), total)
+
+
+def _in_memory(adapter: str | None, resident: Set[str]) -> bool:
+    return adapter is None or adapter in resident
+
+
+def _adapters(items: Iterable[tuple[Tracked, Image]]) -> set[str]:
+    return {image.key[1] for _, image in items if image.key[1] is not None}

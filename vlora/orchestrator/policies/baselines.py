@@ -1,0 +1,23 @@
+"""The baseline that serves one adapter at a time, merged."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from vlora.orchestrator.policies.base import Candidate, Decision, PolicyState
+from vlora.types import Mode
+
+
+class MergedOnly:
+    """The oldest request's adapter, merged, and all its requests with it (dLoRA's "always merge" baseline).
+
+    Others wait until that request has ended, however long it takes: the one policy without a waiting bound. An adapter
+    that may not be merged is served unmerged, alone.
+    """
+
+    def decide(self, ready: Sequence[Candidate], state: PolicyState) -> Decision:
+        adapter = ready[0].adapter
+        order = tuple(c.request_id for c in ready if c.adapter == adapter)[: state.max_batch_size]
+        if adapter is None or adapter in state.mergeable:
+            return Decision(Mode.MERGED, adapter, order)
+        return Decision(Mode.UNMERGED, None, order)

@@ -1,0 +1,1 @@
+"""The HTTP API: routes, request and response schemas of OpenAI's API, limits before the routes."""

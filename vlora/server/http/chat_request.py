@@ -1,0 +1,144 @@
+"""OpenAI's request for chat completions as it is served here."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Literal, Self
+
+from pydantic import Field, ValidationInfo, field_validator, model_validator
+
+from vlora.errors import BadRequest
+from vlora.server.http.response_format import json_grammar
+from vlora.server.http.sampling_fields import MAX_TOKENS, Sampled, Strict
+from vlora.server.http.tools import MAX_TOOLS, Choice, NamedTool, Tool, ToolCall, call_grammar
+from vlora.types import MAX_LOGPROBS, SamplingParams
+
+MAX_MESSAGES = 1024
+MAX_PARTS = 256  # of one message
+
+
+class ImageUrl(Strict):
+    """A data URL; an http, https or file URL where the operator allows it."""
+
+    url: str
+    detail: str | None = None
+
+
+class TextPart(Strict):
+    type: Literal["text"]
+    text: str
+
+
+class ImagePart(Strict):
+    type: Literal["image_url"]
+    image_url: ImageUrl
+
+
+class ChatMessage(Strict):
+    """An assistant's message may have calls instead of content; a tool's message is the result of one."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: (
+        str
+        | Annotated[
+            list[Annotated[TextPart | ImagePart, Field(discriminator="type")]],
+            Field(max_length=MAX_PARTS, fail_fast=True),
+        ]
+    ) = ""
+    tool_calls: list[ToolCall] = Field([], max_length=MAX_TOOLS, fail_fast=True)
+    tool_call_id: str = ""
+
+    @classmethod
+    def asks_for_nothing(cls, name: str, value: Any) -> bool:
+        """A name only labels who speaks; annotations are an answer's field, as clients send it back."""
+        return value is None or name == "name" or (name == "annotations" and value == [])
+
+    @model_validator(mode="after")
+    def check_role(self) -> Self:
+        if "content" not in self.model_fields_set and not self.tool_calls:
+            raise ValueError("a message has no content; send a text, or a list of parts")
+        if self.tool_calls and self.role != "assistant":
+            raise ValueError(f"tool_calls in a message of role {self.role!r}; only an assistant's message has calls")
+        return self
+
+
+class ResponseFormat(Strict):
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: dict[str, Any] | None = None
+
+
+class ChatRequest(Sampled):
+    """What is served of OpenAI's request for chat completions."""
+
+    WITHOUT_EFFECT: ClassVar[Mapping[str, tuple[Any, ...]]] = {
+        "functions": ([],),
+        "function_call": ("none", "auto"),
+        "modalities": (["text"],),
+    }
+
+    messages: list[ChatMessage] = Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)
+    max_completion_tokens: int | None = Field(None, le=MAX_TOKENS)
+    logprobs: bool = False
+    top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
+    response_format: ResponseFormat | None = None
+    tools: list[Tool] = Field([], max_length=MAX_TOOLS, fail_fast=True)
+    tool_choice: Choice | None = None
+    parallel_tool_calls: bool = True
+
+    @field_validator("top_logprobs")
+    @classmethod
+    def check_logprobs(cls, top_logprobs: int | None, fields: ValidationInfo) -> int | None:
+        if top_logprobs is not None and not fields.data.get("logprobs"):
+            raise ValueError("more of logprobs is asked for; set logprobs to true as well")
+        return top_logprobs
+
+    def sampling(self) -> SamplingParams:
+        """Raises BadRequest when a value is out of range, or fields do not go together."""
+        form = self.response_format
+        grammar = None if form is None else json_grammar(form.type, form.json_schema)
+        if self.offered:
+            if grammar is not None:
+                raise BadRequest(
+                    "response_format and tools do not go together: each sets the answer's form; leave one out, or set "
+                    "tool_choice to 'none'",
+                    field="response_format",
+                )
+            grammar = call_grammar(self.offered, self.tool_choice or "auto", self.parallel_tool_calls)
+        elif isinstance(self.tool_choice, NamedTool) or self.tool_choice == "required":
+            raise BadRequest("tool_choice asks for a call, and there are no tools; send tools", field="tool_choice")
+        named = "max_tokens" if self.max_completion_tokens is None else "max_completion_tokens"
+        return self.sampling_of(
+            getattr(self, named),
+            name=named,
+            logprobs=(self.top_logprobs or 0) if self.logprobs else None,
+            grammar=grammar,
+        )
+
+    @property
+    def offered(self) -> list[Tool]:
+        """Tools that the answer may call."""
+        return [] if self.tool_choice == "none" else self.tools
+
+    def conversation(self) -> tuple[list[dict[str, Any]], list[str]]:
+        """Messages as chat templates take them, and the images' URLs in order. Raises BadRequest for calls that are
+        none."""
+        images: list[str] = []
+        plain: list[dict[str, Any]] = []
+        for message in self.messages:
+            text = message.content
+            content: list[dict[str, str]] = []
+            for part in [TextPart(type="text", text=text)] if isinstance(text, str) else text:
+                if isinstance(part, TextPart):
+                    content.append({"type": "text", "text": part.text})
+                else:
+                    images.append(part.image_url.url)
+                    content.append({"type": "image"})
+            # Templates know the older name.
+            turn: dict[str, Any] = {
+                "role": "system" if message.role == "developer" else message.role,
+                "content": content if message.content else [],
+            }
+            if message.tool_calls:
+                turn["tool_calls"] = [call.as_value() for call in message.tool_calls]
+            plain.append(turn)
+        return plain, images

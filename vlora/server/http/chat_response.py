@@ -1,0 +1,158 @@
+"""OpenAI's chat completions: the forms of an answer, whole and as server-sent events."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from vlora.client.values import Answer, TokenLogprob
+from vlora.server.detokenizer import Piece
+from vlora.server.http.tool_calls import CallReader
+
+_LEAST_LOGPROB = -9999.0  # as in OpenAI's answers: JSON has no infinity
+
+
+class ChatAnswer:
+    """The forms one request's answer takes.
+
+    Args:
+        head: The answer's id, time and model, which are in each form.
+        logprobs: The request asked for them.
+        counts: Each event has the token counts so far.
+        tools: The answer may call tools.
+    """
+
+    def __init__(self, head: dict[str, Any], *, logprobs: bool, counts: bool = False, tools: bool = False) -> None:
+        self._head = head
+        self._logprobs = logprobs
+        self._tools = tools
+        self._readers: dict[int, CallReader] = {}  # by choice of a stream
+        self._counts = RunningCounts() if counts else None
+
+    def whole(self, answers: Sequence[Answer]) -> dict[str, Any]:
+        choices = [
+            {
+                "index": index,
+                **self._message(answer),
+                "logprobs": self._scores(answer.logprobs),
+            }
+            for index, answer in enumerate(answers)
+        ]
+        return {**self._head, "object": "chat.completion", "choices": choices, "usage": usage(answers)}
+
+    def begin(self, index: int) -> bytes:
+        """The event that opens a choice."""
+        return self._event(index, {"role": "assistant", "content": ""})
+
+    def piece(self, index: int, piece: Piece) -> bytes:
+        """The event with a choice's next text."""
+        if self._counts is not None:
+            self._counts.take(index, piece.num_prompt_tokens, piece.num_completion_tokens)
+        scores = self._scores(piece.logprobs)
+        if not self._tools:
+            return self._event(index, {"content": piece.text}, scores)
+        reader = self._readers.setdefault(index, CallReader())
+        first = reader.num_calls
+        text, calls = reader.feed(piece.text)
+        delta: dict[str, Any] = {"content": text} if text else {}
+        if calls:
+            delta["tool_calls"] = [{"index": first + place, **call.as_value()} for place, call in enumerate(calls)]
+        return self._event(index, delta, scores) if delta or scores else b""
+
+    def end(self, index: int, answer: Answer) -> bytes:
+        """The event that closes a choice."""
+        if self._counts is not None:
+            self._counts.take(index, answer.num_prompt_tokens, answer.num_completion_tokens)
+        reader = self._readers.get(index)
+        text = "" if reader is None else reader.finish()
+        called = reader is not None and reader.num_calls > 0
+        return self._event(index, {"content": text} if text else {}, finish_reason=_reason(answer, called))
+
+    def usage(self, answers: Sequence[Answer]) -> bytes:
+        """The event that ends a stream whose usage was asked for."""
+        return event({**self._head, "object": "chat.completion.chunk", "choices": [], "usage": usage(answers)})
+
+    def _message(self, answer: Answer) -> dict[str, Any]:
+        message: dict[str, Any] = {"role": "assistant", "content": answer.text}
+        if self._tools:
+            reader = CallReader()
+            text, calls = reader.feed(answer.text)
+            message["content"] = text + reader.finish()
+            if calls:
+                message["content"] = message["content"] or None
+                message["tool_calls"] = [call.as_value() for call in calls]
+        return {"message": message, "finish_reason": _reason(answer, "tool_calls" in message)}
+
+    def _event(
+        self, index: int, delta: dict[str, Any], scores: dict[str, Any] | None = None, finish_reason: str | None = None
+    ) -> bytes:
+        choice = {"index": index, "delta": delta, "finish_reason": finish_reason, "logprobs": scores}
+        chunk = {**self._head, "object": "chat.completion.chunk", "choices": [choice]}
+        return event(chunk if self._counts is None else {**chunk, "usage": self._counts.usage()})
+
+    def _scores(self, tokens: Sequence[TokenLogprob]) -> dict[str, Any] | None:
+        if not self._logprobs:
+            return None
+        content = [
+            {**_score(token.token, token.logprob), "top_logprobs": [_score(*other) for other in token.top]}
+            for token in tokens
+        ]
+        return {"content": content, "refusal": None}
+
+
+class RunningCounts:
+    """Token counts of a request's choices while they are written; prompts of several choices count once."""
+
+    def __init__(self) -> None:
+        self._prompt = 0
+        self._completion: dict[int, int] = {}
+
+    def take(self, index: int, num_prompt_tokens: int, num_completion_tokens: int) -> None:
+        self._prompt = num_prompt_tokens
+        self._completion[index] = num_completion_tokens
+
+    def usage(self) -> dict[str, int]:
+        completion = sum(self._completion.values())
+        return {
+            "prompt_tokens": self._prompt,
+            "completion_tokens": completion,
+            "total_tokens": self._prompt + completion,
+        }
+
+
+def event(value: dict[str, Any]) -> bytes:
+    """One server-sent event."""
+    return b"data: %b\n\n" % msgspec.json.encode(value)
+
+
+def usage(answers: Sequence[Answer], num_choices: int | None = None) -> dict[str, Any]:
+    """Token counts. A prompt counts once, however many choices answer it; cached_tokens is the part of the prompt that
+    the first choice had not to compute.
+
+    num_choices: of each prompt; None: the answers are all of one prompt.
+    """
+    firsts = answers[:: num_choices or len(answers)]
+    prompt = sum(answer.num_prompt_tokens for answer in firsts)
+    completion = sum(answer.num_completion_tokens for answer in answers)
+    return {
+        "prompt_tokens": prompt,
+        "completion_tokens": completion,
+        "total_tokens": prompt + completion,
+        "prompt_tokens_details": {"cached_tokens": sum(answer.timings.num_cached_tokens for answer in firsts)},
+    }
+
+
+def _reason(answer: Answer, called: bool) -> str:
+    return "tool_calls" if called and answer.finish_reason == "stop" else answer.finish_reason
+
+
+def finite(logprob: float) -> float:
+    return max(logprob, _LEAST_LOGPROB)
+
+
+def _score(token: str, logprob: float) -> dict[str, Any]:
+    # A part of a character has no bytes that could be derived from its text.
+    data = None if "\N{REPLACEMENT CHARACTER}" in token else list(token.encode())
+    return {"token": token, "logprob": finite(logprob), "bytes": data}

@@ -1,0 +1,145 @@
+"""What stands before the routes: who may call, and how much may be sent. Both before a body is held in memory."""
+
+from __future__ import annotations
+
+import urllib.parse
+
+from fastapi.security.utils import get_authorization_scheme_param
+from starlette.datastructures import Headers
+from starlette.requests import HTTPConnection
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from vlora.config import LOOPBACK_HOSTS, ServerConfig, Token
+from vlora.errors import BadRequest, Forbidden, OverCapacity, TooLarge, VLoraError
+from vlora.server.console.files import CONSOLE_FILES
+from vlora.server.http.errors import error_response
+from vlora.server.metrics import Metrics
+from vlora.server.security.access import Access
+from vlora.server.security.message_budget import ByteBudget
+
+ADMIN_PATHS = "/v1/adapters"
+OPEN_PATHS = frozenset({"/health", "/ready"}) | CONSOLE_FILES.keys()
+"""What a load balancer asks, which has no token, and the console's page, where a token is typed in."""
+
+_FIELDS = 20_000  # room for the structure of a body, beside the commas in its text
+
+
+def guarded(app: ASGIApp, access: Access, metrics: Metrics, held: ByteBudget, config: ServerConfig) -> ASGIApp:
+    """The app behind its checks."""
+    app = _BoundedBody(app, held, config.max_message_bytes, config.max_prompt_chars + _FIELDS)
+    if access.required:
+        return _TokenCheck(app, access, metrics)
+    return _LoopbackCheck(app, metrics)
+
+
+def tenant(request: HTTPConnection) -> str | None:
+    """Whose token a request showed; None where the server has none."""
+    caller: Token | None = getattr(request.state, "caller", None)
+    return None if caller is None else caller.name
+
+
+class _TokenCheck:
+    def __init__(self, app: ASGIApp, access: Access, metrics: Metrics) -> None:
+        self._app = app
+        self._access = access
+        self._metrics = metrics
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and scope["path"] not in OPEN_PATHS:
+            scheme, shown = get_authorization_scheme_param(Headers(scope=scope).get("authorization"))
+            try:
+                changes = scope["path"].startswith(ADMIN_PATHS) and scope["method"] not in ("GET", "HEAD")
+                token = shown if scheme.lower() == "bearer" else None
+                peer = (scope.get("client") or ("",))[0]
+                caller = self._access.check(token, admin=changes, peer=peer)
+                scope.setdefault("state", {})["caller"] = caller
+            except VLoraError as error:
+                self._metrics.count(error.code)
+                await error_response(error)(scope, receive, send)
+                return
+        await self._app(scope, receive, send)
+
+
+class _LoopbackCheck:
+    """Without tokens the address is the only guard. Refuses what a browser sends for a page of another machine, which
+    may have made a name of its own lead here; pages of this one may ask."""
+
+    def __init__(self, app: ASGIApp, metrics: Metrics) -> None:
+        self._app = app
+        self._metrics = metrics
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http":
+            headers = Headers(scope=scope)
+            host, origin = headers.get("host", ""), headers.get("origin")
+            error: VLoraError | None = None
+            if "@" in host or not _on_loopback(f"//{host}"):
+                error = BadRequest(
+                    f"the request is for {host[:100]!r}; without tokens this server answers only as "
+                    f"{', '.join(LOOPBACK_HOSTS)}: use one of these names, or start it with --token-file"
+                )
+            elif origin is not None and not _on_loopback(origin):
+                error = Forbidden(f"a page of {origin[:100]!r} may not call this server, which asks for no token")
+            if error is not None:
+                self._metrics.count(error.code)
+                await error_response(error)(scope, receive, send)
+                return
+        await self._app(scope, receive, send)
+
+
+def _on_loopback(origin: str) -> bool:
+    try:
+        return urllib.parse.urlsplit(origin).hostname in LOOPBACK_HOSTS
+    except ValueError:
+        return False
+
+
+class _BoundedBody:
+    """Refuses bodies over a size before they are held in memory, and those that would fill it once they are read.
+
+    max_commas: a value of JSON takes one byte to write and tens to hold. Text and images have few commas.
+    """
+
+    def __init__(self, app: ASGIApp, held: ByteBudget, max_bytes: int, max_commas: int) -> None:
+        self._app = app
+        self._held = held
+        self._max_bytes = max_bytes
+        self._max_commas = max_commas
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        error = TooLarge(f"the body is over this server's limit of {self._max_bytes} bytes")
+        declared = dict(scope["headers"]).get(b"content-length", b"0")
+        if declared.isdigit() and int(declared) > self._max_bytes:
+            await error_response(error)(scope, receive, send)
+            return
+        received = commas = 0
+        begun = False
+
+        async def bounded() -> Message:
+            nonlocal received, commas, begun
+            message = await receive()
+            body: bytes = message.get("body", b"")
+            if not begun and (start := body.lstrip()):
+                begun = True
+                if message.get("more_body") and not start.startswith(b"{"):
+                    # A short one is left to the reader of JSON, which knows what is wrong with it.
+                    raise BadRequest("the body is no JSON object; the rest of it was not read")
+            if not self._held.take(len(body)):
+                raise OverCapacity(
+                    f"the requests under way fill this server's {self._held.most} bytes for messages; try again later"
+                )
+            received += len(body)
+            commas += body.count(b",")
+            if received > self._max_bytes:
+                raise error
+            if commas > self._max_commas:
+                raise TooLarge(f"the body has over {self._max_commas} commas: more values than this server reads")
+            return message
+
+        try:
+            await self._app(scope, bounded, send)
+        finally:
+            self._held.give(received)

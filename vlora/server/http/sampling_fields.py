@@ -1,0 +1,163 @@
+"""What requests for text have in common over HTTP: the rule for fields, the service level, sampling parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from vlora.errors import BadRequest
+from vlora.server.detokenizer import MAX_STOP_STRINGS
+from vlora.types import MAX_PRIORITY, SamplingParams
+
+MAX_CHOICES = 16
+MAX_TOKENS = 2**31 - 1  # above the context of any model
+_SHOWN = 64  # characters of an unknown field's name
+
+_LABELS = frozenset(
+    {"user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention"}
+)
+"""Fields that name or file a request and never change its answer: taken, and not used."""
+
+_INSTEAD = {
+    "bad_words": "forbid tokens with logit_bias",
+    "best_of": "use n",
+    "chat_template": "the server uses the template of the model's folder",
+    "function_call": "use tool_choice",
+    "functions": "use tools",
+    "guided_choice": "use response_format with a schema that has an enum",
+    "guided_grammar": "use response_format with type 'json_schema'",
+    "guided_json": "use response_format with type 'json_schema'",
+    "guided_regex": "use response_format with a schema that has a pattern",
+    "length_penalty": "beam search is not served; use n and temperature",
+    "modalities": "answers are text; leave it out",
+    "audio": "answers are text; leave it out",
+    "prediction": "leave it out; answers are the same without it",
+    "prompt_logprobs": "logprobs covers the answer's tokens",
+    "reasoning_effort": "leave it out; ask for the reasoning in the prompt",
+    "stop_token_ids": "use stop",
+    "structured_outputs": "use response_format with type 'json_schema'",
+    "suffix": "text is continued at its end only; leave it out",
+    "truncate_prompt_tokens": "shorten the prompt",
+    "use_beam_search": "beam search is not served; use n and temperature",
+    "verbosity": "leave it out; limit the answer with max_tokens",
+    "web_search_options": "leave it out; put what the model needs into the prompt",
+}
+"""Fields of OpenAI's and vLLM's APIs that are not served, and what to do instead."""
+
+
+class Strict(BaseModel):
+    """A form whose unknown fields are refused: one that was ignored would change the answer. null is a field's default.
+
+    Only the first unknown field is named: a body may hold a million of them.
+    """
+
+    model_config = ConfigDict(extra="forbid")
+
+    @model_validator(mode="before")
+    @classmethod
+    def drop_what_asks_for_nothing(cls, fields: Any) -> Any:
+        if not isinstance(fields, dict):
+            return fields
+        kept = {name: value for name, value in fields.items() if not cls.asks_for_nothing(name, value)}
+        unknown = next((name for name in kept if name not in cls.model_fields), None)
+        return {name: value for name, value in kept.items() if name in cls.model_fields or name == unknown}
+
+    @classmethod
+    def asks_for_nothing(cls, name: str, value: Any) -> bool:
+        """Whether a field says what would hold without it."""
+        return value is None
+
+
+class Leveled(Strict):
+    """A request's service level: none of OpenAI's fields.
+
+    max_latency_s: an answer after that many seconds is no answer. priority: requests with a higher one come first.
+    """
+
+    max_latency_s: float | None = Field(None, gt=0)
+    priority: int = Field(0, ge=-MAX_PRIORITY, le=MAX_PRIORITY)
+
+
+class StreamOptions(Strict):
+    """include_usage: an event with the token counts ends the stream. continuous_usage_stats: each event has the counts
+    so far (vLLM's field)."""
+
+    include_usage: bool = False
+    continuous_usage_stats: bool = False
+
+    @classmethod
+    def asks_for_nothing(cls, name: str, value: Any) -> bool:
+        return value is None or (name == "include_obfuscation" and value is False)
+
+
+class Sampled(Leveled):
+    """A request for text. model: the base model's name, or an adapter's. max_ttft_s: bound on the first token, in
+    seconds. ignore_eos, min_tokens, top_k, min_p, repetition_penalty: as vLLM has them."""
+
+    WITHOUT_EFFECT: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
+    """Fields that are not served, with the values that ask for nothing."""
+
+    model: str
+    max_tokens: int | None = Field(None, le=MAX_TOKENS)
+    min_tokens: int = Field(0, le=MAX_TOKENS)
+    ignore_eos: bool = False
+    temperature: float = 0.0
+    top_p: float = 1.0
+    top_k: int = Field(0, ge=-1, le=MAX_TOKENS)
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    logit_bias: dict[str, float] = Field({}, description="What is added to the logit of each token id.")
+    seed: int | None = Field(None, ge=-(2**63), le=2**63 - 1)
+    stop: str | Annotated[list[str], Field(max_length=MAX_STOP_STRINGS, fail_fast=True)] | None = None
+    n: int = Field(1, ge=1, le=MAX_CHOICES)
+    stream: bool = False
+    stream_options: StreamOptions = StreamOptions()
+    max_ttft_s: float | None = Field(None, gt=0)
+
+    @classmethod
+    def asks_for_nothing(cls, name: str, value: Any) -> bool:
+        if value is None or name in _LABELS or value in cls.WITHOUT_EFFECT.get(name, ()):
+            return True
+        if name in _INSTEAD and name not in cls.model_fields:
+            raise BadRequest(f"{name}: this field is not served; {_INSTEAD[name]}", field=name)
+        return False
+
+    def sampling_of(
+        self, max_tokens: int | None, *, name: str = "max_tokens", logprobs: int | None, grammar: str | None = None
+    ) -> SamplingParams:
+        """Sampling parameters with a limit from the field `name`; None: the default.
+
+        Raises:
+            BadRequest: A value is out of range.
+        """
+        limit = SamplingParams().max_tokens if max_tokens is None else max_tokens
+        if limit < 1:
+            raise BadRequest(f"{name} is {limit}; it must be at least 1", field=name)
+        return SamplingParams(
+            # A request for more tokens than the default limit gets them.
+            max_tokens=max(limit, self.min_tokens) if max_tokens is None else limit,
+            min_tokens=self.min_tokens,
+            ignore_eos=self.ignore_eos,
+            temperature=self.temperature,
+            top_p=self.top_p,
+            top_k=max(0, self.top_k),  # -1 is vLLM's word for off
+            min_p=self.min_p,
+            repetition_penalty=self.repetition_penalty,
+            frequency_penalty=self.frequency_penalty,
+            presence_penalty=self.presence_penalty,
+            logit_bias=tuple((_token_id(token), bias) for token, bias in self.logit_bias.items()),
+            seed=self.seed,
+            stop=(self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ()),
+            logprobs=logprobs,
+            grammar=grammar,
+        )
+
+
+def _token_id(key: str) -> int:
+    if not (key.isascii() and key.isdecimal() and int(key[:_SHOWN]) < 2**31):
+        raise BadRequest(f"logit_bias has {key[:_SHOWN]!r} where a token id belongs, such as '42'", field="logit_bias")
+    return int(key)

@@ -1,0 +1,161 @@
+"""OpenAI's text completions: a prompt as it is, without the chat template; the request and the forms of its answer."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Annotated, Any, ClassVar
+
+from pydantic import Field, PlainValidator, WithJsonSchema
+
+from vlora.client.values import Answer, TokenLogprob
+from vlora.errors import BadRequest
+from vlora.server.detokenizer import Piece
+from vlora.server.frontend import PlainText, PromptTokens
+from vlora.server.http.chat_response import RunningCounts, event, finite, usage
+from vlora.server.http.sampling_fields import Sampled
+from vlora.types import MAX_LOGPROBS, SamplingParams
+
+MAX_PROMPTS = 64
+DEFAULT_TOKENS = 16  # as in OpenAI's API
+
+
+def _read_prompts(value: Any) -> list[PlainText | PromptTokens]:
+    """Raises BadRequest for what is neither texts nor token ids."""
+    prompts = value if isinstance(value, list) else [value]
+    if prompts and all(_is_token(each) for each in prompts):
+        return [PromptTokens(tuple(prompts))]
+    if not 0 < len(prompts) <= MAX_PROMPTS:
+        raise BadRequest(f"prompt has {len(prompts)} entries; send 1 to {MAX_PROMPTS}", field="prompt")
+    found: list[PlainText | PromptTokens] = []
+    for each in prompts:
+        if isinstance(each, str):
+            found.append(PlainText(each))
+        elif isinstance(each, list) and each and all(map(_is_token, each)):
+            found.append(PromptTokens(tuple(each)))
+        else:
+            raise BadRequest(
+                f"prompt has {_shown(each)}; send a text, a list of texts, token ids, or a list of lists of token ids",
+                field="prompt",
+            )
+    return found
+
+
+def _is_token(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**31
+
+
+def _shown(value: Any) -> str:
+    shown = repr(value)
+    return shown if len(shown) <= 40 else f"{shown[:40]}..."
+
+
+_TOKENS: dict[str, Any] = {"type": "array", "minItems": 1, "items": {"type": "integer", "minimum": 0}}
+_PROMPT_SCHEMA: dict[str, Any] = {
+    "anyOf": [
+        {"type": "string", "minLength": 1},
+        {"type": "array", "minItems": 1, "maxItems": MAX_PROMPTS, "items": {"type": "string", "minLength": 1}},
+        _TOKENS,
+        {"type": "array", "minItems": 1, "maxItems": MAX_PROMPTS, "items": _TOKENS},
+    ]
+}
+
+
+class CompletionRequest(Sampled):
+    """prompt: one or several texts, or token ids of the model's tokenizer. logprobs: of each token, and of this many
+    likeliest ones. echo: the answer begins with the prompt's text."""
+
+    WITHOUT_EFFECT: ClassVar = {"suffix": ("",), "best_of": (1,)}
+
+    prompt: Annotated[list[PlainText | PromptTokens], PlainValidator(_read_prompts), WithJsonSchema(_PROMPT_SCHEMA)]
+    logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
+    echo: bool = False
+
+    def sampling(self) -> SamplingParams:
+        """Raises BadRequest when a value is out of range."""
+        if self.echo and any(isinstance(prompt, PromptTokens) for prompt in self.prompt):
+            raise BadRequest("echo is served for prompts of text only; leave it out for token ids", field="echo")
+        if self.echo and self.logprobs is not None:
+            raise BadRequest(
+                "echo and logprobs do not go together: log probabilities cover the answer's tokens only", field="echo"
+            )
+        limit = max(DEFAULT_TOKENS, self.min_tokens) if self.max_tokens is None else self.max_tokens
+        return self.sampling_of(limit, logprobs=self.logprobs)
+
+    def echoed(self) -> tuple[str, ...]:
+        """What each prompt's answers begin with."""
+        return tuple(prompt.text if self.echo and isinstance(prompt, PlainText) else "" for prompt in self.prompt)
+
+
+class TextAnswer:
+    """The forms one request's answer takes; as `ChatAnswer`.
+
+    Args:
+        head: The answer's id, time and model, which are in each form.
+        num_choices: Of each prompt.
+        echoed: What each prompt's answers begin with.
+        logprobs: The request asked for them.
+        counts: Each event has the token counts so far.
+    """
+
+    def __init__(
+        self, head: dict[str, Any], num_choices: int, echoed: Sequence[str], *, logprobs: bool, counts: bool
+    ) -> None:
+        self._head = {**head, "object": "text_completion"}
+        self._num_choices = num_choices
+        self._echoed = echoed
+        self._logprobs = logprobs
+        self._counts = RunningCounts() if counts else None
+        self._offsets = [0] * (num_choices * len(echoed))
+
+    def whole(self, answers: Sequence[Answer]) -> dict[str, Any]:
+        choices = [
+            self._choice(index, self._echo(index) + answer.text, answer.logprobs, answer.finish_reason)
+            for index, answer in enumerate(answers)
+        ]
+        return {**self._head, "choices": choices, "usage": usage(answers, self._num_choices)}
+
+    def begin(self, index: int) -> bytes:
+        """The event with what a choice begins with; nothing where it begins with its own text."""
+        echo = self._echo(index)
+        return self._event(self._choice(index, echo, (), None)) if echo else b""
+
+    def piece(self, index: int, piece: Piece) -> bytes:
+        """The event with a choice's next text."""
+        if self._counts is not None:
+            self._counts.take(index, piece.num_prompt_tokens, piece.num_completion_tokens)
+        return self._event(self._choice(index, piece.text, piece.logprobs, None))
+
+    def end(self, index: int, answer: Answer) -> bytes:
+        """The event that closes a choice."""
+        if self._counts is not None:
+            self._counts.take(index, answer.num_prompt_tokens, answer.num_completion_tokens)
+        return self._event(self._choice(index, "", (), answer.finish_reason))
+
+    def usage(self, answers: Sequence[Answer]) -> bytes:
+        """The event that ends a stream whose usage was asked for."""
+        return event({**self._head, "choices": [], "usage": usage(answers, self._num_choices)})
+
+    def _event(self, choice: dict[str, Any]) -> bytes:
+        chunk = {**self._head, "choices": [choice]}
+        return event(chunk if self._counts is None else {**chunk, "usage": self._counts.usage()})
+
+    def _echo(self, index: int) -> str:
+        return self._echoed[index // self._num_choices]
+
+    def _choice(
+        self, index: int, text: str, tokens: Sequence[TokenLogprob], finish_reason: str | None
+    ) -> dict[str, Any]:
+        scores = self._scores(index, tokens) if self._logprobs else None
+        return {"index": index, "text": text, "logprobs": scores, "finish_reason": finish_reason}
+
+    def _scores(self, index: int, tokens: Sequence[TokenLogprob]) -> dict[str, Any]:
+        offsets = []
+        for token in tokens:
+            offsets.append(self._offsets[index])
+            self._offsets[index] += len(token.token)
+        return {
+            "tokens": [token.token for token in tokens],
+            "token_logprobs": [finite(token.logprob) for token in tokens],
+            "top_logprobs": [{text: finite(logprob) for text, logprob in token.top} for token in tokens],
+            "text_offset": offsets,
+        }

@@ -1,0 +1,177 @@
+"""Tools of chat completions: what a request may declare, how the model sees them, and the grammar of its calls.
+
+Calls have the form of the Qwen families' chat templates (Hermes): `<tool_call>`, a line with the JSON object of name
+and arguments, `</tool_call>`. A model whose chat template has no tools gets them as text of the system message.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, StringConstraints
+
+from vlora.errors import BadRequest
+from vlora.server.http.response_format import checked_size, json_value
+from vlora.server.http.sampling_fields import Strict
+
+MAX_TOOLS = 128
+CALL_BEGIN, CALL_END = "<tool_call>", "</tool_call>"
+_ANSWER_BEGIN, _ANSWER_END = "<tool_response>", "</tool_response>"
+
+Name = Annotated[str, StringConstraints(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")]
+
+
+class Function(Strict):
+    """parameters: a JSON schema of the arguments, which a call keeps, whatever `strict` says."""
+
+    name: Name
+    description: str = ""
+    parameters: dict[str, Any] = Field(default_factory=lambda: {"type": "object"})
+    strict: bool = False
+
+
+class Tool(Strict):
+    type: Literal["function"]
+    function: Function
+
+
+class FunctionName(Strict):
+    name: str
+
+
+class NamedTool(Strict):
+    type: Literal["function"]
+    function: FunctionName
+
+
+Choice = Literal["none", "auto", "required"] | NamedTool
+
+
+class CalledFunction(Strict):
+    """arguments: the text of a JSON object, as an answer has it."""
+
+    name: str
+    arguments: str
+
+
+class ToolCall(Strict):
+    id: str = ""
+    type: Literal["function"] = "function"
+    function: CalledFunction
+
+    @classmethod
+    def asks_for_nothing(cls, name: str, value: Any) -> bool:
+        """A client may send back the index that a stream's calls have."""
+        return value is None or name == "index"
+
+    def as_value(self) -> dict[str, Any]:
+        """As chat templates take a call. Raises BadRequest when the arguments are no JSON object."""
+        try:
+            arguments = json.loads(self.function.arguments or "{}")
+        except (ValueError, RecursionError):
+            arguments = None
+        if not isinstance(arguments, dict):
+            raise BadRequest(
+                f"arguments of the call of {self.function.name[:64]!r} are no JSON object; send them as they came",
+                field="messages",
+            )
+        return {"type": "function", "function": {"name": self.function.name, "arguments": arguments}}
+
+
+def call_grammar(tools: Sequence[Tool], choice: Choice, parallel: bool) -> str:
+    """The grammar of an answer that may call tools.
+
+    Args:
+        choice: auto for text or calls, required for at least one call, a tool for one call of it.
+        parallel: Several calls may come in one answer.
+
+    Raises:
+        BadRequest: A tool is chosen that is not declared, a name is declared twice, or the schemas are too long.
+    """
+    names = [tool.function.name for tool in tools]
+    double = next((name for place, name in enumerate(names) if name in names[:place]), None)
+    if double is not None:
+        raise BadRequest(f"tools has two functions named {double!r}; names must differ", field="tools")
+    if isinstance(choice, NamedTool):
+        wanted = choice.function.name
+        tools = [tool for tool in tools if tool.function.name == wanted]
+        if not tools:
+            raise BadRequest(f"tool_choice is {wanted[:64]!r}; tools has {', '.join(names)}", field="tool_choice")
+    several = parallel and not isinstance(choice, NamedTool)
+    lines = []
+    if choice == "auto":
+        # The tag, once written, begins a call: a lazy terminal ends as soon as it can.
+        lines += [
+            f"start: {'call* text' if several else 'text | call'}",
+            "text: TEXT",
+            r"TEXT: /(.|\n)*/",
+            f"begin[lazy]: TEXT {json.dumps(CALL_BEGIN)}",
+        ]
+    else:
+        lines += [
+            f"start: / ?/ call{' more*' if several else ''}",
+            'more: "\\n" call' if several else "",
+            f"begin: {json.dumps(CALL_BEGIN)}",
+        ]
+    lines.append(
+        f"call: begin {json.dumps(chr(10))} ({' | '.join(f'call_{i}' for i in range(len(tools)))}) "
+        + json.dumps(f"\n{CALL_END}")
+    )
+    for i, tool in enumerate(tools):
+        head = f'{{"name": {json.dumps(tool.function.name)}, "arguments": '
+        lines += [
+            f'call_{i}: {json.dumps(head)} arguments_{i} "}}"',
+            f"arguments_{i}: {json_value({'type': 'object', **tool.function.parameters})}",
+        ]
+    return checked_size("\n".join(line for line in lines if line), "tools")
+
+
+def as_messages(messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """A conversation with tools for a chat template that has none: declarations, calls and results as text."""
+    found: list[dict[str, Any]] = []
+    for message in messages:
+        parts = list(message["content"])
+        match message["role"]:
+            case "assistant":
+                calls = [_tagged(CALL_BEGIN, _call_text(call), CALL_END) for call in message.get("tool_calls", ())]
+                joined = ("\n" if parts and calls else "") + "\n".join(calls)
+                found.append({"role": "assistant", "content": [*parts, _text(joined)] if calls else parts})
+            case "tool":
+                result = [_text(f"{_ANSWER_BEGIN}\n"), *parts, _text(f"\n{_ANSWER_END}")]
+                if found and found[-1].get("results"):
+                    found[-1]["content"] += [_text("\n"), *result]
+                else:
+                    found.append({"role": "user", "content": result, "results": True})
+            case role:
+                found.append({"role": role, "content": parts})
+    for message in found:
+        message.pop("results", None)
+    if tools:
+        if found and found[0]["role"] == "system":
+            found[0]["content"] = [*found[0]["content"], _text(f"\n\n{_declared(tools)}")]
+        else:
+            found.insert(0, {"role": "system", "content": [_text(_declared(tools))]})
+    return found
+
+
+def _declared(tools: Sequence[Mapping[str, Any]]) -> str:
+    functions = "\n".join(map(json.dumps, tools))
+    return (
+        f"# Tools\n\nThese functions can be called:\n<tools>\n{functions}\n</tools>\n\nTo call one, write its name and "
+        f'arguments as a JSON object between tags:\n{CALL_BEGIN}\n{{"name": NAME, "arguments": OBJECT}}\n{CALL_END}'
+    )
+
+
+def _call_text(call: Mapping[str, Any]) -> str:
+    function = call["function"]
+    return f'{{"name": {json.dumps(function["name"])}, "arguments": {json.dumps(function["arguments"])}}}'
+
+
+def _tagged(begin: str, text: str, end: str) -> str:
+    return f"{begin}\n{text}\n{end}"
+
+
+def _text(text: str) -> dict[str, str]:
+    return {"type": "text", "text": text}

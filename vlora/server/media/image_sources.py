@@ -1,0 +1,229 @@
+"""Where an image may come from: bytes, data URLs, and hosts or a folder that the operator allows."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import binascii
+import ipaddress
+import os
+import socket
+import stat
+import urllib.parse
+from collections.abc import Sequence
+from pathlib import Path
+from weakref import WeakValueDictionary
+
+import httpx
+
+from vlora.config import ServerConfig
+from vlora.errors import BadImage, BadRequest, TooLarge
+from vlora.server.media.image_decoding import RawImage, check_number
+
+ANY_PUBLIC_HOST = "*"
+
+_MAX_REDIRECTS = 3
+_FETCH_S = 10.0
+_MAX_CONNECTIONS = 16
+_MAX_CONNECTIONS_OF_HOST = 4  # a slow host must leave room for the others
+
+
+class ImageSources:
+    """Encoded images by their place. Belongs to one event loop.
+
+    A host of `image_hosts` is taken at its word: it may lie in a private network. `*` stands for every other host whose
+    addresses are all public; an address is looked up once, checked, and that one is connected to, for every redirect
+    anew. Messages name hosts, never whole URLs, whose queries may hold secrets.
+    """
+
+    def __init__(self, config: ServerConfig) -> None:
+        self._max_bytes = config.max_image_bytes
+        self._config = config
+        self._hosts = frozenset(host.lower() for host in config.image_hosts)
+        self._folder = None if config.image_folder is None else Path(config.image_folder).resolve()
+        self._client: httpx.AsyncClient | None = None
+        self._slots = asyncio.Semaphore(_MAX_CONNECTIONS)
+        self._slots_of: WeakValueDictionary[str, asyncio.Semaphore] = WeakValueDictionary()
+
+    async def read(self, images: Sequence[bytes | RawImage | str]) -> list[bytes | RawImage]:
+        """The encoded bytes of every image, or its raw pixels, in order; text is a URL.
+
+        Raises TooLarge, BadImage for what cannot be read, BadRequest for a source that is not allowed. Messages count
+        from 1.
+        """
+        check_number(images, self._config)
+        most, held = self._config.max_message_bytes, 0
+        encoded: list[bytes | RawImage] = []
+        for number, image in enumerate(images, 1):
+            one = await self._read_url(image, number) if isinstance(image, str) else image
+            encoded.append(one)
+            held += len(one.pixels if isinstance(one, RawImage) else one)
+            if held > most:
+                raise TooLarge(f"the request's first {number} images have over {most} bytes, which is the limit")
+        return encoded
+
+    async def close(self) -> None:
+        if self._client is not None:
+            await self._client.aclose()
+
+    async def _read_url(self, url: str, number: int) -> bytes:
+        match url.partition(":")[0].lower():
+            case "data":
+                return await asyncio.to_thread(_data_url, url, number)
+            case "http" | "https":
+                place = _parse(url, number).netloc.decode("ascii")
+                # Waiting for a turn takes of the request's time, not of the host's.
+                async with self._slots_of.setdefault(place, asyncio.Semaphore(_MAX_CONNECTIONS_OF_HOST)), self._slots:
+                    return await self._fetch(url, number)
+            case "file":
+                return await asyncio.to_thread(self._read_file, url, number)
+        raise BadRequest(
+            f"image {number}: only data URLs are taken (data:image/png;base64,...), and http, https and file URLs "
+            "where the operator allows them"
+        )
+
+    # -- http ---------------------------------------------------------------------------------------------------------
+
+    async def _fetch(self, url: str, number: int) -> bytes:
+        host = "the host"
+        try:
+            async with asyncio.timeout(_FETCH_S):
+                for _ in range(_MAX_REDIRECTS + 1):
+                    target = _parse(url, number)
+                    host = target.host
+                    response = await self._get(target, await self._address(target, number))
+                    try:
+                        if not response.has_redirect_location:
+                            return await self._body(response, host, number)
+                        url = str(target.join(response.headers["location"]))
+                    finally:
+                        await response.aclose()
+        except TimeoutError as error:
+            raise BadImage(f"image {number} did not come from {host!r} within {_FETCH_S:g} s") from error
+        except (httpx.HTTPError, httpx.InvalidURL) as error:
+            raise BadImage(f"image {number} cannot be fetched from {host!r}: {type(error).__name__}") from error
+        raise BadImage(f"image {number}: {host!r} redirects again after {_MAX_REDIRECTS} redirects")
+
+    async def _get(self, target: httpx.URL, address: str) -> httpx.Response:
+        if self._client is None:
+            # Proxies of the environment would connect to what was not checked.
+            limits = httpx.Limits(max_connections=_MAX_CONNECTIONS, max_keepalive_connections=0)
+            self._client = httpx.AsyncClient(trust_env=False, timeout=_FETCH_S, limits=limits)
+        request = self._client.build_request(
+            "GET",
+            target.copy_with(host=address),
+            headers={"Host": target.netloc.decode("ascii"), "Accept": "image/*", "Accept-Encoding": "identity"},
+            extensions={"sni_hostname": target.raw_host.decode("ascii")},
+        )
+        return await self._client.send(request, stream=True)
+
+    async def _body(self, response: httpx.Response, host: str, number: int) -> bytes:
+        if response.status_code != 200:
+            raise BadImage(f"image {number} cannot be fetched from {host!r}: status {response.status_code}")
+        kind = response.headers.get("content-type", "nothing").partition(";")[0].strip().lower()
+        if not kind.startswith("image/"):
+            raise BadImage(f"image {number}: {host!r} sent {kind!r}; an image is expected")
+        too_large = TooLarge(f"image {number} has over {self._max_bytes} bytes, which is this server's limit")
+        declared = response.headers.get("content-length", "")
+        if declared.isdecimal() and int(declared) > self._max_bytes:
+            raise too_large
+        body = bytearray()
+        async for chunk in response.aiter_raw():
+            body += chunk
+            if len(body) > self._max_bytes:
+                raise too_large
+        return bytes(body)
+
+    async def _address(self, target: httpx.URL, number: int) -> str:
+        """The address to connect to. Raises BadRequest for a host that is not allowed, or not public."""
+        host = target.host.lower()
+        named = host in self._hosts
+        if not named and ANY_PUBLIC_HOST not in self._hosts:
+            raise BadRequest(
+                f"image {number}: this server fetches no images from {host!r}; send a data URL "
+                "(data:image/png;base64,...), or have its operator allow the host with --image-hosts"
+            )
+        port = target.port or (443 if target.scheme == "https" else 80)
+        try:
+            found = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
+        except (OSError, UnicodeError) as error:
+            raise BadImage(f"image {number}: there is no host {host!r}") from error
+        addresses = [str(entry[4][0]) for entry in found]
+        if not named and not all(map(_is_public, addresses)):
+            raise BadRequest(f"image {number}: {host!r} is not a public address; this server fetches from public ones")
+        if not named and port not in _WEB_PORTS:
+            raise BadRequest(
+                f"image {number}: port {port} of {host!r}; of hosts that the operator did not name only ports 80 and "
+                "443 are asked"
+            )
+        return addresses[0]
+
+    # -- files --------------------------------------------------------------------------------------------------------
+
+    def _read_file(self, url: str, number: int) -> bytes:
+        if self._folder is None:
+            raise BadRequest(
+                f"image {number}: this server reads no files; send a data URL (data:image/png;base64,...), or have its "
+                "operator allow a folder with --image-folder"
+            )
+        # One message for whatever is wrong: who asks learns nothing about files outside.
+        refused = BadImage(f"image {number}: there is no such file in the folder this server reads images from")
+        try:
+            parts = urllib.parse.urlsplit(url)
+            path = (self._folder / urllib.parse.unquote(parts.path)).resolve(strict=True)
+            if parts.netloc not in ("", "localhost") or not path.is_relative_to(self._folder):
+                raise refused
+            # Not to wait for the other end of a pipe.
+            with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
+                if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+                    raise refused
+                data = file.read(self._max_bytes + 1)
+        except (OSError, ValueError, RuntimeError) as error:
+            raise refused from error
+        if len(data) > self._max_bytes:
+            raise TooLarge(f"image {number} has over {self._max_bytes} bytes, which is this server's limit")
+        return data
+
+
+def _data_url(url: str, number: int) -> bytes:
+    head, comma, data = url.partition(",")
+    if not (comma and head.lower().endswith(";base64")):
+        raise BadRequest(f"image {number}: a data URL is written data:image/png;base64,...")
+    try:
+        return base64.b64decode(data, validate=True)
+    except (binascii.Error, ValueError) as error:
+        raise BadImage(f"image {number} is not base64: {error}") from error
+
+
+def _parse(url: str, number: int) -> httpx.URL:
+    try:
+        target = httpx.URL(url)
+    except (httpx.InvalidURL, ValueError) as error:
+        raise BadRequest(f"image {number}: its URL cannot be read") from error
+    if (target.port or 0) > 65535:
+        raise BadRequest(f"image {number}: its URL cannot be read")
+    if target.scheme not in ("http", "https"):
+        raise BadRequest(f"image {number}: {target.scheme or 'no'!r} is no scheme this server fetches from")
+    if not target.host:
+        raise BadRequest(f"image {number}: its URL names no host")
+    if target.userinfo:
+        raise BadRequest(f"image {number}: a URL with a user name or password in it is not fetched")
+    return target
+
+
+def _is_public(address: str) -> bool:
+    """Whether everybody reaches the same machine there, and it is not an address of version 4 in other clothes."""
+    parsed = ipaddress.ip_address(address.partition("%")[0])
+    if isinstance(parsed, ipaddress.IPv6Address):
+        if parsed.ipv4_mapped is None:
+            isatap = int(parsed) >> 32 & 0xFDFFFFFF == 0x00005EFE
+            return parsed in _UNICAST and parsed.is_global and not isatap and not any(parsed in net for net in _TUNNELS)
+        parsed = parsed.ipv4_mapped
+    return parsed.is_global and not parsed.is_multicast and not any(parsed in net for net in _SPECIAL)
+
+
+_UNICAST = ipaddress.ip_network("2000::/3")
+_TUNNELS = tuple(map(ipaddress.ip_network, ("2001::/23", "2002::/16", "64:ff9b::/96", "64:ff9b:1::/48")))
+# Protocol assignments, relays of 6to4, and the address by which a cloud's machines reach their host.
+_SPECIAL = tuple(map(ipaddress.ip_network, ("192.0.0.0/24", "192.88.99.0/24", "168.63.129.16/32")))
+_WEB_PORTS = (80, 443)

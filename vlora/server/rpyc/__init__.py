@@ -1,0 +1,1 @@
+"""The RPyC service, and the protocol that restricts RPyC to plain values."""

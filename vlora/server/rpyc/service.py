@@ -1,0 +1,362 @@
+"""The RPyC service: what a client may call. Values in, `(True, msgpack)` or `(False, code, message)` out, nothing else.
+
+Text that is streamed comes as several replies to one call.
+
+Requests carry a number chosen by the client, unique on its connection, by which it can cancel them. A broken connection
+cancels everything that was under way on it, but for streams of frames: those wait for their client to come back.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import math
+from collections.abc import Awaitable, Callable
+from concurrent.futures import Future
+from typing import Any
+
+import msgspec
+import rpyc
+
+from vlora.client.values import (
+    PROTOCOL_VERSION,
+    Answer,
+    FrameResults,
+    Hello,
+    Reply,
+    StreamOptions,
+    StreamPart,
+    failure,
+    sampling_params,
+    success,
+)
+from vlora.config import Token
+from vlora.errors import Aborted, BadRequest, DeadlineMissed, Disconnected, UnknownStream, VLoraError
+from vlora.server.frontend import FrontEnd
+from vlora.server.internal_errors import typed
+from vlora.server.media.image_decoding import RawImage
+from vlora.server.rpyc.protocol import Parts, Peer
+from vlora.server.security.access import Access
+from vlora.server.streams.frame_stream import FrameStream
+from vlora.wording import msgspec_errors
+
+_MAX_PULL_S = 30.0
+_STRANGER_S = 10.0  # how long a connection may last without showing a token
+
+
+class VLoraService(rpyc.Service):
+    """One per connection. Its methods run in the connection's thread and only schedule; the work is on the loop."""
+
+    def __init__(
+        self, front_end: FrontEnd, loop: asyncio.AbstractEventLoop, model: str, access: Access, peer: Peer
+    ) -> None:
+        self._front_end = front_end
+        self._loop = loop
+        self._model = model
+        self._access = access
+        self._peer = peer
+        self._token: str | None = None
+        self._tenant: str | None = None
+        self._known = not access.required
+        if self._known:
+            peer.trust()
+        else:
+            peer.distrust()
+            loop.call_soon_threadsafe(loop.call_later, _STRANGER_S, self._send_away)
+        self._tasks: dict[int, asyncio.Task[Any]] = {}
+        self._gone = False
+
+    def on_disconnect(self, conn: rpyc.Connection) -> None:
+        with contextlib.suppress(RuntimeError):  # the loop may be gone first
+            self._loop.call_soon_threadsafe(self._cancel_all)
+
+    # -- what clients call --------------------------------------------------------------------------------------------
+
+    def exposed_hello(self, *args: Any) -> Future[Reply]:
+        """(token or nothing) -> who is there. With a token that is good, the other calls are open to the connection."""
+
+        async def work() -> Hello:
+            token = _checked("token", args[0] if args else None, str | None)
+            found = self._access.check(token, peer=self._peer.address)
+            self._token, self._known = token, True
+            self._tenant = None if found is None else found.name
+            self._peer.trust()
+            limit = self._front_end.config.max_message_bytes
+            # A message is its images and a little around them.
+            return Hello(protocol=PROTOCOL_VERSION, model=self._model, max_message_bytes=limit - limit // 16)
+
+        return self._run(work, greeting=True)
+
+    def exposed_generate(self, *args: Any) -> Future[Reply]:
+        """(call_id, question, images, adapter, sampling pairs, max_latency_s, max_ttft_s, priority) -> Answer"""
+
+        async def work() -> Answer:
+            async with contextlib.aclosing(self._generate(args, whole=True)) as parts:
+                *_, answer = [part async for part in parts]
+            assert isinstance(answer, Answer)
+            return answer
+
+        return self._run(work, call_id=args[:1])
+
+    def exposed_stream(self, *args: Any) -> Parts:
+        """As generate, in parts as they come -> StreamPart, again and again, until one has the Answer"""
+        parts = Parts(lambda text: success(StreamPart(text=text)))
+
+        async def work() -> StreamPart:
+            async with contextlib.aclosing(self._generate(args)) as found:
+                async for part in found:
+                    if isinstance(part, Answer):
+                        return StreamPart(answer=part)
+                    parts.put(part)
+            raise AssertionError("an answer without an end")
+
+        parts.end = self._run(work, call_id=args[:1])
+        return parts
+
+    def exposed_ask_head(self, *args: Any) -> Future[Reply]:
+        """(call_id, images, adapter, head, max_latency_s, priority) -> HeadResult"""
+
+        async def work() -> Any:
+            _, images, adapter, head, max_latency_s, priority = _positional("ask_head", args, 6)
+            return await self._front_end.ask_head(
+                _images(images),
+                _checked("adapter", adapter, str),
+                _checked("head", head, str),
+                max_latency_s=_checked("max_latency_s", max_latency_s, float | None),
+                priority=_checked("priority", priority, int),
+                tenant=self._tenant,
+            )
+
+        return self._run(work, call_id=args[:1])
+
+    def exposed_cancel(self, call_id: Any) -> Future[Reply]:
+        """End a request that nobody waits for any more. Unknown numbers are ignored."""
+
+        async def work() -> None:
+            if (task := self._tasks.get(_checked("call_id", call_id, int))) is not None:
+                task.cancel()
+
+        return self._run(work)
+
+    def exposed_open_frames(self, *args: Any) -> Future[Reply]:
+        """(adapter, head, max_latency_s, fps, drop, priority) -> id of a stream of frames"""
+
+        async def work() -> str:
+            adapter, head, max_latency_s, fps, drop, priority = _positional("open_frames", args, 6)
+            options = StreamOptions(
+                adapter=_checked("adapter", adapter, str),
+                head=_checked("head", head, str),
+                max_latency_s=_checked("max_latency_s", max_latency_s, float | None),
+                fps=_checked("fps", fps, float | None),
+                drop=_checked("drop", drop, str),
+                priority=_checked("priority", priority, int),
+            )
+            summary = await self._front_end.find_head(options.adapter, options.head)
+            owner = self._frames_owner()
+            return self._front_end.streams.open(options, summary.num_frames, owner, self)
+
+        return self._run(work)
+
+    def exposed_send_frame(self, *args: Any) -> Future[Reply]:
+        """(stream id, number, images, wait_s) -> whether it was taken; waits up to wait_s for room.
+
+        An image is bytes, or (bytes, height, width).
+        """
+
+        give_back = self._peer.take_charge()  # the frame is held for longer than this call takes
+        sent = False
+
+        async def work() -> bool:
+            nonlocal sent
+            stream_id, number, images, wait_s = _positional("send_frame", args, 4)
+            stream = self._stream(stream_id)
+            frame = _frame(images)
+            for image in frame:
+                if isinstance(image, RawImage):
+                    image.check(self._front_end.config)
+            place, wait = _checked("number", number, int), _wait_s(wait_s)
+            sent = True  # from here on the stream gives back
+            return await stream.send(place, frame, wait, give_back)
+
+        sending = self._run(work)
+        sending.add_done_callback(lambda _: None if sent else give_back())
+        return sending
+
+    def exposed_pull_results(self, *args: Any) -> Future[Reply]:
+        """(stream id, number of the last frame whose result arrived, wait_s) -> FrameResults"""
+
+        async def work() -> FrameResults:
+            stream_id, acknowledged, wait_s = _positional("pull_results", args, 3)
+            number = _checked("acknowledged", acknowledged, int)
+            return await self._stream(stream_id).pull(number, _wait_s(wait_s))
+
+        return self._run(work)
+
+    def exposed_end_frames(self, *args: Any) -> Future[Reply]:
+        """(stream id): it gets no more frames; their results can still be pulled."""
+
+        async def work() -> None:
+            self._stream(_positional("end_frames", args, 1)[0]).end()
+
+        return self._run(work)
+
+    def exposed_close_frames(self, *args: Any) -> Future[Reply]:
+        """(stream id): cancel what is under way, forget what was not pulled. Unknown streams are ignored."""
+
+        async def work() -> None:
+            (stream_id,) = _positional("close_frames", args, 1)
+            with contextlib.suppress(UnknownStream):
+                self._stream(stream_id)
+                self._front_end.streams.discard(stream_id)
+
+        return self._run(work)
+
+    def exposed_adapters(self) -> Future[Reply]:
+        """Every adapter -> tuple of AdapterStatus"""
+        return self._run(self._front_end.adapters)
+
+    def exposed_load_adapter(self, name: Any, path: Any) -> Future[Reply]:
+        """Register an adapter folder -> AdapterStatus"""
+        return self._run(
+            lambda: self._front_end.load_adapter(_checked("name", name, str), _checked("path", path, str)), admin=True
+        )
+
+    def exposed_unload_adapter(self, name: Any, drain: Any = False) -> Future[Reply]:
+        """Forget an adapter, cancelling its requests or letting them finish."""
+        return self._run(
+            lambda: self._front_end.unload_adapter(_checked("name", name, str), _checked("drain", drain, bool)),
+            admin=True,
+        )
+
+    def exposed_pin_adapter(self, name: Any, pinned: Any) -> Future[Reply]:
+        """Keep an adapter on the device, or let it go -> AdapterStatus"""
+        return self._run(
+            lambda: self._front_end.pin_adapter(_checked("name", name, str), _checked("pinned", pinned, bool)),
+            admin=True,
+        )
+
+    def exposed_stats(self) -> Future[Reply]:
+        """Counters -> EngineStats"""
+        return self._run(self._front_end.stats)
+
+    # -- on the loop --------------------------------------------------------------------------------------------------
+
+    def _run(
+        self,
+        work: Callable[[], Awaitable[Any]],
+        *,
+        call_id: tuple[Any, ...] | None = None,
+        admin: bool = False,
+        greeting: bool = False,
+    ) -> Future[Reply]:
+        async def checked() -> Reply:
+            try:
+                if not greeting:
+                    # With every call anew: a token may expire while its connection lasts.
+                    self._access.check(self._token, admin=admin)
+            except VLoraError as error:
+                return failure(error)
+            return await self._reply(work, call_id)
+
+        return asyncio.run_coroutine_threadsafe(checked(), self._loop)
+
+    def _send_away(self) -> None:
+        if not self._known:
+            self._peer.leave()
+
+    async def _reply(self, work: Callable[[], Awaitable[Any]], call_id: tuple[Any, ...] | None) -> Reply:
+        """The outcome of a call as a value. call_id: under which it can be cancelled, still unchecked."""
+        limit_s = self._front_end.config.request_timeout_s + 1  # requests are bounded in the front end already
+        number: int | None = None
+        try:
+            if call_id is not None:
+                number = self._register(call_id)
+            async with asyncio.timeout(limit_s):
+                return success(await work())
+        except asyncio.CancelledError:
+            return failure(Aborted("the request was cancelled"))
+        except TimeoutError:
+            return failure(DeadlineMissed(f"the call took longer than {limit_s:g} s"))
+        except Exception as error:
+            return failure(typed(error))
+        finally:
+            if number is not None:
+                del self._tasks[number]
+
+    def _register(self, call_id: tuple[Any, ...]) -> int:
+        number = _checked("call_id", call_id[0] if call_id else None, int)
+        if number in self._tasks:
+            raise BadRequest(f"call id {number} is already in use")
+        task = asyncio.current_task()
+        assert task is not None
+        self._tasks[number] = task
+        return number
+
+    def _generate(self, args: tuple[Any, ...], *, whole: bool = False) -> Any:
+        _, question, images, adapter, sampling, max_latency_s, max_ttft_s, priority = _positional("generate", args, 8)
+        pairs = _checked("sampling", sampling, tuple[tuple[str, Any], ...])
+        return self._front_end.generate(
+            _checked("question", question, str),
+            _images(images),
+            adapter=_checked("adapter", adapter, str | None),
+            sampling=sampling_params(dict(pairs)),
+            max_latency_s=_checked("max_latency_s", max_latency_s, float | None),
+            max_ttft_s=_checked("max_ttft_s", max_ttft_s, float | None),
+            priority=_checked("priority", priority, int),
+            tenant=self._tenant,
+            whole=whole,
+        )
+
+    def _frames_owner(self) -> Token | None:
+        """Whose streams of frames this connection may use. Raises Disconnected when it broke before that."""
+        if self._gone:
+            raise Disconnected("the connection is gone")
+        return self._access.check(self._token)
+
+    def _stream(self, stream_id: Any) -> FrameStream:
+        return self._front_end.streams.use(_checked("stream id", stream_id, str), self._frames_owner(), self)
+
+    def _cancel_all(self) -> None:
+        for task in self._tasks.values():
+            task.cancel()
+        self._gone = True
+        self._front_end.streams.leave(self)
+
+
+def _positional(call: str, args: tuple[Any, ...], count: int) -> tuple[Any, ...]:
+    if len(args) != count:
+        raise BadRequest(f"{call} takes {count} values, {len(args)} came")
+    return args
+
+
+def _checked(name: str, value: Any, kind: Any) -> Any:
+    """The value, if it is of that type. Raises BadRequest."""
+    try:
+        return msgspec.convert(value, kind)
+    except msgspec_errors.REFUSED as error:
+        raise BadRequest(msgspec_errors.described(error, name, value)) from error
+
+
+def _wait_s(value: Any) -> float:
+    wait_s: float = _checked("wait_s", value, float)
+    if not 0 <= wait_s < math.inf:
+        raise BadRequest(f"wait_s is {wait_s}; it must be 0 or more, and finite")
+    return min(wait_s, _MAX_PULL_S)
+
+
+def _frame(value: Any) -> tuple[bytes | RawImage, ...]:
+    if not isinstance(value, tuple):
+        raise BadRequest("images: a tuple is expected, of bytes or (bytes, height, width)")
+    return tuple(image if isinstance(image, bytes) else RawImage(*_raw(image)) for image in value)
+
+
+def _raw(value: Any) -> tuple[bytes, int, int]:
+    if not isinstance(value, tuple) or [type(each) for each in value] != [bytes, int, int]:
+        raise BadRequest("an image is bytes, or (bytes, height, width)")
+    return value
+
+
+def _images(value: Any) -> tuple[bytes, ...]:
+    if not isinstance(value, tuple) or not all(isinstance(image, bytes) for image in value):
+        raise BadRequest("images: a tuple of bytes is expected, one per image")
+    return value

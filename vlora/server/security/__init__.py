@@ -1,0 +1,1 @@
+"""Tokens, TLS, and limits on connections, failed authentications and message bytes."""

@@ -1,0 +1,1 @@
+"""Streams of frames: their state, the registry of open ones, previews."""

@@ -1,0 +1,330 @@
+"""One stream of frames: what waits, what is being answered, and the results that were not acknowledged yet.
+
+Frames are numbered from 0 by their sender, who may send a frame or ask for results again after a broken connection: a
+number that is known already changes nothing, and results stay until they are acknowledged. That is all a resume takes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, Protocol
+
+from vlora.client.values import FrameResult, FrameResults, HeadResult, StreamOptions
+from vlora.errors import BadRequest, DeadlineMissed, UnknownStream, VLoraError
+from vlora.server.internal_errors import typed
+from vlora.server.media.image_decoding import RawImage
+from vlora.server.metrics import Metrics
+from vlora.types import ErrorValue
+
+MAX_UNACKNOWLEDGED = 256  # frames of a stream between being taken and their result being acknowledged
+
+_MAX_WAITING = 4
+_MAX_RUNNING = 4  # enough for the engine to batch, few enough to stay fresh
+_MAX_RESULTS_PER_PULL = 64
+
+
+class Ask(Protocol):
+    """`FrontEnd.ask_head`."""
+
+    async def __call__(
+        self,
+        images: Sequence[bytes | RawImage],
+        adapter: str,
+        head: str,
+        *,
+        max_latency_s: float | None,
+        priority: int,
+        tenant: str | None,
+    ) -> HeadResult: ...
+
+
+class Seen(Protocol):
+    """Told of every answered frame, while its images are still there."""
+
+    async def __call__(self, images: Sequence[bytes | RawImage], result: FrameResult) -> None: ...
+
+
+class _Frame(NamedTuple):
+    number: int
+    images: tuple[bytes | RawImage, ...]
+    arrived: float
+    done: Callable[[], None]
+
+
+class FrameStream:
+    """Belongs to one event loop. Of sends, and of pulls, one waits at a time: a later one takes over."""
+
+    def __init__(
+        self,
+        ask: Ask,
+        options: StreamOptions,
+        num_images: int,
+        metrics: Metrics,
+        seen: Seen | None = None,
+        tenant: str | None = None,
+        *,
+        held: Callable[[], bool] = lambda: False,
+    ) -> None:
+        """held: whether frames wait because no engine is there to ask, and one will be; `go_on` tells of its end."""
+        self._ask = ask
+        self._held = held
+        self._metrics = metrics
+        self.options = options
+        self._seen = seen
+        self._tenant = tenant
+        self.num_answered = self.num_dropped = self.num_failed = 0
+        self.last_result: FrameResult | None = None
+        self._num_images = num_images
+        self._loop = asyncio.get_running_loop()
+        self._interval_s = 0.0 if options.fps is None else 1 / options.fps
+        self._due = self._loop.time()  # when the next frame may start
+        self._pace: asyncio.TimerHandle | None = None
+        self._lapse: asyncio.TimerHandle | None = None  # when the oldest frame that is held has waited too long
+        self._num_taken = 0
+        self._waiting: deque[_Frame] = deque()
+        self._running: set[asyncio.Task[None]] = set()
+        self._results: dict[int, FrameResult] = {}
+        self._acknowledged = -1
+        self._ended = False
+        self._cancelled = False
+        self._sends = 0
+        self._pulls = 0
+        self._changed = asyncio.Event()
+
+    async def send(
+        self, number: int, images: tuple[bytes | RawImage, ...], wait_s: float, done: Callable[[], None]
+    ) -> bool:
+        """Take a frame, waiting up to `wait_s` for room; False when there was none.
+
+        done: called once when the images are not held any more, which is at once where the frame is not taken.
+
+        Raises BadRequest for a number out of turn or another count of images, and after `end`; UnknownStream when the
+        stream was cancelled meanwhile.
+        """
+        taken = False
+        try:
+            taken = await self._take(number, images, wait_s, done)
+        finally:
+            if not taken:
+                done()
+        return taken or 0 <= number < self._num_taken
+
+    async def pull(self, acknowledged: int, wait_s: float) -> FrameResults:
+        """The results that follow `acknowledged`, in order of their frames; waits up to `wait_s` for the first.
+
+        acknowledged: the number of the last frame whose result arrived safely, -1 for none; up to there they are
+        forgotten. Raises BadRequest for a number that cannot be, UnknownStream when the stream was cancelled meanwhile.
+        """
+        self._pulls += 1
+        turn = self._pulls
+        self._acknowledge(acknowledged)
+        wanted = acknowledged + 1
+        await self._until(
+            lambda: wanted in self._results or self._pulls != turn or (self._ended and wanted == self._num_taken),
+            wait_s,
+        )
+        results: list[FrameResult] = []
+        while self._pulls == turn and wanted in self._results and len(results) < _MAX_RESULTS_PER_PULL:
+            results.append(self._results[wanted])
+            wanted += 1
+        return FrameResults(results=tuple(results), finished=self._ended and wanted == self._num_taken)
+
+    def end(self) -> None:
+        """Take no more frames; those taken are answered."""
+        self._ended = True
+        self._notify()
+
+    def cancel(self) -> None:
+        """Free everything."""
+        self._ended = self._cancelled = True
+        for task in self._running:
+            task.cancel()
+        for timer in (self._pace, self._lapse):
+            if timer is not None:
+                timer.cancel()
+        for frame in self._waiting:
+            frame.done()
+        for _ in range(self._num_taken - self.num_answered - self.num_dropped - self.num_failed):
+            self._metrics.frame_ended("closed")
+        self._waiting.clear()
+        self._results.clear()
+        self._notify()
+
+    def go_on(self) -> None:
+        """Start what was held."""
+        self._start_due()
+
+    @property
+    def num_waiting(self) -> int:
+        """Frames taken and not started yet."""
+        return len(self._waiting)
+
+    @property
+    def num_running(self) -> int:
+        """Frames being answered."""
+        return len(self._running)
+
+    # -- inside -------------------------------------------------------------------------------------------------------
+
+    @property
+    def _has_room(self) -> bool:
+        unacknowledged = self._num_taken - 1 - self._acknowledged
+        return unacknowledged < MAX_UNACKNOWLEDGED and (
+            self.options.drop == "newest" or len(self._waiting) < _MAX_WAITING
+        )
+
+    async def _take(
+        self, number: int, images: tuple[bytes | RawImage, ...], wait_s: float, done: Callable[[], None]
+    ) -> bool:
+        """Whether it was new, and there was room."""
+        self._sends += 1
+        turn = self._sends
+        self._notify()
+        if 0 <= number < self._num_taken:
+            return False
+        if number != self._num_taken:
+            raise BadRequest(f"frame {number} came where frame {self._num_taken} was expected")
+        if len(images) != self._num_images:
+            raise BadRequest(
+                f"head {self.options.head!r} of adapter {self.options.adapter!r} reads {self._num_images} "
+                f"image{'s' * (self._num_images != 1)} per frame; {len(images)} came"
+            )
+        await self._until(lambda: self._ended or self._sends != turn or self._has_room, wait_s)
+        if self._ended:
+            raise BadRequest("the stream was ended; it takes no more frames")
+        if self._sends != turn or not self._has_room:
+            return False
+        if self.options.drop == "newest" and self._waiting:
+            old = self._waiting.popleft()
+            self._finish(old, dropped=f"frame {number} came before this one was started")
+            old.done()
+        self._waiting.append(_Frame(number, images, self._loop.time(), done))
+        self._num_taken += 1
+        self._metrics.frame_taken()
+        self._start_due()
+        return True
+
+    def _acknowledge(self, number: int) -> None:
+        if number < self._acknowledged:
+            raise BadRequest(f"results up to frame {self._acknowledged} were acknowledged; they cannot be had again")
+        between = range(self._acknowledged + 1, min(number, self._num_taken) + 1)
+        if number >= self._num_taken or not all(each in self._results for each in between):
+            raise BadRequest(f"frame {number} cannot be acknowledged: there is no result of it yet")
+        for each in between:
+            del self._results[each]
+        self._acknowledged = number
+        self._notify()
+
+    def _start_due(self) -> None:
+        """Start waiting frames, as many as may run and as fast as the stream's frame rate."""
+        if self._held():
+            self._end_late()
+        while self._waiting and len(self._running) < _MAX_RUNNING and not self._held():
+            now = self._loop.time()
+            if now < self._due:
+                if self._pace is None:
+                    self._pace = self._loop.call_later(self._due - now, self._on_pace)
+                break
+            # A frame that comes late does not push back all that follow.
+            self._due = max(self._due, now - self._interval_s) + self._interval_s
+            frame = self._waiting.popleft()
+            task = asyncio.create_task(self._answer(frame))
+            self._running.add(task)
+            task.add_done_callback(functools.partial(self._on_answered, frame))
+        self._notify()
+
+    def _on_pace(self) -> None:
+        self._pace = None
+        self._start_due()
+
+    def _end_late(self) -> None:
+        """Frames that are held fail when their bound passes, not when they would be started."""
+        bound, now = self.options.max_latency_s, self._loop.time()
+        if bound is None:
+            return
+        while self._waiting and now >= self._waiting[0].arrived + bound:
+            frame = self._waiting.popleft()
+            why = f"the frame was not answered within the stream's {bound:g} s: the engine is being started again"
+            self._finish(frame, error=DeadlineMissed(why))
+            frame.done()
+        if self._waiting and self._lapse is None:
+            self._lapse = self._loop.call_at(self._waiting[0].arrived + bound, self._on_lapse)
+
+    def _on_lapse(self) -> None:
+        self._lapse = None
+        self._start_due()
+
+    def _on_answered(self, frame: _Frame, task: asyncio.Task[None]) -> None:
+        frame.done()
+        self._running.discard(task)
+        if not task.cancelled():  # else the stream, or the loop, is at its end
+            self._start_due()
+
+    async def _answer(self, frame: _Frame) -> None:
+        bound = self.options.max_latency_s
+        try:
+            left = None if bound is None else bound - (self._loop.time() - frame.arrived)
+            if left is not None and left <= 0:
+                raise TimeoutError
+            async with asyncio.timeout(left):
+                answer = await self._ask(
+                    frame.images,
+                    self.options.adapter,
+                    self.options.head,
+                    max_latency_s=left,
+                    priority=self.options.priority,
+                    tenant=self._tenant,
+                )
+        except TimeoutError:
+            self._finish(frame, error=DeadlineMissed(f"the frame was not answered within the stream's {bound:g} s"))
+        except Exception as error:
+            self._finish(frame, error=typed(error))
+        else:
+            result = self._finish(frame, answer=answer)
+            if self._seen is not None:
+                await self._seen(frame.images, result)
+
+    def _finish(
+        self,
+        frame: _Frame,
+        *,
+        answer: HeadResult | None = None,
+        dropped: str | None = None,
+        error: VLoraError | None = None,
+    ) -> FrameResult:
+        latency_s = self._loop.time() - frame.arrived
+        if error is not None:
+            self._metrics.frame_ended(error.code)
+        elif dropped is not None:
+            self._metrics.frame_ended("dropped")
+        else:
+            self._metrics.frame_ended("answered", latency_s)
+        result = FrameResult(
+            number=frame.number,
+            latency_s=latency_s,
+            answer=answer,
+            dropped=dropped,
+            error=None if error is None else ErrorValue.of(error),
+        )
+        self._results[frame.number] = self.last_result = result
+        self.num_answered += answer is not None
+        self.num_dropped += dropped is not None
+        self.num_failed += error is not None
+        self._notify()
+        return result
+
+    async def _until(self, ready: Callable[[], bool], wait_s: float) -> None:
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(wait_s):
+                while not ready() and not self._cancelled:
+                    await self._changed.wait()
+        if self._cancelled:
+            raise UnknownStream("the stream was closed")
+
+    def _notify(self) -> None:
+        self._changed.set()
+        self._changed = asyncio.Event()

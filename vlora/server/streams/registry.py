@@ -1,0 +1,117 @@
+"""Which streams of frames are open, and whose they are."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections.abc import Callable
+from typing import NamedTuple
+
+from vlora.client.values import StreamOptions
+from vlora.config import ServerConfig, Token
+from vlora.errors import OverCapacity, UnknownStream
+from vlora.server.metrics import Metrics
+from vlora.server.streams.frame_stream import Ask, FrameStream
+from vlora.server.streams.preview import LastFrame
+
+_ID_BYTES = 16
+
+
+class WatchedStream(NamedTuple):
+    """A stream as who watches knows it. number: counts streams as they are opened; the id is its owner's secret.
+
+    owner: its token's name, which stays when the secret or the day it expires is changed.
+    """
+
+    number: int
+    stream: FrameStream
+    owner: str | None
+    last_frame: LastFrame
+
+
+class Streams:
+    """One per front end; belongs to its event loop. A stream lives while a connection uses it, and a while longer."""
+
+    def __init__(self, ask: Ask, config: ServerConfig, metrics: Metrics) -> None:
+        self.held: Callable[[], bool] = lambda: False
+        """Whether frames are not to be started now; `go_on` is called when that ends."""
+        self._ask = ask
+        self._metrics = metrics
+        self._config = config
+        self._open: dict[str, tuple[FrameStream, str | None]] = {}
+        self._watched: dict[str, WatchedStream] = {}
+        self._num_opened = 0
+        self._users: dict[str, set[object]] = {}
+        self._expiries: dict[str, asyncio.TimerHandle] = {}
+
+    def __len__(self) -> int:
+        return len(self._open)
+
+    def open(self, options: StreamOptions, num_images: int, owner: Token | None, user: object) -> str:
+        """The id of a new stream. user: the connection that keeps it alive. Raises OverCapacity.
+
+        num_images: how many images make a frame of it.
+        """
+        if len(self._open) >= self._config.max_streams:
+            raise OverCapacity(
+                f"{len(self._open)} streams are open, which is this server's limit; close some, or try again later"
+            )
+        stream_id = secrets.token_urlsafe(_ID_BYTES)
+        name = _name(owner)
+        last = LastFrame(self._config)
+        stream = FrameStream(self._ask, options, num_images, self._metrics, last.show, name, held=lambda: self.held())
+        self._open[stream_id] = stream, name
+        self._num_opened += 1
+        self._watched[stream_id] = WatchedStream(self._num_opened, *self._open[stream_id], last)
+        self._metrics.streams(1)
+        self._users[stream_id] = {user}
+        return stream_id
+
+    def use(self, stream_id: str, owner: Token | None, user: object) -> FrameStream:
+        """The stream, which `user` keeps alive from now on. Raises UnknownStream, for somebody else's too."""
+        stream, its_owner = self._open.get(stream_id, (None, None))
+        if stream is None or its_owner != _name(owner):
+            raise UnknownStream(
+                f"no stream {stream_id[:32]!r} is open; a stream is closed {self._config.stream_keep_s:g} s after its "
+                "connection broke, and when the server ends; open a new one"
+            )
+        self._users[stream_id].add(user)
+        if (expiry := self._expiries.pop(stream_id, None)) is not None:
+            expiry.cancel()
+        return stream
+
+    def watched(self) -> tuple[WatchedStream, ...]:
+        """Every open stream, for who watches, the oldest first."""
+        return tuple(self._watched.values())
+
+    def go_on(self) -> None:
+        """Start what was held."""
+        for stream, _ in self._open.values():
+            stream.go_on()
+
+    def leave(self, user: object) -> None:
+        """The connection is gone: streams that no other one uses are kept for a while."""
+        for stream_id, users in self._users.items():
+            if user in users:
+                users.discard(user)
+                if not users:
+                    self._expiries[stream_id] = asyncio.get_running_loop().call_later(
+                        self._config.stream_keep_s, self.discard, stream_id
+                    )
+
+    def discard(self, stream_id: str) -> None:
+        """Cancel what is under way and forget the stream."""
+        stream, _ = self._open.pop(stream_id)
+        self._metrics.streams(-1)
+        del self._users[stream_id], self._watched[stream_id]
+        if (expiry := self._expiries.pop(stream_id, None)) is not None:
+            expiry.cancel()
+        stream.cancel()
+
+    def close(self) -> None:
+        for stream_id in tuple(self._open):
+            self.discard(stream_id)
+
+
+def _name(owner: Token | None) -> str | None:
+    return None if owner is None else owner.name
