@@ -3,8 +3,9 @@
 rows      the compiled kernels: every row of weights is read once, as it lies, at the speed of memory. For decoding.
 left      `W x^T`, the weight as the left operand; the result lies transposed. For thin bfloat16 batches where the
           processor has matrix tiles.
-float32   a bfloat16 product in float32, a block of weights at a time. For prompts on a processor without bfloat16
-          instructions, where torch's own product reaches a tenth of the processor's speed.
+float32   a bfloat16 product in float32, a block of weights at a time. For prompts on a processor whose bfloat16
+          instructions are slower than those of float32 (Intel's without matrix tiles), or which has none: there torch's
+          own product reaches a tenth of the processor's speed.
 library   torch's own product. For everything else, and the only one that autograd follows.
 """
 
@@ -33,6 +34,7 @@ _THIN_FLOAT32 = 24
 _THIN_BFLOAT16 = 32
 _THIN_WITHOUT_BFLOAT16 = 48
 _FEW = 4  # rows up to which a product without instructions for its type may be bound by memory
+_MOST_ROWS = 512  # more are multiplied in the way that is fastest for so many
 _BLOCK = 8 * 2**20  # weights that are converted to float32 at a time: 32 MiB
 
 
@@ -68,7 +70,7 @@ def choose(num_rows: int, weight: Tensor) -> Way:
 
 def key_of(num_rows: int, weight: Tensor) -> Key:
     """What a choice for so many rows is stored under."""
-    return (1 << (num_rows - 1).bit_length(), *weight.shape, weight.dtype)
+    return (1 << (min(num_rows, _MOST_ROWS) - 1).bit_length(), *weight.shape, weight.dtype)
 
 
 def ways(num_rows: int, weight: Tensor) -> list[Way]:
@@ -79,7 +81,7 @@ def ways(num_rows: int, weight: Tensor) -> list[Way]:
         found.append("rows")
     if not emulated or num_rows <= _FEW or not found:
         found.append("library")
-    if emulated:
+    if emulated or (weight.dtype is torch.bfloat16 and num_rows > _FEW):
         found.append("float32")
     if prefers_weight_left(num_rows, weight.dtype, weight.device):
         found.append("left")

@@ -59,14 +59,18 @@ inline Register load_register(const T* from) {
   return values;
 }
 
-// How a row of weights meets a row of x: `Input` is x as the kernel reads it, in groups of kGroup values.
-template <typename T>
-struct Arithmetic;
+// How a row of weights meets a row of x. `Weight` is the type in memory, `Input` is x as the kernel reads it, in groups
+// of kGroup values. kTokens is the number of tokens in a tile, at most.
+#if defined(__AVX512F__)
+constexpr bool kManyRegisters = true;
+#else
+constexpr bool kManyRegisters = false;
+#endif
 
-template <>
-struct Arithmetic<float> {
+struct Float32 {
+  using Weight = float;
   using Input = float;
-  static constexpr int64_t kGroup = kWidth;
+  static constexpr int64_t kGroup = kWidth, kTokens = kManyRegisters ? 6 : 4;
 
   static void prepare(float* to, const float* from) { std::memcpy(to, from, kGroup * sizeof(float)); }
 
@@ -84,10 +88,10 @@ struct Arithmetic<float> {
 #if defined(__AVX512BF16__)
 
 // The processor multiplies pairs of bfloat16 into float32.
-template <>
-struct Arithmetic<BFloat16> {
+struct Pairs {
+  using Weight = BFloat16;
   using Input = BFloat16;
-  static constexpr int64_t kGroup = 2 * kWidth;
+  static constexpr int64_t kGroup = 2 * kWidth, kTokens = 4;
 
   static void prepare(BFloat16* to, const BFloat16* from) { std::memcpy(to, from, kGroup * sizeof(BFloat16)); }
 
@@ -103,14 +107,21 @@ struct Arithmetic<BFloat16> {
   }
 };
 
-#else
+// Intel's cores start one product of pairs in two cycles, and in the same time four of float32: 88 and 176 GFLOP/s on an
+// Emerald Rapids (docs/decisions.md, 2026-11-24). AMD's start two products of pairs in one cycle.
+bool multiplies_pairs_fast() {
+  __builtin_cpu_init();
+  return !__builtin_cpu_is("intel");
+}
+
+#endif
 
 // A register of bfloat16 holds two per 32-bit lane: shifted up, the even ones are float32, and masked, the odd ones.
 // x lies accordingly, the even values of a group before its odd ones.
-template <>
-struct Arithmetic<BFloat16> {
+struct Widened {
+  using Weight = BFloat16;
   using Input = float;
-  static constexpr int64_t kGroup = 2 * kWidth;
+  static constexpr int64_t kGroup = 2 * kWidth, kTokens = kManyRegisters ? 8 : 4;
 
   static void prepare(float* to, const BFloat16* from) {
     const Bits pairs = load_register<Bits>(from), even = pairs << 16, odd = pairs & 0xffff0000u;
@@ -135,8 +146,6 @@ struct Arithmetic<BFloat16> {
   }
 };
 
-#endif
-
 // A layer that reads x: its d_out features go to y[t * y_token + o]. bias may be null.
 template <typename T>
 struct Layer {
@@ -151,9 +160,9 @@ constexpr int64_t kLine = 64;  // bytes of a cache line
 
 // x in the order in which weights are read, every row padded with zeros to whole groups, and by a line more: rows a
 // power of two apart evict each other from the first cache. Rows begin with a line: a load over two costs two.
-template <typename T>
+template <typename Kind>
 struct Prepared {
-  using Kind = Arithmetic<T>;
+  using T = typename Kind::Weight;
   using Input = typename Kind::Input;
 
   Prepared(const T* x, int64_t x_token, int64_t num_tokens, int64_t d_in)
@@ -180,30 +189,37 @@ struct Prepared {
   std::unique_ptr<Input, decltype(&std::free)> values;
 };
 
-constexpr int64_t kTokens = 4;  // of a tile, at most
 constexpr int64_t kBlock = 32;  // features of a stream whose sums are kept until they are stored together
 
-// Streams of weights that are read at a time: as many as there are registers for beside one or two tokens, and beside
-// more. With 16 registers, three rows by four tokens leave none for the inputs.
-#if defined(__AVX512F__)
-constexpr int kStreamsOfFew = 8, kStreams = 4;
-#else
-constexpr int kStreamsOfFew = 4, kStreams = 2;
-#endif
-constexpr int64_t kAhead = 1024;  // bytes: how far before its use a line of weights is asked for
+// Streams of weights that are read at a time, by the tokens of a tile: as many as leave registers for the inputs beside
+// the sums. A thread's share is cut by kCut, so that all its streams are equally long.
+constexpr int streams_of(int64_t tokens) {
+  return kManyRegisters ? tokens <= 2 ? 8 : tokens <= 6 ? 4 : 3 : tokens <= 2 ? 4 : 2;
+}
+constexpr int64_t kCut = kManyRegisters ? 24 : 4;
+constexpr int64_t kMostStreams = streams_of(1);
+constexpr int64_t kAhead = 1024;  // bytes: how far before its use a line of weights is fetched, by a single tile
 
-// to[m * pitch + r * kBlock]: the products of R rows of weights, `stream` apart, with M rows of x. ahead: whether the
-// weights are read for the first time.
-template <typename T, int R, int M>
-inline void tile(float* to, int64_t pitch, const T* w, int64_t stream, const typename Arithmetic<T>::Input* values,
-                 int64_t x_stride, int64_t d_in, bool ahead) {
-  using Kind = Arithmetic<T>;
+// Which lines a tile fetches ahead of their use: of the streams first, first + step, ... those `distance` bytes on.
+// Where several tiles of tokens read the same weights, each fetches its part of the next rows, so that memory is read
+// while all of them compute.
+struct Fetch {
+  int first, step;
+  int64_t distance;
+};
+
+// to[m * pitch + r * kBlock]: the products of R rows of weights, `stream` apart, with M rows of x.
+template <typename Kind, int R, int M>
+inline void tile(float* to, int64_t pitch, const typename Kind::Weight* w, int64_t stream,
+                 const typename Kind::Input* values, int64_t x_stride, int64_t d_in, Fetch fetch) {
+  using T = typename Kind::Weight;
   constexpr int64_t kPerLine = kLine / sizeof(T);
   Floats sums[R][M] = {};
   const int64_t whole = d_in / Kind::kGroup * Kind::kGroup;
   for (int64_t i = 0; i < whole; i += Kind::kGroup) {
-    if (ahead && i % kPerLine == 0)
-      for (int r = 0; r < R; ++r) __builtin_prefetch(reinterpret_cast<const char*>(w + r * stream + i) + kAhead, 0, 3);
+    if (i % kPerLine == 0)
+      for (int r = fetch.first; r < R; r += fetch.step)
+        __builtin_prefetch(reinterpret_cast<const char*>(w + r * stream + i) + fetch.distance, 0, 3);
     Kind::template multiply<R, M>(sums, w + i, stream, values + i, x_stride);
   }
   if (whole < d_in) {
@@ -227,26 +243,26 @@ void write(const Layer<T>& layer, int64_t first, int64_t width, const float* sum
   }
 }
 
-// Features first + r * per + [0, per) for r < R, the weights of each r a stream of their own.
-template <typename T, int R>
-void streams(const Layer<T>& layer, const Prepared<T>& x, int64_t first, int64_t per, int64_t num_tokens, int64_t d_in,
-             float* sums) {
-  // Tiles of nearly equal numbers of tokens: five are 3 and 2, because 4 and 1 read the weights with idle sums.
-  const int64_t num_tiles = (num_tokens + kTokens - 1) / kTokens, stream = per * layer.w_stride, pitch = R * kBlock;
+// Features first + r * per + [0, per) for r < R, the weights of each r a stream of their own. M: tokens of the largest
+// tile.
+template <typename Kind, int R, int M>
+void streams(const Layer<typename Kind::Weight>& layer, const Prepared<Kind>& x, int64_t first, int64_t per,
+             int64_t num_tokens, int64_t d_in, float* sums) {
+  const int64_t num_tiles = (num_tokens + M - 1) / M, stream = per * layer.w_stride, pitch = R * kBlock;
+  const int64_t row = layer.w_stride * sizeof(typename Kind::Weight);
   for (int64_t block = 0; block < per; block += kBlock) {
     const int64_t width = std::min(kBlock, per - block);
     for (int64_t o = 0; o < width; ++o) {
-      const T* w = layer.w + (first + block + o) * layer.w_stride;
+      const auto* w = layer.w + (first + block + o) * layer.w_stride;
       for (int64_t k = 0, t = 0; k < num_tiles; ++k) {
         const int64_t size = (num_tokens - t + num_tiles - k - 1) / (num_tiles - k);
+        const Fetch fetch{int(k), int(num_tiles), num_tiles == 1 ? kAhead : row};
         float* to = sums + t * pitch + o;
         const auto* values = x.values.get() + t * x.stride;
-        switch (size) {
-          case 1: tile<T, R, 1>(to, pitch, w, stream, values, x.stride, d_in, k == 0); break;
-          case 2: tile<T, R, 2>(to, pitch, w, stream, values, x.stride, d_in, k == 0); break;
-          case 3: tile<T, R, 3>(to, pitch, w, stream, values, x.stride, d_in, k == 0); break;
-          default: tile<T, R, 4>(to, pitch, w, stream, values, x.stride, d_in, k == 0);
-        }
+        if (size == M)
+          tile<Kind, R, M>(to, pitch, w, stream, values, x.stride, d_in, fetch);
+        else if constexpr (M > 1)
+          tile<Kind, R, M - 1>(to, pitch, w, stream, values, x.stride, d_in, fetch);
         t += size;
       }
     }
@@ -255,27 +271,35 @@ void streams(const Layer<T>& layer, const Prepared<T>& x, int64_t first, int64_t
 }
 
 // Features [first, stop).
-template <typename T, int R>
-void range(const Layer<T>& layer, const Prepared<T>& x, int64_t first, int64_t stop, int64_t num_tokens, int64_t d_in,
-           float* sums) {
+template <typename Kind, int M>
+void range(const Layer<typename Kind::Weight>& layer, const Prepared<Kind>& x, int64_t first, int64_t stop,
+           int64_t num_tokens, int64_t d_in, float* sums) {
+  constexpr int R = streams_of(M);
   const int64_t per = (stop - first) / R;
-  streams<T, R>(layer, x, first, per, num_tokens, d_in, sums);
-  streams<T, 1>(layer, x, first + R * per, stop - first - R * per, num_tokens, d_in, sums);
+  streams<Kind, R, M>(layer, x, first, per, num_tokens, d_in, sums);
+  streams<Kind, 1, M>(layer, x, first + R * per, stop - first - R * per, num_tokens, d_in, sums);
 }
 
-template <typename T>
+template <typename Kind, int M = Kind::kTokens>
+auto range_of(int64_t tokens_of_largest_tile) {
+  if constexpr (M > 1)
+    if (tokens_of_largest_tile < M) return range_of<Kind, M - 1>(tokens_of_largest_tile);
+  return range<Kind, M>;
+}
+
+template <typename Kind, typename T = typename Kind::Weight>
 void linear(const Layer<T>* layers, int64_t num_layers, const T* x, int64_t x_token, int64_t num_tokens, int64_t d_in) {
-  const Prepared<T> prepared(x, x_token, num_tokens, d_in);
+  const Prepared<Kind> prepared(x, x_token, num_tokens, d_in);
+  // Tiles of nearly equal numbers of tokens: nine are 5 and 4, because 8 and 1 read the weights with idle sums.
+  const int64_t num_tiles = (num_tokens + Kind::kTokens - 1) / Kind::kTokens;
+  const auto share_of_layer = range_of<Kind>((num_tokens + num_tiles - 1) / num_tiles);
   int64_t total = 0;
   for (int64_t k = 0; k < num_layers; ++k) total += layers[k].d_out;
 #pragma omp parallel
   {
-    const std::unique_ptr<float[]> sums(new float[num_tokens * kStreamsOfFew * kBlock]);
-    // A contiguous share of all features for each thread, cut where all its streams are equally long.
+    const std::unique_ptr<float[]> sums(new float[num_tokens * kMostStreams * kBlock]);
     const int64_t num_threads = omp_get_num_threads(), thread = omp_get_thread_num();
-    constexpr int64_t cut = kStreamsOfFew;
-    const auto share_of_layer = num_tokens <= 2 ? range<T, kStreamsOfFew> : range<T, kStreams>;
-    const int64_t share = (total + num_threads * cut - 1) / (num_threads * cut) * cut;
+    const int64_t share = (total + num_threads * kCut - 1) / (num_threads * kCut) * kCut;
     int64_t first = std::min(total, thread * share), stop = std::min(total, first + share), before = 0;
     for (int64_t k = 0; k < num_layers && before < stop; before += layers[k++].d_out)
       if (first < before + layers[k].d_out)
@@ -287,11 +311,16 @@ void linear(const Layer<T>* layers, int64_t num_layers, const T* x, int64_t x_to
 }  // namespace
 }  // namespace atmm
 
-#define ATMM_LINEAR(TYPE, T)                                                                                        \
-  extern "C" void atmm_linear_##TYPE(const atmm::Layer<T>* layers, int64_t num_layers, const T* x, int64_t x_token, \
-                                     int64_t num_tokens, int64_t d_in) {                                            \
-    atmm::linear(layers, num_layers, x, x_token, num_tokens, d_in);                                                 \
-  }
+extern "C" void atmm_linear_bfloat16(const atmm::Layer<atmm::BFloat16>* layers, int64_t num_layers,
+                                     const atmm::BFloat16* x, int64_t x_token, int64_t num_tokens, int64_t d_in) {
+#if defined(__AVX512BF16__)
+  static const bool pairs = atmm::multiplies_pairs_fast();
+  if (pairs) return atmm::linear<atmm::Pairs>(layers, num_layers, x, x_token, num_tokens, d_in);
+#endif
+  atmm::linear<atmm::Widened>(layers, num_layers, x, x_token, num_tokens, d_in);
+}
 
-ATMM_LINEAR(bfloat16, atmm::BFloat16)
-ATMM_LINEAR(float32, float)
+extern "C" void atmm_linear_float32(const atmm::Layer<float>* layers, int64_t num_layers, const float* x,
+                                    int64_t x_token, int64_t num_tokens, int64_t d_in) {
+  atmm::linear<atmm::Float32>(layers, num_layers, x, x_token, num_tokens, d_in);
+}

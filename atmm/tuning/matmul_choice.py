@@ -27,9 +27,11 @@ from atmm.tuning.racing import race
 
 log = logging.getLogger(__name__)
 
-_ROWS = (1, 2, 4, 8, 16, 32, 64, 128)
+_ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 _LARGE = 16 * 2**20  # bytes of all weights of a shape; fewer stay in caches, and their products cost next to nothing
-_LONGEST = 16_384  # features that are measured of a layer: an output head has ten times as many, all alike
+# Products that are measured have at most so many features, and with many rows fewer: an output head has ten times as
+# many, all alike.
+_LONGEST, _MOST_OUTPUTS = 16_384, 16_384 * 32
 _DTYPES = {str(dtype): dtype for dtype in (torch.bfloat16, torch.float16, torch.float32, torch.float64)}
 _TURNS = 5
 _ENOUGH_S = 0.03
@@ -77,7 +79,8 @@ def _fastest(num_rows: int, layers: Sequence[Tensor], clock: Callable[[], float]
         ruled = matmul.rule(num_rows, layers[0])
         x = torch.randn(num_rows, layers[0].shape[1]).to(layers[0].dtype)
         # One layer after the other, so that none is in a cache.
-        turns = itertools.cycle(Weights(layer[:_LONGEST], None) for layer in layers)
+        num_features = min(_LONGEST, _MOST_OUTPUTS // num_rows)
+        turns = itertools.cycle(Weights(layer[:num_features], None) for layer in layers)
 
         def timed(way: Way) -> Callable[[], float]:
             def call() -> float:
