@@ -75,13 +75,13 @@ def key_of(num_rows: int, weight: Tensor) -> Key:
 
 def ways(num_rows: int, weight: Tensor) -> list[Way]:
     """The ways that can multiply so many rows with this weight on the CPU, without those known to be far slower."""
-    emulated = _is_emulated(weight)
+    slow = _is_slow(weight)
     found: list[Way] = []
     if multiplies(weight):
         found.append("rows")
-    if not emulated or num_rows <= _FEW or not found:
+    if not slow or num_rows <= _FEW or not found:
         found.append("library")
-    if emulated or (weight.dtype is torch.bfloat16 and num_rows > _FEW):
+    if slow:
         found.append("float32")
     if prefers_weight_left(num_rows, weight.dtype, weight.device):
         found.append("left")
@@ -92,15 +92,15 @@ def rule(num_rows: int, weight: Tensor) -> Way:
     """What is chosen for a weight on the CPU where nothing was measured."""
     if prefers_weight_left(num_rows, weight.dtype, weight.device):
         return "left"
-    emulated = _is_emulated(weight)
-    thin = _THIN_WITHOUT_BFLOAT16 if emulated else _THIN_BFLOAT16 if weight.dtype is torch.bfloat16 else _THIN_FLOAT32
+    slow = _is_slow(weight)
+    thin = _THIN_WITHOUT_BFLOAT16 if slow else _THIN_BFLOAT16 if weight.dtype is torch.bfloat16 else _THIN_FLOAT32
     if num_rows <= thin and multiplies(weight):
         return "rows"
-    return "float32" if emulated and num_rows > 1 else "library"
+    return "float32" if slow and num_rows > 1 else "library"
 
 
-def _is_emulated(weight: Tensor) -> bool:
-    """Whether torch computes a product with this weight without instructions for its type."""
+def _is_slow(weight: Tensor) -> bool:
+    """Whether a product with this weight is slower in its own type than in float32."""
     return weight.dtype is torch.bfloat16 and not multiplies_bfloat16()
 
 

@@ -13,18 +13,34 @@ _THIN = 128  # rows
 @functools.cache
 def flags() -> frozenset[str]:
     """The processor's features as Linux names them; none elsewhere."""
+    return frozenset(_cpuinfo("flags").split())
+
+
+def _vendor() -> str:
+    """The processor's vendor as Linux names it, "GenuineIntel" for one; empty elsewhere."""
+    return _cpuinfo("vendor_id")
+
+
+def _cpuinfo(field: str) -> str:
+    """A field of the first processor in /proc/cpuinfo; empty where there is none."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
-        return frozenset()
-    return frozenset(next((line for line in lines if line.startswith("flags")), "").split())
+        return ""
+    line = next((line for line in lines if line.startswith(field)), "")
+    return line.partition(":")[2].strip()
 
 
 @functools.cache
 def multiplies_bfloat16() -> bool:
-    """Whether torch's own bfloat16 products are fast here: where oneDNN has kernels for the processor. Elsewhere they
-    reach a tenth of the speed of float32 (docs/decisions.md, 2026-11-23)."""
-    return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    """Whether bfloat16 products are faster than float32 products on this processor.
+
+    Without bfloat16 instructions they reach a tenth of the speed of float32 (docs/decisions.md, 2026-11-23), and on
+    Intel's cores without matrix tiles half of it (2026-11-24).
+    """
+    if not torch.ops.mkldnn._is_mkldnn_bf16_supported():
+        return False
+    return "amx_bf16" in flags() or _vendor() != "GenuineIntel"
 
 
 def prefers_weight_left(num_rows: int, dtype: torch.dtype, device: torch.device) -> bool:

@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 
 import atmm
+from atmm.processor import multiplies_bfloat16
 
 # Padding every decode row to the longest context costs memory traffic, one call per row costs dispatch. Measured on CPU
 # (docs/decisions.md, 2026-11-21): padding wins while it adds less than a quarter.
@@ -153,6 +154,7 @@ def paged_attention(
     out: torch.Tensor | None = None
     if queries.writes_rows:
         out = torch.empty(num_tokens, num_heads, head_dim, dtype=q.dtype, device=q.device)
+    dtype = _prefill_dtype(q)
     for span in queries.prefills:
         assert out is not None
         if span.rows is None:
@@ -160,9 +162,9 @@ def paged_attention(
         else:
             k, v = k_cache.index_select(0, span.rows), v_cache.index_select(0, span.rows)
         attended = F.scaled_dot_product_attention(
-            (q[:, span.start : span.stop] if span.queries is None else q.index_select(1, span.queries))[None],
-            k.view(1, -1, num_kv_heads, head_dim).transpose(1, 2),
-            v.view(1, -1, num_kv_heads, head_dim).transpose(1, 2),
+            (q[:, span.start : span.stop] if span.queries is None else q.index_select(1, span.queries))[None].to(dtype),
+            k.view(1, -1, num_kv_heads, head_dim).transpose(1, 2).to(dtype),
+            v.view(1, -1, num_kv_heads, head_dim).transpose(1, 2).to(dtype),
             attn_mask=span.mask,
             is_causal=span.mask is None,
             scale=scaling,
@@ -171,7 +173,7 @@ def paged_attention(
         if span.queries is None:
             out[span.start : span.stop] = attended[0].transpose(0, 1)
         else:
-            out.index_copy_(0, span.queries, attended[0].transpose(0, 1))
+            out.index_copy_(0, span.queries, attended[0].transpose(0, 1).to(out.dtype))
     decodes = queries.decodes
     if isinstance(decodes, PagedRows):
         assert out is not None
@@ -186,6 +188,13 @@ def paged_attention(
             assert out is not None
             out.index_copy_(0, decodes.index, attended)
     return out[None], None  # type: ignore[index]
+
+
+def _prefill_dtype(query: torch.Tensor) -> torch.dtype:
+    """The type in which a prompt's attention is fastest."""
+    if query.dtype is torch.bfloat16 and query.device.type == "cpu" and not multiplies_bfloat16():
+        return torch.float32
+    return query.dtype
 
 
 def _decode(
