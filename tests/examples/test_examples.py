@@ -1,0 +1,105 @@
+"""Every script in examples/ does what its docstring says."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import cv2
+import numpy
+import openai
+import pytest
+from PIL import Image
+
+from examples import ask_over_http, minimal_engine, stream_camera, train_adapter_with_peft, two_adapters_one_image
+from fusion.embedded import checkpoint_path
+from tests.server.api import running_api
+from tests.server.running import Running, png, running_server
+from tests.server.scripted import write_adapter
+from vlora.client import AsyncClient, Client
+from vlora.config import EngineConfig
+from vlora.engine import LocalEngine
+from vlora.models.processing import InputProcessor
+from vlora.types import Request, SamplingParams
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[Running]:
+    with running_server() as running:
+        for name in ("cam", "signs"):
+            folder = write_adapter(tmp_path / name, {"night": 1})
+            running.on_loop(running.front_end.load_adapter(name, folder))
+        yield running
+
+
+@pytest.mark.slow
+def test_minimal_engine_answers_with_the_adapter_and_without_it(capsys: pytest.CaptureFixture[str]) -> None:
+    answers = minimal_engine.run()
+    assert answers["base"] == "red"
+    assert answers["adapted"] == answers["adapted again"] != answers["base"]
+    assert "3 requests" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_an_adapter_trained_with_plain_peft_is_served(tmp_path: Path) -> None:
+    losses = train_adapter_with_peft.train(tmp_path)
+    assert losses[-1] < 0.1 < losses[0]
+    engine = LocalEngine(EngineConfig(model=checkpoint_path(), arena_bytes=64 * 2**20))
+    engine.engine.register_adapters({"opposite": str(tmp_path)})
+    processor = InputProcessor.from_pretrained(checkpoint_path())
+    prompt = processor.chat(train_adapter_with_peft.QUESTION, 1)
+    requests = []
+    for color in train_adapter_with_peft.ANSWERS:
+        encoded = processor.encode(prompt, [Image.new("RGB", (56, 56), color)])
+        sampling = SamplingParams(max_tokens=1)
+        requests.append(
+            Request(
+                request_id=color,
+                adapter="opposite",
+                prompt_ids=encoded.prompt_ids,
+                vision=encoded.vision,
+                sampling=sampling,
+            )
+        )
+    outputs = engine.run(requests)
+    engine.engine.close()
+    answers = {color: processor.decode([t for o in found for t in o.token_ids]) for color, found in outputs.items()}
+    assert answers == train_adapter_with_peft.ANSWERS
+
+
+def test_a_video_is_answered_frame_by_frame(server: Running, tmp_path: Path) -> None:
+    video = str(tmp_path / "clip.avi")
+    writer = cv2.VideoWriter(video, cv2.VideoWriter_fourcc(*"MJPG"), 5, (32, 32))
+    for level in (10, 250, 10):
+        writer.write(numpy.full((32, 32, 3), level, numpy.uint8))
+    writer.release()
+    with (
+        Client(port=server.port) as client,
+        client.open_stream(adapter="cam", head="night", drop="none") as stream,
+    ):
+        lines = list(stream_camera.watch(stream, video))
+    assert [line.split()[:2] for line in lines] == [["0", "dark"], ["1", "bright"], ["2", "dark"]]
+
+
+def test_several_adapters_answer_about_one_picture(server: Running, tmp_path: Path) -> None:
+    picture = tmp_path / "a.png"
+    picture.write_bytes(png(10))
+
+    async def ask() -> dict[str, str]:
+        async with AsyncClient(port=server.port) as client:
+            return await two_adapters_one_image.ask(client, str(picture), "say:hello", ["cam", "signs"])
+
+    assert asyncio.run(ask()) == {"cam": "hello", "signs": "hello"}
+
+
+def test_openai_s_client_asks_base_model_and_adapter(tmp_path: Path) -> None:
+    picture = tmp_path / "a.png"
+    picture.write_bytes(png(10))
+    with running_api() as api:
+        api.on_loop(api.front_end.load_adapter("signs", write_adapter(tmp_path / "signs")))
+        client: Any = openai.OpenAI(base_url=f"{api.url}/v1", api_key="none", max_retries=0, timeout=30)
+        with client:
+            answers = ask_over_http.ask(client, picture, "say:hello", ["signs"])
+    assert answers == {"base": "hello", "signs": "hello"}
