@@ -1,1 +1,1 @@
-"""Applications over the public client: video analytics, and the demonstration of the whole job."""
+"""Applications built on the public client: video analytics, and the demonstration of the whole pipeline."""

@@ -1,7 +1,8 @@
-"""The main job, live: fuse domains, serve them, ask every head, ask in words, stream cameras; then a table and a page.
+"""The demonstration: fuse domains, serve them, query every head, generate text, stream cameras; then a table and a
+page.
 
-`vlora demo` runs it. Fusing and serving are other processes, started through the `vlora` command;
-this one is only a client.
+Run by `vlora demo`. Fusing and serving run in other processes, started through the `vlora` command; this process is
+only a client.
 """
 
 from __future__ import annotations
@@ -35,37 +36,37 @@ VLORA = (sys.executable, "-m", "vlora.cli")
 T = TypeVar("T")
 MODES = ("merged", "mixed", "unmerged")
 
-_THREADS = 16  # requests under way at once
+_THREADS = 16  # concurrent requests
 _LINE_S = 10.0  # between two lines of progress in a log
-_WORDS = 12  # tokens an answer in words may take
+_WORDS = 12  # maximum tokens of a text answer
 _STOP_S = 15.0
 
 
 def run(
     out: Path, *, plan: str = "demo", command: Sequence[str] = VLORA, console: Console | None = None
 ) -> dict[str, Any]:
-    """Do the whole job and write OUT/report.json, OUT/report.html and an annotated video per camera; returns what the
-    first holds. OUT/fused keeps adapters, test data and fusion's own report.
+    """Run the whole demonstration and write OUT/report.json, OUT/report.html and an annotated video per camera;
+    returns the content of the JSON. OUT/fused contains adapters, test data and fusion's own report.
 
-    Raises VLoraError when a step ends with an error, which it has printed itself.
+    Raises VLoraError when a step fails; the step has then printed its own error.
     """
     console = console or Console()
     fused = out / "fused"
     console.rule("1. fuse: domains into adapters")
-    said = sys.stderr if console.stderr else None  # what it says belongs where the rest is told
+    said = sys.stderr if console.stderr else None  # same stream as the console
     if subprocess.run([*command, "fuse", plan, "--out", str(fused), "--restart"], stdout=said).returncode != 0:
         raise VLoraError("the demo ends here: `vlora fuse` failed, see above")
     report = json.loads((fused / "report.json").read_text())
     console.rule("2. serve: engine and front end")
     with _serving(command, report["base"], fused / "adapters", console) as client:
-        console.rule("3. every domain's test pictures, all domains at once")
+        console.rule("3. test pictures of every domain, all domains concurrently")
         head_latencies, beside_heads = _ask_all(client, fused / "test", report["domains"], console)
         for domain in report["domains"]:
             if domain["served"] is not None:
                 console.print(f"{domain['name']}: {domain['served']:.3f} of {domain['num_served']} right")
-        console.rule("4. base model and adapters in words")
+        console.rule("4. text answers of base model and adapters")
         word_latencies = _ask_in_words(client, fused / "test", report["domains"], console)
-        console.rule("5. cameras, a second at a time, while questions arrive for others")
+        console.rule("5. camera streams, with concurrent questions to other adapters")
         streamed, beside_streams = _stream_all(client, report["domains"], fused / "test", out, console)
         stats = client.stats()
     num_cameras = sum("stream" in domain for domain in report["domains"])
@@ -84,11 +85,11 @@ def run(
         },
     }
     (out / "report.json").write_text(json.dumps(result, indent=2) + "\n")
-    console.rule("6. what came out")
+    console.rule("6. results")
     console.print(_table(result))
     _print_totals(result, console)
     write_page(out / "report.html", fused, result)
-    console.print(f"the same facts: {out / 'report.json'}; with pictures: {out / 'report.html'}")
+    console.print(f"report: {out / 'report.json'}; with pictures: {out / 'report.html'}")
     return result
 
 
@@ -97,9 +98,9 @@ def run(
 
 @contextlib.contextmanager
 def _serving(command: Sequence[str], model: str, adapters: Path, console: Console) -> Iterator[Client]:
-    """`vlora serve` on any free port, from its ready line to its end."""
+    """`vlora serve` on a free port, from its ready line to its end."""
     options = ("--model", model, "--adapters", str(adapters), "--rpyc-port", "0")
-    # For this demonstration alone, on loopback: it takes no tokens of the user's.
+    # This server runs on loopback for the demonstration only and uses no token from the environment.
     open_to_all = os.environ | {"VLORA_TOKEN": "", "VLORA_ADMIN_TOKEN": ""}
     server = subprocess.Popen([*command, "serve", *options], stdout=subprocess.PIPE, text=True, env=open_to_all)
     assert server.stdout is not None
@@ -119,11 +120,11 @@ def _serving(command: Sequence[str], model: str, adapters: Path, console: Consol
             server.kill()
 
 
-# -- what is asked ----------------------------------------------------------------------------------------------------
+# -- the queries ------------------------------------------------------------------------------------------------------
 
 
 class _Sample(NamedTuple):
-    """label: empty where no words say it all (boxes)."""
+    """label: empty if text cannot express it completely (boxes)."""
 
     frames: tuple[Path, ...]
     question: str
@@ -131,7 +132,7 @@ class _Sample(NamedTuple):
 
 
 def _samples(folder: Path) -> list[_Sample]:
-    """Every test sample that fusing wrote for a domain."""
+    """All test samples that fusing wrote for a domain."""
     entries = json.loads((folder / "labels.json").read_text())
     return [
         _Sample(tuple(folder / file for file in entry["frames"]), entry["question"], entry["label"])
@@ -142,9 +143,10 @@ def _samples(folder: Path) -> list[_Sample]:
 def _ask_all(
     client: Client, tests: Path, domains: list[dict[str, Any]], console: Console
 ) -> tuple[list[float], list[float]]:
-    """Ask every test sample of its domain's head, or in words where there is none, domains interleaved; latencies of
-    both. Adds to each domain `answered_by`, `num_served`, and `served`: the share that was right, None where labels do
-    not tell."""
+    """Query every test sample of a domain through its head, or as text if it has none, domains interleaved; returns
+    the latencies of both. Adds to each domain `answered_by`, `num_served`, and `served`: the fraction of correct
+    answers, None if labels are not comparable.
+    """
     heads = {head.name: head.task for status in client.adapters() for head in status.heads}
     latencies: dict[bool, list[float]] = {True: [], False: []}
 
@@ -174,10 +176,10 @@ def _ask_all(
 def _ask_in_words(
     client: Client, tests: Path, domains: list[dict[str, Any]], console: Console, *, num_each: int = 2
 ) -> list[float]:
-    """Ask each domain's question in words, of the base model and of its adapter, and show what they say."""
-    table = Table("question", "shown", "base model says", "adapter says")
+    """Ask each domain's question as text, of the base model and of its adapter, and print the answers."""
+    table = Table("question", "shown", "base model", "adapter")
     latencies = []
-    for domain in _shown(domains, len(domains), "asking in words", console):
+    for domain in _shown(domains, len(domains), "text answers", console):
         for frames, question, label in _samples(tests / domain["name"])[:num_each]:
             if not label:
                 continue
@@ -192,7 +194,7 @@ def _ask_in_words(
 
 
 def _shown(items: Iterable[T], total: int, what: str, console: Console) -> Iterator[T]:
-    """The same items, with a progress bar on a terminal and a line every `_LINE_S` elsewhere."""
+    """The same items, with a progress bar on a terminal and otherwise a line every `_LINE_S` seconds."""
     if console.is_terminal:
         yield from track(items, what, total=total, console=console, transient=True)
         return
@@ -207,8 +209,9 @@ def _shown(items: Iterable[T], total: int, what: str, console: Console) -> Itera
 def _stream_all(
     client: Client, domains: list[dict[str, Any]], tests: Path, out: Path, console: Console
 ) -> tuple[list[ChunkResult], list[float]]:
-    """Stream all domains' videos at once, each through its own head, while pictures are asked about in words, of the
-    other adapters first. Returns the chunks' results and the latencies of those questions."""
+    """Stream all domains' videos at once, each through its own head, with concurrent text questions, those of other
+    adapters first. Returns the chunks' results and the latencies of the questions.
+    """
     cameras = [domain for domain in domains if (tests / domain["name"] / "stream.json").exists()]
     streamed_through = {camera["adapter"] for camera in cameras}
     others = [domain for domain in domains if domain not in cameras]
@@ -260,15 +263,15 @@ def _stream(client: Client, domain: dict[str, Any], tests: Path, out: Path, cons
         "seconds": len(results),
         "right": sum(result.label == shown for result, shown in zip(results, labels, strict=False)) if labels else None,
     }
-    console.print(f"{domain['name']}, with the answers drawn on it: {annotated.path}")
+    console.print(f"{domain['name']}, annotated video: {annotated.path}")
     return results
 
 
-# -- what came out ----------------------------------------------------------------------------------------------------
+# -- results ----------------------------------------------------------------------------------------------------------
 
 
 def _percentiles(seconds: Sequence[float], at_once: int) -> dict[str, float | int | None]:
-    """Latencies as the client saw them with `at_once` requests under way; None where nothing was asked."""
+    """Latencies at the client with `at_once` concurrent requests; None without requests."""
     counts = {"count": len(seconds), "at_once": at_once}
     if len(seconds) < 2:
         return {**counts, "p50_s": None, "p95_s": None}

@@ -1,4 +1,4 @@
-"""The demonstration's page: fusion's own, and what serving its adapters came to."""
+"""The demonstration's page: fusion's own page, and the results of serving its adapters."""
 
 from __future__ import annotations
 
@@ -12,12 +12,13 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from apps.opencv import cv2
 
 _END = "</main>"
-_POSTER_S = 1.5  # into a video
+_POSTER_S = 1.5  # seconds from the start of a video
 
 
 def write_page(file: Path, fused: Path, result: Mapping[str, Any]) -> None:
-    """Write fusion's page with the serving behind it. fused: the folder of fusion's page, beside or below `file`'s;
-    links are made to count from `file`'s. Videos are named in `result`, and lie beside `file`."""
+    """Write fusion's page followed by the results of serving. fused: the folder of fusion's page, next to or below
+    `file`'s folder; links are made relative to `file`. Videos are named in `result`, in the same folder as `file`.
+    """
     environment = Environment(loader=PackageLoader("apps", "."), autoescape=True, undefined=StrictUndefined)
     posters = {
         domain["name"]: poster(file.parent / domain["stream"]["annotated"])
@@ -32,7 +33,7 @@ def write_page(file: Path, fused: Path, result: Mapping[str, Any]) -> None:
 
 
 def poster(video: Path) -> str:
-    """A frame of a video as a data URL (JPEG), which browsers show until it is played."""
+    """A frame of a video as a data URL (JPEG), which browsers show until playback."""
     capture = cv2.VideoCapture(str(video))
     try:
         wanted = int(_POSTER_S * (capture.get(cv2.CAP_PROP_FPS) or 1))

@@ -1,4 +1,4 @@
-"""One question, or one task head, over many pictures; an answer for each, in order, as a line of JSON.
+"""One question, or one task head, about many pictures; one answer per picture, in order, as a JSON line.
 
 ::
 
@@ -36,12 +36,13 @@ from vlora.errors import (
 
 SUFFIXES = {".jpg", ".jpeg", ".png", ".bmp", ".webp", ".gif", ".tif", ".tiff"}
 AT_ONCE = 8
-"""Questions under way; enough for the server to batch."""
+"""Concurrent questions; enough for the server to batch."""
 
 
 class PictureAnswer(msgspec.Struct, frozen=True, kw_only=True):
-    """image: its path, with a replacement character for what is no UTF-8. text: the words, or a head's label. answer: a
-    head's, in full. problem: why there is no answer."""
+    """image: its path, with a replacement character for bytes that are not UTF-8. text: the text, or a head's label.
+    answer: a head's complete answer. problem: the error, if there is no answer.
+    """
 
     image: str
     text: str = ""
@@ -50,19 +51,20 @@ class PictureAnswer(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def find_pictures(paths: Sequence[str | Path]) -> list[Path]:
-    """The files that are named, and of folders their pictures in order of name. Raises BadImage for what is not there,
-    and for a folder without a picture."""
+    """The given files, and the pictures of the given folders in order of name. Raises BadImage for a path that does
+    not exist, and for a folder without a picture.
+    """
     found: list[Path] = []
     for path in map(Path, paths):
         if path.is_dir():
             inside = sorted(file for file in path.rglob("*") if file.suffix.lower() in SUFFIXES and file.is_file())
             if not inside:
-                raise BadImage(f"folder {str(path)!r} holds no picture")
+                raise BadImage(f"folder {str(path)!r} contains no picture")
             found += inside
         elif path.is_file():
             found.append(path)
         else:
-            raise BadImage(f"there is no file or folder {str(path)!r}")
+            raise BadImage(f"no file or folder {str(path)!r}")
     return found
 
 
@@ -76,13 +78,17 @@ def ask_all(
     stop: threading.Event | None = None,
     **sampling: Any,
 ) -> Iterator[PictureAnswer]:
-    """Ask about every picture, AT_ONCE at a time; answers in the pictures' order. sampling: as of `Client.generate`.
+    """Ask about every picture, AT_ONCE at a time; answers in the order of the pictures.
 
-    A picture that cannot be answered does not end the others: its answer says why. When `stop` is set no more is
-    asked, and what is under way is still answered.
+    A picture that fails does not end the others: its answer contains the error. When `stop` is set, no more requests
+    are sent, and running requests finish.
 
-    Raises BadRequest unless there is either a question or a head with its adapter; and what would be the same for every
-    picture: Disconnected, EngineDead, Unauthorized, UnknownAdapter, UnknownHead.
+    Args:
+        sampling: as for `Client.generate`.
+
+    Raises:
+        BadRequest: there is neither a question nor a head with its adapter, or both.
+        Disconnected, EngineDead, Unauthorized, UnknownAdapter, UnknownHead: errors that apply to every picture.
     """
     if (question is None) == (head is None) or (head is not None and adapter is None):
         raise BadRequest("give a question, or a head and the adapter it belongs to")

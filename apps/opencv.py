@@ -1,4 +1,4 @@
-"""OpenCV, kept quiet: what a broken file makes its decoders print says less than our own errors."""
+"""OpenCV with its own logging disabled: the errors of this package are more specific than its decoders' output."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ import cv2
 __all__ = ["STDERR", "cv2", "quiet"]
 
 STDERR = threading.Lock()
-"""Held while nothing can be written there; whoever has something to say while others may be `quiet` holds it."""
+"""Held while stderr is redirected; code that prints while other threads may run `quiet` acquires it."""
 
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Nothing is written to stderr meanwhile: some remarks of OpenCV's video writer heed no log level.
+    """Discard output to stderr: some messages of OpenCV's video writer ignore the log level.
 
-    One at a time: what a second one kept and gave back would be the first one's nowhere.
+    One thread at a time: a second one would save and restore the first one's null device.
     """
     with STDERR:
         sys.stderr.flush()

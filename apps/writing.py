@@ -1,4 +1,4 @@
-"""The error of a result file that cannot be written."""
+"""The error for a result file that cannot be written."""
 
 from __future__ import annotations
 

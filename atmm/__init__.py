@@ -1,7 +1,7 @@
 """ATMM, the adaptive-tiling matmul of V-LoRA (section 4.3): add many adapters' deltas to a packed batch, or merge one.
 
-Build a `SegmentPlan` once per step, call `add_delta` after every adapted linear layer. Knows tensors only: no
-requests, no models.
+Build a `SegmentPlan` once per step and call `add_delta` after every adapted linear layer. The package works on tensors
+only; it does not depend on requests or models.
 """
 
 from atmm.cpu import library as load_kernels

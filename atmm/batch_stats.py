@@ -1,4 +1,4 @@
-"""What one plan asks of one class of sites: the facts that a strategy is prepared from and chosen on."""
+"""Statistics of one plan over one class of sites. Strategies are chosen by them and prepared from them."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from atmm.segments import SegmentPlan
 
 
 class Run(NamedTuple):
-    """Lanes that one batched product serves without padding or copies.
+    """Consecutive lanes that one batched product computes without padding or copies.
 
-    `num_lanes` lanes of `length` tokens each, one after the other from token `start`; their factors are `rank` rows
-    each, one after the other from the site's packed row `row`; all have one sign.
+    The run has `num_lanes` lanes of `length` tokens each, starting at token `start`. Their factors have `rank` rows
+    each, starting at the site's packed row `row`. All lanes have the same sign.
     """
 
     start: int
@@ -24,7 +24,7 @@ class Run(NamedTuple):
     sign: float
 
     def goes_on(self, lane: Run) -> bool:
-        """Whether `lane`, a run of one, may be the next lane of this one."""
+        """Whether `lane`, a run of one lane, can be appended to this run."""
         return (
             (self.length, self.rank, self.sign) == (lane.length, lane.rank, lane.sign)
             and self.start + self.num_lanes * self.length == lane.start
@@ -33,12 +33,12 @@ class Run(NamedTuple):
 
 
 class Survey:
-    """One plan against one layout that holds all its adapters.
+    """Statistics of one plan for one layout, which holds all adapters of the plan.
 
-    lanes: in the plan's order, those whose adapter targets a site of the group. keys: their adapters. live: the sites
-    they target. start, stop: the smallest range of tokens that holds them all; part: the same, None when it is the
-    whole batch. room: the plan's; with it the range is the whole batch, and live is every site that an adapter targets,
-    whatever the lanes are.
+    lanes: the lanes of adapters that target a site of the group, in the plan's order. keys: their adapters. live: the
+    sites that these adapters target. start, stop: the smallest token range that covers the lanes. part: this range as
+    a slice, None for the whole batch. room: the plan's room. With room, the range is the whole batch and `live` has
+    every site that any packed adapter targets, independent of the current lanes.
     """
 
     def __init__(self, plan: SegmentPlan, layout: Layout) -> None:
@@ -63,7 +63,7 @@ class Survey:
 
     @functools.cached_property
     def runs(self) -> tuple[tuple[Run, ...], ...]:
-        """Per site, its lanes in as few runs as their order allows."""
+        """Per site, the lanes joined into as few runs as their order allows."""
         by_site = []
         for spans in self.layout.spans:
             runs: list[Run] = []

@@ -1,4 +1,4 @@
-"""Where compiled code is kept."""
+"""The cache folder for compiled code."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from pathlib import Path
 
 
 def folder() -> Path:
-    """`$XDG_CACHE_HOME/vlora`, default `~/.cache/vlora`; may not be there yet.
+    """`$XDG_CACHE_HOME/vlora`, default `~/.cache/vlora`. The folder may not exist yet.
 
     Raises:
-        FileNotFoundError: the variable is not set and the user has no home folder, as often in containers.
+        FileNotFoundError: if the variable is not set and the user has no home folder, which is common in containers.
     """
     configured = os.environ.get("XDG_CACHE_HOME")
     if configured:

@@ -1,6 +1,6 @@
-"""What the operations are handed: bad input is refused by the name of the argument, before anything is computed.
+"""Argument checks of the operations. They run before anything is computed and name the invalid argument.
 
-All raise ValueError. Factors are looked at in `atmm.layers`.
+All checks raise ValueError. `atmm.layers` checks the factors.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from atmm.tuning.buckets import DTYPES
 
 
 def check_tokens(y: Tensor, x: Tensor, site: Site, d_out: int, plan: SegmentPlan, packed: Packed | None) -> None:
-    """d_out: of the site, or of its whole group."""
+    """Check the inputs and outputs of add-delta. d_out: outputs of the site, or of its whole group."""
     if x.shape != (plan.num_tokens, site.d_in):
         raise ValueError(
-            f"x is {tuple(x.shape)}; {site.name} and a plan of {plan.num_tokens} tokens read "
+            f"x is {tuple(x.shape)}; {site.name} with a plan of {plan.num_tokens} tokens expects "
             f"[{plan.num_tokens}, {site.d_in}]"
         )
     if y.shape != (plan.num_tokens, d_out):
         raise ValueError(
-            f"y is {tuple(y.shape)}; {site.name} and a plan of {plan.num_tokens} tokens make "
+            f"y is {tuple(y.shape)}; {site.name} with a plan of {plan.num_tokens} tokens expects "
             f"[{plan.num_tokens}, {d_out}]"
         )
     _check_places("y", y)
@@ -43,7 +43,7 @@ def check_tokens(y: Tensor, x: Tensor, site: Site, d_out: int, plan: SegmentPlan
 def _check_places(name: str, written: Tensor) -> None:
     strides = written.stride()
     if 0 in strides and any(size > 1 and not step for size, step in zip(written.shape, strides, strict=True)):
-        raise ValueError(f"{name} has strides {strides}; several of its values share one place, give each its own")
+        raise ValueError(f"{name} has strides {strides}, so elements overlap in memory; give a tensor without overlap")
 
 
 def _check_dtype(name: str, dtype: torch.dtype) -> None:
@@ -79,7 +79,7 @@ def check_heads(h: Tensor, rows: Sequence[HeadRows]) -> None:
         if weight.dim() != 2 or weight.shape[1] != h.shape[1] or weight.device != h.device:
             raise ValueError(
                 f"rows[{place}].weight is {tuple(weight.shape)} on {weight.device}; h has {h.shape[1]} features on "
-                f"{h.device}, give [c, {h.shape[1]}] there"
+                f"{h.device}, give [c, {h.shape[1]}] on that device"
             )
         if bias is not None and (bias.shape != weight.shape[:1] or bias.dtype != weight.dtype):
             raise ValueError(
@@ -90,8 +90,9 @@ def check_heads(h: Tensor, rows: Sequence[HeadRows]) -> None:
                 f"rows[{place}].index is {tuple(index.shape)} in {index.dtype} on {index.device}; give one dimension "
                 f"of int64 on {h.device}"
             )
-        # On a GPU asking would wait for all that is queued there.
+        # On a GPU this check would synchronize with the stream.
         if index.device.type == "cpu" and len(index) and not 0 <= int(index.min()) <= int(index.max()) < len(h):
             raise ValueError(
-                f"rows[{place}].index goes from {int(index.min())} to {int(index.max())}; h has rows 0 to {len(h) - 1}"
+                f"rows[{place}].index ranges from {int(index.min())} to {int(index.max())}; h has rows 0 to "
+                f"{len(h) - 1}"
             )

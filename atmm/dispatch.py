@@ -1,9 +1,9 @@
-"""Which strategy for which shape: the plan's wish, else the measured table, else a rule.
+"""Selection of a strategy per shape: the plan's forced strategy, else the measured table, else a rule.
 
-A choice is made once per plan and class of sites, never per layer.
+A strategy is selected once per plan and class of sites, never per layer.
 
-The rule estimates each strategy's time as its calls, plus the bytes that pass, plus its arithmetic. The
-constants are orders of magnitude, good enough to rank them where nobody has measured.
+The rule estimates the time of a strategy as call overhead plus memory traffic plus arithmetic. The constants are
+orders of magnitude; they suffice to rank the strategies where there are no measurements.
 """
 
 from __future__ import annotations
@@ -20,21 +20,25 @@ from atmm.tuning.buckets import Bucket
 from atmm.tuning.tables import table_for
 
 _THIN = 32  # tokens
-# Where outputs lie transposed: packed rows of a site up to which one product over all of them beats products per
-# adapter, and values of an output up to which rows are gathered faster than multiplied (docs/decisions.md, 2026-11-21).
+# For transposed outputs: the number of packed rows of a site up to which one product over all of them is faster than
+# products per adapter, and the number of output values up to which gathering rows is faster than multiplying
+# (docs/decisions/0001).
 _WIDEST_TRANSPOSED = 1024
 _FEW_VALUES = 40_000
 
 
 def is_thin(num_tokens: int, device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether a batch of so many tokens is computed by the compiled kernels whatever its lanes: from packed copies, and
-    in halves. From adapters where they lie each lane goes by its own length, see `atmm.strategies.hybrid`."""
+    """Whether the compiled kernels compute a batch of this size regardless of its lanes.
+
+    This applies to packed copies and to separate shrink and expand calls. For unpacked adapters the length of each lane
+    decides, see `atmm.strategies.hybrid`.
+    """
     return num_tokens <= _THIN and serves(device, dtype)
 
 
 def choose(survey: Survey, transposed: bool = False) -> str:
-    """The name of a strategy for a survey whose adapters are all packed. transposed: how the output lies."""
-    if survey.keys == survey.layout.targeting:  # tables are measured with nothing packed that is not used
+    """The name of a strategy for a survey with all adapters packed. transposed: whether the output is transposed."""
+    if survey.keys == survey.layout.targeting:  # tables are measured without unused packed adapters
         known = table_for(survey.layout.device.type).get(Bucket.of(survey).key())
         if known is not None:
             return served(known, survey)
@@ -42,8 +46,11 @@ def choose(survey: Survey, transposed: bool = False) -> str:
 
 
 def rule(survey: Survey, transposed: bool = False) -> str:
-    """What is chosen where nobody has measured: the compiled kernels for thin batches, and for the short of lanes that
-    are not all alike, else the least estimate."""
+    """The strategy for a shape without measurements.
+
+    Thin batches use the compiled kernels. Batches with short and long lanes use them for the short lanes. All others
+    use the strategy with the smallest estimate.
+    """
     layout = survey.layout
     if is_thin(survey.num_tokens, layout.device, layout.dtype):
         return "compiled"
@@ -61,14 +68,14 @@ class _Machine(NamedTuple):
     flops_per_s: float
 
 
-# One thread of an x86 server core: a 16-bit product goes through oneDNN, which costs 20 us whatever the size.
+# One thread of an x86 server core: a 16-bit product goes through oneDNN, which costs 20 us regardless of the size.
 _CPU_16_BIT = _Machine(20e-6, 12e9, 600e9)
 _CPU_WIDE = _Machine(3e-6, 12e9, 150e9)
 _CUDA = _Machine(8e-6, 1.5e12, 100e12)
 
 
 def estimate(survey: Survey) -> dict[str, float]:
-    """Seconds per strategy for all sites of the group, roughly."""
+    """Rough estimate of the seconds per strategy for all sites of the group."""
     layout = survey.layout
     on_cpu = _CPU_16_BIT if layout.dtype.itemsize == 2 else _CPU_WIDE
     machine = _CUDA if layout.device.type == "cuda" else on_cpu
@@ -83,7 +90,8 @@ def estimate(survey: Survey) -> dict[str, float]:
             own += rows * d_out * run.length
     shrink = layout.num_rows * layout.d_in
     expand = sum(width * d_out for width, d_out in zip(layout.widths, layout.d_outs, strict=True))
-    # Everybody reads and writes these: no reason for one or the other, but for timing both where they are most of it.
+    # Every strategy reads and writes the outputs. They do not change the ranking, but where they dominate, the
+    # estimates are close and the search times more candidates.
     outputs = 2 * survey.num_tokens * sum(layout.d_outs)
 
     def seconds(calls: float, elements: int, products: int) -> float:

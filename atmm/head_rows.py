@@ -1,4 +1,4 @@
-"""A task head as the operator sees it: rows of a matrix, and which hidden states they read."""
+"""A task head as input of the operator: rows of a matrix, and the hidden states that they read."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class HeadRows:
-    """weight: [c, hidden]. bias: [c] or None. index: int64 [rows], which rows of the hidden states this head reads."""
+    """weight: [c, hidden]. bias: [c] or None. index: int64 [rows], the rows of the hidden states this head reads."""
 
     weight: Tensor
     bias: Tensor | None

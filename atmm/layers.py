@@ -1,13 +1,13 @@
-"""Where adapters act: a site is one linear layer, a group is the sites that read the same input.
+"""Sites and site groups. A site is one adapted linear layer; a group is a set of sites that read the same input.
 
-Memory of a packed group (k: keys in the order they were packed, r: that adapter's rank at that site)::
+Memory of a packed group (k: keys in packing order, r: the rank of that adapter at that site)::
 
     a     [sum over sites and k of r, d_in]     site 0: key 0, key 1, ...   site 1: key 0, key 1, ...   ...
     bt    per site [sum over k of r, d_out]     key 0, key 1, ...
-    b     per site [d_out, sum over k of r]     the same, transposed; on a CPU only, for outputs that lie transposed
+    b     per site [d_out, sum over k of r]     the same, transposed; on a CPU only, for transposed outputs
 
-so one shrink `x a^T` serves every site of the group, a site's share of it is a range of columns, and adjacent keys of
-one rank are a `[keys, r, d]` view. Tensors start at multiples of 256 bytes; rows are padded to 16 bytes.
+One shrink `x a^T` therefore serves every site of the group. The share of a site is a range of its columns, and adjacent
+keys of equal rank form a `[keys, r, d]` view. Tensors start at multiples of 256 bytes; rows are padded to 16 bytes.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ ROW_ALIGNMENT = 16
 
 
 class FactorRows(NamedTuple):
-    """Where the rows of an adapter's two factors lie, as `struct Factors` in `compiled/lanes.cpp` has it.
+    """Addresses and strides of an adapter's two factors, in the format of `struct Factors` in `cpu/lanes.cpp`.
 
-    kind: (d_in, d_out, dtype, device). rank: 0 has nothing to add. address: of the numbers, which `kept` holds.
+    kind: (d_in, d_out, dtype, device). rank: 0 means an empty delta. address: of the struct, which `kept` owns.
     """
 
     kind: tuple[int, int, torch.dtype, torch.device]
@@ -43,17 +43,19 @@ class _Pair(NamedTuple):
 
 
 class Factors(_Pair):
-    """One adapter's two factors at one site: `delta = (x a^T) bt`. The adapter's scaling is folded into `bt` already.
+    """One adapter's two factors at one site: `delta = (x a^T) bt`. `bt` includes the adapter's scaling.
 
-    a: [r, d_in], bt: [r, d_out]; any strides. Their values may be written anew, but both stay where they are: what lies
-    elsewhere is other factors. All values are finite: where adapters are multiplied side by side, others' count zero
-    times, which an infinity does not survive.
+    a: [r, d_in], bt: [r, d_out]; any strides. The values may be overwritten in place, but the addresses must not
+    change; moved factors need a new object. All values must be finite: some strategies multiply the factors of other
+    adapters by zero, and zero times infinity is NaN.
     """
 
     @functools.cached_property
     def rows(self) -> FactorRows | None:
-        """Found once for as long as the adapter stays, whatever plans it takes part in. None for what does not lie row
-        by row, or does not belong together."""
+        """Computed once per adapter and shared by all plans.
+
+        None for factors that do not have contiguous rows or that do not match each other.
+        """
         a, bt = self
         alike = a.dtype is bt.dtype and a.device == bt.device
         if not (a.dim() == bt.dim() == 2 and len(a) == len(bt) and alike):
@@ -68,8 +70,8 @@ class Factors(_Pair):
 class Site:
     """One linear layer that adapters may target.
 
-    The caller sets and removes `factors` by adapter key as adapters come and go; an absent key means that the adapter
-    does not target this site. After changing the factors of a packed key, pack the group again.
+    The caller sets and removes `factors` by adapter key as adapters are loaded and evicted. An absent key means that
+    the adapter does not target this site. After changing the factors of a packed key, pack the group again.
     """
 
     __slots__ = ("d_in", "d_out", "factors", "group", "index", "name")
@@ -80,7 +82,7 @@ class Site:
         self.d_out = d_out
         self.factors: dict[str, Factors] = {}
         self.group: SiteGroup | None = None
-        self.index = 0  # place in the group
+        self.index = 0  # index in the group
 
     def __repr__(self) -> str:
         return f"Site({self.name!r}, d_in={self.d_in}, d_out={self.d_out}, adapters={len(self.factors)})"
@@ -95,11 +97,11 @@ class Span(NamedTuple):
 
 
 class Layout:
-    """The shape of a packed group without its bytes. Groups packed alike share one object, so it serves as a cheap key.
+    """The shape of a packed group without its data. Groups with equal packing share one object, so it is a cheap key.
 
-    keys: every packed adapter; targeting: those of them that target a site of the group.
-    spans: per site, by key in packing order. widths: per site, its rows (the ranks' sum). first_rows: where each site's
-    rows start in the packed A.
+    keys: every packed adapter. targeting: the packed adapters that target a site of the group. spans: per site, by key
+    in packing order. widths: per site, the number of rows (sum of the ranks). first_rows: per site, its first row in
+    the packed A.
     """
 
     __slots__ = (
@@ -132,7 +134,7 @@ _layouts: weakref.WeakValueDictionary[tuple, Layout] = weakref.WeakValueDictiona
 
 
 class Packed(NamedTuple):
-    """The packed copy of a group's factors; the picture is at the top of this file. `bts` and `bs` are by site."""
+    """The packed copy of a group's factors, in the layout shown in the module docstring. `bts` and `bs` are by site."""
 
     layout: Layout
     a: Tensor
@@ -141,11 +143,12 @@ class Packed(NamedTuple):
 
 
 class SiteGroup:
-    """Sites fed by the very same input tensor (q, k, v of a layer; gate and up), each called once per forward.
+    """Sites that read the same input tensor (q, k, v of a layer; gate and up), each called once per forward.
 
-    A lone site is a group of one. `packed` is None until `pack`. d_out: outputs of all sites together.
+    A single site is a group of one. `packed` is None until `pack`. d_out: sum over the sites.
 
-    Raises ValueError when the sites do not agree on d_in, or one already has a group.
+    Raises:
+        ValueError: if the sites differ in d_in, or a site already belongs to a group.
     """
 
     __slots__ = ("d_out", "packed", "sites")
@@ -168,25 +171,28 @@ class SiteGroup:
         self.packed: Packed | None = None
 
     def packed_bytes(self, keys: Iterable[str]) -> int:
-        """Bytes that `pack(keys)` needs; 0 when none of the keys targets the group."""
+        """Bytes that `pack(keys)` needs; 0 if none of the keys targets the group."""
         layout = self._layout(tuple(keys))
         return 0 if layout is None else sum(_tensor_bytes(rows, d, layout.dtype) for rows, d in _tensors(layout))
 
     def pack(self, keys: Iterable[str], buffer: Tensor | None = None) -> None:
         """Copy the factors of `keys` side by side, in this order, and use the copy from now on.
 
-        To be called when the set of adapters in use changes, never per step. Adapters of one rank are best adjacent,
-        and batches sorted in the same order.
+        Call this when the set of adapters in use changes, never per step. For best performance, keep adapters of equal
+        rank adjacent and sort batches in the same order.
 
-        buffer: one-dimensional uint8 of at least `packed_bytes(keys)` bytes, aligned to 16; None allocates.
+        Args:
+            keys: adapter keys.
+            buffer: one-dimensional uint8 tensor of at least `packed_bytes(keys)` bytes, aligned to 16; None allocates.
 
-        Raises ValueError for a key given twice, factors of another shape, dtype or device than the rest, or a buffer
-        that cannot hold them; the group is unpacked then.
+        Raises:
+            ValueError: for duplicate keys, for factors that differ in shape, dtype or device, or for a buffer that
+                cannot hold them. The group is then unpacked.
         """
-        self.packed = None  # whoever holds the old copy must not take the new bytes for it
+        self.packed = None  # the old copy's buffer is overwritten: strategies must not take the new bytes for it
         keys = tuple(keys)
         if len(set(keys)) != len(keys):
-            raise ValueError(f"keys {keys} hold one twice; give each adapter once")
+            raise ValueError(f"keys {keys} contain duplicates; give each adapter once")
         layout = self._layout(keys)
         if layout is None:
             return
@@ -210,11 +216,11 @@ class SiteGroup:
         self.packed = Packed(layout, a, tuple(bts), tuple(bs))
 
     def unpack(self) -> None:
-        """Forget the packed copy; its buffer may be used for something else."""
+        """Drop the packed copy. Its buffer may then be reused."""
         self.packed = None
 
     def _layout(self, keys: tuple[str, ...]) -> Layout | None:
-        """The layout that packing `keys` gives; None when no key targets the group."""
+        """The layout of a group packed with `keys`; None if no key targets the group."""
         spans, first = [], None
         for site in self.sites:
             start, row = 0, []
@@ -226,8 +232,8 @@ class SiteGroup:
                 check_factors(site, key, factors)
                 if (factors.a.dtype, factors.a.device) != (first.dtype, first.device):
                     raise ValueError(
-                        f"adapter {key!r} at {site.name} is {factors.a.dtype} on {factors.a.device}, its neighbours "
-                        f"{first.dtype} on {first.device}; a group packs one dtype on one device"
+                        f"adapter {key!r} at {site.name} is {factors.a.dtype} on {factors.a.device}, other adapters "
+                        f"are {first.dtype} on {first.device}; a group packs one dtype on one device"
                     )
                 row.append(Span(key, start, factors.a.shape[0]))
                 start += factors.a.shape[0]
@@ -253,15 +259,15 @@ def _check_buffer(buffer: Tensor, num_bytes: int, device: torch.device) -> None:
     if buffer.dtype != torch.uint8 or buffer.dim() != 1 or not buffer.is_contiguous():
         raise ValueError(f"buffer is {buffer.dtype} {tuple(buffer.shape)}; give one contiguous dimension of uint8")
     if buffer.numel() < num_bytes:
-        raise ValueError(f"buffer holds {buffer.numel()} bytes; these adapters need {num_bytes}, as packed_bytes says")
+        raise ValueError(f"buffer has {buffer.numel()} bytes; these adapters need {num_bytes} (see packed_bytes)")
     if buffer.device != device:
-        raise ValueError(f"buffer lies on {buffer.device} and the factors on {device}; give one device")
+        raise ValueError(f"buffer is on {buffer.device} and the factors on {device}; use one device")
     if buffer.data_ptr() % ROW_ALIGNMENT:
         raise ValueError(f"buffer starts at address {buffer.data_ptr()}; align it to {ROW_ALIGNMENT} bytes")
 
 
 def check_factors(site: Site, key: str, factors: Factors) -> None:
-    """Raises ValueError for factors that are not the site's, or do not belong to each other."""
+    """Raises ValueError for factors that do not match the site or each other."""
     a, bt = factors
     rank = a.shape[:1]
     if a.shape != (*rank, site.d_in) or bt.shape != (*rank, site.d_out):
@@ -277,7 +283,7 @@ def check_factors(site: Site, key: str, factors: Factors) -> None:
 
 
 def check_reads(site: Site, key: str, factors: Factors, x: Tensor) -> None:
-    """The same, and ValueError for factors of another dtype or device than the input's."""
+    """`check_factors`, and ValueError for factors that differ from the input in dtype or device."""
     check_factors(site, key, factors)
     if factors.a.dtype is not x.dtype or factors.a.device != x.device:
         raise ValueError(
@@ -287,7 +293,7 @@ def check_reads(site: Site, key: str, factors: Factors, x: Tensor) -> None:
 
 
 def row_strides(layout: Layout) -> tuple[int, tuple[int, ...]]:
-    """Elements between rows of the packed A, and of each site's packed Bt."""
+    """Row strides in elements of the packed A, and of each site's packed Bt."""
     return _row_elements(layout.d_in, layout.dtype), tuple(_row_elements(d, layout.dtype) for d in layout.d_outs)
 
 
@@ -308,6 +314,6 @@ def _tensor_bytes(rows: int, d: int, dtype: torch.dtype) -> int:
 def _carve(buffer: Tensor, offset: int, rows: int, d: int, dtype: torch.dtype) -> Tensor:
     stride = _row_elements(d, dtype)
     padded = buffer[offset : offset + rows * stride * dtype.itemsize].view(dtype).view(rows, stride)
-    # oneDNN's bfloat16 products read one value past a row of odd length and multiply it by zero: it must be a number.
+    # oneDNN's bfloat16 products read one value past a row of odd length and multiply it by zero: it must not be NaN.
     padded[:, d:].zero_()
     return padded[:, :d]

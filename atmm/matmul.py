@@ -1,12 +1,12 @@
-"""The product of linear layers, `x W^T + b`, by the way that is fastest for the batch, the weights and the processor.
+"""The product of linear layers, `x W^T + b`, by the fastest method for the batch, the weights and the processor.
 
-rows      the compiled kernels: every row of weights is read once, as it lies, at the speed of memory. For decoding.
-left      `W x^T`, the weight as the left operand; the result lies transposed. For thin bfloat16 batches where the
-          processor has matrix tiles.
-float32   a bfloat16 product in float32, a block of weights at a time. For prompts on a processor whose bfloat16
-          instructions are slower than those of float32 (Intel's without matrix tiles), or which has none: there torch's
+rows      the compiled kernels: they read every row of weights once, in place, at memory bandwidth. For decoding.
+left      `W x^T`, the weight as the left operand; the result is transposed. For thin bfloat16 batches on processors
+          with matrix tiles (AMX).
+float32   a bfloat16 product in float32, one block of weights at a time. For prompts on processors with bfloat16
+          instructions slower than float32 (Intel without matrix tiles) or without bfloat16 instructions: there torch's
           own product reaches a tenth of the processor's speed.
-library   torch's own product. For everything else, and the only one that autograd follows.
+library   torch's own product. For everything else; the only method that autograd supports.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ from atmm.processor import multiplies_bfloat16, prefers_weight_left
 
 Way = Literal["rows", "left", "float32", "library"]
 Key = tuple[int, int, int, torch.dtype]
-"""Rows rounded up to a power of two, d_out, d_in, dtype: what one measured choice is for."""
+"""The key of a measured choice: rows rounded up to a power of two, d_out, d_in, dtype."""
 
 measured: dict[Key, Way] = {}
-"""Choices of `atmm.tuning.matmul_choice.measure`, which go before the rule."""
+"""Choices of `atmm.tuning.matmul_choice.measure`; they take precedence over the rule."""
 
-# Tokens up to which the rows' kernels are the fastest, where the alternatives are torch's float32 product, torch's
-# bfloat16 product on a processor that has the instructions, and the product in float32 (docs/decisions.md, 2026-11-23).
+# Numbers of tokens up to which "rows" is fastest. The alternatives are, in this order, torch's float32 product, torch's
+# bfloat16 product on a processor with bfloat16 instructions, and the product in float32 (docs/decisions/0040).
 _THIN_FLOAT32 = 24
 _THIN_BFLOAT16 = 32
 _THIN_WITHOUT_BFLOAT16 = 48
-_FEW = 4  # rows up to which a product without instructions for its type may be bound by memory
-_MOST_ROWS = 512  # more are multiplied in the way that is fastest for so many
+_FEW = 4  # rows up to which a product without instructions for its type may be memory-bound
+_MOST_ROWS = 512  # larger batches use the choice for this many rows
 _BLOCK = 8 * 2**20  # weights that are converted to float32 at a time: 32 MiB
 
 
@@ -55,13 +55,15 @@ def linears(x: Tensor, layers: Sequence[nn.Linear]) -> Tensor:
 
 
 def joins(num_rows: int, weight: Tensor) -> bool:
-    """Whether layers that read one input had better be computed together (`linears`): where one call costs less than
-    several, or their outputs can lie side by side at no cost."""
+    """Whether layers that read one input should be computed together (`linears`).
+
+    True where one call costs less than several, or where placing their outputs side by side is free.
+    """
     return weight.is_cuda or choose(num_rows, weight) in ("rows", "left")
 
 
 def choose(num_rows: int, weight: Tensor) -> Way:
-    """How so many rows are multiplied with a weight: as measured at start, else by the rule."""
+    """The method to multiply this many rows with a weight: as measured at start, else by the rule."""
     if weight.device.type != "cpu" or num_rows == 0 or torch.is_grad_enabled():
         return "library"
     way = measured.get(key_of(num_rows, weight)) if measured else None
@@ -69,12 +71,12 @@ def choose(num_rows: int, weight: Tensor) -> Way:
 
 
 def key_of(num_rows: int, weight: Tensor) -> Key:
-    """What a choice for so many rows is stored under."""
+    """The key under which a choice for this many rows is stored."""
     return (1 << (min(num_rows, _MOST_ROWS) - 1).bit_length(), *weight.shape, weight.dtype)
 
 
 def ways(num_rows: int, weight: Tensor) -> list[Way]:
-    """The ways that can multiply so many rows with this weight on the CPU, without those known to be far slower."""
+    """The methods that can multiply this many rows with this weight on the CPU, except those known to be far slower."""
     slow = _is_slow(weight)
     found: list[Way] = []
     if multiplies(weight):
@@ -89,7 +91,7 @@ def ways(num_rows: int, weight: Tensor) -> list[Way]:
 
 
 def rule(num_rows: int, weight: Tensor) -> Way:
-    """What is chosen for a weight on the CPU where nothing was measured."""
+    """The method for a weight on the CPU without measurements."""
     if prefers_weight_left(num_rows, weight.dtype, weight.device):
         return "left"
     slow = _is_slow(weight)
@@ -100,7 +102,7 @@ def rule(num_rows: int, weight: Tensor) -> Way:
 
 
 def _is_slow(weight: Tensor) -> bool:
-    """Whether a product with this weight is slower in its own type than in float32."""
+    """Whether products with this weight are slower in its own type than in float32."""
     return weight.dtype is torch.bfloat16 and not multiplies_bfloat16()
 
 
@@ -116,7 +118,7 @@ def _library(x: Tensor, layers: Sequence[Weights]) -> Tensor:
 
 
 def _left(x: Tensor, layers: Sequence[Weights]) -> Tensor:
-    # A single row goes as two equal ones: oneDNN then reads the weight as it lies.
+    # A single row is passed as two equal rows: oneDNN then reads the weight without reordering it.
     columns = x.expand(max(2, len(x)), -1).t()
     widths = [layer.weight.shape[0] for layer in layers]
     y = x.new_empty(sum(widths), columns.shape[1])

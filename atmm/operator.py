@@ -1,7 +1,7 @@
-"""The operations of ATMM: add deltas, site by site or a group at once, merge deltas, and logits of task heads.
+"""The operations of ATMM: add deltas per site or per group, merge deltas, and compute logits of task heads.
 
-Each looks up how its shape is computed here, once per plan where it can, and hands over. `atmm.reference` says what
-is right.
+Each operation selects a strategy for its shape, once per plan where possible, and calls it. `atmm.reference` specifies
+the results.
 """
 
 from __future__ import annotations
@@ -24,19 +24,24 @@ from atmm.strategies.hybrid import Divided
 from atmm.strategies.loop import Loop, Unpacked
 from atmm.strategies.registry import NEED_NO_COPY, STRATEGIES, known, lies_transposed, prepare
 
-# Ranks up to which one compiled pass over the weights beats torch's two, whose arithmetic is faster (docs/decisions.md,
-# 2026-11-21).
+# Ranks up to which one compiled pass over the weights is faster than torch's two passes with faster arithmetic
+# (docs/decisions/0008).
 _COMPILED_RANKS = 32
 
 
 def add_delta(y: Tensor, x: Tensor, site: Site, plan: SegmentPlan) -> None:
     """Add every lane's `sign * (x a^T) bt` to `y`, in place (V-LoRA section 4.3.1).
 
-    y: [T, d_out], x: [T, d_in], T the plan's tokens; any strides; dtype and device of the site's factors.
+    Sites of a packed group share one shrink: the input must not be written between the group's calls for it.
 
-    Sites of a packed group share one shrink: between the group's calls for one input, that input must not be written.
+    Args:
+        y: [T, d_out], T the plan's tokens; any strides; dtype and device of the site's factors.
+        x: [T, d_in]; any strides; same dtype and device.
+        site: the layer of `y`.
+        plan: the lanes.
 
-    Raises ValueError, before anything is computed, when x or y do not fit the plan, the site or its factors.
+    Raises:
+        ValueError: if x or y do not fit the plan, the site or its factors; raised before anything is computed.
     """
     if not plan.lanes and plan.room is None:
         return
@@ -45,7 +50,7 @@ def add_delta(y: Tensor, x: Tensor, site: Site, plan: SegmentPlan) -> None:
     check_tokens(y, x, site, site.d_out, plan, packed)
     strategy = _strategy(plan, packed, x, y, site)
     if not strategy.adds_transposed and y.stride(1) != 1:
-        # The other strategies multiply into rows: some up to ten times slower where these are strided, some not at all.
+        # The other strategies multiply into rows. With strided rows some are up to ten times slower; others fail.
         rows = y.contiguous()
         strategy(rows, x, site, packed)
         y.copy_(rows)
@@ -54,19 +59,24 @@ def add_delta(y: Tensor, x: Tensor, site: Site, plan: SegmentPlan) -> None:
 
 
 def add_deltas(y: Tensor, x: Tensor, group: SiteGroup, plan: SegmentPlan) -> None:
-    """`add_delta` for all sites of a group at once; in one or two launches where the strategy can.
+    """`add_delta` for all sites of a group at once, in one or two launches where the strategy supports it.
 
-    y: [T, sum of d_out], the sites' outputs side by side in the group's order; any strides on a CPU, each row's values
-    adjacent elsewhere.
+    Args:
+        y: [T, sum of d_out], the sites' outputs side by side in the group's order; any strides on a CPU, contiguous
+            rows elsewhere.
+        x: [T, d_in], as for `add_delta`.
+        group: the sites of `y`.
+        plan: the lanes.
 
-    Raises ValueError as `add_delta` does.
+    Raises:
+        ValueError: as `add_delta`.
     """
     if not plan.lanes and plan.room is None:
         return
     first, packed = group.sites[0], group.packed
     check_tokens(y, x, first, group.d_out, plan, packed)
     if x.device.type != "cpu" and y.stride(1) != 1:
-        raise ValueError(f"y has strides {y.stride()}; on a GPU a row's values have to be adjacent")
+        raise ValueError(f"y has strides {y.stride()}; on a GPU its rows must be contiguous (last stride 1)")
     strategy = _strategy(plan, packed, x, y, first)
     if strategy.add_all is not None:
         strategy.add_all(y, x, group)
@@ -78,12 +88,19 @@ def add_deltas(y: Tensor, x: Tensor, group: SiteGroup, plan: SegmentPlan) -> Non
 
 
 def merge(out: Tensor, base: Tensor, a: Tensor, bt: Tensor, scale: float = 1.0) -> None:
-    """Write `base + scale * bt^T a` into `out` for n layers at once; rounds once, from the product's own precision.
+    """Write `base + scale * bt^T a` into `out` for n layers at once. The sum is rounded once, from the accumulator.
 
-    out, base: [n, o, i], the same tensor for a merge in place. a: [n, r, i], bt: [n, r, o]. Any strides; one dtype
-    and device.
+    Any strides; one dtype and device.
 
-    Raises ValueError when the shapes, dtypes or devices do not fit, before anything is written.
+    Args:
+        out: [n, o, i]; the same tensor as `base` for a merge in place.
+        base: [n, o, i].
+        a: [n, r, i].
+        bt: [n, r, o].
+        scale: factor of the delta.
+
+    Raises:
+        ValueError: if shapes, dtypes or devices do not match; raised before anything is written.
     """
     check_merge(out, base, a, bt)
     n, rank = a.shape[:2]
@@ -94,15 +111,15 @@ def merge(out: Tensor, base: Tensor, a: Tensor, bt: Tensor, scale: float = 1.0) 
         kernels.merge[out.dtype](*matrices, scale, n, rank, o, i)
         return
     if out.device.type == "cuda" and rank and all(t.stride(2) == 1 for t in (out, base, a, bt)):
-        from atmm.triton.lanes import merge as merge_tiles  # Triton takes its time to load
+        from atmm.triton.lanes import merge as merge_tiles  # importing Triton is slow
 
         merge_tiles(out, base, a, bt, scale)
         return
-    # A row-major B is worth its copy (r / i of the weights): oneDNN takes twice as long on the transposed view.
+    # Copying B to row-major (r / i of the weights) pays off: oneDNN takes twice as long on the transposed view.
     b = bt.transpose(1, 2).contiguous()
     if out.device.type == "cpu":
-        # Out of place torch first copies the base, then multiplies into the copy: layer by layer the copy is still in
-        # the cache.
+        # Out of place, torch first copies the base and then multiplies into the copy. Layer by layer, the copy is still
+        # in the cache.
         for layer in range(n):
             torch.addmm(base[layer], b[layer], a[layer], alpha=scale, out=out[layer])
     else:
@@ -110,9 +127,14 @@ def merge(out: Tensor, base: Tensor, a: Tensor, bt: Tensor, scale: float = 1.0) 
 
 
 def head_logits(h: Tensor, rows: Sequence[HeadRows]) -> list[Tensor]:
-    """Every head's logits, [rows, c] each, in the dtype of its weight. h: [T, hidden].
+    """The logits of every head, [rows, c] each, in the dtype of its weight.
 
-    Raises ValueError when a head does not fit h.
+    Args:
+        h: hidden states [T, hidden].
+        rows: the heads.
+
+    Raises:
+        ValueError: if a head does not fit h.
     """
     check_heads(h, rows)
     logits = []
@@ -122,7 +144,7 @@ def head_logits(h: Tensor, rows: Sequence[HeadRows]) -> list[Tensor]:
 
 
 def _strategy(plan: SegmentPlan, packed: Packed | None, x: Tensor, y: Tensor, site: Site) -> Strategy:
-    """What was prepared for the plan and sites packed like this one, or is now."""
+    """The strategy for this plan and class of sites; prepared at the first call."""
     sites = (x.device, x.dtype) if packed is None else packed.layout
     strategy = plan.prepared.get(sites)
     if strategy is None:
@@ -135,7 +157,7 @@ def _prepare(plan: SegmentPlan, packed: Packed | None, x: Tensor, y: Tensor, sit
         raise ValueError(f"strategy is {plan.strategy!r}; choose one of {', '.join(STRATEGIES)}")
     missing = sorted(plan.keys if packed is None else plan.keys - packed.layout.keys)
     if plan.room is not None and x.is_cuda and (missing or packed is None):
-        raise ValueError(f"{site.name}: a plan with room needs packed copies of what it may hold; pack the group")
+        raise ValueError(f"{site.name}: a plan with room needs packed copies of its adapters; pack the group")
     if missing or packed is None:
         serving = serves(x.device, x.dtype)
         if plan.strategy in (None, "divided") and serving:
@@ -153,5 +175,5 @@ def _prepare(plan: SegmentPlan, packed: Packed | None, x: Tensor, y: Tensor, sit
         return Loop(())
     name = plan.strategy or choose(survey, transposed=bool(packed.bs) and lies_transposed(y))
     if plan.room is not None and x.is_cuda and not name.startswith("tiled"):
-        name = "tiled"  # nothing else takes other lanes without being launched anew
+        name = "tiled"  # the only strategies that can be refilled without a new launch
     return prepare(name, survey)

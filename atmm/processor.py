@@ -1,4 +1,4 @@
-"""What the CPU at hand can do that torch does not tell."""
+"""Capabilities of this CPU that torch does not report."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ _THIN = 128  # rows
 
 @functools.cache
 def flags() -> frozenset[str]:
-    """The processor's features as Linux names them; none elsewhere."""
+    """The processor's feature flags by their Linux names; empty on other systems."""
     return frozenset(_cpuinfo("flags").split())
 
 
 def _vendor() -> str:
-    """The processor's vendor as Linux names it, "GenuineIntel" for one; empty elsewhere."""
+    """The processor's vendor by its Linux name, for example "GenuineIntel"; empty on other systems."""
     return _cpuinfo("vendor_id")
 
 
 def _cpuinfo(field: str) -> str:
-    """A field of the first processor in /proc/cpuinfo; empty where there is none."""
+    """A field of the first processor in /proc/cpuinfo; empty if there is none."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
@@ -33,10 +33,10 @@ def _cpuinfo(field: str) -> str:
 
 @functools.cache
 def multiplies_bfloat16() -> bool:
-    """Whether bfloat16 products are faster than float32 products on this processor.
+    """Whether bfloat16 products are faster than float32 products on this CPU.
 
-    Without bfloat16 instructions they reach a tenth of the speed of float32 (docs/decisions.md, 2026-11-23), and on
-    Intel's cores without matrix tiles half of it (2026-11-24).
+    Without bfloat16 instructions they reach a tenth of the speed of float32 (docs/decisions/0040), and on
+    Intel cores without matrix tiles half of it.
     """
     if not torch.ops.mkldnn._is_mkldnn_bf16_supported():
         return False
@@ -44,9 +44,9 @@ def multiplies_bfloat16() -> bool:
 
 
 def prefers_weight_left(num_rows: int, dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether so many rows are multiplied faster as `weight x^T` than as `x weight^T`; the result then lies transposed.
+    """Whether `weight x^T` is faster than `x weight^T` for this many rows. The result is then transposed.
 
-    So it is for thin bfloat16 batches where the processor has matrix tiles, in 0.7 of the time. Without tiles the same
-    takes up to 1.9 times as long (docs/decisions.md, 2026-11-22).
+    This is the case for thin bfloat16 batches on processors with matrix tiles, where it takes 0.7 of the time. Without
+    tiles it takes up to 1.9 times as long (docs/decisions/0001).
     """
     return num_rows <= _THIN and dtype is torch.bfloat16 and device.type == "cpu" and "amx_bf16" in flags()

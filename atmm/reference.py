@@ -1,6 +1,7 @@
-"""The specification: the same three operations in a few lines of plain torch, in float64 unless told otherwise.
+"""The specification: the same three operations in a few lines of plain torch, in float64 by default.
 
-Every strategy and kernel is compared with these. They are slow, allocate freely and never look at a packed copy.
+Every strategy and kernel is tested against these functions. They are slow, allocate memory and never read a packed
+copy.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from atmm.segments import SegmentPlan
 
 
 def add_delta(y: Tensor, x: Tensor, site: Site, plan: SegmentPlan, dtype: torch.dtype = torch.float64) -> Tensor:
-    """A new tensor [T, d_out]: `y` plus every lane's `sign * (x a^T) bt`; x [T, d_in]. The inputs are left alone."""
+    """A new tensor [T, d_out]: `y` plus every lane's `sign * (x a^T) bt`; x [T, d_in]. The inputs are not modified."""
     out = y.to(dtype, copy=True)
     for lane in plan.lanes:
         factors = site.factors.get(lane.key)

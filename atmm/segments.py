@@ -1,4 +1,4 @@
-"""Which tokens of a step get which adapter: lanes, and the plan built from them once per step."""
+"""Lanes, which assign adapters to the tokens of a step, and the plan built from them once per step."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from torch import Tensor
 
 from atmm.layers import Layout, Packed, Site, SiteGroup
 
-MOST_WITH_ROOM = 2  # lanes at a token: its own adapter's, and the merged one's
+MOST_WITH_ROOM = 2  # lanes per token: its own adapter and the merged adapter
 
 
 class Lane(NamedTuple):
-    """Tokens `[start, stop)` of the packed batch get `sign` (+1 or -1) times the delta of adapter `key`."""
+    """Tokens `[start, stop)` of the packed batch receive `sign` (+1 or -1) times the delta of adapter `key`."""
 
     key: str
     start: int
@@ -24,19 +24,23 @@ class Lane(NamedTuple):
 
 
 class Strategy(Protocol):
-    """Adds the deltas of one plan at the sites of one class; `atmm.strategies.registry` has them all."""
+    """Adds the deltas of one plan at the sites of one class. `atmm.strategies.registry` lists all strategies."""
 
-    adds_transposed: bool  # as fast into an output that lies transposed as into rows
+    adds_transposed: bool  # equally fast for transposed and row-major outputs
 
     @property
     def add_all(self) -> Callable[[Tensor, Tensor, SiteGroup], None] | None:
-        """`add_all(y, x, group)` for all sites of a group at once, their outputs side by side in y [T, sum of d_out];
-        None where sites are better served one after the other."""
+        """`add_all(y, x, group)` for all sites of a group at once, their outputs side by side in y [T, sum of d_out].
+
+        None if calling the sites one after the other is faster.
+        """
 
     @property
     def refill(self) -> Callable[[SegmentPlan, Layout], None] | None:
-        """`refill(plan, layout)` takes over what a plan with room says now, at the same addresses; None where a
-        strategy had better be prepared anew."""
+        """`refill(plan, layout)` loads the current lanes of a plan with room into the same addresses.
+
+        None if the strategy has to be prepared again instead.
+        """
 
     def __call__(self, y: Tensor, x: Tensor, site: Site, packed: Packed | None) -> None: ...
 
@@ -44,19 +48,21 @@ class Strategy(Protocol):
 class SegmentPlan:
     """The lanes of one step, used by every layer.
 
-    Lanes may overlap: in mixed mode a token has its own adapter's lane and the merged adapter's with sign -1 (the
-    deLoRA branch, V-LoRA section 4.4.2). Tokens without a lane are left alone. How each class of sites is computed is
-    decided at the class's first call and kept here, so a plan may be used again for as long as its lanes are right,
-    by one thread.
+    Lanes may overlap: in mixed mode a token has the lane of its own adapter and the lane of the merged adapter with
+    sign -1 (the deLoRA branch, V-LoRA section 4.4.2). Tokens without a lane are not modified. The plan selects a
+    strategy at the first call of each class of sites and keeps it. A plan may be reused while its lanes are valid, from
+    one thread.
 
-    `strategy` forces one of `atmm.STRATEGIES` by name wherever an adapter is applied; None lets `atmm.dispatch`
-    choose.
+    Args:
+        num_tokens: tokens of the batch.
+        lanes: in any order; empty lanes are dropped.
+        strategy: the name of one of `atmm.STRATEGIES` to use for every site; None lets `atmm.dispatch` choose.
+        room: the maximum number of lanes, at most two per token, for CUDA graphs. `refill` replaces the lanes of such a
+            plan, and a captured graph uses the new lanes at its next replay. On a GPU it requires packed adapters and
+            uses the Triton kernels.
 
-    `room` is for CUDA graphs: with so many lanes at most, two of them at a token, the plan may be given others by
-    `refill`, and what was captured with it computes these when it is replayed. On a GPU such a plan is for packed
-    adapters and Triton's kernels.
-
-    Raises ValueError for a lane outside the batch, a sign other than +1 and -1, and lanes that the room does not hold.
+    Raises:
+        ValueError: for a lane outside the batch, a sign other than +1 and -1, or more lanes than `room`.
     """
 
     __slots__ = ("keys", "lanes", "num_tokens", "prepared", "room", "strategy")
@@ -69,48 +75,48 @@ class SegmentPlan:
         self.num_tokens = num_tokens
         self.room = room
         self.strategy = strategy
-        # By class of sites: packed ones by their layout, all others by device and dtype of what they read.
+        # By class of sites: packed sites by their layout, all others by device and dtype of their input.
         self.prepared: dict[Layout | tuple[torch.device, torch.dtype], Strategy] = {}
         self.lanes = self._checked(lanes)
         self.keys = frozenset(lane.key for lane in self.lanes)
 
     def refill(self, lanes: Iterable[Lane]) -> None:
-        """Other lanes from now on, at the addresses of those before. Only for a plan with room.
+        """Replace the lanes, at the same addresses. Only for a plan with room.
 
-        Raises ValueError as the plan itself does, and for adapters that are not packed where those before were; the
-        plan is as it was then.
+        Raises:
+            ValueError: as the constructor, and for adapters that are missing from a packed copy the plan uses. The plan
+                is then unchanged.
         """
         if self.room is None:
-            raise ValueError("a plan without room cannot be given other lanes; make it with room for the most of them")
+            raise ValueError("a plan without room cannot be refilled; set room to the maximum number of lanes")
         lanes = self._checked(lanes)
         keys = frozenset(lane.key for lane in lanes)
         for sites in self.prepared:
             if isinstance(sites, Layout) and not keys <= sites.keys:
                 missing = ", ".join(sorted(keys - sites.keys))
-                raise ValueError(f"lanes of {missing}, which are not packed; pack them, and capture anew")
+                raise ValueError(f"lanes use adapters that are not packed: {missing}; pack them and capture again")
         self.lanes, self.keys = lanes, keys
         for sites, strategy in list(self.prepared.items()):
             if isinstance(sites, Layout) and strategy.refill is not None:
                 strategy.refill(self, sites)
             else:
-                del self.prepared[sites]  # nothing of it can have been captured
+                del self.prepared[sites]  # such a strategy cannot be part of a captured graph
 
     def _checked(self, lanes: Iterable[Lane]) -> tuple[Lane, ...]:
-        """Those that have tokens, by their place."""
+        """The lanes with tokens, sorted by position."""
         lanes, num_tokens = tuple(lanes), self.num_tokens
         for lane in lanes:
             if not 0 <= lane.start <= lane.stop <= num_tokens:
                 raise ValueError(
-                    f"lane {lane} does not lie in the batch of {num_tokens} tokens; "
-                    "give 0 <= start <= stop <= num_tokens"
+                    f"lane {lane} is outside the batch of {num_tokens} tokens; give 0 <= start <= stop <= num_tokens"
                 )
             if lane.sign not in (1, -1):
-                raise ValueError(f"lane {lane} has sign {lane.sign}; give +1 to add the delta, -1 to take it away")
+                raise ValueError(f"lane {lane} has sign {lane.sign}; give +1 to add the delta, -1 to subtract it")
         lanes = tuple(sorted((lane for lane in lanes if lane.stop > lane.start), key=_place))
         if self.room is not None and (len(lanes) > self.room or _most_at_a_token(lanes) > MOST_WITH_ROOM):
             raise ValueError(
-                f"{len(lanes)} lanes, up to {_most_at_a_token(lanes)} at a token; the plan has room for {self.room}, "
-                f"{MOST_WITH_ROOM} at a token"
+                f"{len(lanes)} lanes, up to {_most_at_a_token(lanes)} per token; the plan has room for {self.room}, "
+                f"{MOST_WITH_ROOM} per token"
             )
         return lanes
 

@@ -1,7 +1,7 @@
-"""A delta in two halves, for who has something to do between them: ranks that exchange hidden values (S-LoRA, section
-6).
+"""Shrink and expand of a delta as separate calls, so that ranks can exchange hidden values between them (S-LoRA,
+section 6).
 
-Hidden values lie in one flat tensor, lane after lane, each lane's [tokens, rank] row by row.
+Hidden values are stored in one flat tensor, lane after lane, each lane as row-major [tokens, rank].
 """
 
 from __future__ import annotations
@@ -20,20 +20,22 @@ from atmm.segments import Lane
 
 
 def hidden_dtype(num_tokens: int, device: torch.device, dtype: torch.dtype) -> torch.dtype:
-    """What hidden values are kept in: float32 between two compiled kernels, else the model's own dtype."""
+    """The dtype of hidden values: float32 between two compiled kernels, else the model's dtype."""
     return torch.float32 if is_thin(num_tokens, device, dtype) else dtype
 
 
 class Shrinking(NamedTuple):
-    """A lane's `a` [r, d_in]."""
+    """A lane and its `a` [r, d_in]."""
 
     lane: Lane
     a: Tensor
 
 
 class Expanding(NamedTuple):
-    """A lane's `bt` [r, d_out], and where its hidden values start in the flat tensor: in one place, or in several, each
-    with an equal share of the r in their order."""
+    """A lane, its `bt` [r, d_out], and the offsets of its hidden values in the flat tensor.
+
+    With several offsets, each of them holds an equal share of the r columns, in order.
+    """
 
     lane: Lane
     bt: Tensor
@@ -41,14 +43,15 @@ class Expanding(NamedTuple):
 
 
 class Shrink:
-    """Hidden values `sign * x a^T` of lanes that read one input. May be called for as long as the factors lie where
-    they lay.
+    """Hidden values `sign * x a^T` of lanes that read one input.
 
-    size: number of values. places: where each part's begin in the flat tensor.
+    May be called as long as the addresses of the factors do not change.
+
+    size: number of values. places: offset of each part in the flat tensor.
     """
 
     def __init__(self, parts: Sequence[Shrinking], num_tokens: int) -> None:
-        """num_tokens: of the input. Raises ValueError for factors of several dtypes or widths."""
+        """num_tokens: tokens of the input. Raises ValueError for factors that differ in dtype or width."""
         self._parts = parts
         self._num_tokens = num_tokens
         self._kind = _kind([part.a for part in parts])
@@ -56,7 +59,7 @@ class Shrink:
         self._tables: tuple[_Table, Tensor] | None = None
 
     def __call__(self, x: Tensor) -> Tensor:
-        """x: [num_tokens, d_in]; flat, in `hidden_dtype`. Raises ValueError for an input that does not fit."""
+        """The flat hidden values in `hidden_dtype`; x: [num_tokens, d_in]. Raises ValueError if x does not fit."""
         _check(x, self._num_tokens, self._kind)
         if not is_thin(self._num_tokens, x.device, x.dtype):
             hidden = [F.linear(x[lane.start : lane.stop], a) for lane, a in self._parts]
@@ -67,7 +70,7 @@ class Shrink:
             self._tables = _Table((*part, place) for part, place in zip(self._parts, self.places, strict=True)), signs
         table, signs = self._tables
         kernels = library()
-        assert kernels is not None, "asked for compiled kernels where there are none"
+        assert kernels is not None, "the compiled kernels are not available"
         flat = torch.empty(self.size, dtype=torch.float32)
         kernels.shrink[x.dtype](
             flat.data_ptr(), x.data_ptr(), x.stride(0), x.stride(1), None, table.lanes.data_ptr(),
@@ -77,18 +80,18 @@ class Shrink:
 
 
 class Expand:
-    """What hidden values add to one layer's outputs, `hidden bt` for each lane. May be called as `Shrink` may."""
+    """Adds `hidden bt` of each lane to the outputs of one layer. The factors must not move, as for `Shrink`."""
 
     def __init__(self, parts: Sequence[Expanding], num_tokens: int) -> None:
-        """num_tokens: of the outputs. Raises ValueError for factors of several dtypes or widths."""
+        """num_tokens: tokens of the outputs. Raises ValueError for factors that differ in dtype or width."""
         self._parts = parts
         self._num_tokens = num_tokens
         self._kind = _kind([part.bt for part in parts])
         self._table: _Table | None = None
 
     def __call__(self, y: Tensor, hidden: Tensor) -> None:
-        """Add to y [num_tokens, d_out], in place. hidden: flat, in `hidden_dtype`. Raises ValueError for outputs
-        that do not fit."""
+        """Add to y [num_tokens, d_out], in place. hidden: flat, in `hidden_dtype`. Raises ValueError if y does not
+        fit."""
         _check(y, self._num_tokens, self._kind)
         if not is_thin(self._num_tokens, y.device, y.dtype):
             for lane, bt, places in self._parts:
@@ -104,7 +107,7 @@ class Expand:
             )
         lanes = self._table.lanes
         kernels = library()
-        assert kernels is not None, "asked for compiled kernels where there are none"
+        assert kernels is not None, "the compiled kernels are not available"
         kernels.expand[y.dtype](
             y.data_ptr(), y.stride(0), y.stride(1), hidden.data_ptr(), None, lanes.data_ptr(), len(lanes),
             self._num_tokens, y.shape[1],
@@ -112,7 +115,7 @@ class Expand:
 
 
 class _Table:
-    """Lanes as the compiled kernels read them, and what these point to."""
+    """The lane table for the compiled kernels, and the tensors that it points to."""
 
     def __init__(self, parts: Iterable[tuple[Lane, Tensor, int]]) -> None:
         in_rows = [(lane, rows if rows.stride(1) == 1 else rows.contiguous(), place) for lane, rows, place in parts]
@@ -121,7 +124,7 @@ class _Table:
 
 
 def _kind(factors: Sequence[Tensor]) -> tuple[torch.dtype, int] | None:
-    """Their dtype, and the length of their rows; None without any."""
+    """The common dtype and row length of the factors; None without factors."""
     kinds = {(factor.dtype, factor.shape[1]) for factor in factors}
     if len(kinds) > 1:
         told = " and ".join(sorted(f"{dtype} in rows of {width}" for dtype, width in kinds))
@@ -133,6 +136,6 @@ def _check(tokens: Tensor, num_tokens: int, kind: tuple[torch.dtype, int] | None
     if tokens.shape[0] != num_tokens or kind not in (None, (tokens.dtype, tokens.shape[1])):
         factors = "" if kind is None else f" and factors of {kind[0]} in rows of {kind[1]}"
         raise ValueError(
-            f"{tuple(tokens.shape)} values of {tokens.dtype} do not fit {num_tokens} tokens{factors}; prepare both "
-            "halves for this batch, in the model's dtype"
+            f"{tuple(tokens.shape)} values of {tokens.dtype} do not fit {num_tokens} tokens{factors}; prepare shrink "
+            "and expand for this batch, in the model's dtype"
         )

@@ -1,4 +1,4 @@
-"""Compiling for a GPU before the first request comes: a compiler takes a second, a step some milliseconds."""
+"""Compile GPU kernels before the first request: compiling a kernel takes a second, a step takes milliseconds."""
 
 from __future__ import annotations
 
@@ -18,10 +18,11 @@ _KEYS = ("own", "merged")
 
 
 def compile_ahead(groups: Sequence[SiteGroup], dtype: torch.dtype, device: torch.device) -> None:
-    """Launch every kernel once that the device's table names for sites like these, so that all are compiled, or loaded
-    where an earlier run compiled them. Nothing to do without a table: the rule takes no kernel that is compiled.
+    """Launch every kernel that the device's table names for these sites once.
 
-    Ranks above 64 are left to their first request, and so are tokens that more than two lanes meet.
+    This compiles the kernels, or loads them if an earlier run compiled them. Without a table there is nothing to do:
+    the rule does not select kernels that need compiling. Kernels for ranks above 64, or for more than two lanes per
+    token, are compiled at their first request.
     """
     shapes = {(group.sites[0].d_in, tuple(site.d_out for site in group.sites)) for group in groups}
     ranks = {block_r(rank) for rank in range(1, _HIGHEST_RANK + 1)}

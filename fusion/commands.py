@@ -1,4 +1,4 @@
-"""What `vlora fuse` runs: plan in, adapters and report out."""
+"""Entry points of `vlora fuse`: a plan in, adapters and a report out."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ from vlora.errors import BadConfig, BadPlan
 from vlora.models import InputProcessor
 from vlora.models.loading import load_model
 
-_TEST_SHOWN = 100  # test samples per domain written out for a live check
+_TEST_SHOWN = 100  # test samples per domain written to OUT/test
 
 
 def fuse(
@@ -73,28 +73,28 @@ def fuse(
     kept: Kept | None = None,
 ) -> FusionReport:
     """Run a plan file and write OUT/adapters/NAME/ (PEFT format with heads), OUT/test/, OUT/report.json and
-    OUT/report.html, all of them at the end.
+    OUT/report.html, all at the end of the run.
 
     Args:
-        plan_path: the plan.
-        out: folder for the results, and for trainings meanwhile.
-        device: to train on.
-        resume: go on with the trainings that an earlier run left in OUT/checkpoint.
-        restart: delete these, and replace the results of an earlier run.
-        oracle: also find the fewest adapters possible, which takes many more trainings.
-        workers: trainings at a time, on a CPU.
-        console: for progress and the report's table.
-        kept: notified when an earlier run's trainings are deleted, from where on an interrupted run can be resumed.
+        plan_path: the plan file.
+        out: folder for the results and, during the run, for finished trainings.
+        device: training device.
+        resume: continue from the trainings in OUT/checkpoint of an earlier run.
+        restart: delete these trainings and replace the results of an earlier run.
+        oracle: also find the minimum number of adapters, which takes many more trainings.
+        workers: number of parallel trainings; CPU only.
+        console: output for progress and the report's table.
+        kept: notified when an earlier run's trainings are deleted; from then on an interrupted run can be resumed.
 
     Raises:
         BadPlan: the plan or its data cannot be used.
-        BadConfig: OUT holds an earlier run's work and neither `resume` nor `restart` is given, or another process is at
-            work there.
+        BadConfig: OUT contains the work of an earlier run and neither `resume` nor `restart` is given, or another
+            process uses OUT.
     """
     if workers > 1 and not device.startswith("cpu"):
-        raise BadConfig(f"workers is {workers}, but on {device} one process trains at a time; leave workers out")
+        raise BadConfig(f"workers is {workers}, but on {device} one process trains at a time; omit workers")
     if resume and restart:
-        raise BadConfig("resume goes on with what is there, restart deletes it: give one of the two")
+        raise BadConfig("resume continues an earlier run and restart deletes it; give only one of the two")
     plan, console, out = read_plan_file(plan_path), console or Console(), Path(out)
     if out.exists() and not resume and not restart:
         with held(out):
@@ -113,16 +113,16 @@ def fuse(
 def explain(
     plan_path: Path | str, *, device: str = "cpu", json_out: bool = False, console: Console | None = None
 ) -> None:
-    """Print what a plan file would do, and how long it would take here by a few measured steps.
+    """Print what a plan file does, with a time estimate from a few measured steps.
 
     Args:
-        plan_path: the plan.
-        device: to measure on.
+        plan_path: the plan file.
+        device: device for the measured steps.
         json_out: print one line of JSON.
-        console: for what is printed; progress is shown on stderr.
+        console: output; progress goes to stderr.
 
     Raises:
-        BadPlan: the plan or its data cannot be used; the message has everything that is wrong in it.
+        BadPlan: the plan or its data cannot be used; the message lists every mistake.
         BadConfig: the base model's weights or its processor cannot be loaded.
     """
     with Progress(Console(stderr=True)) as progress:
@@ -146,13 +146,13 @@ def run(
     oracle: bool,
     workers: int,
 ) -> FusionReport:
-    """See `fuse`. Deterministic for a seed, device and number of threads."""
+    """Run a checked plan; see `fuse`. Deterministic for a seed, device and number of threads."""
     started = time.perf_counter()
     plan, data = checked.plan, checked.data
     splits = {name: own.splits for name, own in data.items()}
     base = frozen_base(plan, device, progress, features=out / "features")
     identity = identity_of(plan, splits, base.weights, hash_of_processing(base.processor), device, progress)
-    if resume:  # what cannot be resumed is told before anything takes long
+    if resume:  # refuse before any long work starts
         refuse_others(out / "checkpoint", identity)
     domains = prepared(checked, base)
     before = {name: score_before_training(domain) for name, domain in domains.items()}
@@ -161,14 +161,15 @@ def run(
     several = workers > 1
     with one_thread() if several else nullcontext():
         trainer = LoraTrainer(base, domains, plan, progress=progress)
-        checkpoint = Checkpoint(out / "checkpoint", identity, resume=resume)  # a plan refused till now cleared nothing
+        # Created only now, so that a plan that is refused above clears nothing.
+        checkpoint = Checkpoint(out / "checkpoint", identity, resume=resume)
         kept.begun()
         trainings = Trainings(trainer, checkpoint, rehearsal=plan.training.rehearsal, progress=progress)
         progress.expect(fewest_trainings(plan, first))
 
         def ahead(jobs: Sequence[Job]) -> None:
             if several and jobs:
-                progress.say(f"training side by side: {len(jobs)}, {workers} at a time")
+                progress.say(f"running {len(jobs)} trainings in parallel, {workers} at a time")
                 side_by_side(jobs, workers, progress)
 
         ahead([partial(trainings, (name,)) for name in first])
@@ -235,12 +236,12 @@ def run(
         write_test_data(folder / "test", plan, splits)
         (folder / "report.html").write_text(page(report, examples))
         report.write(folder / "report.json")
-    shutil.rmtree(out / "features")  # much larger than all the rest, and made again within seconds
+    shutil.rmtree(out / "features")  # much larger than the results, and recomputed within seconds
     return report
 
 
 def frozen_base(plan: Plan, device: str, progress: Progress, *, features: Path | None = None) -> FrozenBase:
-    """The plan's base model, loaded. Raises BadConfig where a part of it is missing."""
+    """Load the plan's base model. Raises BadConfig if a part of it is missing."""
     path = checkpoint_path() if plan.base == "embedded" else plan.base
     processor = InputProcessor.from_pretrained(path)
     model = load_model(EngineConfig(model=path, device=device, dtype="float32"))
@@ -248,7 +249,7 @@ def frozen_base(plan: Plan, device: str, progress: Progress, *, features: Path |
 
 
 def prepared(checked: Checked, base: FrozenBase) -> dict[str, Domain]:
-    """Raises BadPlan for what this base model cannot be shown or taught, with its place in the plan."""
+    """Encode every domain. Raises BadPlan, with the place in the plan, for data that the base model cannot process."""
     mistakes = Mistakes(checked.text)
     domains = {}
     for place, domain in enumerate(checked.plan.domains):
@@ -294,7 +295,7 @@ def _told(verdict: Verdict) -> OracleReport:
 
 
 def write_test_data(folder: Path, plan: Plan, splits: Mapping[str, Splits]) -> None:
-    """Some test samples of every domain as PNG with their labels, and a video where its source has one.
+    """Write some test samples of every domain as PNG with their labels, and a video if its source has one.
 
     FOLDER/DOMAIN/labels.json: [{"frames": [file, ...], "question": text, "label": text}, ...].
     FOLDER/DOMAIN/stream.json: {"video": file, "labels": one per second, or null}.

@@ -1,4 +1,4 @@
-"""Task heads: trainable linear layers that answer a vision task in one pass, stored beside their adapter."""
+"""Task heads: trainable linear layers that answer a vision task in one forward pass, stored with their adapter."""
 
 from heads.boxes import Box
 from heads.calibration import expected_calibration_error

@@ -1,5 +1,5 @@
-"""Action recognition: what happens over several frames. The last prompt token has seen them all in their order, so that
-a clip is read like a picture."""
+"""Action recognition over several frames. The last prompt token attends to all frames in order, so the head reads a
+clip like a single image."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Binary query: whether something is so, by the sigmoid of one row against a threshold."""
+"""Binary query: a yes/no answer from the sigmoid of one row and a threshold."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from heads.task import Answer, Grid, Value, check_labels, check_positive, check_
 
 @dataclasses.dataclass(frozen=True)
 class Binary:
-    """labels: (what is said if not, what is said if so). threshold: from which probability on it is said to be so;
-    below 0.5 where a miss costs more than a false alarm."""
+    """labels: (negative label, positive label). threshold: the minimum probability for the positive label; set it below
+    0.5 if a miss costs more than a false alarm."""
 
     kind: ClassVar[str] = "binary"
     reads_images: ClassVar[bool] = False
@@ -29,7 +29,7 @@ class Binary:
     def __post_init__(self) -> None:
         check_labels(self.labels, 2)
         if len(self.labels) != 2:
-            raise ValueError(f"labels are {self.labels!r}; a binary query has two: if not, and if so")
+            raise ValueError(f"labels are {self.labels!r}; a binary head needs two: the negative, then the positive")
         check_share("threshold", self.threshold)
         check_positive("temperature", self.temperature)
 
@@ -39,7 +39,7 @@ class Binary:
 
     @property
     def calibration_decides(self) -> bool:
-        return self.threshold != 0.5  # which is logit 0 at any temperature
+        return self.threshold != 0.5  # 0.5 is logit 0 at any temperature
 
     @property
     def parameters(self) -> Mapping[str, Any]:
@@ -62,7 +62,7 @@ class Binary:
         return Answer(value=said, label=self.labels[said], confidence=scores[said], scores=scores, label_id=said)
 
     def metrics(self, found: Sequence[Value], wanted: Sequence[Value]) -> dict[str, float]:
-        """f1: of what is said to be so; 1 where nothing is, and nothing was said to be."""
+        """f1: of the positive label; 1 if there are neither positive answers nor positive labels."""
         positives = sum(map(bool, found)) + sum(map(bool, wanted))
         both = sum(bool(one and other) for one, other in zip(found, wanted, strict=True))
         return {"accuracy": share_equal(found, wanted), "f1": 2 * both / positives if positives else 1.0}

@@ -1,4 +1,4 @@
-"""Boxes: how much they overlap, which of them mean one thing, and how well those found match those wanted."""
+"""Bounding boxes: overlap, non-maximum suppression, and metrics of predicted against labelled boxes."""
 
 from __future__ import annotations
 
@@ -10,8 +10,10 @@ import numpy as np
 
 
 class Box(NamedTuple):
-    """One thing: its label's index and its edges, in shares (0 to 1) of the picture's width and height. image: which of
-    a sample's pictures it is in."""
+    """One object: its label index and its edges, as fractions (0 to 1) of the image's width and height.
+
+    image: index of the image in the sample.
+    """
 
     label: int
     left: float
@@ -23,12 +25,14 @@ class Box(NamedTuple):
 
 
 Window = tuple[float, float, float, float]
-"""The part of a picture that a model is shown: left, top, width and height, in shares of the whole."""
+"""The crop of an image that a model reads: left, top, width and height, as fractions of the whole image."""
 
 
 def into_windows(boxes: Sequence[Box], windows: Sequence[Window]) -> tuple[Box, ...]:
-    """Boxes of whole pictures in shares of what is shown of each, cut off at its edges; without those that are not
-    shown at all."""
+    """Convert boxes of whole images to fractions of each image's window.
+
+    Boxes are clipped to the window; boxes outside of it are dropped.
+    """
     seen = []
     for box in boxes:
         left, top, width, height = windows[box.image]
@@ -40,7 +44,7 @@ def into_windows(boxes: Sequence[Box], windows: Sequence[Window]) -> tuple[Box, 
 
 
 def out_of_windows(boxes: Sequence[Box], windows: Sequence[Window]) -> tuple[Box, ...]:
-    """The way back: boxes in shares of what is shown, cut off at its edges, in shares of whole pictures."""
+    """Convert boxes from fractions of each image's window to fractions of the whole image, clipped to the window."""
     whole = []
     for box in boxes:
         left, top, width, height = windows[box.image]
@@ -51,7 +55,7 @@ def out_of_windows(boxes: Sequence[Box], windows: Sequence[Window]) -> tuple[Box
 
 
 def iou(one: Box, other: Box) -> float:
-    """Intersection over union of two boxes of one picture."""
+    """Intersection over union of two boxes of one image."""
     width = min(one.right, other.right) - max(one.left, other.left)
     height = min(one.bottom, other.bottom) - max(one.top, other.top)
     if width <= 0 or height <= 0:
@@ -62,12 +66,15 @@ def iou(one: Box, other: Box) -> float:
 
 
 def suppress(boxes: Sequence[Box], overlap: float) -> list[Box]:
-    """Surest first, without those that overlap a surer one of their label and picture by more than `overlap`."""
+    """Non-maximum suppression: drop boxes that overlap a box of higher score by more than `overlap`.
+
+    Only boxes of the same label and image suppress each other. The result is sorted by descending score.
+    """
     groups: dict[tuple[int, int], list[Box]] = {}
     for box in boxes:
         groups.setdefault((box.image, box.label), []).append(box)
     kept: list[Box] = []
-    # Group by group: OpenCV's own batched form shifts groups apart, which boxes that reach out of the picture undo.
+    # One call per group: OpenCV's batched variant offsets the groups, which fails for boxes that extend past the image.
     for group in groups.values():
         corners = [(b.left, b.top, max(1e-6, b.right - b.left), max(1e-6, b.bottom - b.top)) for b in group]
         found = cv2.dnn.NMSBoxes(corners, [box.score for box in group], 0.0, overlap)
@@ -76,8 +83,11 @@ def suppress(boxes: Sequence[Box], overlap: float) -> list[Box]:
 
 
 def f1(found: Sequence[Sequence[Box]], wanted: Sequence[Sequence[Box]], overlap: float = 0.5) -> float:
-    """F1 over all samples: a found box is right if it takes a wanted one of its label with that much overlap, surer
-    boxes first. 1 where nothing was wanted and nothing found."""
+    """F1 over all samples; 1 if there are neither labelled nor predicted boxes.
+
+    A predicted box is correct if it matches an unmatched labelled box of its label with at least `overlap` IoU. Boxes
+    of higher score are matched first.
+    """
     right = sum(sum(_takes(ours, truth, overlap)) for ours, truth in zip(found, wanted, strict=True))
     total = sum(map(len, found)) + sum(map(len, wanted))
     return 2 * right / total if total else 1.0
@@ -86,9 +96,10 @@ def f1(found: Sequence[Sequence[Box]], wanted: Sequence[Sequence[Box]], overlap:
 def mean_average_precision(
     found: Sequence[Sequence[Box]], wanted: Sequence[Sequence[Box]], overlap: float = 0.5
 ) -> float:
-    """Mean over the wanted labels of the area under precision against recall, found boxes of all samples together.
+    """Mean average precision: the area under the precision-recall curve over all samples, averaged over the labels that
+    occur in `wanted`.
 
-    Precision is made monotone first, as in PASCAL VOC from 2010 on. 1 where nothing was wanted and nothing found.
+    Precision is made monotone first, as in PASCAL VOC since 2010. 1 if there are neither labelled nor predicted boxes.
     """
     labels = sorted({box.label for boxes in wanted for box in boxes})
     if not labels:
@@ -117,7 +128,7 @@ def _average_precision(
 
 
 def _takes(found: Sequence[Box], wanted: Sequence[Box], overlap: float) -> list[bool]:
-    """Of each found box of one sample, surest first: whether it takes the wanted one it fits best among those left."""
+    """Whether each predicted box of one sample, by descending score, matches its best remaining labelled box."""
     left = list(wanted)
     hits = []
     for box in sorted(found, key=lambda box: -box.score):

@@ -1,7 +1,7 @@
-"""Confidences that mean what they say: a temperature fitted on validation logits, and how far off confidences are.
+"""Calibration of confidences: a temperature fitted on validation logits, and the expected calibration error.
 
-Guo et al. 2017, "On calibration of modern neural networks". Logits are divided by one temperature. In its inverse the
-log loss of both softmax and sigmoid is convex, so that its slope has one zero, which halving an interval finds.
+Guo et al. 2017, "On calibration of modern neural networks". Logits are divided by one temperature. The log loss of both
+softmax and sigmoid is convex in the inverse temperature, so that its slope has one zero, which bisection finds.
 """
 
 from __future__ import annotations
@@ -10,12 +10,12 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-_LEAST, _MOST = 1e-3, 1e3  # inverse temperatures that are looked at
+_LEAST, _MOST = 1e-3, 1e3  # search range of inverse temperatures
 _HALVINGS = 60
 
 
 def softmax_temperature(logits: torch.Tensor, ids: torch.Tensor) -> float:
-    """The temperature at which softmax of logits [n, c] says of the right ones (ids [n]) that they are likeliest."""
+    """The temperature that maximizes the softmax likelihood of the labels `ids` [n] under logits [n, c]."""
     logits = logits.detach().double()
     told = logits.gather(1, ids[:, None])[:, 0]
 
@@ -27,7 +27,7 @@ def softmax_temperature(logits: torch.Tensor, ids: torch.Tensor) -> float:
 
 
 def sigmoid_temperature(logits: torch.Tensor, holds: torch.Tensor) -> float:
-    """The temperature at which the sigmoid of logits [n, c], each for itself, is likeliest to say what holds (bool)."""
+    """The temperature that maximizes the sigmoid likelihood of the binary labels `holds` [n, c] under logits [n, c]."""
     logits = logits.detach().double()
 
     def slope(inverse: float) -> float:
@@ -37,8 +37,11 @@ def sigmoid_temperature(logits: torch.Tensor, holds: torch.Tensor) -> float:
 
 
 def _zero(slope: Callable[[float], float], num_samples: int) -> float:
-    """Where the log loss is smallest. Samples that are all answered right would make confidence endless; a pull towards
-    1 of one sample's weight keeps it finite, and the loss strictly convex."""
+    """The inverse temperature with the smallest log loss, found by bisection.
+
+    If all samples are correct, the log loss has no minimum. A regularization towards 1, with the weight of one sample,
+    keeps the result finite and the loss strictly convex.
+    """
     low, high = _LEAST, _MOST
     for _ in range(_HALVINGS):
         middle = (low * high) ** 0.5
@@ -50,7 +53,7 @@ def _zero(slope: Callable[[float], float], num_samples: int) -> float:
 
 
 def expected_calibration_error(confidences: Sequence[float], right: Sequence[bool], num_bins: int = 10) -> float:
-    """How far confidence lies from the share that is right, over bins of equal width, weighted by their answers."""
+    """Mean distance of confidence and accuracy over bins of equal width, weighted by their number of answers."""
     bins: dict[int, list[tuple[float, bool]]] = {}
     for confidence, hit in zip(confidences, right, strict=True):
         bins.setdefault(min(num_bins - 1, int(confidence * num_bins)), []).append((confidence, hit))

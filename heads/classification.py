@@ -1,4 +1,4 @@
-"""Classification: one of several labels, by softmax over a row for each."""
+"""Classification: one of several labels, by softmax over one row per label."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from heads.task import Answer, Grid, Value, check_labels, check_positive, label_
 
 @dataclasses.dataclass(frozen=True)
 class Classification:
-    """temperature divides logits; above 1 it makes answers less sure."""
+    """temperature: divides the logits; values above 1 lower the confidence."""
 
     kind: ClassVar[str] = "classification"
     reads_images: ClassVar[bool] = False
@@ -59,7 +59,7 @@ class Classification:
         )
 
     def metrics(self, found: Sequence[Value], wanted: Sequence[Value]) -> dict[str, float]:
-        """f1: the mean of every label's own (macro F1), over labels that were wanted or said."""
+        """f1: macro F1, the mean over the labels that occur in `found` or `wanted`."""
         pairs = list(zip(found, wanted, strict=True))
         scores = []
         for label in set(found) | set(wanted):
@@ -80,5 +80,5 @@ class Classification:
         return dataclasses.replace(self, temperature=softmax_temperature(together, wanted))
 
     def probabilities(self, logits: torch.Tensor) -> torch.Tensor:
-        """Every label's, in float64."""
+        """The probabilities of all labels, in float64."""
         return torch.softmax(logits.detach().double() / self.temperature, -1)

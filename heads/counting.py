@@ -1,8 +1,8 @@
-"""Counting: how many, by softmax over the counts 0, 1, 2, ... up to the most that were ever told.
+"""Counting: softmax over the counts 0, 1, 2, ... up to the maximum in training.
 
-A Poisson regression has one row and no upper end, but ties how sure it is to what it says: it can never give a count
-of one or more a probability above 0.37, so that its confidence would mean nothing. Counts as labels can be sure of any
-count; what labels lack, that 3 is nearer to 4 than 9 is, the loss brings back.
+A Poisson regression has one row and no upper bound, but its mean determines its confidence: a count of one or more
+never gets a probability above 0.37, so its confidence would be useless. With counts as labels, any count can have a
+high confidence. Labels have no order, so the loss adds a term by which 3 is closer to 4 than 9 is.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from heads.task import Answer, Grid, Value, label_ids, share_equal
 
 @dataclasses.dataclass(frozen=True)
 class Counting(Classification):
-    """labels: the counts themselves, in words or digits, from none on."""
+    """labels: the counts in words or digits, starting at zero."""
 
     kind: ClassVar[str] = "counting"
     metric_names: ClassVar[tuple[str, ...]] = ("accuracy", "within_one", "mae")
 
     @classmethod
     def for_training(cls, labels: tuple[str, ...], values: Sequence[Value]) -> Self:
-        """Without labels they are made: digits, up to the most of all values."""
+        """Without labels, they are the digits up to the maximum of the values."""
         if labels:
             return cls(labels)
         most = max((value for value in values if isinstance(value, int)), default=0)
@@ -35,8 +35,11 @@ class Counting(Classification):
     def loss(
         self, logits: Sequence[torch.Tensor], values: Sequence[Value], grids: Sequence[Sequence[Grid]]
     ) -> torch.Tensor:
-        """Cross entropy, and the ranked probability score (Epstein 1969): squared distances of cumulated probability,
-        which grow with how far off a count is. Both are proper: the true distribution makes them smallest."""
+        """Cross entropy plus the ranked probability score (Epstein 1969).
+
+        The score is the squared distance of the cumulative probabilities, which grows with the error of a count. Both
+        are proper: the true distribution minimizes them.
+        """
         together = torch.stack(list(logits)).float()
         wanted = label_ids(values, len(self.labels), together.device)
         reached = (torch.arange(len(self.labels), device=together.device) >= wanted[:, None]).float()
@@ -44,12 +47,12 @@ class Counting(Classification):
         return super().loss(logits, values, grids) + ranked
 
     def decode(self, logits: torch.Tensor, grids: Sequence[Grid] = ()) -> Answer:
-        """The likeliest count, which is right most often."""
+        """The most probable count."""
         answer = super().decode(logits)
         return dataclasses.replace(answer, count=answer.label_id, label_id=None)
 
     def metrics(self, found: Sequence[Value], wanted: Sequence[Value]) -> dict[str, float]:
-        """accuracy: exactly right. within_one: right or one off. mae: the mean distance."""
+        """accuracy: exact. within_one: share with an error of at most one. mae: mean absolute error."""
         apart = [abs(_count(one) - _count(other)) for one, other in zip(found, wanted, strict=True)]
         near = sum(distance <= 1 for distance in apart) / len(apart)
         return {"accuracy": share_equal(found, wanted), "within_one": near, "mae": sum(apart) / len(apart)}

@@ -1,7 +1,7 @@
-"""Detection over image tokens: every token says what has its centre there, how sure it is, and how large the box is.
+"""Detection over image tokens: every token predicts the class, score and size of the object centred in it.
 
-A head's row of logits per image token is `[nothing, label 0, label 1, ..., left, top, right, bottom]`; the last four
-are distances from the token's middle to the box's edges, in shares of the picture.
+The logits of one image token are `[nothing, label 0, label 1, ..., left, top, right, bottom]`. The last four are
+distances from the token's centre to the edges of the box, as fractions of the image.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ from heads.boxes import Box, f1, mean_average_precision, suppress
 from heads.calibration import softmax_temperature
 from heads.task import Answer, Grid, Value, check_labels, check_positive, check_share
 
-_NOTHING_WEIGHT = 0.4  # most tokens hold no centre
+_NOTHING_WEIGHT = 0.4  # most tokens contain no centre
 _BOX_WEIGHT = 4.0
-_CANDIDATE = 0.05  # surer ones are looked at for mean average precision, which weighs boxes at every score
+_CANDIDATE = 0.05  # minimum score of candidates; mean average precision uses boxes of every score
 
 
 @dataclasses.dataclass(frozen=True)
 class Detection:
-    """threshold: from which probability on something is said to be there. overlap: above which two boxes of one label
-    mean one thing. temperature divides the logits of labels, not those of edges."""
+    """threshold: minimum probability of a reported box. overlap: two boxes of one label with more IoU than this count
+    as one object. temperature: divides the logits of labels, not those of edges."""
 
     kind: ClassVar[str] = "detection"
     reads_images: ClassVar[bool] = True
-    calibration_decides: ClassVar[bool] = True  # a box is one from a score on, and which of two stays goes by scores
+    calibration_decides: ClassVar[bool] = True  # scores decide which boxes are reported and which are suppressed
     metric_names: ClassVar[tuple[str, ...]] = ("f1", "map")
 
     labels: tuple[str, ...]
@@ -59,14 +59,17 @@ class Detection:
     def loss(
         self, logits: Sequence[torch.Tensor], values: Sequence[Value], grids: Sequence[Sequence[Grid]]
     ) -> torch.Tensor:
-        """Over the image tokens of all samples together, whatever their grids."""
+        """Mean over the image tokens of all samples; the grids may differ."""
         classes, edges = self._targets(values, grids)
         together = torch.cat(list(logits))
         return loss(together, classes.to(together.device), edges.to(together.device))
 
     def decode(self, logits: torch.Tensor, grids: Sequence[Grid] = ()) -> Answer:
-        """confidence: that of its least sure box; where there is none, that there is nothing anywhere. value: less sure
-        boxes too, which `metrics` tells apart by their scores."""
+        """Boxes with a score of at least `threshold`.
+
+        confidence: the lowest score of these boxes; without boxes, the confidence that there is no object. value: also
+        contains boxes of lower score, which `metrics` separates by their scores.
+        """
         found = candidates(logits, grids, self.temperature, _CANDIDATE, self.overlap)
         boxes = tuple(box for box in found if box.score >= self.threshold)
         counts = Counter(self.labels[box.label] for box in boxes)
@@ -79,18 +82,18 @@ class Detection:
         )
 
     def metrics(self, found: Sequence[Value], wanted: Sequence[Value]) -> dict[str, float]:
-        """f1 and map (mean average precision), both at an overlap of a half."""
+        """f1 and map (mean average precision), both at an overlap of 0.5."""
         ours, truth = ([boxes_of(value) for value in values] for values in (found, wanted))
         return {"f1": f1(self._sure(ours), truth), "map": mean_average_precision(ours, truth)}
 
     def right(self, found: Value, wanted: Value) -> bool:
-        """Every thing found, and nothing else."""
+        """Whether all objects are found, without false positives."""
         return f1(self._sure([boxes_of(found)]), [boxes_of(wanted)]) == 1.0
 
     def calibrated(
         self, logits: Sequence[torch.Tensor], values: Sequence[Value], grids: Sequence[Sequence[Grid]]
     ) -> Self:
-        """Token by token: what has its centre there."""
+        """Fits the temperature on the classes of single image tokens."""
         if not logits:
             return self
         classes, _ = self._targets(values, grids)
@@ -111,20 +114,20 @@ class Detection:
 
 
 def boxes_of(value: Value) -> tuple[Box, ...]:
-    """Raises ValueError for what is no tuple of boxes."""
+    """The value as boxes. Raises ValueError if it is not a tuple of boxes."""
     boxes = tuple(each for each in value if isinstance(each, Box)) if isinstance(value, tuple | list) else ()
     if not isinstance(value, tuple | list) or len(boxes) != len(value):
-        raise ValueError(f"{value!r} is no tuple of boxes")
+        raise ValueError(f"{value!r} is not a tuple of boxes")
     return boxes
 
 
 def num_outputs(num_labels: int) -> int:
-    """Rows of a detection head."""
+    """Number of rows of a detection head."""
     return 1 + num_labels + 4
 
 
 def targets(boxes: Sequence[Box], grid: Grid) -> tuple[torch.Tensor, torch.Tensor]:
-    """Per token of one picture: class 0 (nothing) or 1 + label, int64 [tokens]; edges [tokens, 4]."""
+    """Training targets per token of one image: class 0 (nothing) or 1 + label, int64 [tokens]; edges [tokens, 4]."""
     rows, columns = grid
     classes = torch.zeros(rows * columns, dtype=torch.int64)
     edges = torch.zeros(rows * columns, 4)
@@ -140,8 +143,10 @@ def targets(boxes: Sequence[Box], grid: Grid) -> tuple[torch.Tensor, torch.Tenso
 
 
 def loss(logits: torch.Tensor, classes: torch.Tensor, edges: torch.Tensor) -> torch.Tensor:
-    """logits [..., tokens, outputs], classes [..., tokens], edges [..., tokens, 4]: cross entropy, and distance of
-    edges where something is."""
+    """Cross entropy of the classes, plus the distance of the edges for tokens with an object.
+
+    logits: [..., tokens, outputs]. classes: [..., tokens]. edges: [..., tokens, 4].
+    """
     scores, found = logits[..., :-4].float(), logits[..., -4:].float()
     weight = torch.ones(scores.shape[-1], device=logits.device)
     weight[0] = _NOTHING_WEIGHT
@@ -153,15 +158,18 @@ def loss(logits: torch.Tensor, classes: torch.Tensor, edges: torch.Tensor) -> to
 
 
 def decode(logits: torch.Tensor, grid: Grid) -> list[Box]:
-    """Logits of one picture [tokens, outputs] to boxes, surest first; of boxes that mean one thing the surest stays."""
+    """Boxes from the logits [tokens, outputs] of one image, after suppression, by descending score."""
     return candidates(logits, [grid], 1.0, 0.5, 0.5)
 
 
 def candidates(
     logits: torch.Tensor, grids: Sequence[Grid], temperature: float, least: float, overlap: float
 ) -> list[Box]:
-    """Boxes of score `least` or more in a sample's pictures, surest first; logits [tokens of all of them, outputs]."""
-    assert len(logits) == sum(rows * columns for rows, columns in grids), "logits and grids are of different pictures"
+    """Boxes with a score of at least `least` in a sample's images, after suppression, by descending score.
+
+    logits: [tokens of all images, outputs].
+    """
+    assert len(logits) == sum(rows * columns for rows, columns in grids), "logits and grids have different sizes"
     logits = logits.detach().double().cpu()
     probabilities = torch.softmax(logits[:, :-4] / temperature, -1)
     boxes = []
@@ -179,7 +187,7 @@ def candidates(
 
 
 def _middles(grid: Grid) -> torch.Tensor:
-    """(x, y) of every token's middle, in shares of the picture, [tokens, 2]."""
+    """(x, y) of every token's centre, as fractions of the image, [tokens, 2]."""
     rows, columns = grid
     y = (torch.arange(rows) + 0.5) / rows
     x = (torch.arange(columns) + 0.5) / columns

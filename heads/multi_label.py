@@ -1,4 +1,4 @@
-"""Multi-label: which of several labels hold, none or all of them, by the sigmoid of a row for each."""
+"""Multi-label: any subset of several labels, by the sigmoid of one row per label."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from heads.task import Answer, Grid, Value, check_labels, check_positive, check_
 
 @dataclasses.dataclass(frozen=True)
 class MultiLabel:
-    """threshold: from which probability on a label is said to hold."""
+    """threshold: minimum probability of a chosen label."""
 
     kind: ClassVar[str] = "multi_label"
     reads_images: ClassVar[bool] = False
@@ -36,7 +36,7 @@ class MultiLabel:
 
     @property
     def calibration_decides(self) -> bool:
-        return self.threshold != 0.5  # which is logit 0 at any temperature
+        return self.threshold != 0.5  # 0.5 is logit 0 at any temperature
 
     @property
     def parameters(self) -> Mapping[str, Any]:
@@ -53,7 +53,7 @@ class MultiLabel:
         return F.binary_cross_entropy_with_logits(together, self._holds(values, together.device).float())
 
     def decode(self, logits: torch.Tensor, grids: Sequence[Grid] = ()) -> Answer:
-        """confidence: that no label is wrong, as if they were wrong independently."""
+        """confidence: the probability that all labels are correct, assuming independent errors."""
         scores = torch.sigmoid(logits.detach().double() / self.temperature).tolist()
         chosen = tuple(label_id for label_id, score in enumerate(scores) if score >= self.threshold)
         confidence = 1.0
@@ -68,8 +68,8 @@ class MultiLabel:
         )
 
     def metrics(self, found: Sequence[Value], wanted: Sequence[Value]) -> dict[str, float]:
-        """f1: over all labels of all samples together; 1 where none hold and none are said to. accuracy: every label
-        of a sample right."""
+        """f1: micro F1 over all labels of all samples; 1 if `found` and `wanted` have no labels. accuracy: share of the
+        samples with all labels correct."""
         ours, truth = ([_chosen(value) for value in values] for values in (found, wanted))
         both = sum(len(one & other) for one, other in zip(ours, truth, strict=True))
         total = sum(map(len, ours)) + sum(map(len, truth))
@@ -89,17 +89,17 @@ class MultiLabel:
         return dataclasses.replace(self, temperature=sigmoid_temperature(together, holds))
 
     def _holds(self, values: Sequence[Value], device: torch.device) -> torch.Tensor:
-        """bool [n, labels]. Raises ValueError for numbers that no label has."""
+        """Labels as bool [n, labels]. Raises ValueError for invalid label ids."""
         holds = torch.zeros(len(values), len(self.labels), dtype=torch.bool)
         for row, value in enumerate(values):
             for label_id in _chosen(value):
                 if not 0 <= label_id < len(self.labels):
-                    raise ValueError(f"{label_id} is no number of a label; they run from 0 to {len(self.labels) - 1}")
+                    raise ValueError(f"{label_id} is not a label id; label ids are 0 to {len(self.labels) - 1}")
                 holds[row, label_id] = True
         return holds.to(device)
 
 
 def _chosen(value: Value) -> frozenset[int]:
     if not isinstance(value, tuple) or not all(isinstance(each, int) for each in value):
-        raise ValueError(f"{value!r} is no tuple of labels' numbers")
+        raise ValueError(f"{value!r} is not a tuple of label ids")
     return frozenset(each for each in value if isinstance(each, int))

@@ -1,4 +1,4 @@
-"""Regression: one number or several, each by a row of its own."""
+"""Regression: one or several numbers, one row each."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ import torch.nn.functional as F
 
 from heads.task import Answer, Grid, Value, check_labels, check_positive
 
-_TOLERANCE = 0.25  # of a value's spread in training: what counts as right unless it is said
+_TOLERANCE = 0.25  # default tolerance, as a fraction of the standard deviation of the training values
 
 
 @dataclasses.dataclass(frozen=True)
 class Regression:
-    """labels: the numbers' names. Rows learn in units of `scale` (what training values spread by) from `offset` (their
-    mean) on, so that one learning rate fits metres and percent.
+    """labels: the names of the numbers. Rows predict `(value - offset) / scale`, so that one learning rate fits metres
+    and percent.
 
-    tolerance: how far off a number may be and still be right. deviations: the standard deviation of each one's error.
-    All have one entry per label.
+    offset, scale: mean and standard deviation of the training values. tolerance: maximum error of a correct number.
+    deviations: standard deviation of the error. All have one entry per label.
     """
 
     kind: ClassVar[str] = "regression"
@@ -61,12 +61,12 @@ class Regression:
 
     @classmethod
     def for_training(cls, labels: tuple[str, ...], values: Sequence[Value]) -> Self:
-        """Offset and scale are the values' mean and spread; right is what lies within a quarter of that spread."""
+        """Offset and scale are the values' mean and standard deviation; the tolerance is a quarter of the scale."""
         told = torch.tensor([_numbers(value, len(labels)) for value in values], dtype=torch.float64)
         if not len(told):
-            raise ValueError("a regression needs values to be trained on; there are none")
+            raise ValueError("a regression head needs training values, got none")
         spread = told.std(0, correction=0)
-        # A number that never changes has no spread; its own size, or 1, is as good a unit as any.
+        # A constant number has no standard deviation; use its magnitude, or at least 1.
         spread = torch.where(spread > 0, spread, told[0].abs().clamp(min=1))
         scale = tuple(spread.tolist())
         return cls(labels, tuple(told.mean(0).tolist()), scale, tuple(_TOLERANCE * each for each in scale), scale)
@@ -74,14 +74,14 @@ class Regression:
     def loss(
         self, logits: Sequence[torch.Tensor], values: Sequence[Value], grids: Sequence[Sequence[Grid]]
     ) -> torch.Tensor:
-        """Huber's, so that a few values far out do not pull the rest."""
+        """Huber loss, which limits the effect of outliers."""
         together = torch.stack(list(logits)).float()
         told = torch.tensor([_numbers(value, len(self.labels)) for value in values], dtype=torch.float64)
         wanted = (told - torch.tensor(self.offset)) / torch.tensor(self.scale)
         return F.smooth_l1_loss(together, wanted.float().to(together.device))
 
     def decode(self, logits: torch.Tensor, grids: Sequence[Grid] = ()) -> Answer:
-        """confidence: that every number lies within its tolerance, errors being normal and independent."""
+        """confidence: the probability that every number is within its tolerance, for independent normal errors."""
         steps = logits.detach().double().tolist()
         values = tuple(o + s * step for o, s, step in zip(self.offset, self.scale, steps, strict=True))
         confidence = 1.0
@@ -97,7 +97,7 @@ class Regression:
         )
 
     def metrics(self, found: Sequence[Value], wanted: Sequence[Value]) -> dict[str, float]:
-        """within: every number of a sample within its tolerance. mae: the mean distance of all numbers."""
+        """within: share of samples with every number within its tolerance. mae: mean absolute error of all numbers."""
         count = len(self.labels)
         apart = [
             abs(one - other)
@@ -115,8 +115,10 @@ class Regression:
     def calibrated(
         self, logits: Sequence[torch.Tensor], values: Sequence[Value], grids: Sequence[Sequence[Grid]]
     ) -> Self:
-        """The likeliest deviations of normal errors around 0: the root of their mean square. Never less than a
-        two-hundredth of the tolerance: samples that are met exactly do not make a head endlessly sure."""
+        """Sets the deviations to the root mean square errors, the maximum likelihood estimate for normal errors.
+
+        The minimum is 1/200 of the tolerance, so that exact answers on all samples do not give unlimited confidence.
+        """
         if not logits:
             return self
         found = torch.tensor([self.decode(row).values for row in logits], dtype=torch.float64)
@@ -127,7 +129,7 @@ class Regression:
 
 
 def _numbers(value: Value, count: int) -> tuple[float, ...]:
-    """Raises ValueError for anything but `count` finite numbers."""
+    """The value as a tuple. Raises ValueError unless it has `count` finite numbers."""
     numbers = value if isinstance(value, tuple) else (value,)
     told = tuple(float(each) for each in numbers if isinstance(each, int | float) and math.isfinite(each))
     if len(told) != len(numbers) or len(told) != count:

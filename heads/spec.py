@@ -1,4 +1,4 @@
-"""What a task head is: rows over hidden states, and how their logits become an answer."""
+"""Task heads: rows over hidden states, and the task that decodes their logits to an answer."""
 
 from __future__ import annotations
 
@@ -14,11 +14,13 @@ from heads.tasks import make_task
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class HeadSpec:
-    """A head's description: what it was trained to answer, and on what input.
+    """A head's description: the task it was trained for, and its input.
 
-    prompt: the question put to the model, exactly as in training. num_frames: images it expects in one request.
-    parameters: what its task knows beside labels and rows, by name (see each task); what is left out gets its default.
-    Raises ValueError when a field cannot work.
+    prompt: the question to the model, exactly as in training. num_frames: images per request. parameters: the task's
+    parameters besides labels and rows, by name (see each task); omitted ones get their default.
+
+    Raises:
+        ValueError: if a field is invalid.
     """
 
     name: str
@@ -35,21 +37,21 @@ class HeadSpec:
             if not isinstance(value, kind) or isinstance(value, bool):
                 raise ValueError(f"head {self.name!r}: {field} is {value!r}; expected {kind.__name__}")
         if not all(isinstance(label, str) and label for label in self.labels):
-            raise ValueError(f"head {self.name!r}: labels are {self.labels!r}; every label must be a word or more")
+            raise ValueError(f"head {self.name!r}: labels are {self.labels!r}; every label must be a non-empty string")
         if not self.name:
-            raise ValueError("name is empty; a head needs a name to be asked for")
+            raise ValueError("name is empty; requests select a head by its name")
         if not self.prompt.strip():
-            raise ValueError(f"head {self.name!r}: prompt is empty; give the question it is trained with")
+            raise ValueError(f"head {self.name!r}: prompt is empty; give the question used in training")
         if self.num_frames < 1:
             raise ValueError(f"head {self.name!r}: num_frames is {self.num_frames}; it must be at least 1")
         if self.hidden_size < 1:
             raise ValueError(f"head {self.name!r}: hidden_size is {self.hidden_size}; it must be at least 1")
         if not isinstance(self.parameters, Mapping):
-            raise ValueError(f"head {self.name!r}: parameters are {self.parameters!r}; expected values by name")
+            raise ValueError(f"head {self.name!r}: parameters are {self.parameters!r}; expected a mapping")
         object.__setattr__(self, "parameters", dict(self.make_task().parameters))
 
     def make_task(self) -> Task:
-        """The task it describes. Raises ValueError."""
+        """The task of this head. Raises ValueError for an invalid description."""
         try:
             return make_task(self.task, self.labels, self.parameters)
         except ValueError as error:
@@ -57,8 +59,11 @@ class HeadSpec:
 
 
 class TaskHead:
-    """weight [rows, hidden], bias [rows]. Raises ValueError when shapes do not fit the spec or values are not
-    finite."""
+    """A head's spec and its weight [rows, hidden] and bias [rows].
+
+    Raises:
+        ValueError: if shapes do not match the spec or values are not finite.
+    """
 
     def __init__(self, spec: HeadSpec, weight: torch.Tensor, bias: torch.Tensor) -> None:
         self.task = spec.make_task()
@@ -69,15 +74,15 @@ class TaskHead:
                 f"{count} rows ({spec.task}, {len(spec.labels)} labels) over {spec.hidden_size} features"
             )
         if not (torch.isfinite(weight).all() and torch.isfinite(bias).all()):
-            raise ValueError(f"head {spec.name!r}: weight or bias holds values that are not finite (NaN or infinity)")
+            raise ValueError(f"head {spec.name!r}: weight or bias has values that are not finite (NaN or infinity)")
         self.spec = spec
         self.weight = weight
         self.bias = bias
 
     def to(self, device: torch.device | None = None, dtype: torch.dtype | None = None) -> TaskHead:
-        """The same head elsewhere or in another precision."""
+        """The same head on another device or in another dtype."""
         return TaskHead(self.spec, self.weight.to(device, dtype), self.bias.to(device, dtype))
 
     def decode(self, logits: torch.Tensor, grids: Sequence[Grid] = ()) -> Answer:
-        """Turn this head's logits into an answer; see `Task` for their shape."""
+        """Decode this head's logits to an answer; `Task` documents their shape."""
         return self.task.decode(logits, grids)

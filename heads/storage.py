@@ -1,6 +1,6 @@
 """Heads on disk, beside the adapter's PEFT files: `heads.json` describes them, `heads.safetensors` holds their rows.
 
-Format 2 has `parameters`, what a task knows beside its labels; format 1, which is still read, had none.
+Format 2 has `parameters`, the task's parameters besides its labels. Format 1 has none and can still be read.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _READ = (1, 2)
 
 
 def save_heads(folder: Path | str, heads: Mapping[str, TaskHead]) -> None:
-    """Write all heads of an adapter; what was there before is replaced."""
+    """Write all heads of an adapter, replacing existing ones."""
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     tensors = {}
@@ -36,7 +36,7 @@ def save_heads(folder: Path | str, heads: Mapping[str, TaskHead]) -> None:
 
 
 def load_heads(folder: Path | str) -> dict[str, TaskHead]:
-    """Read an adapter's heads by name. Raises ValueError naming file, head and field for anything that does not fit."""
+    """Read an adapter's heads by name. Raises ValueError with file, head and field for invalid content."""
     folder = Path(folder)
     file = folder / SPEC_FILE
     try:
@@ -74,16 +74,16 @@ def load_heads(folder: Path | str) -> dict[str, TaskHead]:
 
 
 def _spec(entry: dict[str, Any]) -> dict[str, Any]:
-    """An entry's fields: JSON has lists where specs have tuples. Raises ValueError for fields that are not a head's."""
+    """An entry's fields, with JSON lists converted to tuples. Raises ValueError for unknown or missing fields."""
     head, known = f"head {entry.get('name')!r}", [field.name for field in dataclasses.fields(HeadSpec)]
     for name in entry:
         if name not in known:
             raise ValueError(f"{head} has an unknown field {name!r}; known: {', '.join(known)}")
     for name in known:
-        if name not in entry and name != "parameters":  # which format 1 does not have
+        if name not in entry and name != "parameters":  # format 1 has no parameters
             raise ValueError(f"{head} has no field {name!r}")
     if not isinstance(entry["labels"], list):
-        raise ValueError(f"{head}: labels is {entry['labels']!r}; it must be a list of words")
+        raise ValueError(f"{head}: labels is {entry['labels']!r}; it must be a list of strings")
     fields = {**entry, "labels": tuple(entry["labels"])}
     parameters = entry.get("parameters", {})
     if isinstance(parameters, dict):

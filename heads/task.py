@@ -1,4 +1,4 @@
-"""What every kind of task has: how its rows learn from labels, what their logits say, how good that is, how sure."""
+"""The protocol of all tasks: training loss, decoding of logits, metrics and calibration."""
 
 from __future__ import annotations
 
@@ -12,19 +12,20 @@ import torch
 from heads.boxes import Box
 
 Value = int | float | str | tuple[Box, ...] | tuple[int, ...] | tuple[float, ...]
-"""What is to be said of a sample, as every task has it: a label's number or a count (int), the numbers of all labels
-that hold, a number or several, or boxes. Words (str) are for the language model's own head; no task here takes them."""
+"""The label or answer of a sample: a label id or a count (int), a tuple of label ids, one or several numbers, or boxes.
+Text (str) is for the language model's own head; no task here accepts it."""
 
 Grid = tuple[int, int]
-"""Rows and columns of one picture's image tokens."""
+"""Rows and columns of the image tokens of one image."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
-    """What a head says of one request.
+    """The answer of a head to one request.
 
-    value: as labels for training are written, for metrics. label: the same in a few words. confidence: how likely it
-    is right, 0 to 1. The other fields hold what their task has: see `vlora.types.HeadAnswer`, which carries them.
+    value: in the format of training labels, for metrics. label: the value as text. confidence: the estimated
+    probability that the answer is correct, 0 to 1. The other fields are specific to the task;
+    `vlora.types.HeadAnswer` documents them.
     """
 
     value: Value
@@ -40,16 +41,15 @@ class Answer:
 
 
 class Task(Protocol):
-    """One kind of task with its labels and what it knows beside its rows; training, evaluation and serving use the
-    same object.
+    """A task with its labels and parameters. Training, evaluation and serving use the same object.
 
-    A sample's logits are [num_outputs] where the head reads the last prompt token, [tokens, num_outputs] where it reads
-    every image token (reads_images), the tokens of all its pictures behind each other; grids then says how each
-    picture's tokens lie.
+    The logits of a sample are [num_outputs] if the head reads the last prompt token. If it reads every image token
+    (reads_images), they are [tokens, num_outputs], with the tokens of all images concatenated; `grids` then has the
+    grid of each image.
 
-    kind: its name in plans and files. metric_names: what `metrics` measures; the first one is the task's own, and like
-    every one but those in LESS_IS_BETTER a share of 1. calibration_decides: whether how sure it is changes what it
-    answers, not only the confidence of that.
+    kind: the name in plans and files. metric_names: the metrics of `metrics`; the first one is the main metric. All
+    metrics except those in LESS_IS_BETTER are fractions of 1. calibration_decides: whether calibration can change the
+    answers, not only their confidence.
     """
 
     kind: ClassVar[str]
@@ -58,51 +58,51 @@ class Task(Protocol):
 
     @property
     def labels(self) -> tuple[str, ...]:
-        """What an answer's numbers stand for."""
+        """The names of the label ids of an answer."""
 
     @property
     def num_outputs(self) -> int:
-        """Rows of the head."""
+        """Number of rows of the head."""
 
     @property
     def calibration_decides(self) -> bool: ...
 
     @property
     def parameters(self) -> Mapping[str, Any]:
-        """What the task knows beside labels and rows, as the head's file has it: numbers, or tuples of numbers."""
+        """The task's parameters besides labels and rows, as in the head's file: numbers, or tuples of numbers."""
 
     @classmethod
     def for_training(cls, labels: tuple[str, ...], values: Sequence[Value]) -> Self:
-        """A new task, with what is read off the training values. Raises ValueError for labels that cannot be."""
+        """A new task with parameters computed from the training values. Raises ValueError for invalid labels."""
 
     def loss(
         self, logits: Sequence[torch.Tensor], values: Sequence[Value], grids: Sequence[Sequence[Grid]]
     ) -> torch.Tensor:
-        """A scalar to be made small, over samples."""
+        """The training loss over samples, a scalar."""
 
     def decode(self, logits: torch.Tensor, grids: Sequence[Grid] = ()) -> Answer:
-        """One sample's answer."""
+        """The answer for one sample."""
 
     def metrics(self, found: Sequence[Value], wanted: Sequence[Value]) -> dict[str, float]:
-        """How good answers' values are, by name: all of metric_names. Not for no samples at all."""
+        """All metrics of metric_names, by name. Requires at least one sample."""
 
     def right(self, found: Value, wanted: Value) -> bool:
-        """Whether one answer is right, in the sense of its confidence."""
+        """Whether one answer is correct; `confidence` estimates the probability of this."""
 
     def calibrated(
         self, logits: Sequence[torch.Tensor], values: Sequence[Value], grids: Sequence[Sequence[Grid]]
     ) -> Self:
-        """The same task, as sure as it is right on these (validation) samples; with none it stays as it is."""
+        """The same task with confidences calibrated on these (validation) samples; unchanged without samples."""
 
 
 LESS_IS_BETTER = frozenset({"mae"})
 
 
 def check_labels(labels: tuple[str, ...], least: int) -> None:
-    """Raises ValueError for too few, or two that are the same."""
+    """Raises ValueError for too few or duplicate labels."""
     if len(labels) < least or len(set(labels)) != len(labels):
         few = "one or more" if least == 1 else "two or more"
-        raise ValueError(f"labels are {labels!r}; {few} different ones are needed")
+        raise ValueError(f"labels are {labels!r}; expected {few} distinct labels")
 
 
 def check_positive(name: str, value: object) -> None:
@@ -112,16 +112,16 @@ def check_positive(name: str, value: object) -> None:
 
 
 def check_share(name: str, value: object) -> None:
-    """Raises ValueError unless it is a number between 0 and 1, neither of them."""
+    """Raises ValueError unless it is a number between 0 and 1, both excluded."""
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 1:
-        raise ValueError(f"{name} is {value!r}; it must lie between 0 and 1")
+        raise ValueError(f"{name} is {value!r}; it must be between 0 and 1")
 
 
 def label_ids(values: Sequence[Value], num_labels: int, device: torch.device) -> torch.Tensor:
-    """Label numbers as int64 [n]. Raises ValueError for what is none."""
+    """Label ids as int64 [n]. Raises ValueError for invalid label ids."""
     for value in values:
         if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < num_labels:
-            raise ValueError(f"{value!r} is no number of a label; they run from 0 to {num_labels - 1}")
+            raise ValueError(f"{value!r} is not a label id; label ids are 0 to {num_labels - 1}")
     return torch.tensor(values, device=device)
 
 

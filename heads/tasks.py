@@ -1,5 +1,4 @@
-"""All kinds of task, by name. Another kind is one more file and one more entry here; nothing else asks what kind a head
-is."""
+"""All tasks by kind. To add a kind, add one module and one entry here; no other code depends on the kind of a head."""
 
 from __future__ import annotations
 
@@ -22,7 +21,7 @@ TASKS: dict[str, type[Task]] = {
 
 
 def make_task(kind: str, labels: tuple[str, ...], parameters: Mapping[str, Any]) -> Task:
-    """A task from what a head's file says of it. Raises ValueError naming what does not fit."""
+    """The task of a head's file. Raises ValueError with the invalid field."""
     if kind not in TASKS:
         raise ValueError(f"task is {kind!r}; known: {', '.join(sorted(TASKS))}")
     task: Callable[..., Task] = TASKS[kind]

@@ -1,4 +1,4 @@
-"""Tiny random-weight models of every served family, and prompts for them: what the oracle tests run on."""
+"""Tiny models with random weights of every supported family, and prompts for them, for the oracle tests."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _PINPOINTS = [[16, 32], [32, 16], [32, 32]]
 
 
 def build_model(family: str, dtype: torch.dtype = torch.float32, seed: int = 0) -> Any:
-    """A model of the family with weights large enough that every part of it shows in the logits."""
+    """A model of the family with weights large enough that every part affects the logits."""
     text: dict[str, Any] = {
         "vocab_size": VOCAB,
         "hidden_size": HIDDEN,
@@ -178,7 +178,7 @@ def vision_linears(family: str) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class Prompt:
-    """One prompt twice: as keyword arguments of transformers' `generate`, and as the engine takes it."""
+    """One prompt in two forms: keyword arguments of transformers' `generate`, and the engine's input."""
 
     kwargs: dict[str, torch.Tensor]
     prompt_ids: tuple[int, ...]
@@ -261,7 +261,7 @@ def _video_fields(
 ) -> tuple[dict[str, torch.Tensor], list[int]]:
     frames = 2 + seed % 2
     if family == "llava_onevision":
-        # 4x4 patches pool to 2x2 per frame, and one newline embedding ends the clip.
+        # 4x4 patches are pooled to 2x2 per frame, and one newline embedding ends the clip.
         pixels = torch.randn(1, frames, 3, 16, 16, generator=generator)
         return {"pixel_values_videos": pixels}, [VIDEO] * (frames * 4 + 1)
     height, width = 4, 6
@@ -274,7 +274,7 @@ def _video_fields(
     if family == "qwen2_5_vl":
         made["second_per_grid_ts"] = torch.tensor([1.0])
     if family == "qwen3_vl":
-        # Each time step stands on its own, behind a timestamp written as text.
+        # Each time step is separate and follows a timestamp in text.
         per_frame = [7, 8, VISION_START, *[VIDEO] * (height * width // 4), VISION_END]
         return made, per_frame * frames
     return made, [VISION_START, *[VIDEO] * (frames * height * width // 4), VISION_END]

@@ -1,4 +1,4 @@
-"""Runs prompts through a real engine while recording the logits every token was chosen from."""
+"""Runs prompts through a real engine and records the logits from which every token was chosen."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ DEVICE = "cpu"  # set once per session from `--device`
 
 
 class FixedModes:
-    """A policy for tests: everybody runs, in the mode told. With a plan, modes follow it, two steps each."""
+    """A test policy that runs all requests in a fixed mode, or in the modes of a plan, two steps each."""
 
     def __init__(self, mode: Mode, merged: str | None = None, plan: Sequence[tuple[Mode, str | None]] = ()) -> None:
         self.plan = list(plan) or [(mode, merged)]
@@ -38,12 +38,12 @@ class FixedModes:
 
 
 Answers = list[tuple[list[int], torch.Tensor]]
-"""Per case the tokens, and the logits they were chosen from [tokens, vocab]."""
+"""For each case the tokens, and the logits from which they were chosen [tokens, vocab]."""
 
 
 @dataclasses.dataclass
 class Run:
-    """What a run brought: per case its tokens and logits, and how it went."""
+    """Result of a run: tokens and logits per case, and the engine's statistics."""
 
     answers: Answers
     modes: set[Mode]
@@ -54,7 +54,7 @@ class Run:
 
 
 class Recorded:
-    """A real engine with a reference's adapters loaded, whose answers come with their logits."""
+    """A real engine with a reference's adapters loaded. Its answers include their logits."""
 
     def __init__(
         self,
@@ -69,8 +69,13 @@ class Recorded:
         background: bool = False,
         **settings: Any,
     ) -> None:
-        """checkpoint: a folder to load the model from, instead of making it here. background: adapters are only
-        registered, and read and brought by threads as requests need them. settings: see `EngineConfig`."""
+        """Start the engine.
+
+        Args:
+            checkpoint: A folder from which the model is loaded, instead of building it here.
+            background: Only register the adapters; threads read and load them when requests need them.
+            settings: See `EngineConfig`.
+        """
         config = EngineConfig(
             model=checkpoint or reference.family,
             device=DEVICE,
@@ -78,7 +83,7 @@ class Recorded:
             max_batch_size=8,
             max_step_tokens=max_step_tokens,
             block_size=8,
-            # Adapters take up to half; blocks are one page each: scarce memory has room for about half of the requests.
+            # Adapters use up to half; a block is one page. Scarce memory fits about half of the requests.
             arena_bytes=(72 if scarce_memory else 1024) * PAGE_BYTES,
             merge_fidelity_floor=0.0,
             **settings,
@@ -101,17 +106,17 @@ class Recorded:
         inner_run = self.engine._runner.run
 
         def recording_run(batch: Any) -> Any:
-            if batch.items:  # a step may also do nothing but encode images
+            if batch.items:  # a step may also encode images only
                 self.modes.add(batch.mode)
             self.engine.check_integrity()
             self.engine._scheduler.check_integrity()
             return inner_run(batch)
 
         self.engine._runner.run = recording_run  # type: ignore[method-assign]
-        self.cached_tokens: list[int] = []  # of the last cases, how much of each prompt was not computed
+        self.cached_tokens: list[int] = []  # per case of the last run, the prompt tokens from the prefix cache
 
     def answer(self, cases: Sequence[tuple[str | None, Prompt]], num_tokens: int) -> Answers:
-        """Run cases at once."""
+        """Run all cases concurrently."""
         logits: dict[str, list[torch.Tensor]] = {}
         inner_sample = runner.sample
 
@@ -130,7 +135,7 @@ class Recorded:
                     prompt_ids=prompt.prompt_ids,
                     vision=prompt.vision,
                     adapter=adapter,
-                    # Greedy sampling reads no seed, so it serves as the case's label in the recording.
+                    # Greedy sampling ignores the seed, so it labels the case in the recording.
                     sampling=SamplingParams(max_tokens=num_tokens, seed=i, ignore_eos=True),
                 )
                 for i, (adapter, prompt) in enumerate(cases)
@@ -158,8 +163,10 @@ def run_engine(
     cases: Sequence[tuple[str | None, Prompt]] | None = None,
     **settings: Any,
 ) -> Run:
-    """Run a reference's cases (or the ones given) at once and collect tokens and logits per case. settings: see
-    `Recorded`."""
+    """Run a reference's cases (or the given ones) concurrently and collect tokens and logits per case.
+
+    settings: see `Recorded`.
+    """
     chosen = list(cases) if cases is not None else [reference.cases[i] for i in only or range(len(reference.cases))]
     recorded = Recorded(reference, policy, **settings)
     answers = recorded.answer(chosen, num_tokens)

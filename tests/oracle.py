@@ -1,4 +1,4 @@
-"""The oracle of the engine tests: plain transformers + PEFT, one request at a time, on the same weights."""
+"""The oracle of the engine tests: transformers + PEFT, one request at a time, on the same weights."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ def adapter_configs(family: str) -> dict[str, LoraConfig]:
 
 
 class Oracle:
-    """A model with its adapters under PEFT. `save` writes the adapters the engine then loads.
+    """A model with its adapters under PEFT. `save` writes the adapters for the engine.
 
-    scale: size of the random factors' entries, before division by the square root of their width.
+    scale: standard deviation of the random factors' entries, before division by the square root of their width.
     """
 
     def __init__(self, family: str, model: Any, scale: float = 0.5) -> None:
@@ -64,7 +64,7 @@ class Oracle:
 
     @torch.no_grad()
     def generate(self, prompt: Prompt, adapter: str | None, num_tokens: int) -> tuple[list[int], torch.Tensor]:
-        """Greedy tokens and the logits they were chosen from [num_tokens, vocab]."""
+        """Greedy tokens, and the logits from which they were chosen [num_tokens, vocab]."""
         assert self.peft is not None
         arguments = {
             **prompt.kwargs,

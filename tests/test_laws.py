@@ -1,4 +1,4 @@
-"""The house rules that a machine can check: import order, no torch where there must be none, public names."""
+"""Structural rules of the code: import order, modules without torch, public names."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 
-# Room -> what it may import of the project. DESIGN: a later level may import an earlier one; rooms of a level are
-# blind to each other unless listed.
+# Package -> the packages of this project that it may import. A later level may import an earlier one; packages of one
+# level do not import each other unless listed.
 BASE = {"vlora.errors", "vlora.types", "vlora.wording"}
 LEVEL_1 = BASE | {"atmm", "heads", "vlora.config", "vlora.lazy", "vlora.logs", "vlora.parallel", "vlora.threads"}
 LEVEL_2 = LEVEL_1 | {"vlora.lora", "vlora.memory"}
@@ -73,7 +73,7 @@ def imports(file: Path) -> Iterator[str]:
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0, f"{file}: relative imports hide the room they cross"
+            assert node.level == 0, f"{file}: relative imports hide package boundaries"
             if node.module == "vlora":
                 yield from (f"vlora.{alias.name}" for alias in node.names)
             else:
@@ -88,14 +88,14 @@ def test_imports_point_upward(module: str, file: Path) -> None:
     for imported in imports(file):
         target = room_of(imported)
         if target.split(".")[0] in ("vlora", "atmm", "heads", "fusion", "apps") and target not in (room, "vlora"):
-            assert target in MAY_IMPORT[room], f"{module} imports {imported}: {room} may not know {target}"
+            assert target in MAY_IMPORT[room], f"{module} imports {imported}: {room} must not import {target}"
 
 
 def test_no_imports_run_in_a_circle() -> None:
-    """Type checking included: two modules that know each other are one idea in two files."""
+    """No import cycles, including imports for type checking."""
     files = dict(modules())
     graph = {module: set(_modules_read(file, files)) - {module} for module, file in files.items()}
-    graphlib.TopologicalSorter(graph).prepare()  # raises CycleError, which names the circle
+    graphlib.TopologicalSorter(graph).prepare()  # raises CycleError, which names the cycle
 
 
 def _modules_read(file: Path, known: Mapping[str, Path]) -> Iterator[str]:
@@ -110,7 +110,7 @@ def _modules_read(file: Path, known: Mapping[str, Path]) -> Iterator[str]:
 
 
 def test_checkpoints_are_read_by_the_one_way_that_runs_none_of_their_code() -> None:
-    ways = {"vlora.models.pretrained", "fusion.teachers.pretrained"}  # the latter: a teacher's, from a folder only
+    ways = {"vlora.models.pretrained", "fusion.teachers.pretrained"}  # the latter: teachers, from a folder only
     found = {
         module
         for module, file in modules()

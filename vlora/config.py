@@ -1,4 +1,4 @@
-"""What the user chose, checked once and frozen. What the hardware allows is computed later, elsewhere (`Limits`)."""
+"""User settings, validated once and frozen. Limits that depend on the hardware are computed later (see `Limits`)."""
 
 from __future__ import annotations
 
@@ -20,29 +20,39 @@ POLICY_NAMES = ("vlora_cost", "vlora", "dlora", "merged_only", "unmerged_only")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EngineConfig:
-    """Settings of one engine. Defaults live here only; the command line reads them from this class.
+    """Settings of one engine. Defaults are defined here only; the command line reads them from this class.
 
-    model: a folder or a hub name. load_format "dummy" gives random weights at the config's real shapes.
-    max_batch_size: most requests in a step (MaxBS of V-LoRA's Algorithm 1). max_step_tokens: most tokens in a step.
-    max_context: prompt and answer together, in tokens; None takes the model's own limit.
-    block_size: tokens per KV block. arena_bytes: KV cache and adapters together; None sizes it from free memory.
-    theta_s: how much credit (seconds) makes a request starve. merge_fidelity_floor: adapters below it are never merged.
-    max_ttft_s: bound on the first token (or head's answer) of requests that come without one of their own, or None.
-    weight: NAME=WEIGHT of adapters, for fair shares between them in tokens served; the name "*" is for all others.
-    Empty keeps no shares: who comes first is served first.
-    tenant_weight: the same between tenants, which are the names of tokens; then nobody is let in before the next step
-    has room, so that a crowd of one tenant's requests waits outside.
-    switching: how merged weights come into place; "shadow" keeps a second copy of the language model's target weights,
-    "in_place" writes over them and goes back with the checkpoint's files; "auto" takes shadow where memory allows.
-    encode_share: share of a step's time with tokens that images may be encoded in beside it. vision_cache_bytes: image
-    embeddings kept for reuse. prefix_cache: KV blocks of prompts and answers are kept while their room is not needed,
-    for requests that begin alike. threads: that a step computes with; None is the physical cores in a process of its
-    own (`default_threads`), and torch's number in the caller's.
-    tensor_parallel: how many processes share the language model, each with a part of every layer (on GPUs: one GPU
-    each). arena_bytes and threads are then each one's. sharding: NAME=KIND of adapters on several ranks (replicated,
-    slora or auto); the name "*" is for all others, and auto where nothing is said.
+    Args:
+        model: A folder or a hub name.
+        load_format: "dummy" creates random weights with the shapes of the model's config.
+        policy: The scheduling policy, one of `POLICY_NAMES`.
+        max_batch_size: Maximum number of requests in a step (MaxBS of V-LoRA's Algorithm 1).
+        max_step_tokens: Maximum number of tokens in a step.
+        max_context: Maximum length of prompt and answer together, in tokens. None uses the model's limit.
+        block_size: Tokens per KV block.
+        arena_bytes: Memory of the KV cache and the adapters together. None derives it from free memory.
+        theta_s: Credit in seconds from which a request counts as starving.
+        max_ttft_s: Bound on the first token (or the head's answer) for requests without their own bound, or None.
+        weight: NAME=WEIGHT pairs that set the adapters' fair shares, in tokens served. The name "*" stands for all
+            other adapters. Empty disables fair shares: requests are served in order of arrival.
+        tenant_weight: The same for tenants, which are the names of API tokens. Requests are then admitted only when
+            the next step has room, so that one tenant's backlog stays in the admission queue.
+        merge_fidelity_floor: Adapters with a lower merge fidelity are never merged.
+        switching: How merged weights are applied. "shadow" keeps a second copy of the language model's target weights.
+            "in_place" overwrites them and restores W0 from the checkpoint's files. "auto" uses shadow if memory allows.
+        vision_cache_bytes: Size of the cache of image embeddings. 0 disables it.
+        encode_share: Time for encoding images in a step, as a share of the step's time for tokens.
+        prefix_cache: Whether KV blocks of prompts and answers are kept, while their memory is not needed, for reuse by
+            requests with the same prefix.
+        threads: Threads that compute a step. None uses the physical cores in a process of its own
+            (`default_threads`), and torch's current setting in the caller's process.
+        tensor_parallel: Number of ranks that share the language model, each with a part of every layer (on GPUs: one
+            GPU per rank). arena_bytes and threads then apply to each rank.
+        sharding: NAME=KIND pairs that set the sharding of adapters on several ranks (replicated, slora or auto). The
+            name "*" stands for all other adapters. The default is auto.
 
-    Raises BadConfig when a value cannot work.
+    Raises:
+        BadConfig: A value is invalid.
     """
 
     model: str
@@ -93,15 +103,15 @@ class EngineConfig:
         if not self.theta_s > 0:
             raise BadConfig(f"theta_s is {self.theta_s}; it must be above 0")
         if self.max_ttft_s is not None and not self.max_ttft_s > 0:
-            raise BadConfig(f"max_ttft_s is {self.max_ttft_s}; it must be above 0, or left away for no bound")
+            raise BadConfig(f"max_ttft_s is {self.max_ttft_s}; it must be above 0, or omitted for no bound")
         _parse_weights("weight", self.weight)
         _parse_weights("tenant_weight", self.tenant_weight)
         _parse_sharding(self.sharding)
         if not 0 <= self.merge_fidelity_floor <= 1:
-            raise BadConfig(f"merge_fidelity_floor is {self.merge_fidelity_floor}; it must lie between 0 and 1")
+            raise BadConfig(f"merge_fidelity_floor is {self.merge_fidelity_floor}; it must be between 0 and 1")
         if not self.encode_share > 0:
             raise BadConfig(
-                f"encode_share is {self.encode_share}; it must be above 0 (0.5: images may prolong a step by 50 %)"
+                f"encode_share is {self.encode_share}; it must be above 0 (0.5: images may lengthen a step by 50 %)"
             )
         if self.vision_cache_bytes < 0:
             raise BadConfig(f"vision_cache_bytes is {self.vision_cache_bytes}; it must be 0 (off) or more")
@@ -117,13 +127,13 @@ class EngineConfig:
         return _parse_weights("tenant_weight", self.tenant_weight)
 
     def sharding_of(self, adapter: str) -> str:
-        """What `sharding` says of an adapter: replicated, slora or auto."""
+        """The `sharding` setting of an adapter: replicated, slora or auto."""
         kinds = _parse_sharding(self.sharding)
         return kinds.get(adapter, kinds.get("*", "auto"))
 
 
 def _parse_weights(field: str, pairs: Sequence[str]) -> dict[str, float]:
-    """Raises BadConfig for what is no pair, no number above 0, or given twice."""
+    """Raises BadConfig for an entry that is not a pair, a weight that is not above 0, and a duplicate name."""
     found: dict[str, float] = {}
     for pair in pairs:
         name, _, text = pair.rpartition("=")
@@ -132,33 +142,38 @@ def _parse_weights(field: str, pairs: Sequence[str]) -> dict[str, float]:
         except ValueError:
             value = math.nan
         if not (name and math.isfinite(value) and value > 0):
-            raise BadConfig(f"{field} is {pair!r}; write NAME=WEIGHT with a weight above 0, or *=WEIGHT for all others")
+            raise BadConfig(f"{field} is {pair!r}; use NAME=WEIGHT with a weight above 0, or *=WEIGHT for all others")
         if name in found:
-            raise BadConfig(f"{field} gives {name!r} twice; one is enough")
+            raise BadConfig(f"{field} sets {name!r} twice; remove one of the entries")
         found[name] = value
     return found
 
 
 def _parse_sharding(pairs: Sequence[str]) -> dict[str, str]:
-    """Raises BadConfig for what is no pair, no kind, or given twice."""
+    """Raises BadConfig for an entry that is not a pair, an unknown kind, and a duplicate name."""
     found: dict[str, str] = {}
     for pair in pairs:
         name, _, kind = pair.rpartition("=")
         if not name or kind not in SHARDINGS:
             raise BadConfig(
-                f"sharding is {pair!r}; write NAME=KIND, or *=KIND for all others; kinds are {', '.join(SHARDINGS)}"
+                f"sharding is {pair!r}; use NAME=KIND, or *=KIND for all others; kinds: {', '.join(SHARDINGS)}"
             )
         if name in found:
-            raise BadConfig(f"sharding gives {name!r} twice; one is enough")
+            raise BadConfig(f"sharding sets {name!r} twice; remove one of the entries")
         found[name] = kind
     return found
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Token:
-    """Who may call. admin: also load, unload and pin adapters. expires: from this moment on it is refused.
+    """An API token of one caller.
 
-    Raises BadConfig when a value cannot work; no message carries the secret.
+    Args:
+        admin: Whether the caller may also load, unload and pin adapters.
+        expires: The time from which the token is rejected.
+
+    Raises:
+        BadConfig: A value is invalid. The message never contains the secret.
     """
 
     name: str
@@ -170,29 +185,40 @@ class Token:
         if len(self.secret) < MIN_SECRET or not all("!" <= letter <= "~" for letter in self.secret):
             raise BadConfig(
                 f"token {self.name!r} cannot be used: a token has at least {MIN_SECRET} characters, ASCII and no "
-                "spaces; openssl rand -hex 32 makes a good one"
+                "spaces; generate one with 'openssl rand -hex 32'"
             )
         if self.expires is not None and self.expires.tzinfo is None:
-            raise BadConfig(f"token {self.name!r} expires at a time without a time zone; write 2027-01-31T00:00:00Z")
+            raise BadConfig(f"expiry of token {self.name!r} has no time zone; use the form 2027-01-31T00:00:00Z")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ServerConfig:
-    """Settings of the front end. Without tokens it binds to loopback only. http_port None serves no HTTP.
+    """Settings of the front end. Without tokens it binds to loopback only.
 
-    tls_cert and tls_key: PEM files; both surfaces then speak TLS only. tls_client_ca: callers must show a certificate
-    of this authority as well.
+    Args:
+        http_port: Port of the HTTP API. None disables HTTP.
+        max_image_bytes: Maximum size of one encoded image.
+        max_image_pixels: Maximum size of one decoded image.
+        max_images: Maximum number of images in a request.
+        max_request_pixels: Maximum size of all images of a request together.
+        max_message_bytes: Maximum size of one message on the wire.
+        max_held_bytes: Maximum total size of the messages of unfinished requests.
+        max_prompt_chars: Maximum length of a request's text.
+        max_requests: Maximum number of concurrent requests.
+        request_timeout_s: Maximum duration of a request, from arrival to the last message.
+        drain_s: How long running requests may continue after the server receives a stop signal.
+        max_streams: Maximum number of open frame streams.
+        stream_keep_s: How long a frame stream stays open after its connection is lost.
+        tls_cert: PEM file of the certificate. With it, both APIs accept TLS connections only.
+        tls_key: PEM file of the certificate's private key.
+        tls_client_ca: PEM file of the authority that must have signed a client's certificate.
+        image_hosts: Hosts from which HTTP requests may load images; "*" allows every public host.
+        image_folder: Folder that file URLs may point into.
+        tokens: API tokens of the permitted callers. They are secrets: read from a file or the environment, never from
+            a flag.
 
-    max_image_bytes and max_image_pixels bound one encoded image and one decoded image, max_request_pixels all images of
-    one request together. max_message_bytes bounds one message on the wire, max_held_bytes all
-    messages together whose requests have not ended, max_prompt_chars the text of one request.
-    max_requests: how many may be under way at once. request_timeout_s bounds one request, from arrival to last word;
-    drain_s is how long requests under way may still run after the server was told to stop.
-    max_streams: how many streams of frames may be open at once; stream_keep_s is how long one outlasts its connection.
-    image_hosts: hosts that HTTP requests may name images on, "*" for every public one; image_folder: where file URLs
-    may point into. tokens: who may call; secrets, so they are read from a file or the environment and are never a flag.
-
-    Raises BadConfig when a value cannot work.
+    Raises:
+        BadConfig: A value is invalid.
     """
 
     host: str = "127.0.0.1"
@@ -225,30 +251,28 @@ class ServerConfig:
         if not self.on_loopback and not self.tokens:
             raise BadConfig(
                 f"host is {self.host!r}; without authentication the server binds to loopback only "
-                f"({', '.join(LOOPBACK_HOSTS)}). Give it tokens with --token-file, VLORA_TOKEN or VLORA_ADMIN_TOKEN"
+                f"({', '.join(LOOPBACK_HOSTS)}). Set tokens with --token-file, VLORA_TOKEN or VLORA_ADMIN_TOKEN"
             )
         secrets = [token.secret for token in self.tokens]
         for token in self.tokens:
             if secrets.count(token.secret) > 1:
-                raise BadConfig(f"token {token.name!r} is the same as another one; everyone gets a token of their own")
+                raise BadConfig(f"token {token.name!r} has the same secret as another token; each token must be unique")
         if (self.tls_cert is None) != (self.tls_key is None):
-            raise BadConfig("tls_cert and tls_key belong together; give both, or neither")
+            raise BadConfig("tls_cert and tls_key must be set together; set both, or neither")
         if self.tls_client_ca is not None and self.tls_cert is None:
-            raise BadConfig(
-                "tls_client_ca asks callers for certificates, which takes TLS; give tls_cert and tls_key too"
-            )
+            raise BadConfig("tls_client_ca requires TLS; set tls_cert and tls_key too")
         for host in self.image_hosts:
             if host != "*" and (not host or host.count(":") == 1 or not set(host).isdisjoint("/@*[] ")):
                 raise BadConfig(
-                    f"image_hosts is {host!r}, which no URL's host will be; write its name alone (pictures.example), "
-                    "or * for every public one"
+                    f"image_hosts is {host!r}, which is not a host name; use a name alone (pictures.example), or * "
+                    "for every public host"
                 )
         if self.image_folder is not None and not os.path.isdir(self.image_folder):
             raise BadConfig(f"image_folder is {self.image_folder!r}; there is no such folder")
         for field in ("rpyc_port", "http_port"):
             port = getattr(self, field)
             if port is not None and not 0 <= port <= 65535:
-                raise BadConfig(f"{field} is {port}; it must lie between 0 (any free port) and 65535")
+                raise BadConfig(f"{field} is {port}; it must be between 0 (any free port) and 65535")
         for field in (
             "max_image_bytes",
             "max_image_pixels",
@@ -263,8 +287,8 @@ class ServerConfig:
                 raise BadConfig(f"{field} is {getattr(self, field)}; it must be at least 1")
         if self.max_held_bytes < self.max_message_bytes:
             raise BadConfig(
-                f"max_held_bytes is {self.max_held_bytes}, below max_message_bytes ({self.max_message_bytes}): the "
-                "largest message could never be taken; raise the one or lower the other"
+                f"max_held_bytes is {self.max_held_bytes}, below max_message_bytes ({self.max_message_bytes}), so the "
+                "largest message could never be accepted; raise max_held_bytes or lower max_message_bytes"
             )
         if not self.request_timeout_s > 0:
             raise BadConfig(f"request_timeout_s is {self.request_timeout_s}; it must be above 0")

@@ -1,30 +1,30 @@
-"""Every error a user of V-LoRA can meet, in one tree.
+"""The hierarchy of errors that V-LoRA raises.
 
 ::
 
     VLoraError
-    |-- BadConfig            a setting, flag or model that cannot work
+    |-- BadConfig            a setting, flag or model that is invalid
     |   `-- UnsupportedModel     a model family that is not on the allow-list, with the reason
     |-- BadPlan              a fusion plan that cannot be run (file, line and field named)
     |-- BadAdapter           an adapter that cannot be served, with the reason
-    |-- BadRequest           the request itself is wrong
-    |   |-- BadImage             bytes that are no image, or no video, or a frame that cannot be read
+    |-- BadRequest           the request is invalid
+    |   |-- BadImage             bytes that are not an image or a video, or a frame that cannot be decoded
     |   |-- TooLarge             an image, a video or a body over the server's limits
     |   |-- PromptTooLong        prompt and answer do not fit the model's context
     |   |-- UnknownAdapter       no adapter of that name is registered
     |   |-- UnknownHead          the adapter has no head of that name
-    |   `-- UnknownStream        no stream of that id is open to this caller; perhaps it was closed, or has expired
-    |-- Unauthorized         no token, a wrong one, or one that has expired
-    |-- Forbidden            the token is good, but not for this call
+    |   `-- UnknownStream        the caller has no open stream with that id; it may be closed or expired
+    |-- Unauthorized         the token is missing, wrong or expired
+    |-- Forbidden            the token is valid, but does not permit this call
     |-- OverCapacity         the server is full; try again later
-    |-- DeadlineMissed       the answer could not be given within the request's latency bound
-    |   `-- DeadlineUnreachable  it could not have been: refused ahead of time, with nothing computed
-    |-- Aborted              the request was cancelled, by its client or by an operator
-    |-- StepFailed           a batch failed inside the engine; only its own requests are lost
-    |-- EngineDead           the engine process is gone; the message carries the cause
+    |-- DeadlineMissed       the answer was not ready within the request's latency bound
+    |   `-- DeadlineUnreachable  the bound cannot be met: rejected before anything is computed
+    |-- Aborted              the request was cancelled by its client or by an operator
+    |-- StepFailed           a batch failed inside the engine; only its own requests fail
+    |-- EngineDead           the engine process has died; the message contains the cause
     `-- Disconnected         the server cannot be reached, or the connection broke before the answer
 
-Each class has a stable `code` (what travels over the wire) and an `http_status`. `assert` is for our own mistakes only.
+Each class has a stable `code`, which is sent over the wire, and an `http_status`. `assert` is for internal errors only.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _NAMES_SHOWN = 20
 
 
 class VLoraError(Exception):
-    """Base of everything a user can cause or meet. `str(error)` says what was wrong, which value, and what to do."""
+    """Base class of all V-LoRA errors. `str(error)` states the problem, the value, and the remedy."""
 
     code: ClassVar[str] = "error"
     http_status: ClassVar[int] = 500
@@ -60,7 +60,11 @@ class BadAdapter(VLoraError):
 
 
 class BadRequest(VLoraError):
-    """field: which of the request's it is about, where that is one; it does not travel between processes."""
+    """An invalid request.
+
+    Args:
+        field: The invalid field of the request, if there is one. It is not sent between processes.
+    """
 
     code = "bad_request"
     http_status = 400
@@ -143,7 +147,7 @@ class Disconnected(VLoraError):
 
 
 def listed(names: Collection[str]) -> str:
-    """Names for a message, in order; of thousands the first, and how many more there are."""
+    """Sorted names for a message: the first ones, and the number of the others."""
     shown = sorted(names)[:_NAMES_SHOWN]
     more = len(names) - len(shown)
     return (", ".join(shown) or "none") + (f" and {more} more" if more else "")
@@ -162,5 +166,5 @@ def error_codes() -> tuple[str, ...]:
 
 
 def error_from_code(code: str, message: str) -> VLoraError:
-    """Rebuild the typed error that crossed a wire as (code, message). An unknown code becomes a plain `VLoraError`."""
+    """Rebuild a typed error that was sent as (code, message). An unknown code becomes a plain `VLoraError`."""
     return _tree(VLoraError).get(code, VLoraError)(message)

@@ -1,4 +1,4 @@
-"""Packages whose names are imported when they are used, so that importing one of their modules stays cheap."""
+"""Lazy imports of a package's public names, so that importing one of its modules stays cheap."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ def attributes(package: str, **modules: str) -> Callable[[str], Any]:
     """A module-level `__getattr__` (PEP 562) for a package.
 
     Args:
-        package: its `__name__`.
-        modules: for each name that the package offers, the module that defines it.
+        package: The package's `__name__`.
+        modules: For each public name of the package, the module that defines it.
     """
 
     def get(name: str) -> Any:

@@ -1,7 +1,7 @@
-"""What a server's processes write to stderr besides results: nothing below a warning unless it is asked for.
+"""Log configuration of the server's processes: lines on stderr, by default warnings and errors only.
 
 A line is text, or one JSON object with the same content: at (UTC), level, logger, message, and the fields of its event
-(`extra={"fields": {...}}`). No prompt, picture, answer or token is ever logged.
+(`extra={"fields": {...}}`). Prompts, images, answers and tokens are never logged.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ LEVELS = ("error", "warning", "info", "debug")
 LEVEL_VARIABLE, JSON_VARIABLE = "VLORA_LOG_LEVEL", "VLORA_LOG_JSON"
 
 _OTHERS = ("uvicorn", "asyncio")
-"""Libraries whose errors would be ours; what they warn of is what callers do wrong."""
+"""Libraries of which only errors are logged; their warnings are about invalid input from clients."""
 
 
 def configure(environ: Mapping[str, str]) -> None:
-    """Write logs as the two variables say. The engine's process inherits them, so that both write alike."""
+    """Configure logging from the two variables. The engine process inherits them, so that its format is the same."""
     handler = logging.StreamHandler()
     handler.setFormatter(_JsonLines() if environ.get(JSON_VARIABLE) else _TextLines())
     level = environ.get(LEVEL_VARIABLE, "warning")

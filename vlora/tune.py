@@ -1,5 +1,5 @@
-"""`vlora tune`: measure ATMM on this machine, check a table's numerics, look at every kernel of the space, and build
-those that are built ahead."""
+"""`vlora tune`: measure ATMM on this machine, check a table's numerics, lint every kernel of the search space, and
+build the kernels that are compiled ahead of time."""
 
 from __future__ import annotations
 
@@ -32,8 +32,12 @@ _LARGEST_ERROR = {"float32": 1e-5, "bfloat16": 2e-2, "float16": 4e-3}
 
 
 def shapes_of(model: str) -> list[Shape]:
-    """The different groups of sites of a model's language side; no weights are read. Raises BadConfig,
-    UnsupportedModel."""
+    """The distinct shapes of site groups in a model's language model, without reading weights.
+
+    Raises:
+        BadConfig: The model's config cannot be loaded.
+        UnsupportedModel: The model's family is not supported.
+    """
     try:
         config = from_pretrained(AutoConfig, model)
     except (OSError, ValueError) as error:
@@ -44,8 +48,11 @@ def shapes_of(model: str) -> list[Shape]:
 
 
 class Tuned(NamedTuple):
-    """What a search came to. num_measured: buckets, so far; num_rows: those where the rule errs, which the table has;
-    num_done of num_cases: how far this search came."""
+    """Result of a search.
+
+    num_measured: buckets measured so far. num_rows: rows of the table, one per bucket in which the rule's choice is too
+    slow. num_done of num_cases: progress of this search.
+    """
 
     table: str
     num_measured: int
@@ -54,26 +61,32 @@ class Tuned(NamedTuple):
     num_cases: int
 
     def __str__(self) -> str:
-        told = f"{self.num_measured} buckets measured; the rule errs in {self.num_rows} of them: {self.table}"
+        told = f"{self.num_measured} buckets measured; the table has rows for {self.num_rows} of them: {self.table}"
         if self.num_done == self.num_cases:
             return told
-        return f"{told}; {self.num_done} of {self.num_cases} cases are done, the same command goes on"
+        return f"{told}; {self.num_done} of {self.num_cases} cases are done; run the same command to continue"
 
 
 def tune(model: str | None, *, device: str, dtypes: Sequence[str], minutes: float, out: Path | None) -> Tuned:
-    """Search, or go on with a search that was stopped, and write the table.
+    """Search, or resume an interrupted search, and write the table.
 
-    out: None for the user's folder, where the engine finds it. The search uses torch's current number of threads. Rows
-    of an existing table stay where this search did not measure their bucket.
+    The search uses torch's current number of threads. An existing table keeps its rows for buckets that this search
+    did not measure.
 
-    Raises BadConfig where the table cannot be written, or where `out` is one of another processor or number of threads.
+    Args:
+        model: The model that gives the layer shapes. None measures the default shapes.
+        minutes: Time limit of the search.
+        out: The table's file. None uses the user's folder, from which the engine reads tables.
+
+    Raises:
+        BadConfig: The table cannot be written, or `out` is for another processor or number of threads.
     """
     threads = torch.get_num_threads()
     if out is None:
         try:
             out = tables.path_for(device, threads)
         except OSError as error:
-            raise BadConfig(f"the table has no folder: {error}; give --out") from error
+            raise BadConfig(f"no folder for the table: {error}; set --out") from error
     journal = out.with_suffix(f".t{threads}.partial")
     existing = _existing_rows(out, device, threads)
     todo = cases(SHAPES if model is None else shapes_of(model), dtypes)
@@ -94,12 +107,12 @@ def tune(model: str | None, *, device: str, dtypes: Sequence[str], minutes: floa
         if done == len(todo):
             journal.unlink()
     except OSError as problem:
-        raise BadConfig(f"cannot write the table {out}: {problem}; give --out") from problem
+        raise BadConfig(f"cannot write the table {out}: {problem}; set --out") from problem
     return Tuned(str(out), len(findings), len(rows), done, len(todo))
 
 
 def _existing_rows(path: Path, device: str, threads: int) -> Sequence[tuple[Bucket, str]]:
-    """The rows of an existing table; none where the file is no table of this version, which a search replaces."""
+    """The rows of an existing table; none if the file is not a table of this version, which a search replaces."""
     try:
         table = tables.read_table(path, device)
     except (OSError, ValueError):
@@ -107,8 +120,8 @@ def _existing_rows(path: Path, device: str, threads: int) -> Sequence[tuple[Buck
     here = tables.device_name(device)
     if table.device != here or (device == "cpu" and table.threads != threads):
         raise BadConfig(
-            f"{path} was measured on {table.device} with threads {table.threads}, this search is for {here} with "
-            f"threads {threads}; give another --out"
+            f"{path} was measured on {table.device} with threads {table.threads}, but this search is for {here} with "
+            f"threads {threads}; set another --out"
         )
     return table.rows
 
@@ -118,7 +131,7 @@ def _slow(finding: Finding) -> bool:
 
 
 def check(table: Path, device: str, say: Callable[[str], None]) -> bool:
-    """Compute a case of every row and compare it with float64. Returns whether all agree; says which do not."""
+    """Compute one case per row and compare it with float64. Returns whether all agree; `say` gets the deviations."""
     try:
         rows = tables.read_table(table, device).rows
     except (OSError, ValueError) as problem:
@@ -131,18 +144,24 @@ def check(table: Path, device: str, say: Callable[[str], None]) -> bool:
             found, allowed = error(case, strategy, device), _LARGEST_ERROR[case.dtype]
             if not found <= allowed:
                 wrong += 1
-                say(f"{strategy}: {bucket}: relative error {found:.1e}, {allowed:.0e} is allowed")
+                say(f"{strategy}: {bucket}: relative error {found:.1e}, maximum {allowed:.0e}")
     say(f"{len(rows) - wrong} of {len(rows)} rows of {table} agree with float64")
     return not wrong
 
 
 def lint(say: Callable[[str], None]) -> bool:
-    """Compile every kernel of the space for sm_80 and sm_90, without a GPU. Returns whether all are sound; says which
-    are not. Raises BadConfig without Triton."""
+    """Compile every kernel of the search space for sm_80 and sm_90, without a GPU, and print the faulty ones.
+
+    Returns:
+        Whether all kernels are sound.
+
+    Raises:
+        BadConfig: Triton is not installed.
+    """
     try:
         from atmm.triton.lint import inspect, whole_space
     except ImportError as problem:
-        raise BadConfig(f"compiling the kernels needs Triton, which is for Linux: {problem}") from problem
+        raise BadConfig(f"compiling the kernels requires Triton, which runs on Linux: {problem}") from problem
     kernels = whole_space()
     faults = 0
     with Progress(*_COLUMNS, console=Console(stderr=True)) as progress:
@@ -159,9 +178,14 @@ def lint(say: Callable[[str], None]) -> bool:
 
 
 def build_cutlass(capabilities: Sequence[int], say: Callable[[str], None]) -> None:
-    """Compile the grouped products for compute capabilities, 80 being 8.0, and keep the tiles that do not spill.
+    """Compile the grouped products and keep the tiles that do not spill registers.
 
-    Says what became of each. Raises BadConfig without nvcc or CUTLASS's headers, and where nothing compiles with them.
+    Args:
+        capabilities: Compute capabilities times ten: 80 is 8.0.
+        say: Gets one line per tile with the outcome.
+
+    Raises:
+        BadConfig: nvcc or CUTLASS's headers are missing, or no tile compiles.
     """
     sound: list[build.Made] = []
     faulty: list[build.Made] = []
@@ -177,7 +201,7 @@ def build_cutlass(capabilities: Sequence[int], say: Callable[[str], None]) -> No
                 progress.advance(task)
                 (faulty if made.fault else sound).append(made)
             if not sound:
-                raise BadConfig(f"no tile of the grouped products can be used; {faulty[0].tile.name} {faulty[0].fault}")
+                raise BadConfig(f"no tile of the grouped products is usable; {faulty[0].tile.name}: {faulty[0].fault}")
             build.link(tools, [problems, *(made.object for made in sound)], library)
     except (OSError, subprocess.SubprocessError) as problem:
         raise BadConfig(f"cannot build the grouped products: {build.reason(problem)}") from problem
@@ -191,7 +215,7 @@ def build_cutlass(capabilities: Sequence[int], say: Callable[[str], None]) -> No
 
 
 def capabilities_here() -> list[int]:
-    """Of the GPU at hand, or where there is none of those that V-LoRA is made for: A100 and H100."""
+    """Compute capability of this machine's GPU; without a GPU, those of the supported A100 and H100."""
     if torch.cuda.is_available():
         major, minor = torch.cuda.get_device_capability()
         return [10 * major + minor]

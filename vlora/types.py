@@ -1,6 +1,6 @@
-"""The nouns every room shares, as frozen values. No torch: a camera box imports this module.
+"""Shared data types, as frozen values. This module does not import torch, because clients import it.
 
-All of them can cross a process boundary as msgpack (msgspec), so they hold numbers, strings, bytes and tuples only.
+All types can be sent between processes as msgpack (msgspec), so they hold numbers, strings, bytes and tuples only.
 """
 
 from __future__ import annotations
@@ -38,21 +38,30 @@ MAX_BIASED_TOKENS = 1024
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
-    """What a user may set about token choice.
+    """Sampling parameters of a request.
 
-    temperature 0 is greedy. top_k 0, top_p 1 and min_p 0 switch those filters off; min_p keeps the tokens with at least
-    this share of the likeliest token's probability. Draws depend on `seed` and the token's place in the answer only,
-    never on the batch; `seed=None` takes one from the request id.
-    repetition_penalty divides positive logits, and multiplies negative ones, of every token of the prompt and the
-    answer so far (CTRL, https://arxiv.org/abs/1909.05858); 1 is off. frequency_penalty and presence_penalty subtract
-    from the logits of the answer's tokens: the first once per occurrence, the second once. logit_bias: pairs of token
-    id and what is added to its logit.
-    min_tokens: neither an end-of-sequence token nor a stop string ends the answer before it has so many tokens.
-    logprobs: for every token its log probability and those of this many likeliest ones, from the model's logits without
-    penalties and bias; None computes none.
-    grammar: the answer's form as a Lark grammar (llguidance's dialect), or None. An answer that ends by itself has it.
+    Args:
+        max_tokens: Maximum number of tokens in the answer.
+        min_tokens: Minimum number of tokens before an end-of-sequence token or a stop string may end the answer.
+        temperature: Sampling temperature; 0 is greedy.
+        top_p: Keep the smallest set of most likely tokens with at least this total probability; 1 is off.
+        top_k: Keep this many most likely tokens; 0 is off.
+        min_p: Keep tokens with at least this share of the most likely token's probability; 0 is off.
+        repetition_penalty: Divides positive logits, and multiplies negative logits, of every token in the prompt and
+            the answer so far (CTRL, https://arxiv.org/abs/1909.05858); 1 is off.
+        frequency_penalty: Subtracted from the logit of each token in the answer, once per occurrence.
+        presence_penalty: Subtracted from the logit of each token in the answer, once.
+        logit_bias: Pairs of a token id and the value added to its logit.
+        seed: Draws depend on the seed and the token's index in the answer only, never on the batch. None derives the
+            seed from the request id.
+        stop: Strings that end the answer.
+        ignore_eos: Whether end-of-sequence tokens do not end the answer.
+        logprobs: Return each token's log probability and those of this many most likely tokens, from the model's
+            logits without penalties and bias. None computes none.
+        grammar: A Lark grammar (llguidance's dialect) that the answer matches unless it is cut off, or None.
 
-    Raises BadRequest when a value is out of range.
+    Raises:
+        BadRequest: A value is out of range.
     """
 
     max_tokens: int = 128
@@ -84,7 +93,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
         if self.top_k < 0:
             raise BadRequest(f"top_k is {self.top_k}; it must be 0 (off) or more", field="top_k")
         if not 0 <= self.min_p <= 1:
-            raise BadRequest(f"min_p is {self.min_p}; it must lie between 0 (off) and 1", field="min_p")
+            raise BadRequest(f"min_p is {self.min_p}; it must be between 0 (off) and 1", field="min_p")
         if not (math.isfinite(self.repetition_penalty) and self.repetition_penalty > 0):
             raise BadRequest(
                 f"repetition_penalty is {self.repetition_penalty}; it must be a finite number above 0 (1 is off)",
@@ -94,43 +103,43 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
             penalty = getattr(self, field)
             if not -MAX_PENALTY <= penalty <= MAX_PENALTY:
                 raise BadRequest(
-                    f"{field} is {penalty}; it must lie between {-MAX_PENALTY} and {MAX_PENALTY}", field=field
+                    f"{field} is {penalty}; it must be between {-MAX_PENALTY} and {MAX_PENALTY}", field=field
                 )
         if len(self.logit_bias) > MAX_BIASED_TOKENS:
             raise BadRequest(
-                f"logit_bias has {len(self.logit_bias)} tokens; at most {MAX_BIASED_TOKENS} are read",
+                f"logit_bias has {len(self.logit_bias)} tokens; at most {MAX_BIASED_TOKENS} are allowed",
                 field="logit_bias",
             )
         for token_id, bias in self.logit_bias:
             if not -MAX_LOGIT_BIAS <= bias <= MAX_LOGIT_BIAS:
                 raise BadRequest(
-                    f"logit_bias of token {token_id} is {bias}; it must lie between {-MAX_LOGIT_BIAS} and "
+                    f"logit_bias of token {token_id} is {bias}; it must be between {-MAX_LOGIT_BIAS} and "
                     f"{MAX_LOGIT_BIAS}",
                     field="logit_bias",
                 )
         if not 0 <= self.min_tokens <= self.max_tokens:
             raise BadRequest(
-                f"min_tokens is {self.min_tokens}; it must lie between 0 and max_tokens, which is {self.max_tokens}",
+                f"min_tokens is {self.min_tokens}; it must be between 0 and max_tokens ({self.max_tokens})",
                 field="min_tokens",
             )
         if self.logprobs is not None and not 0 <= self.logprobs <= MAX_LOGPROBS:
-            raise BadRequest(f"logprobs is {self.logprobs}; it must lie between 0 and {MAX_LOGPROBS}", field="logprobs")
+            raise BadRequest(f"logprobs is {self.logprobs}; it must be between 0 and {MAX_LOGPROBS}", field="logprobs")
         if any(not text for text in self.stop):
-            raise BadRequest("stop holds an empty string; every stop string needs at least one character", field="stop")
+            raise BadRequest("stop contains an empty string; a stop string needs at least one character", field="stop")
         if self.grammar is not None and len(self.grammar) > MAX_GRAMMAR_CHARS:
-            raise BadRequest(f"the grammar has {len(self.grammar)} characters; at most {MAX_GRAMMAR_CHARS} are read")
+            raise BadRequest(f"the grammar has {len(self.grammar)} characters; at most {MAX_GRAMMAR_CHARS} are allowed")
         if self.grammar is not None and self.ignore_eos:
-            raise BadRequest("ignore_eos and grammar do not go together: the grammar says where the answer ends")
+            raise BadRequest("ignore_eos cannot be combined with a grammar: the grammar determines where answers end")
         if self.grammar is not None and self.min_tokens:
             raise BadRequest(
-                "min_tokens and a grammar (response_format, tools) do not go together: the grammar says where the "
-                "answer ends; leave one of them out",
+                "min_tokens cannot be combined with a grammar (response_format, tools): the grammar determines where "
+                "the answer ends; omit one of them",
                 field="min_tokens",
             )
 
 
 class TensorValue(msgspec.Struct, frozen=True):
-    """A tensor as a value: `data` is C-contiguous, `dtype` is numpy's name for it."""
+    """A tensor as a value: `data` is C-contiguous, `dtype` is numpy's name of the type."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -138,13 +147,12 @@ class TensorValue(msgspec.Struct, frozen=True):
 
 
 class VisionInput(msgspec.Struct, frozen=True, kw_only=True):
-    """One image or one video after the image processor: the tensors the model's vision tower takes, for this item
-    alone.
+    """One image or video as the image processor returns it: the inputs of the vision tower for this item alone.
 
-    content_hash: hex digest over the processed tensors; the key under which its embeddings are cached.
-    num_tokens: how many placeholder tokens of the prompt it fills.
-    num_patches: work of encoding it, in patches of a small image: its patches, and what their attention to each other
-    costs beside that, which grows with the square. 0 until an engine has computed it.
+    content_hash: hex digest of the processed tensors; the cache key of its embeddings.
+    num_tokens: number of placeholder tokens in the prompt.
+    num_patches: cost of encoding the item, in patches of a small image: its patches, plus the cost of their attention,
+    which grows with the square of their number. 0 until an engine computes it.
     """
 
     kind: Literal["image", "video"]
@@ -155,18 +163,18 @@ class VisionInput(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Request(msgspec.Struct, frozen=True, kw_only=True):
-    """One user job, ready for the engine: placeholders expanded, images processed.
+    """A request ready for the engine: placeholders expanded, images processed.
 
-    adapter None is the base model. head None asks for text; otherwise the named task head of the adapter answers in
-    one pass.
-    max_latency_s: the caller's bound on the whole request, or None; a later answer is no answer.
-    max_ttft_s: the caller's bound on the first token, or on the head's answer, or None. A request that cannot keep a
-    bound is refused ahead of time; one that was let in is answered, even when its first token comes late after all.
-    priority: who waits with a higher one comes first, from -MAX_PRIORITY to MAX_PRIORITY.
-    tenant: on whose behalf, for fair shares; None where nobody showed a token.
-    whole: nobody reads the answer before it is whole, so that all its tokens may come in the last message.
-    read_from: the first prompt token whose hidden state is needed, so that from there on nothing is reused; the engine
-    says it of heads that read image tokens. None: the last one.
+    adapter: None uses the base model. head: None generates text; otherwise the adapter's task head of that name answers
+    in one pass.
+    max_latency_s: bound on the whole request, or None. If it is missed, the request fails.
+    max_ttft_s: bound on the first token, or on the head's answer, or None. A request that cannot meet a bound is
+    rejected up front; an admitted request is answered even if its first token is late.
+    priority: waiting requests with a higher priority are scheduled first; from -MAX_PRIORITY to MAX_PRIORITY.
+    tenant: the unit of fair sharing between callers; None for a caller without a token.
+    whole: the caller reads the answer only when it is complete, so that all tokens may come in the last message.
+    read_from: index of the first prompt token with a hidden state that is read. KV from there on is not reused. The
+    engine sets it for heads that read image tokens; None is the last token.
     """
 
     request_id: str
@@ -186,7 +194,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
         if not self.prompt_ids:
             raise BadRequest("the prompt is empty; send at least one token")
         if self.head is not None and self.adapter is None:
-            raise BadRequest(f"head {self.head!r} was asked for without an adapter; heads belong to adapters")
+            raise BadRequest(f"head {self.head!r} needs an adapter; set the adapter that has this head")
         for field in ("max_latency_s", "max_ttft_s"):
             bound = getattr(self, field)
             if bound is not None and not bound > 0:
@@ -195,9 +203,9 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def check_priority(priority: int) -> None:
-    """Raises BadRequest for one out of range."""
+    """Raises BadRequest if the priority is out of range."""
     if not -MAX_PRIORITY <= priority <= MAX_PRIORITY:
-        raise BadRequest(f"priority is {priority}; it must lie between {-MAX_PRIORITY} and {MAX_PRIORITY}")
+        raise BadRequest(f"priority is {priority}; it must be between {-MAX_PRIORITY} and {MAX_PRIORITY}")
 
 
 class ErrorValue(msgspec.Struct, frozen=True):
@@ -215,10 +223,10 @@ class ErrorValue(msgspec.Struct, frozen=True):
 
 
 class FoundBox(msgspec.Struct, frozen=True, kw_only=True):
-    """One thing that a detection head found. score: how sure it is of it, 0 to 1.
+    """One object that a detection head found. score: confidence, 0 to 1.
 
-    image: which of the request's pictures it is in, from 0. Edges are in shares (0 to 1) of that picture's width and
-    height where the engine speaks, in pixels of the picture as it was sent (turned upright) where a client is told.
+    image: index of the request's image that contains it, from 0. The engine gives edges as shares (0 to 1) of that
+    image's width and height; clients receive them in pixels of the image as sent (after EXIF rotation).
     """
 
     label: str
@@ -232,14 +240,16 @@ class FoundBox(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class HeadAnswer(msgspec.Struct, frozen=True, kw_only=True):
-    """What a task head says. label: the answer in a few words, whatever the task. confidence: how likely it is right,
-    0 to 1. labels: the head's own, which another version of its adapter may not share. The rest depends on the task:
+    """The answer of a task head.
+
+    label: the answer in a few words, for every task. confidence: estimated probability that it is right, 0 to 1.
+    labels: the head's labels, which may differ in another version of the adapter. The other fields depend on the task:
 
     * classification, action, binary: label_id, and every label's probability in scores;
     * counting: count, and the probabilities of 0, 1, 2, ... in scores;
-    * multi_label: chosen, the ids of all labels that hold, and every label's own probability in scores;
-    * regression: values, one per label, and the standard deviation of each one's error in deviations;
-    * detection: boxes, surest first.
+    * multi_label: chosen, the ids of all labels that apply, and every label's own probability in scores;
+    * regression: values, one per label, and the standard deviation of each value's error in deviations;
+    * detection: boxes, in order of decreasing score.
     """
 
     task: str
@@ -256,9 +266,9 @@ class HeadAnswer(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TokenScore(msgspec.Struct, frozen=True):
-    """How likely the model held a sampled token, before temperature and filters: natural logarithms.
+    """Natural log probability of a sampled token, before temperature and filters.
 
-    top: (token id, log probability) of the likeliest tokens, best first; as many as the request asked for.
+    top: (token id, log probability) of the most likely tokens, best first; as many as the request asked for.
     """
 
     logprob: float
@@ -266,10 +276,10 @@ class TokenScore(msgspec.Struct, frozen=True):
 
 
 class Timings(msgspec.Struct, frozen=True, kw_only=True):
-    """Where one request's time went, in seconds from its arrival at the engine, and how it was run.
+    """Times of one request, in seconds from its arrival at the engine, and its execution statistics.
 
-    ttft_s is None until something was answered. steps_by_mode counts the steps the request took part in.
-    num_cached_tokens: of the prompt, those whose KV was found and not computed; 0 until something was answered.
+    ttft_s: None until the first answer. steps_by_mode: number of steps the request took part in.
+    num_cached_tokens: prompt tokens with KV from the prefix cache; 0 until the first answer.
     """
 
     queue_s: float
@@ -286,10 +296,10 @@ FinishReason = Literal["stop", "length", "head", "cancelled", "error"]
 
 
 class RequestOutput(msgspec.Struct, frozen=True, kw_only=True):
-    """One message of a request's answer. The last one has a finish_reason; exactly one such message ends every request.
+    """One message of a request's answer. Every request ends with exactly one message that has a finish_reason.
 
-    token_ids: the tokens since the previous message; scores: one per token where the request asked for logprobs. error
-    is set when, and only when, finish_reason is "error" or "cancelled".
+    token_ids: the tokens since the previous message. scores: one per token if the request asked for logprobs. error:
+    set if and only if finish_reason is "error" or "cancelled".
     """
 
     request_id: str
@@ -308,7 +318,7 @@ class RequestOutput(msgspec.Struct, frozen=True, kw_only=True):
 class BatchItem(msgspec.Struct, frozen=True):
     """One request's share of a step: tokens `[start, start + num_tokens)` of its prompt-and-answer sequence.
 
-    answers: the step reaches the sequence's last known token, so a token is sampled or the head is read.
+    answers: the step reaches the last known token of the sequence, so a token is sampled or the head is read.
     """
 
     request_id: str
@@ -320,11 +330,11 @@ class BatchItem(msgspec.Struct, frozen=True):
 
 
 class Encode(msgspec.Struct, frozen=True):
-    """Images and videos that one call of the vision tower encodes, in as many steps as it takes.
+    """Images and videos that one call of the vision tower encodes, in one or more steps.
 
-    number: of the call; the same number in a later step continues the call. items: request ids and the places of their
-    images in `Request.vision`. budget: patches to encode in this step (work done in pieces: the last one may exceed
-    it). left: patches of the call that were not encoded before this step.
+    number: id of the call; the same number in a later step continues the call. items: pairs of a request id and an
+    index in its `Request.vision`. budget: patches to encode in this step; the last piece of work may exceed it. left:
+    patches of the call that were not encoded before this step.
     """
 
     number: int
@@ -339,11 +349,11 @@ class Encode(msgspec.Struct, frozen=True):
 
 
 class Encoded(msgspec.Struct, frozen=True, kw_only=True):
-    """What a step did of an `Encode`. num_patches: encoded in this step, in `seconds`.
+    """Progress of an `Encode` in one step. num_patches: patches encoded in this step, in `seconds`.
 
-    done: the call is complete and its embeddings are kept for its requests. failed: it is over without a result; a call
-    for one request then has its error in `StepResult.errors`, and the images of several are to be encoded one request
-    at a time.
+    done: the call is complete and its requests have their embeddings. failed: the call ended without a result. If it
+    was for one request, `StepResult.errors` has the error; the images of several requests must then be encoded one
+    request at a time.
     """
 
     num_patches: float
@@ -353,10 +363,10 @@ class Encoded(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Batch(msgspec.Struct, frozen=True):
-    """The scheduler's decision for one step. merged_adapter None means the base weights W0 are in place.
+    """The scheduler's decision for one step. merged_adapter: None runs with the base weights W0.
 
-    preempted: requests whose KV blocks were taken back; they will be computed again from their tokens. encode: images
-    to encode beside the items, of which there may then be none.
+    preempted: requests that lost their KV blocks; their KV is recomputed from their tokens. encode: images to encode
+    in addition to the items, which may then be empty.
     """
 
     mode: Mode
@@ -371,10 +381,10 @@ class Batch(msgspec.Struct, frozen=True):
 
 
 class StepResult(msgspec.Struct, frozen=True, kw_only=True):
-    """What one step brought: a token or a head's answer per answering request, errors for those that failed alone.
+    """Result of one step: a token or a head's answer per answering request, and errors of requests that failed alone.
 
-    in_place: merged weights are written over W0, so nothing but what is in place is at hand, and going back costs time.
-    encoded: what became of the batch's `encode`; step_s includes its seconds.
+    in_place: merged weights overwrite W0, so every switch, including the one back to W0, is a pass over the weights.
+    encoded: progress of the batch's `encode`; step_s includes its seconds.
     """
 
     tokens: dict[str, int] = {}
@@ -389,8 +399,11 @@ class StepResult(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class MemoryView(msgspec.Struct, frozen=True, kw_only=True):
-    """What policies may know of memory. resident: adapters on the device. mergeable: those whose merge fidelity
-    holds. loading: needed ones on their way or yet to be read; who waits for one of them does not wait for room."""
+    """Adapter memory state for policies.
+
+    resident: adapters on the device. mergeable: adapters with sufficient merge fidelity. loading: needed adapters
+    that are being read or loaded; requests for them wait for the load, not for free memory.
+    """
 
     resident: frozenset[str]
     mergeable: frozenset[str]
@@ -398,7 +411,7 @@ class MemoryView(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class HeadSummary(msgspec.Struct, frozen=True, kw_only=True):
-    """One task head as clients see it. prompt is the question it was trained with; num_frames the images it expects."""
+    """One task head as clients see it. prompt: the question it was trained with. num_frames: images it expects."""
 
     name: str
     task: str
@@ -408,12 +421,11 @@ class HeadSummary(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class AdapterStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """One registered adapter as operators see it. version is the content hash; merge_fidelity 1.0 loses nothing.
+    """One registered adapter as operators see it. version: content hash. merge_fidelity: 1.0 is lossless.
 
-    pinned: an operator keeps it on the device. sharding: how it lies on several ranks (replicated, slora, bd). loaded:
+    pinned: an operator keeps it on the device. sharding: its sharding on several ranks (replicated, slora, bd). loaded:
     its content was read, at load or at first use; until then version is empty, merge_fidelity 0 and mergeable False.
-    error: why it cannot be served, once reading it has failed. num_loads: how often this content was loaded to the
-    device.
+    error: why it cannot be served, after reading failed. num_loads: number of loads of this content to the device.
     """
 
     name: str
@@ -435,24 +447,23 @@ class AdapterStatus(msgspec.Struct, frozen=True, kw_only=True):
 class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     """Counters since the engine started. requests_by_mode counts a request under each mode it took a step in.
 
-    num_cancelled: ended by who asked, answers that met a stop string included. From arena_bytes to vision_cache_bytes:
-    memory and caches, which the engine adds to what its scheduler counts.
-    cached_blocks: of free_blocks, those whose content is kept for reuse; kv_bytes are those in use, cached_kv_bytes
-    these. num_computed_tokens, num_reused_tokens: of prompts, computed and found in the prefix cache.
-    num_step_tokens, num_needed_tokens: tokens of prompts and answers that steps computed, and those of them that were
-    computed for the first time; the others had lost their KV to a preemption. num_waiting_for_kv: of num_waiting,
-    requests for which there is no KV room yet, preempted ones included.
-    host_adapter_bytes: adapters in host memory. num_restarts: processes of this engine that died before this one.
-    relocated_bytes: copied within the arena, so that an adapter found room.
-    num_adapter_hits, num_adapter_misses: requests whose adapter was on the device when they came, and not.
-    highest_credit_s: the credit (V-LoRA section 4.4.3) of the request that has it highest; 0 where nobody waits.
-    num_encoded_patches, encode_s: work of the vision tower (see `VisionInput.num_patches`), and how long it took.
-    num_adapter_loads: how often one was brought to the device. num_load_waits, load_wait_s: steps in which every
-    request waited for an adapter to be read or brought, and how long they waited. num_threads: that a step computes
-    with, on each rank.
-    arena_basis: what arena_bytes follows from, in words.
-    atmm_table: the measured table that chooses kernels, in words; empty where there is no engine behind the numbers.
-    cpu_kernels: "compiled", or "plain torch" without a C++ compiler that works; empty on a GPU.
+    num_cancelled: requests ended by the caller, including answers that reached a stop string. Fields from arena_bytes
+    to vision_cache_bytes: memory and caches, which the engine adds to the scheduler's counters.
+    cached_blocks: free blocks with content that is kept for reuse. kv_bytes: KV blocks in use. cached_kv_bytes: KV of
+    cached_blocks. num_computed_tokens, num_reused_tokens: prompt tokens computed, and found in the prefix cache.
+    num_step_tokens: tokens of prompts and answers that steps computed. num_needed_tokens: those computed for the first
+    time; the others lost their KV in a preemption. num_waiting_for_kv: waiting requests without enough free KV
+    blocks, including preempted ones.
+    host_adapter_bytes: adapters in host memory. num_restarts: earlier processes of this engine that died.
+    relocated_bytes: bytes moved within the arena to make room for adapters.
+    num_adapter_hits, num_adapter_misses: requests that found, or did not find, their adapter on the device at arrival.
+    highest_credit_s: highest credit of any request (V-LoRA section 4.4.3); 0 if none waits.
+    num_encoded_patches, encode_s: work of the vision tower (see `VisionInput.num_patches`), and its duration.
+    num_adapter_loads: adapter loads to the device. num_load_waits, load_wait_s: steps in which every request waited for
+    an adapter to be read or loaded, and the total wait. num_threads: threads that compute a step, on each rank.
+    arena_basis: description of how arena_bytes was determined.
+    atmm_table: description of the measured table that selects kernels; empty if there is no engine.
+    cpu_kernels: "compiled", or "plain torch" without a working C++ compiler; empty on a GPU.
     """
 
     model: str

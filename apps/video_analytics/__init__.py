@@ -1,4 +1,5 @@
-"""Video to answers: files, cameras, network streams and folders, cut into clips, asked of task heads, written down.
+"""Video analytics: cuts files, cameras, network streams and folders into clips, queries task heads, writes the
+results.
 
 ::
 

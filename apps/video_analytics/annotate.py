@@ -1,4 +1,4 @@
-"""Draw a chunk's answer on its pictures, into a video that browsers play."""
+"""Draws a chunk's answer on its pictures, into a video for browsers."""
 
 from __future__ import annotations
 
@@ -13,14 +13,15 @@ from vlora.errors import BadImage
 
 _WIDTH = 480  # small videos are enlarged, so that text is readable
 _BAR = 48  # pixels below the picture
-_SUFFIX, _CODEC = ".webm", "VP80"  # what OpenCV's own build writes and every browser plays
+_SUFFIX, _CODEC = ".webm", "VP80"  # OpenCV's own build writes this format and every browser plays it
 
 _COLOUR = (80, 220, 255)
 
 
 class AnnotatedVideo:
-    """A WebM file that grows with every chunk. Should the writer be killed, it plays, but for its last seconds: those
-    were not on the disk yet."""
+    """A WebM file that grows with every chunk. If the process is killed, the file is playable except for its last
+    seconds, which are not yet on the disk.
+    """
 
     def __init__(self, path: Path) -> None:
         """path: its suffix becomes .webm."""
@@ -32,7 +33,7 @@ class AnnotatedVideo:
         """Raises BadImage when the file cannot be written."""
         for encoded in chunk.shown:
             picture = cv2.imdecode(np.frombuffer(encoded, np.uint8), cv2.IMREAD_COLOR)
-            assert picture is not None, "pictures of a chunk are our own"
+            assert picture is not None, "pictures of a chunk are JPEGs made here"
             drawn = _drawn(picture, chunk, result)
             if self._writer is None:
                 self._open(drawn, len(chunk.shown) / chunk.seconds)
@@ -57,7 +58,7 @@ def _drawn(picture: cv2.typing.MatLike, chunk: Chunk, result: ChunkResult) -> cv
     picture = cv2.resize(picture, None, fx=scale, fy=scale, interpolation=cv2.INTER_NEAREST)
     if result.answer is not None and chunk.width:
         _draw_boxes(picture, result, picture.shape[1] / chunk.width)
-    even = picture.shape[1] % 2, (picture.shape[0] + _BAR) % 2  # the codec takes even sizes only
+    even = picture.shape[1] % 2, (picture.shape[0] + _BAR) % 2  # the codec accepts even sizes only
     drawn = cv2.copyMakeBorder(picture, 0, _BAR + even[1], 0, even[0], cv2.BORDER_CONSTANT, value=(0, 0, 0))
     if result.answer is None:
         text = result.problem or ""
@@ -68,7 +69,7 @@ def _drawn(picture: cv2.typing.MatLike, chunk: Chunk, result: ChunkResult) -> cv
 
 
 def _draw_boxes(picture: cv2.typing.MatLike, result: ChunkResult, scale: float) -> None:
-    """Boxes of the last frame asked about."""
+    """Boxes of the last frame of the query."""
     assert result.answer is not None
     last = max((box.image for box in result.answer.boxes), default=0)
     for box in result.answer.boxes:

@@ -1,4 +1,4 @@
-"""A source's clips through a stream of the server, and what came back: in order, across broken connections."""
+"""Sends a source's clips through a server stream and yields the results in order, across broken connections."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from vlora.client import Client, FrameStream, HeadResult
 from vlora.errors import Disconnected, EngineDead, OverCapacity, UnknownAdapter, UnknownHead, UnknownStream
 from vlora.types import HeadSummary
 
-CHUNKS_IN_FLIGHT = 4  # that the server answers at once, of a stream
+CHUNKS_IN_FLIGHT = 4  # of a stream that the server answers concurrently
 
-_MOST_UNREAD = 12  # chunks sent whose results were not taken yet: they are held here, and finished after Ctrl-C
+_MOST_UNREAD = 12  # chunks sent without a taken result: they are buffered here, and finished after Ctrl-C
 _ROOM_S = 0.5
-_PATIENCE_S = 120.0  # how long a server that is gone is waited for
+_PATIENCE_S = 120.0  # how long to wait for an unreachable server
 _PAUSE_S = 1.0
 
-# What a later attempt may not meet: the head was there when the source was begun, and will be once it is loaded again.
+# Errors that are temporary after a successful start: the head existed then, and will exist again once it is reloaded.
 _AWAY = (Disconnected, EngineDead, UnknownStream, UnknownAdapter, UnknownHead, OverCapacity)
 
 
@@ -33,9 +33,9 @@ _Take = Callable[[threading.Event], Chunk | None]
 
 
 class ChunkResult(msgspec.Struct, frozen=True, kw_only=True):
-    """What became of a chunk. latency_s: on the server, from its arrival to its answer.
+    """The result of a chunk. latency_s: on the server, from its arrival to its answer.
 
-    answer: None, and problem says why, where the chunk was dropped or failed. time: when the answer came, UTC.
+    answer: None if the chunk was dropped or failed; problem is then the cause. time: of the answer, UTC.
     """
 
     source: str
@@ -64,10 +64,10 @@ def analyse(
     wait_s: float = 0.0,
     patience_s: float = _PATIENCE_S,
 ) -> Iterator[tuple[Chunk, ChunkResult]]:
-    """Ask one head about every clip of a source; see `answer`, which this reads for, and `read_clips`.
+    """Query one head about every clip of a source, reading it with `read_clips`; see `answer`.
 
     Args:
-        fps: frames a second of the head's clips; None makes a clip of each second.
+        fps: frames per second of the head's clips; None makes one clip per second.
         shown, say, wait_s: see `read_clips`.
 
     Raises:
@@ -104,19 +104,19 @@ def answer(
     say: Callable[[str], None] = lambda text: None,
     patience_s: float = _PATIENCE_S,
 ) -> Iterator[tuple[Chunk, ChunkResult]]:
-    """Ask a head about every clip that is read for it; each clip with its result, in order.
+    """Query a head about every clip read for it; yields each clip with its result, in order.
 
-    Of a camera that is faster than the server, older clips give way to newer ones; of a file none. When `stop` is set
-    no more is read, and what was sent is still answered. A server that is gone or full, or has lost the head, is waited
-    for, of a file up to `patience_s`, and clips without an answer are sent again; `say` is notified once, and again
-    when the reason changes.
+    If a camera is faster than the server, newer clips replace older ones; no clip of a file is dropped. When `stop` is
+    set, no more clips are read, and clips already sent are still answered. If the server is unreachable or full, or has
+    lost the head, its return is awaited (for a file up to `patience_s`), and clips without an answer are sent again;
+    `say` is called once, and again when the reason changes.
 
     Args:
-        reading: of the source. place: of the head in it; it is left at the end.
+        reading: of the source. place: of the head in it; the head leaves it at the end.
 
     Raises:
         BadImage: the source cannot be read.
-        VLoraError: what the client raises.
+        VLoraError: an error of the client.
     """
     unanswered: deque[Chunk] = deque()
     lost_at: float | None = None
@@ -137,14 +137,14 @@ def answer(
                 if stop.is_set() or (not source.live and time.monotonic() - lost_at > patience_s):
                     raise
                 if told != (told := str(error)):
-                    say(f"{source.name}: {error}; trying again")
+                    say(f"{source.name}: {error}; retrying")
                 stop.wait(_PAUSE_S)
     finally:
         reading.leave(place)
 
 
 def find_head(client: Client, adapter: str, head: str) -> HeadSummary:
-    """What the server knows of a head. Raises UnknownAdapter, UnknownHead with the names there are."""
+    """The server's description of a head. Raises UnknownAdapter, UnknownHead with the known names."""
     adapters = {status.name: status for status in client.adapters()}
     if adapter not in adapters:
         raise UnknownAdapter(f"no adapter named {adapter!r}; registered: {', '.join(adapters) or 'none'}")
@@ -159,8 +159,9 @@ def find_head(client: Client, adapter: str, head: str) -> HeadSummary:
 def _through(
     stream: FrameStream, take: _Take, unanswered: deque[Chunk], source: Source, head: str
 ) -> Iterator[tuple[Chunk, ChunkResult]]:
-    """What the source gives through one stream. Chunks move through `unanswered`: what is there at the start goes
-    first, what is there at the end had no answer."""
+    """The clips and results of a source through one stream. Chunks move through `unanswered`: its initial chunks are
+    sent first, and its final chunks have no answer.
+    """
     failed: list[Exception] = []
     again = tuple(unanswered)
     gone = threading.Event()
@@ -177,7 +178,7 @@ def _through(
                 stream.end()
         except Exception as error:
             failed.append(error)
-            stream.close()  # who reads results learns it by that
+            stream.close()  # notifies the reader of the results
 
     sender = threading.Thread(target=send, daemon=True)
     sender.start()
@@ -204,7 +205,7 @@ def _through(
                 ),
             )
     finally:
-        # The next stream has a sender of its own, and chunks must not pass each other.
+        # The next stream has its own sender, and chunks must stay in order.
         gone.set()
         stream.close()
         sender.join()
@@ -213,7 +214,7 @@ def _through(
 
 
 def _take(take: _Take, gone: threading.Event, room: threading.Semaphore, failed: list[Exception]) -> Chunk | None:
-    """The next chunk once there is room for it. What was sent before reading failed is still answered."""
+    """The next chunk once there is room for it. Chunks sent before reading failed are still answered."""
     while not room.acquire(timeout=_ROOM_S):
         if gone.is_set():
             return None

@@ -1,4 +1,4 @@
-"""A source read in a thread, a little ahead of the heads that are asked about it."""
+"""A source read in a thread, slightly ahead of its heads."""
 
 from __future__ import annotations
 
@@ -16,16 +16,17 @@ _STOP_S = 2.0
 
 
 class Reading:
-    """Reads a source once for all heads. Each head takes its own clips; while one is behind, of a camera its older
-    clips give way to newer ones, and of a file reading waits.
+    """Reads a source once for all heads. Each head takes its own clips. While one is behind, newer clips of a camera
+    replace its older ones, and reading of a file waits.
 
     Args:
         shapes: of the heads' clips.
-        stop: once set, no more is read.
+        stop: when set, no more clips are read.
         shown, say, wait_s: see `read_clips`.
 
     Attributes:
-        error: what ended reading for all heads; None while it goes on, and where the source came to its end.
+        error: the error that ended reading for all heads; None while reading continues, and after the end of the
+            source.
     """
 
     def __init__(
@@ -49,14 +50,15 @@ class Reading:
         self._thread.start()
 
     def take(self, head: int, gone: threading.Event) -> Chunk | None:
-        """The next clip of a head, by its place; None at the end, however often it is asked, and when `gone` is set.
-        Raises what reading raised."""
+        """The next clip of the head with this index; None at the end (also on repeated calls), and when `gone` is set.
+        Raises the reader's error.
+        """
         stopped_at: float | None = None
         while not (self._ended[head] or gone.is_set()):
             try:
                 clip = self._clips[head].get(timeout=0.1)
             except queue.Empty:
-                # Reading ends when it is told to stop, unless a camera that hangs holds it.
+                # Reading ends after `stop` is set, unless a blocked camera holds the thread.
                 if self._stop.is_set():
                     stopped_at = stopped_at or time.monotonic()
                     self._ended[head] = time.monotonic() - stopped_at > _STOP_S
@@ -69,10 +71,10 @@ class Reading:
         return None
 
     def leave(self, head: int) -> None:
-        """A head takes no more clips. Reading ends with the last one's leaving."""
+        """Stop delivering clips to a head. Reading ends when the last head leaves."""
         self._left[head].set()
         if all(left.is_set() for left in self._left):
-            self._thread.join(_STOP_S)  # a camera may hold its reader for longer; the thread is a daemon
+            self._thread.join(_STOP_S)  # a camera may block its reader for longer; the thread is a daemon
 
     def _read(self, clips: Iterator[tuple[int, Chunk]]) -> None:
         try:
@@ -91,6 +93,6 @@ class Reading:
                 self._clips[head].put(item, timeout=0 if live else 0.1)
                 return
             except queue.Full:
-                if live:  # the head or the server is behind: only the newest are of use then
+                if live:  # the head or the server is behind: only the newest clips are useful
                     with contextlib.suppress(queue.Empty):
                         self._clips[head].get_nowait()

@@ -38,24 +38,30 @@ def run(
     tell: Callable[[ChunkResult], None] = lambda result: None,
     say: Callable[[str], None] = lambda text: None,
 ) -> dict[str, int]:
-    """Analyse all sources side by side until they end or `stop` is set; the number of answers by source, and by
-    SOURCE.HEAD where there are several heads, which all read what the source gives once.
+    """Analyse all sources concurrently until they end or `stop` is set.
 
-    fps: frames a second of each head's clips; None makes a clip of each second.
-    wait_s: how long a server or a camera that is not there at the start is waited for; one that goes away later is, in
-    any case.
-    out: a folder for NAME.jsonl, NAME.csv and NAME.webm of each of these, complete up to the last answer whenever this
-    ends; such files of an earlier run are replaced. tell is called with each result, from one thread at a time; say
-    with what goes wrong and mends itself.
+    Returns the number of answers by source, and by SOURCE.HEAD with several heads, which share one reading of the
+    source.
 
-    Raises BadConfig when the folder cannot be made, and, after all sources have ended, the first error that ended one:
-    a source that fails, or whose files cannot be written, does not end the others.
+    Args:
+        fps: frames per second of each head's clips; None makes one clip per second.
+        wait_s: how long to wait for a server or a camera that is not available at startup; one lost later is always
+            awaited.
+        out: a folder for NAME.jsonl, NAME.csv and NAME.webm of each source (NAME.HEAD.* with several heads), complete
+            up to the last answer at any exit; existing files are replaced.
+        tell: called with each result, from one thread at a time.
+        say: called with temporary problems.
+
+    Raises:
+        BadConfig: the folder cannot be made.
+        VLoraError: after all sources have ended, the first error that ended one: a failed source, or a failure
+            to write its files, does not end the others.
     """
     stop = stop or threading.Event()
     lock = threading.Lock()
 
     def heard(text: str) -> None:
-        with STDERR:  # where `say` most often writes, and a source that opens its video writes nothing
+        with STDERR:  # `say` often prints to stderr, which is redirected while a source opens its video
             say(text)
 
     if out is not None:
@@ -103,7 +109,8 @@ def run(
                 with lock:
                     tell(result)
         except VLoraError as error:
-            # The other heads go on, of a camera for days. The end of the whole source is reported once, not for each.
+            # The other heads continue, of a camera for days. The end of the whole source is reported once, not for each
+            # head.
             if len(heads) > 1 and error is not reading.error:
                 heard(f"{name} ended: {error}")
             raise
@@ -127,16 +134,16 @@ def run(
 
 
 def _suffixes(heads: Sequence[str]) -> list[str]:
-    """Of each head in names of files: none where there is only one."""
+    """Suffix of each head in file names: empty with only one head."""
     if len(heads) == 1:
         return [""]
     return [f".{name}" for name in told_apart([re.sub(r"[^\w-]+", "-", head) for head in heads])]
 
 
 class ResultRows:
-    """NAME.jsonl and NAME.csv. Both are on the disk with every result, whatever becomes of the process.
+    """NAME.jsonl and NAME.csv. Every result is flushed to the disk immediately, so that it survives the process.
 
-    Raises BadConfig where they cannot be written.
+    Raises BadConfig if they cannot be written.
     """
 
     def __init__(self, base: Path) -> None:
@@ -154,5 +161,5 @@ class ResultRows:
 
 
 def _cell(value: object) -> object:
-    """A spreadsheet takes text that begins so for a formula."""
+    """Escape text that a spreadsheet would interpret as a formula."""
     return f"'{value}" if isinstance(value, str) and value[:1] in ("=", "+", "-", "@") else value

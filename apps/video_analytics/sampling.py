@@ -1,4 +1,4 @@
-"""Which frames of a video make a clip, and the clip that they make."""
+"""Selects the frames of a video that form a clip, and builds the clip."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ import msgspec
 
 CHUNK_S = 1.0
 SHOWN_FPS = 10.0
-"""Pictures a second that are kept for the annotated video, at most."""
+"""Maximum pictures per second kept for the annotated video."""
 
 
 class Chunk(msgspec.Struct, frozen=True):
     """A clip of a video.
 
-    start_s: from the source's beginning. frames: JPEG, as many as the head reads. shown: JPEG, smaller and at most
-    `SHOWN_FPS` a second, for the annotated video. width: of `frames`, in pixels. seconds: from its start to the next
-    one's.
+    start_s: from the beginning of the source. frames: JPEG, as many as the head reads. shown: JPEG, smaller and at most
+    `SHOWN_FPS` per second, for the annotated video. width: of `frames`, in pixels. seconds: from its start to that of
+    the next clip.
     """
 
     index: int
@@ -30,19 +30,19 @@ class Chunk(msgspec.Struct, frozen=True):
 
 
 class ClipShape(NamedTuple):
-    """What a head reads at once: so many frames, `fps` of them a second; None spreads them over each second."""
+    """The clip that a head reads: number of frames, `fps` of them per second; None spreads them over each second."""
 
     num_frames: int
     fps: float | None = None
 
     @property
     def seconds(self) -> float:
-        """From one clip's start to the next one's."""
+        """From the start of one clip to the start of the next."""
         return CHUNK_S if self.fps is None else self.num_frames / self.fps
 
 
 class Frame:
-    """A decoded frame, encoded once however many heads read it. width: in pixels."""
+    """A decoded frame, encoded once for all heads. width: in pixels."""
 
     def __init__(self, jpeg: Callable[[], bytes], small: Callable[[], bytes], width: int) -> None:
         self._jpeg = jpeg
@@ -59,11 +59,11 @@ class Frame:
 
 
 class Sampler:
-    """Collects the frames of one clip after the other.
+    """Collects the frames of one clip after another.
 
     Args:
         shape: of the clips.
-        rate: of the video, frames a second; at least the shape's own.
+        rate: of the video, frames per second; at least that of the shape.
         shown: keep pictures for the annotated video, evenly over each clip's time.
     """
 
@@ -76,12 +76,13 @@ class Sampler:
         self._next_clip()
 
     def wants(self, index: int) -> bool:
-        """Whether the video's frame of that number, from 0, has to be decoded."""
+        """Whether the video's frame with this index, from 0, has to be decoded."""
         return index in self._places or index in self._shown_places
 
     def add(self, index: int, frame: Frame | None) -> Chunk | None:
-        """Take the next frame, which may be left out where it is not wanted or cannot be decoded. Returns the clip that
-        ends with it."""
+        """Add the next frame, or None if it is not wanted or cannot be decoded. Returns the clip that it completes, if
+        any.
+        """
         if frame is not None and index in self._places:
             self._frames.append(frame.jpeg)
             self._width = frame.width
@@ -90,7 +91,7 @@ class Sampler:
         return self.rest() if index + 1 == self._end else None
 
     def rest(self) -> Chunk | None:
-        """The clip so far, frames of it repeated where it has too few; None where it has none. The next one begins."""
+        """The unfinished clip, with frames repeated if it has too few; None if it has none. Starts the next clip."""
         frames, shown, index = self._frames, self._shown, self._index
         self._next_clip()
         if not frames:
@@ -115,15 +116,15 @@ class Sampler:
         kept = min(length, max(1, round(SHOWN_FPS * self._shape.seconds)))
         self._shown_places = {first + place for place in spread(kept, length)} if self._keeps_shown else set()
         if not self._keeps_shown:
-            self._end = max(self._places) + 1  # nothing of the clip is missing then
+            self._end = max(self._places) + 1  # the clip is complete then
 
     def _place(self, number: int, fps: float) -> int:
-        """Of this clip's frame of that number in the video."""
+        """Index in the video of this clip's frame with this number."""
         return int((self._index * self._shape.num_frames + number) * self._rate / fps + 1e-6)
 
 
 def spread(count: int, length: int) -> list[int]:
-    """`count` places from the first to the last of `length`; a single one is the middle."""
+    """`count` indices from the first to the last of `length`; a single one is the middle."""
     if count == 1:
         return [length // 2]
     return [round(i * (length - 1) / (count - 1)) for i in range(count)]

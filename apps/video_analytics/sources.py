@@ -1,4 +1,4 @@
-"""Where frames come from: video files, cameras, network streams, folders; cut into the clips that heads read."""
+"""Sources of frames: video files, cameras, network streams, folders; cut into the clips that heads read."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from apps.opencv import cv2
 from apps.video_analytics.sampling import CHUNK_S, Chunk, ClipShape, Frame, Sampler
 from vlora.errors import BadImage
 
-FALLBACK_FPS = 30.0  # for containers that do not say
+FALLBACK_FPS = 30.0  # for containers without a frame rate
 VIDEO_SUFFIXES = {".mp4", ".avi", ".mkv", ".mov", ".webm", ".m4v", ".mpg", ".mpeg", ".ts"}
 PICTURE_SUFFIXES = {".jpg", ".jpeg", ".png", ".bmp", ".webp", ".tif", ".tiff"}
 
 _SHOWN_WIDTH = 640
 _JPEG_QUALITY = 95
-_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 1.0, 30.0  # before a camera that was lost is opened again
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 1.0, 30.0  # before a lost camera is reopened
 
 
 class Source(NamedTuple):
-    """name: of its result files. live: a camera, which goes on by itself; what is lost of it does not come again."""
+    """name: of its result files. live: a camera, which continues by itself; lost frames are not repeated."""
 
     name: str
     address: str
@@ -40,9 +40,10 @@ class Source(NamedTuple):
 
 
 def find_sources(addresses: Sequence[str]) -> list[Source]:
-    """A source for each address: a file, a camera's number, a URL; of a folder its videos, and its pictures together.
+    """A source for each address: a file, a camera number, a URL; for a folder its videos, and its pictures as one
+    source.
 
-    Raises BadImage for a folder with neither. Names are told apart by number where they are alike.
+    Raises BadImage for a folder with neither. Equal names are numbered.
     """
     found: list[Source] = []
     for address in addresses:
@@ -60,13 +61,13 @@ def find_sources(addresses: Sequence[str]) -> list[Source]:
 
 
 def _without_password(address: str) -> str:
-    """A camera's password is neither for names of files nor for messages."""
+    """Remove a camera's password from the address, for file names and messages."""
     address = re.sub(r"^(\w+://)[^/]*@", r"\1", address)
     return re.sub(r"(?i)(?<=[?&])(pass\w*|pwd|token|secret|key|auth)=[^&]*&?", "", address).rstrip("?&")
 
 
 def told_apart(names: Sequence[str]) -> list[str]:
-    """The names, with a number where one is taken by an earlier one."""
+    """The names, with a number appended to those used earlier in the list."""
     taken: dict[str, None] = {}
     for name in names:
         numbered = (f"{name}-{number}" if number > 1 else name for number in itertools.count(1))
@@ -80,7 +81,7 @@ def _of_folder(folder: Path) -> list[Source]:
     if any(path.suffix.lower() in PICTURE_SUFFIXES for path in files):
         found.append(Source(folder.resolve().name, str(folder), "pictures"))
     if not found:
-        raise BadImage(f"folder {str(folder)!r} holds no video and no picture")
+        raise BadImage(f"folder {str(folder)!r} contains no video and no picture")
     return found
 
 
@@ -93,18 +94,18 @@ def read_clips(
     say: Callable[[str], None] = lambda text: None,
     wait_s: float = 0.0,
 ) -> Iterator[tuple[int, Chunk]]:
-    """Cut a source into clips of several shapes at once: each with the place of its shape in `shapes`.
+    """Cut a source into clips of several shapes at once: yields each clip with the index of its shape in `shapes`.
 
-    The source is opened and decoded once. A last, shorter clip repeats frames if it has too few. Of a folder's pictures
-    as many make a clip as its shape has frames. A camera that is lost is opened again, with pauses of up to 30 s, until
-    `stop` is set; `say` is notified. So is one that is not there at first, for `wait_s` seconds.
+    The source is opened and decoded once. A last, shorter clip repeats frames if it has too few. In a folder, each clip
+    has as many pictures as its shape has frames. A lost camera is reopened, with pauses of up to 30 s, until `stop` is
+    set; `say` is called. The same applies for `wait_s` seconds to a camera that is not available at startup.
 
     Args:
         shown: keep pictures for the annotated video.
 
     Raises:
-        BadImage: a file, or a camera at first, cannot be opened or holds no frame; or a file has fewer frames a second
-            than a shape asks for.
+        BadImage: a file, or a camera at startup, cannot be opened or contains no frame; or a file has fewer frames per
+            second than a shape requires.
     """
     stop = stop or threading.Event()
     if source.kind == "pictures":
@@ -113,7 +114,7 @@ def read_clips(
     indices, pause_s = [0] * len(shapes), _FIRST_PAUSE_S
     began = time.monotonic()
     while not stop.is_set():
-        why = "no picture any more"
+        why = "the camera sends no more frames"
         try:
             for place, chunk in _read_video(source, shapes, stop, shown, say if not any(indices) else _nothing):
                 start_s = time.monotonic() - began - chunk.seconds if source.live else chunk.start_s
@@ -126,7 +127,7 @@ def read_clips(
         if not source.live:
             return
         if not stop.is_set():
-            say(f"{source.name}: {why}; trying again in {pause_s:.0f} s")
+            say(f"{source.name}: {why}; retrying in {pause_s:.0f} s")
             stop.wait(pause_s)
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
 
@@ -163,7 +164,7 @@ def _read_video(
                     num_clips += 1
                     yield place, chunk
             if num_clips == 0:
-                raise BadImage(f"{told}: it holds no frame that can be decoded")
+                raise BadImage(f"{told}: it contains no frame that can be decoded")
     finally:
         capture.release()
 
@@ -171,24 +172,24 @@ def _read_video(
 def _possible(
     shapes: Sequence[ClipShape], rate: float | None, source: Source, told: str, say: Callable[[str], None]
 ) -> list[ClipShape]:
-    """The shapes, at the video's rate where they ask for more; `say` is notified once for all of them.
+    """The shapes, limited to the video's rate; `say` is called once for all of them.
 
     Args:
-        rate: frames a second; None where the video names none, and `FALLBACK_FPS` is assumed.
+        rate: frames per second; None if the video has none, and `FALLBACK_FPS` is assumed.
 
     Raises:
-        BadImage: a file names a lower rate.
+        BadImage: a file has a lower rate.
     """
     highest = rate or FALLBACK_FPS
     asked = max((shape.fps for shape in shapes if shape.fps is not None), default=0.0)
     if asked <= highest:
         return list(shapes)
     if rate is None:
-        said = f"the video names no frame rate; {highest:g} frames a second are assumed, and {asked:g} cannot be taken"
+        said = f"the video has no frame rate; {highest:g} frames per second are assumed, less than {asked:g}"
     elif source.live:
-        said = f"the camera has {rate:g} frames a second, not {asked:g}; all of them are taken"
+        said = f"the camera has {rate:g} frames per second, not {asked:g}; every frame is used"
     else:
-        raise BadImage(f"{told} at {asked:g} frames a second: it has {rate:g}; give a lower --fps")
+        raise BadImage(f"{told} at {asked:g} frames per second: it has {rate:g}; give a lower --fps")
     say(f"{source.name}: {said}")
     return [shape if shape.fps is None else shape._replace(fps=min(shape.fps, highest)) for shape in shapes]
 
@@ -204,16 +205,16 @@ def _frame(picture: cv2.typing.MatLike) -> Frame:
 
 def _why_closed(source: Source) -> str:
     if source.address.isdecimal():
-        return "there is no camera of that number, or another program has it"
+        return "no camera has that number, or another program uses it"
     if source.live:
-        return "nothing answers there, or it is no video this machine can decode"
+        return "the address does not respond, or it is not a video that this machine can decode"
     if os.path.exists(source.address):
-        return "it is no video this machine can decode"
-    return "there is no such file or address"
+        return "it is not a video that this machine can decode"
+    return "no such file or address"
 
 
 def _check_name(path: str, told: str) -> None:
-    """OpenCV ends the process over a name that is no text. Raises BadImage."""
+    """Reject names that OpenCV would abort on because they are not text. Raises BadImage."""
     try:
         path.encode()
     except UnicodeEncodeError as error:
@@ -224,7 +225,7 @@ def _read_pictures(
     folder: Path, shapes: Sequence[ClipShape], stop: threading.Event, shown: bool
 ) -> Iterator[tuple[int, Chunk]]:
     files = sorted(path for path in folder.iterdir() if path.suffix.lower() in PICTURE_SUFFIXES)
-    groups: list[list[tuple[bytes, bytes]]] = [[] for _ in shapes]  # each picture, and what is shown of it
+    groups: list[list[tuple[bytes, bytes]]] = [[] for _ in shapes]  # each picture, and its preview
     indices = [0] * len(shapes)
     for number, path in enumerate(files, 1):
         if stop.is_set():
@@ -247,7 +248,7 @@ def _read_picture(path: Path) -> cv2.typing.MatLike:
     _check_name(str(path), f"cannot read picture {str(path)!r}")
     picture = cv2.imread(str(path))
     if picture is None:
-        raise BadImage(f"{str(path)!r} is no picture this machine can decode")
+        raise BadImage(f"{str(path)!r} is not a picture that this machine can decode")
     return picture
 
 

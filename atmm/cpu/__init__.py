@@ -1,11 +1,11 @@
-"""The CPU kernels in C++: built once per machine with the compiler that is there, called through ctypes.
+"""The CPU kernels in C++: built once per machine with the installed compiler and called through ctypes.
 
-They win where torch's fixed cost per product, or its second pass over the weights, is what counts. Everything has a
-plain twin: without a compiler, with one that fails, or with ATMM_COMPILED=0 in the environment, `library` gives None
-and nothing else changes. The compiled file is kept in `$XDG_CACHE_HOME/vlora` (default `~/.cache/vlora`) under a name
-that tells sources, flags, and what the compiler makes of this processor, so that a changed one is built anew, and
-machines of several kinds may share one home directory. Where that folder cannot be written each process compiles its
-own.
+They are faster where torch's fixed cost per product, or its second pass over the weights, dominates. Every kernel has a
+plain torch fallback: without a compiler, if compiling fails, or with ATMM_COMPILED=0 in the environment, `library`
+returns None and the results do not change. The compiled file is cached in `$XDG_CACHE_HOME/vlora` (default
+`~/.cache/vlora`). Its name is a digest of sources, flags and the compiler's target, so that a change triggers a new
+build and machines of different types may share one home directory. If that folder is not writable, each process
+compiles its own copy.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ _log = logging.getLogger(__name__)
 
 
 class Library:
-    """The kernels by element type; see the C++ sources for what they do and in what order they take it."""
+    """The kernels by element type; the C++ sources document them and their arguments."""
 
     def __init__(self, file: Path) -> None:
         loaded = ctypes.CDLL(str(file))
@@ -71,20 +71,21 @@ def _function(loaded: ctypes.CDLL, name: str, arguments: tuple[type, ...]) -> Ca
 
 @functools.cache
 def library() -> Library | None:
-    """The compiled kernels, built now if they have to be (about two seconds); None where there are none."""
+    """The compiled kernels, built at the first call if necessary (about two seconds); None if not available."""
     if os.environ.get("ATMM_COMPILED") == "0":
         return None
     compiler = shutil.which(os.environ.get("CXX", "c++"))
     if compiler is None:
         _log.warning(
-            "no C++ compiler found: products, attention and merges on the CPU are plain torch, and a decode step takes "
-            "up to four times as long; install g++ (Debian and Ubuntu: apt-get install g++) or set CXX, and start again"
+            "no C++ compiler found: matrix products, attention and merges on the CPU run in plain torch, and a decode "
+            "step takes up to four times as long; install g++ (Debian and Ubuntu: apt-get install g++) or set CXX, and "
+            "restart"
         )
         return None
     try:
         return _loaded(compiler)
     except (OSError, AttributeError, subprocess.SubprocessError) as error:
-        _log.warning("compiled CPU kernels are off, plain torch kernels serve: %s", _reason(error))
+        _log.warning("compiled CPU kernels are disabled, using plain torch: %s", _reason(error))
         return None
 
 
@@ -95,13 +96,13 @@ def _reason(error: Exception) -> str:
 
 
 def _loaded(compiler: str) -> Library:
-    """From the cache folder, or compiled for this process alone where that folder cannot be written."""
+    """The library from the cache folder, or compiled for this process only if that folder is not writable."""
     try:
         file = _built(compiler)
     except OSError as error:
         _log.warning(
-            "compiled CPU kernels cannot be kept: %s; they are compiled at every start; set XDG_CACHE_HOME to a folder "
-            "that can be written",
+            "compiled CPU kernels cannot be cached: %s; they are compiled at every start; set XDG_CACHE_HOME to a "
+            "writable folder",
             error,
         )
         with tempfile.TemporaryDirectory(prefix="vlora-kernels-") as folder:
@@ -110,7 +111,7 @@ def _loaded(compiler: str) -> Library:
 
 
 def _built(compiler: str) -> Path:
-    """The shared library's file; built beside its place and moved there whole, so that processes may race."""
+    """The shared library's file. A new build is moved into place atomically, so that processes may race."""
     here = Path(__file__).parent
     digest = hashlib.sha256(repr((_FLAGS, _target(compiler))).encode())
     for name in (*_HEADERS, *_SOURCES):
@@ -124,12 +125,12 @@ def _built(compiler: str) -> Path:
 
 
 def _compiled(compiler: str, folder: Path) -> Path:
-    """The shared library, made in the folder."""
+    """Compile the shared library in the folder."""
     here = Path(__file__).parent
     objects = [str(folder / f"{Path(name).stem}.o") for name in _SOURCES]
     for name, made in zip(_SOURCES, objects, strict=True):
         _run(compiler, *_FLAGS, "-c", str(here / name), "-o", made)
-    # Linked without an OpenMP of its own: it finds torch's, whose threads then serve both.
+    # Linked without its own OpenMP runtime, so that it shares torch's runtime and threads.
     library_file = folder / "atmm.so"
     _run(compiler, "-shared", *objects, "-o", str(library_file))
     return library_file
@@ -140,6 +141,8 @@ def _run(*command: str) -> str:
 
 
 def _target(compiler: str) -> str:
-    """The compiler's version and the instructions it will use here, as it tells them: its predefined macros. What Linux
-    says of the processor is not what a compiler asks."""
+    """The compiler's version and target instructions: its predefined macros.
+
+    The flags that Linux reports for the processor are no substitute: a compiler does not use them for its target.
+    """
     return _run(compiler, *_FLAGS, "-dM", "-E", "-x", "c++", os.devnull)

@@ -1,8 +1,8 @@
-// Attention of single tokens over a paged KV cache, read where it lies: no gathered copy, no padding.
+// Attention of single tokens over a paged KV cache, read in place without a gathered copy and without padding.
 //
-// A task is one request, one KV head and one piece of the context; all query heads of the KV head's group share what it
+// A task is one request, one KV head and one piece of the context; all query heads of the KV head's group share its
 // reads. Pieces have a fixed length, so results do not depend on the number of threads. Scores, softmax and sums are in
-// float; pieces are joined by their maxima and sums at the end.
+// float; a final pass joins the pieces by their maxima and sums.
 #include <algorithm>
 #include <limits>
 #include <memory>
@@ -12,13 +12,13 @@
 namespace atmm {
 namespace {
 
-constexpr int64_t kPiece = 256;  // tokens of a context that a task reads
-constexpr int64_t kTile = 32;    // tokens whose keys or values are floats at a time, in the first cache
-constexpr int64_t kAhead = 16;   // tokens between the row that is read and the one that is fetched
-constexpr int64_t kSide = 4;     // tokens, or query heads, that are computed side by side
+constexpr int64_t kPiece = 256;  // tokens of a context per task
+constexpr int64_t kTile = 32;    // tokens of which keys or values are converted to float at a time, in the L1 cache
+constexpr int64_t kAhead = 16;   // prefetch distance in tokens
+constexpr int64_t kSide = 4;     // tokens, or query heads, computed side by side
 constexpr float kLog2E = 1.44269504f;
 
-// Vectors of a register's size: GCC keeps longer ones, where several are summed up at once, in memory.
+// Vectors of the size of a register: GCC keeps several sums of longer vectors in memory.
 #if defined(__AVX512F__)
 constexpr int64_t kNative = 16;
 #else
@@ -51,7 +51,7 @@ constexpr int64_t whole(int64_t value) {
   return (value + N - 1) / N * N;
 }
 
-// 2^x for x <= 0, to a few units in the last place; what is below 2^-125 becomes about that. NaN stays NaN.
+// 2^x for x <= 0, to a few units in the last place. Results below 2^-125 are clamped to about 2^-125. NaN stays NaN.
 inline Values exp2(Values x) {
   const Values low = all(-125.0f);
   const Values clamped = x < low ? low : x;
@@ -92,7 +92,7 @@ typedef int32_t Places __attribute__((vector_size(16)));
 #define ATMM_PICK(a, b, ...) __builtin_shuffle(a, b, Places{__VA_ARGS__})
 #endif
 
-// The sums of four vectors: a third of the instructions of one after the other.
+// The sums of four vectors, with a third of the instructions of four separate sums.
 inline Quarter sums_of(const Values* values) {
   const Quarter a = fold(values[0]), b = fold(values[1]), c = fold(values[2]), d = fold(values[3]);
   const Quarter ab = ATMM_PICK(a, b, 0, 4, 1, 5) + ATMM_PICK(a, b, 2, 6, 3, 7);
@@ -106,8 +106,8 @@ inline float largest(Values values) {
   return most;
 }
 
-// Rows of the cache as floats, [tokens, pitch]; values behind `dim` are zero. Blocks of a context lie scattered, so the
-// processor does not foresee the next row: one of `left`, those from here to the context's end, is fetched ahead.
+// Rows of the cache as floats, [tokens, pitch]; values past `dim` are zero. The blocks of a context are scattered in
+// memory, so the processor cannot predict the next row: it is prefetched. left: rows from here to the context's end.
 template <typename T>
 void read_tile(float* tile, const T* cache, int64_t stride, const int64_t* rows, int64_t tokens, int64_t left,
                int64_t dim, int64_t pitch) {
@@ -173,15 +173,15 @@ void weigh_tile(float* sums, const float* weights, const float* tile, int64_t to
     }
 }
 
-// What a thread computes with: allocated once, used for all its tasks.
+// Scratch memory of a thread: allocated once, used for all its tasks.
 struct Scratch {
   Scratch(int64_t group, int64_t pitch)
       : q(new float[group * pitch]()), tile(new float[kTile * pitch]()), scores(new float[group * kPiece]) {}
   std::unique_ptr<float[]> q, tile, scores;
 };
 
-// One piece for one group of heads: sums [group, pitch], not divided by the weights' totals; each head's largest score,
-// to the base 2, and total.
+// One piece for one group of heads: sums [group, pitch], not divided by the weights' totals; and per head the largest
+// score, to the base 2, and the total.
 template <typename T>
 void attend_piece(float* sums, float* most, float* totals, Scratch& scratch, const T* q, int64_t q_head, int64_t q_feature,
                   const T* k, const T* v, int64_t stride, const int64_t* rows, int64_t tokens, int64_t group,
@@ -232,8 +232,8 @@ void attend_piece(float* sums, float* most, float* totals, Scratch& scratch, con
   }
 }
 
-// out [num_tokens, heads, dim], adjacent, and q: rows places[n] of each for query n, whose context's cache rows are
-// rows[starts[n]] to rows[starts[n + 1] - 1], one or more.
+// out: [num_tokens, heads, dim], contiguous. Query n is row places[n] of q and out. The cache rows of its context are
+// rows[starts[n]] to rows[starts[n + 1] - 1], at least one.
 template <typename T>
 void attend(T* out, const T* q, int64_t q_token, int64_t q_head, int64_t q_feature, const T* k, const T* v,
             int64_t stride, const int64_t* places, const int64_t* rows, const int64_t* starts, int64_t num_queries,

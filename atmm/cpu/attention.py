@@ -1,4 +1,4 @@
-"""Attention of single tokens over paged KV by the compiled kernel, which reads the cache where it lies."""
+"""Attention of single tokens over paged KV by the compiled kernel, which reads the cache in place."""
 
 from __future__ import annotations
 
@@ -17,20 +17,21 @@ def serves_attention(device: torch.device, dtype: torch.dtype) -> bool:
 def attend(
     out: Tensor, q: Tensor, k: Tensor, v: Tensor, places: Tensor, rows: Tensor, starts: Tensor, scale: float
 ) -> None:
-    """Write softmax(scale * q k^T) v of some queries into `out`. Only where `serves_attention` holds.
+    """Write softmax(scale * q k^T) v of some queries into `out`. Requires `serves_attention`.
 
     Query heads share KV heads in order, as in grouped-query attention. Scores, softmax and sums are in float32.
 
     Args:
-        out: [T, heads, head_dim], contiguous; rows that are not in `places` stay as they are.
+        out: [T, heads, head_dim], contiguous; rows that are not in `places` are not modified.
         q: [T, heads, head_dim], any strides.
         k, v: the cache, [cache rows, kv_heads * head_dim], values of a row adjacent; equal row strides.
         places: int64 [D], rows of `q` and `out`.
         rows: int64 [sum of context lengths], cache rows, one context after the other.
-        starts: int64 [D + 1], where each context begins in `rows`, and their end; no context is empty.
+        starts: int64 [D + 1], the offset of each context in `rows`, and their end; no context is empty.
+        scale: factor of the scores.
 
     Raises:
-        ValueError: when shapes, types or layouts do not fit, before anything is written. Indices are not checked.
+        ValueError: if shapes, types or layouts do not match, before anything is written. Indices are not checked.
     """
     _, heads, head_dim = q.shape
     kv_heads, rest = divmod(k.shape[1], head_dim)

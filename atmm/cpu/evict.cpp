@@ -1,11 +1,11 @@
-// Drives memory out of every cache, as a pass over more memory than they hold would.
+// Evicts a memory range from all caches, as a pass over more memory than the caches hold would.
 #include <cstdint>
 
 #if defined(__x86_64__)
 #include <immintrin.h>
 #endif
 
-// Returns whether this processor can be told to.
+// Returns whether this processor supports it.
 extern "C" int32_t atmm_evict(const char* start, int64_t bytes) {
   constexpr int64_t kLine = 64;
 #if defined(__x86_64__)

@@ -1,8 +1,8 @@
-// Deltas of a thin batch: each lane's tokens read their own adapter's rows and nothing else, once.
+// Deltas of a thin batch: each lane reads only the rows of its own adapter, once.
 //
-// A lane at one site is (first token, tokens, where its rows start, how far they are apart, rank, place of its hidden
-// values): the start in bytes from a common base, the rest in elements. Hidden values stay in float, [tokens, rank] per
-// lane: nothing is rounded between the two products.
+// A lane at one site is (first token, tokens, start of its rows, row stride, rank, offset of its hidden values): the
+// start in bytes from a common base, the rest in elements. Hidden values stay in float, [tokens, rank] per lane, and
+// are not rounded between the two products.
 #include <omp.h>
 
 #include <algorithm>
@@ -17,48 +17,48 @@ namespace {
 struct Lane {
   int64_t first_token, tokens, start, stride, rank, hidden;
 
-  // The base may be zero: then `start` is an address.
+  // With a null base, `start` is an address.
   template <typename T>
   const T* rows(const T* base) const {
     return reinterpret_cast<const T*>(reinterpret_cast<uintptr_t>(base) + start);
   }
 };
 
-// Rows of A, and tokens, whose dot products are taken side by side: their sums fill the registers.
+// Number of rows of A, and of tokens, with dot products computed together: their sums fill the registers.
 #if defined(__AVX512F__)
 constexpr int64_t kRows = 4;
 #else
 constexpr int64_t kRows = 2;
 #endif
-constexpr int64_t kDeep = 8;    // rows of Bt that are weighed at once where they are in a cache
-constexpr int64_t kBlock = 1024;       // features of y that a thread computes at a time, at least
-constexpr int64_t kSums = 256 * 1024;  // tokens times features above that: their sums stay in the second cache
-constexpr int64_t kAhead = 8192;  // bytes between what is read and what is asked for
+constexpr int64_t kDeep = 8;    // rows of Bt that are accumulated at once if they are in a cache
+constexpr int64_t kBlock = 1024;       // minimum number of features of y per block
+constexpr int64_t kSums = 256 * 1024;  // maximum tokens times features of a larger block: its sums fit the L2 cache
+constexpr int64_t kAhead = 8192;  // prefetch distance in bytes
 
 template <typename T>
-constexpr int64_t kLine = 64 / sizeof(T);  // values that memory hands over at once
+constexpr int64_t kLine = 64 / sizeof(T);  // values of a cache line
 
-// The least multiple of N that is not below.
+// The smallest multiple of N that is not below `value`.
 template <int64_t N>
 constexpr int64_t whole(int64_t value) {
   return (value + N - 1) / N * N;
 }
 
-// Rows read for the first time come from memory, one after the other as they lie there: that is what it is fastest at.
-// Those kAhead behind are asked for meanwhile, because an adapter's factors end where no machine can guess the next
-// one's; and into the second cache, since few lines can be on their way to the first at a time.
+// Rows read for the first time are read from memory in sequential order, which is fastest. Rows kAhead bytes ahead are
+// prefetched meanwhile, because hardware cannot predict the address of the next adapter's factors. The target is the L2
+// cache, since few lines can be in flight to the L1 cache.
 template <typename T>
 struct Coming {
   const T* row;
   void fetch(int64_t i) const { __builtin_prefetch(row + i, 0, 2); }
 };
 
-// Rows that a cache holds.
+// Rows that are already in a cache.
 struct Here {
   void fetch(int64_t) const {}
 };
 
-// What is kAhead behind a row of a lane: in this lane, or in the next one.
+// The row kAhead bytes after a row of a lane: in this lane, or in the next one.
 template <typename T>
 Coming<T> coming(const Lane* lanes, int64_t index, int64_t num_lanes, int64_t row, int64_t width, const T* base) {
   const Lane* lane = lanes + index;
@@ -71,7 +71,7 @@ Coming<T> coming(const Lane* lanes, int64_t index, int64_t num_lanes, int64_t ro
 template <int64_t R, int64_t C, typename T, typename Next>
 void dots(float* hidden, int64_t rank, float sign, const T* a, int64_t a_stride, const float* x, int64_t d_in,
           Next next) {
-  constexpr int64_t kChains = R * C == 1 ? 2 : 1;  // a sum waits for itself, two do not
+  constexpr int64_t kChains = R * C == 1 ? 2 : 1;  // two chains hide the latency of a single sum
   Floats sums[R][C][kChains] = {};
   int64_t i = 0;
   for (; i + kLine<T> <= d_in; i += kLine<T>) {
@@ -110,7 +110,7 @@ void dot_rows(float* hidden, int64_t tokens, int64_t rank, float sign, const T* 
 template <typename T>
 std::unique_ptr<float[]> as_floats(const T* x, int64_t x_token, int64_t x_feature, int64_t num_tokens, int64_t d_in) {
   std::unique_ptr<float[]> floats(new float[num_tokens * d_in]);
-  const int64_t squares = x_token == 1 ? d_in / kWidth * kWidth : 0;  // features that come in whole squares
+  const int64_t squares = x_token == 1 ? d_in / kWidth * kWidth : 0;  // features in whole squares
   int64_t t = 0;
   for (; t + kWidth <= num_tokens && squares; t += kWidth)
     for (int64_t i = 0; i < squares; i += kWidth) {
@@ -135,7 +135,7 @@ std::unique_ptr<float[]> as_floats(const T* x, int64_t x_token, int64_t x_featur
   return floats;
 }
 
-// x: [tokens, d_in], adjacent.
+// x: [tokens, d_in], contiguous.
 template <typename T>
 void shrink(float* hidden, const float* x, const T* base, const Lane* lanes, const float* signs, int64_t num_lanes,
             int64_t d_in) {
@@ -208,10 +208,10 @@ void add(T* y, int64_t y_token, int64_t y_feature, const float* sums, int64_t pi
 template <typename T>
 void expand(T* y, int64_t y_token, int64_t y_feature, const float* hidden, const T* base,
             const Lane* lanes, int64_t num_lanes, int64_t num_tokens, int64_t d_out) {
-  // Each thread reads whole pieces of rows, the longer the better.
+  // Each thread reads contiguous pieces of rows; longer pieces are faster.
   const int64_t share = (d_out + omp_get_max_threads() - 1) / omp_get_max_threads();
   const int64_t block = whole<kLine<T>>(std::max(kBlock, std::min(share, kSums / num_tokens)));
-  const int64_t pitch = whole<kWidth>(std::min(block, d_out)) + kWidth;  // not a power of two apart in the cache
+  const int64_t pitch = whole<kWidth>(std::min(block, d_out)) + kWidth;  // no power of two: avoids cache conflicts
 #pragma omp parallel
   {
     const std::unique_ptr<float[]> sums(new float[num_tokens * pitch]);
@@ -241,7 +241,7 @@ void expand(T* y, int64_t y_token, int64_t y_feature, const float* hidden, const
   }
 }
 
-// One adapter's factors at one site: addresses, elements between rows, rank.
+// One adapter's factors at one site: addresses, row strides in elements, rank.
 struct Factors {
   uintptr_t a;
   int64_t a_stride;
@@ -249,18 +249,18 @@ struct Factors {
   int64_t bt_stride, rank;
 };
 
-// Whose tokens, of the kernel's; whether to add or take away.
+// Tokens of one lane, relative to the kernel's first token; sign: add (+1) or subtract (-1).
 struct Span {
   int64_t first_token, tokens, sign;
 };
 
-// A site of a group: its features begin at `first_feature` of y. factors: for each span, null where there are none.
+// A site of a group: its features begin at `first_feature` of y. factors: one pointer per span, null without factors.
 struct Site {
   int64_t first_feature, d_out;
   const Factors* const* factors;
 };
 
-// Both products of all sites, from factors where they lie.
+// Both products of all sites, from factors in place.
 template <typename T>
 void deltas(T* y, int64_t y_token, int64_t y_feature, const T* x, int64_t x_token, int64_t x_feature, const Site* sites,
             int64_t num_sites, const Span* spans, int64_t num_spans, int64_t num_tokens, int64_t d_in) {

@@ -1,4 +1,4 @@
-"""The strategies that decode with the compiled kernels: from a packed copy, and from adapters where they lie."""
+"""The strategies that use the compiled kernels: from a packed copy, and from unpacked adapters in place."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from atmm.strategies.shared_shrink import GroupShares
 
 
 class Compiled(GroupShares):
-    """Share of a site: its lanes' hidden values, in a buffer common to the group. Only where `serves` holds."""
+    """The share of a site is the hidden values of its lanes, in a buffer of the group. Requires `serves`."""
 
     adds_transposed = True
     add_all = None
@@ -32,7 +32,7 @@ class Compiled(GroupShares):
         super().__init__(survey)
         layout = survey.layout
         kernels = library()
-        assert kernels is not None, "asked for compiled kernels where there are none"
+        assert kernels is not None, "the compiled kernels are not available"
         self._shrink, self._expand = kernels.shrink[layout.dtype], kernels.expand[layout.dtype]
         self._num_tokens = survey.num_tokens
         a_stride, bt_strides = row_strides(layout)
@@ -80,10 +80,10 @@ class Compiled(GroupShares):
 
 
 class Scattered:
-    """The same from the sites' own factors: an adapter decodes from the moment it is loaded, and needs no second copy.
+    """`Compiled` from the sites' own factors: an adapter is usable as soon as it is loaded, without a packed copy.
 
-    Only where `serves` holds. One object serves every site of a plan; a group's sites are served by one call. What it
-    prepares for a site is little: an address for each lane, because requests come and go between steps.
+    Requires `serves`. One object serves every site of a plan, and one call serves a group. Preparation is cheap, one
+    address per lane and site, because the lanes change between steps.
     """
 
     adds_transposed = True
@@ -103,7 +103,7 @@ class Scattered:
         self._add(y, x, site, (site,))
 
     def add_all(self, y: Tensor, x: Tensor, group: SiteGroup) -> None:
-        """For the whole group at once. y: [T, sum of d_out], the sites' outputs side by side."""
+        """Add all sites of the group. y: [T, sum of d_out], the sites' outputs side by side."""
         self._add(y, x, group, group.sites)
 
     def _add(self, y: Tensor, x: Tensor, whose: Site | SiteGroup, sites: Sequence[Site]) -> None:
@@ -113,7 +113,7 @@ class Scattered:
         if not tables.num_sites:
             return
         kernels = library()
-        assert kernels is not None, "asked for compiled kernels where there are none"
+        assert kernels is not None, "the compiled kernels are not available"
         x_token, x_feature = x.stride()
         y_token, y_feature = y.stride()
         skipped = self._start * x.element_size()
@@ -142,12 +142,13 @@ class Scattered:
         table = array.array("q", numbers)
         kept.append(table)
         made = _Tables(tuple(self._factors_of(sites)), table.buffer_info()[0], len(numbers) // 3, kept)
-        if lasts:  # a copy would not see what is written into the factors later
+        if lasts:  # a copy would miss later writes to the factors
             self._tables[whose] = made
         return made
 
     def _addresses(self, site: Site, x: Tensor) -> tuple[list[int], list[Factors]]:
-        """Of every lane's factors, 0 where it has none here; and copies of those that do not lie row by row."""
+        """The address of every lane's factors, 0 without factors at this site; and copies of factors without contiguous
+        rows."""
         kind = site.d_in, site.d_out, x.dtype, x.device
         addresses: list[int] = []
         copies: list[Factors] = []
@@ -167,8 +168,11 @@ class Scattered:
 
 
 class _Tables(NamedTuple):
-    """What `deltas` reads for some sites. read: the factors it was made from, None where there were none. address: of
-    the sites' rows. kept: what the rows point to."""
+    """The arguments of `deltas` for some sites.
+
+    read: the factors they were built from, None for absent ones. address: of the table of sites. kept: the objects that
+    the table points to.
+    """
 
     read: tuple[Factors | None, ...]
     address: int
@@ -177,6 +181,6 @@ class _Tables(NamedTuple):
 
 
 def serves(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether the compiled kernels are there for this device and type."""
+    """Whether the compiled kernels support this device and type."""
     kernels = library() if device.type == "cpu" else None
     return kernels is not None and dtype in kernels.shrink

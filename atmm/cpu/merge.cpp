@@ -1,4 +1,4 @@
-// out = base + scale * bt^T a for n layers, in one pass: every weight is read once and written once.
+// out = base + scale * bt^T a for n layers in one pass: every weight is read and written once.
 #include <memory>
 #include <type_traits>
 
@@ -7,11 +7,11 @@
 namespace atmm {
 namespace {
 
-// Rows and vectors of a row that are computed side by side: a value of A that is read serves all rows, and eight sums
-// hide the latency of a multiply-add.
+// Rows, and vectors per row, computed side by side: a value of A is read once for all rows, and eight sums hide the
+// latency of a multiply-add.
 constexpr int64_t kRows = 4;
 constexpr int64_t kColumns = 2;
-// Elements of base fetched ahead of use: without it the arithmetic of one block waits for the memory of the next.
+// Prefetch distance in elements of base: without prefetching, each block stalls on memory.
 constexpr int64_t kAhead = 256;
 
 template <typename T>
@@ -22,7 +22,7 @@ struct Matrices {  // n matrices with contiguous rows; strides in elements
   T* row(int64_t matrix, int64_t row) const { return data + matrix * stride + row * row_stride; }
 };
 
-// R rows of one layer. a: [rank, d_in], b: [R, rank], scaled already.
+// R rows of one layer. a: [rank, d_in], b: [R, rank], scale included.
 template <int64_t R, bool Streamed, typename T>
 void merge_rows(T* out, int64_t out_stride, const T* base, int64_t base_stride, const float* a, const float* b,
                 int64_t rank, int64_t d_in) {

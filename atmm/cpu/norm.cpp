@@ -9,8 +9,8 @@
 namespace atmm {
 namespace {
 
-constexpr int64_t kSums = 4;            // registers that are summed up side by side
-constexpr int64_t kSerial = 32 * 1024;  // values; fewer are computed sooner than threads wake up
+constexpr int64_t kSums = 4;            // registers of partial sums
+constexpr int64_t kSerial = 32 * 1024;  // values; smaller inputs are faster on one thread than waking threads
 
 inline float sum(Floats values) {
   float total = 0;
@@ -20,7 +20,7 @@ inline float sum(Floats values) {
 
 inline Floats rounded(Floats values, const float*) { return values; }
 
-// Ties to even. What is not a number stays so: those made of bfloat16 values have no low bits that could overflow.
+// Ties to even. NaN stays NaN: NaNs converted from bfloat16 have no low bits that could overflow.
 inline Floats rounded(Floats values, const BFloat16*) {
   Bits bits;
   std::memcpy(&bits, &values, sizeof bits);
@@ -51,7 +51,7 @@ void normalize_row(T* out, const T* x, const T* weight, int64_t width, float eps
   }
 }
 
-// out [rows, width], adjacent; x: rows `stride` elements apart.
+// out: [rows, width], contiguous; x: row stride `stride` in elements.
 template <typename T>
 void normalize(T* out, const T* x, int64_t stride, const T* weight, int64_t rows, int64_t width, float epsilon) {
 #pragma omp parallel for schedule(static) if (rows * width > kSerial)

@@ -17,7 +17,7 @@ def serves_norm(device: torch.device, dtype: torch.dtype) -> bool:
 def rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
     """`weight * (x / sqrt(mean(x^2) + epsilon))` over the last dimension, the quotient rounded to x's type first.
 
-    Only where `serves_norm` holds. A row's values do not depend on other rows.
+    Requires `serves_norm`. The values of a row do not depend on other rows.
 
     Args:
         x: [..., width].
@@ -28,7 +28,7 @@ def rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
         A contiguous tensor of x's shape.
 
     Raises:
-        ValueError: when shapes or types do not fit.
+        ValueError: if shapes or types do not match.
     """
     width = x.shape[-1]
     if weight.shape != (width,) or weight.dtype != x.dtype or not weight.is_contiguous():

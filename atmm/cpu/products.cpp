@@ -1,9 +1,9 @@
-// y[t, o] = bias[o] + sum_i x[t, i] * w[o, i] for a thin batch: the weights are read once, row by row, as they lie.
+// y[t, o] = bias[o] + sum_i x[t, i] * w[o, i] for a thin batch: the weights are read once, row by row, in place.
 //
-// Decoding multiplies a handful of tokens with every weight of the model, so the product takes as long as memory needs
-// to hand the weights over. Sums are kept in float32 registers: a tile of R weight rows by M tokens at a time. The R
-// rows come from R places far apart, each of which is read in order: a processor prefetches several streams, but not
-// several rows of one page at once (docs/decisions.md, 2026-11-23).
+// Decoding multiplies a few tokens with every weight of the model, so the product is bound by memory bandwidth. Sums
+// are kept in float32 registers, one tile of R weight rows by M tokens at a time. The R rows are from R distant
+// streams, each read sequentially: a processor prefetches several streams, but not several rows of one page at once
+// (docs/decisions/0040).
 #include <omp.h>
 
 #include <algorithm>
@@ -16,8 +16,8 @@
 namespace atmm {
 namespace {
 
-// sum + a * b, rounded once where the processor can: a compiler that may choose rounds some tiles' sums twice, and a
-// token's values would depend on the tile it is in.
+// sum + a * b, rounded once where the processor supports it. If the compiler chose, some tiles would round twice, and a
+// token's values would depend on its tile.
 inline Floats fused(Floats a, Floats b, Floats sum) {
 #if defined(__AVX512F__)
   return Floats(_mm512_fmadd_ps(__m512(a), __m512(b), __m512(sum)));
@@ -44,7 +44,7 @@ inline float sum_of(Floats values) {
 #endif
 }
 
-// Keeps a value that several products read in its register: compilers load it again for each of them.
+// Keeps a value used by several products in a register; compilers would load it again for each product.
 inline Floats kept(Floats value) {
 #if defined(__AVX__)
   asm("" : "+v"(value));
@@ -59,8 +59,8 @@ inline Register load_register(const T* from) {
   return values;
 }
 
-// How a row of weights meets a row of x. `Weight` is the type in memory, `Input` is x as the kernel reads it, in groups
-// of kGroup values. kTokens is the number of tokens in a tile, at most.
+// Kinds of products of a row of weights with a row of x. `Weight` is the type in memory, `Input` the type of x that the
+// kernel reads, in groups of kGroup values. kTokens is the maximum number of tokens in a tile.
 #if defined(__AVX512F__)
 constexpr bool kManyRegisters = true;
 #else
@@ -107,8 +107,8 @@ struct Pairs {
   }
 };
 
-// Intel's cores start one product of pairs in two cycles, and in the same time four of float32: 88 and 176 GFLOP/s on an
-// Emerald Rapids (docs/decisions.md, 2026-11-24). AMD's start two products of pairs in one cycle.
+// Intel cores issue one product of pairs, or four float32 products, in two cycles: 88 and 176 GFLOP/s on an Emerald
+// Rapids (docs/decisions/0040). AMD cores issue two products of pairs per cycle.
 bool multiplies_pairs_fast() {
   __builtin_cpu_init();
   return !__builtin_cpu_is("intel");
@@ -116,8 +116,8 @@ bool multiplies_pairs_fast() {
 
 #endif
 
-// A register of bfloat16 holds two per 32-bit lane: shifted up, the even ones are float32, and masked, the odd ones.
-// x lies accordingly, the even values of a group before its odd ones.
+// A register of bfloat16 holds two values per 32-bit lane: a shift makes the even ones float32, a mask the odd ones. x
+// is stored accordingly, the even values of a group before its odd ones.
 struct Widened {
   using Weight = BFloat16;
   using Input = float;
@@ -146,7 +146,7 @@ struct Widened {
   }
 };
 
-// A layer that reads x: its d_out features go to y[t * y_token + o]. bias may be null.
+// A layer that reads x and writes its d_out features to y[t * y_token + o]. bias may be null.
 template <typename T>
 struct Layer {
   const T* w;
@@ -158,8 +158,9 @@ struct Layer {
 
 constexpr int64_t kLine = 64;  // bytes of a cache line
 
-// x in the order in which weights are read, every row padded with zeros to whole groups, and by a line more: rows a
-// power of two apart evict each other from the first cache. Rows begin with a line: a load over two costs two.
+// x in the order in which weights are read. Every row is padded with zeros to whole groups and by one more cache line:
+// rows with a stride of a power of two evict each other from the L1 cache. Rows start at a cache line, because a load
+// across two lines costs two loads.
 template <typename Kind>
 struct Prepared {
   using T = typename Kind::Weight;
@@ -189,26 +190,26 @@ struct Prepared {
   std::unique_ptr<Input, decltype(&std::free)> values;
 };
 
-constexpr int64_t kBlock = 32;  // features of a stream whose sums are kept until they are stored together
+constexpr int64_t kBlock = 32;  // features of a stream with sums stored together
 
-// Streams of weights that are read at a time, by the tokens of a tile: as many as leave registers for the inputs beside
-// the sums. A thread's share is cut by kCut, so that all its streams are equally long.
+// Number of weight streams read at a time, by the tokens of a tile: as many as leave registers for the inputs beside
+// the sums. A thread's share is a multiple of kCut, so that all its streams have equal length.
 constexpr int streams_of(int64_t tokens) {
   return kManyRegisters ? tokens <= 2 ? 8 : tokens <= 6 ? 4 : 3 : tokens <= 2 ? 4 : 2;
 }
 constexpr int64_t kCut = kManyRegisters ? 24 : 4;
 constexpr int64_t kMostStreams = streams_of(1);
-constexpr int64_t kAhead = 1024;  // bytes: how far before its use a line of weights is fetched, by a single tile
+constexpr int64_t kAhead = 1024;  // prefetch distance in bytes of a single tile
 
-// Which lines a tile fetches ahead of their use: of the streams first, first + step, ... those `distance` bytes on.
-// Where several tiles of tokens read the same weights, each fetches its part of the next rows, so that memory is read
-// while all of them compute.
+// The lines that a tile prefetches: `distance` bytes ahead in the streams first, first + step, ... If several tiles of
+// tokens read the same weights, each prefetches its part of the next rows, so that memory is read while all of them
+// compute.
 struct Fetch {
   int first, step;
   int64_t distance;
 };
 
-// to[m * pitch + r * kBlock]: the products of R rows of weights, `stream` apart, with M rows of x.
+// to[m * pitch + r * kBlock]: the products of R rows of weights, `stream` elements apart, with M rows of x.
 template <typename Kind, int R, int M>
 inline void tile(float* to, int64_t pitch, const typename Kind::Weight* w, int64_t stream,
                  const typename Kind::Input* values, int64_t x_stride, int64_t d_in, Fetch fetch) {
@@ -231,7 +232,7 @@ inline void tile(float* to, int64_t pitch, const typename Kind::Weight* w, int64
     for (int r = 0; r < R; ++r) to[m * pitch + r * kBlock] = sum_of(sums[r][m]);
 }
 
-// Stores features [first, first + width) of all tokens. pitch: sums of a token.
+// Stores features [first, first + width) of all tokens. pitch: stride of the sums of a token.
 template <typename T>
 void write(const Layer<T>& layer, int64_t first, int64_t width, const float* sums, int64_t pitch, int64_t num_tokens) {
   for (int64_t t = 0; t < num_tokens; ++t, sums += pitch) {
@@ -243,8 +244,7 @@ void write(const Layer<T>& layer, int64_t first, int64_t width, const float* sum
   }
 }
 
-// Features first + r * per + [0, per) for r < R, the weights of each r a stream of their own. M: tokens of the largest
-// tile.
+// Features first + r * per + [0, per) for r < R; the weights of each r form one stream. M: tokens of the largest tile.
 template <typename Kind, int R, int M>
 void streams(const Layer<typename Kind::Weight>& layer, const Prepared<Kind>& x, int64_t first, int64_t per,
              int64_t num_tokens, int64_t d_in, float* sums) {
@@ -290,7 +290,7 @@ auto range_of(int64_t tokens_of_largest_tile) {
 template <typename Kind, typename T = typename Kind::Weight>
 void linear(const Layer<T>* layers, int64_t num_layers, const T* x, int64_t x_token, int64_t num_tokens, int64_t d_in) {
   const Prepared<Kind> prepared(x, x_token, num_tokens, d_in);
-  // Tiles of nearly equal numbers of tokens: nine are 5 and 4, because 8 and 1 read the weights with idle sums.
+  // Tiles of nearly equal size: nine tokens are 5 and 4, because with 8 and 1 the second tile wastes registers.
   const int64_t num_tiles = (num_tokens + Kind::kTokens - 1) / Kind::kTokens;
   const auto share_of_layer = range_of<Kind>((num_tokens + num_tiles - 1) / num_tiles);
   int64_t total = 0;

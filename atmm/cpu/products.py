@@ -1,4 +1,4 @@
-"""Products of linear layers by the compiled kernels, from weights as they lie."""
+"""Products of linear layers by the compiled kernels, which read the weights in place."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Weights(NamedTuple):
 
 
 def multiplies(weight: Tensor) -> bool:
-    """Whether the kernels are built for this weight's device and type, and its rows are contiguous."""
+    """Whether kernels exist for this weight's device and type, and its rows are contiguous."""
     if weight.device.type != "cpu" or weight.stride(1) != 1:
         return False
     kernels = library()
@@ -29,11 +29,11 @@ def multiplies(weight: Tensor) -> bool:
 def product(x: Tensor, layers: Sequence[Weights]) -> Tensor:
     """Outputs of layers that read one input x [T, d_in], side by side: [T, sum of d_out].
 
-    Each output is one sum in float32, in an order that depends on d_in alone: a token's values do not depend on which
-    other tokens are in the batch. Only where `multiplies` holds for every weight.
+    Each output is one sum in float32, in an order that depends only on d_in, so the values of a token do not depend on
+    the other tokens of the batch. Requires `multiplies` for every weight.
     """
     kernels = library()
-    assert kernels is not None, "the kernels are not built here"
+    assert kernels is not None, "the compiled kernels are not available"
     if x.stride(1) != 1:
         x = x.contiguous()
     y = x.new_empty(x.shape[0], sum(layer.weight.shape[0] for layer in layers))

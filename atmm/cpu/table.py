@@ -1,4 +1,4 @@
-"""What the compiled kernels read of lanes: a row for each, as `struct Lane` in `lanes.cpp` has it."""
+"""The lane table of the compiled kernels: one row per lane, in the format of `struct Lane` in `lanes.cpp`."""
 
 from __future__ import annotations
 
@@ -13,8 +13,10 @@ from atmm.segments import Lane
 
 
 class Rows(NamedTuple):
-    """Where a factor's rows lie. start: in bytes from a base that the kernel is given, or from address zero. stride: in
-    elements."""
+    """The location of a factor's rows.
+
+    start: byte offset from the base address passed to the kernel, or from address zero. stride: in elements.
+    """
 
     start: int
     stride: int
@@ -22,14 +24,14 @@ class Rows(NamedTuple):
 
     @classmethod
     def of(cls, factor: Tensor) -> Rows:
-        """From address zero. factor: [rank, d], each row's values adjacent; it must be kept."""
+        """Rows relative to address zero. factor: [rank, d] with contiguous rows; the caller must keep it alive."""
         return cls(factor.data_ptr(), factor.stride(0), factor.shape[0])
 
 
 def hidden_places(parts: Iterable[tuple[Lane, int]]) -> tuple[list[int], int]:
-    """Where each part's hidden values begin, [tokens, rank] one part after the other, and how many they are together.
+    """The offset of each part's hidden values [tokens, rank], stored one part after the other, and their total number.
 
-    parts: a lane with its rank.
+    parts: lanes with their rank.
     """
     sizes = ((lane.stop - lane.start) * rank for lane, rank in parts)
     *places, size = itertools.accumulate(sizes, initial=0)
@@ -37,10 +39,9 @@ def hidden_places(parts: Iterable[tuple[Lane, int]]) -> tuple[list[int], int]:
 
 
 def lane_table(parts: Sequence[tuple[Lane, Rows, int]], first_token: int = 0) -> Tensor:
-    """int64 [parts, 6]: first token, tokens, where the rows start, how far they are apart, rank, place of the hidden
-    values.
+    """int64 [parts, 6]: first token, tokens, start of the rows, row stride, rank, offset of the hidden values.
 
-    parts: a lane, its rows, its place. first_token: the batch's token that is the kernel's first.
+    parts: lanes with their rows and offsets. first_token: index in the batch of the kernel's first token.
     """
     rows = [(lane.start - first_token, lane.stop - lane.start, *rows, place) for lane, rows, place in parts]
     return torch.tensor(rows, dtype=torch.int64)

@@ -1,5 +1,5 @@
-// One register of values at a time, in the vector extensions that GCC and Clang share: one source for every CPU they
-// target. Never more than a register: compilers pass wider vectors through memory.
+// Operations on one vector register, in the vector extensions common to GCC and Clang: one source for every target CPU.
+// Vectors are never wider than a register, because compilers pass wider vectors through memory.
 #pragma once
 
 #include <cstddef>
@@ -53,7 +53,7 @@ inline float load_one(const BFloat16* from) {
   return value;
 }
 
-// The first `count` of a register; nothing behind them is read.
+// The first `count` values of a register; nothing past them is read.
 inline Floats load(const float* from, int64_t count) {
 #if defined(__AVX512F__)
   return Floats(_mm512_maskz_loadu_ps(__mmask16((1u << count) - 1), from));
@@ -75,8 +75,7 @@ inline Floats load(const BFloat16* from, int64_t count) {
   return Floats(__builtin_convertvector(halves, Bits) << 16);
 }
 
-// To the nearest bfloat16, ties to even; what is not a number stays so. What is too small for a normal number (1e-38)
-// some processors make zero.
+// To the nearest bfloat16, ties to even; NaN stays NaN. Some processors flush subnormal numbers (below 1e-38) to zero.
 inline Halves round_to_bfloat16(Floats values) {
 #if defined(__AVX512BF16__)
   const __m256bh rounded = _mm512_cvtneps_pbh(__m512(values));
@@ -99,7 +98,7 @@ inline void store(BFloat16* to, Floats values) {
   std::memcpy(to, &halves, sizeof halves);
 }
 
-// The first `count` of a register; nothing behind them is written.
+// The first `count` values of a register; nothing past them is written.
 inline void store(float* to, Floats values, int64_t count) {
 #if defined(__AVX512F__)
   _mm512_mask_storeu_ps(to, __mmask16((1u << count) - 1), __m512(values));
@@ -128,7 +127,7 @@ inline void store_one(BFloat16* to, float value) {
   to->bits = nan ? (bits >> 16) | 0x40 : (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
 }
 
-// Places J of two vectors side by side.
+// Elements J of the concatenation of two vectors.
 template <int... J>
 inline Floats pick(Floats a, Floats b) {
 #if defined(__clang__) || __GNUC__ >= 12
@@ -138,7 +137,7 @@ inline Floats pick(Floats a, Floats b) {
 #endif
 }
 
-// Exchanges, in each square of 2 S values, the right upper quarter with the left lower one.
+// Exchanges, in each square of 2 S values, the upper right quarter with the lower left quarter.
 template <int S, int... J>
 inline void exchange(Floats* square, std::integer_sequence<int, J...>) {
   for (int64_t i = 0; i < kWidth; ++i) {
@@ -149,7 +148,7 @@ inline void exchange(Floats* square, std::integer_sequence<int, J...>) {
   }
 }
 
-// As many vectors as a register has values, the rows of a matrix, become its columns.
+// Transposes a square matrix of kWidth row vectors.
 inline void transpose(Floats* square) {
   using Places = std::make_integer_sequence<int, kWidth>;
   exchange<1>(square, Places());
@@ -158,8 +157,8 @@ inline void transpose(Floats* square) {
   if constexpr (kWidth == 16) exchange<8>(square, Places());
 }
 
-// Past the caches, for memory that is not read again soon: saves reading it before it is overwritten. `to` must be
-// aligned to the bytes written.
+// Non-temporal store, for memory that is not read again soon: avoids reading the line before it is overwritten. `to`
+// must be aligned to the bytes written.
 inline void stream(float* to, Floats values) {
 #if defined(__AVX512F__)
   _mm512_stream_ps(to, __m512(values));

@@ -1,11 +1,11 @@
 """Grouped products for prefill: CUTLASS kernels built ahead by `vlora tune --build-cutlass`, called through ctypes.
 
-`plan` says what is multiplied, `problems.h` and `problems.cu` where it lies, `tile.cu` multiplies; `tiling` holds the
-tiles, `build` compiles them, `lanes` is the strategy. Not yet run on a GPU: no figures.
+`plan` builds the problems, `problems.h` and `problems.cu` fill in the addresses, `tile.cu` multiplies; `tiling` lists
+the tiles, `build` compiles them, `lanes` is the strategy. Not yet run on a GPU: no figures.
 
-Where nothing was built, or not for the GPU at hand, that is said once; then no search times these tiles, and the Triton
-kernels serve where a table names them. The library is kept beside the compiled CPU kernels, under a name that tells
-sources, flags and tiles: it is missed after one of them has changed.
+Without a build for this GPU, a warning is logged once, the search skips these tiles, and the Triton kernels serve
+table entries that name them. The library is stored beside the compiled CPU kernels. Its name is a digest of sources,
+flags and tiles, so a change of any of them requires a new build.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import torch
 from atmm.cutlass.build import TYPES, place
 from atmm.cutlass.tiling import SPACE, Tile
 
-ARGUMENT_BYTES = 128  # per problem: what both products are called with, as `problems.h` lays it
+ARGUMENT_BYTES = 128  # per problem: the arguments of both products, in the layout of `problems.h`
 _INT, _POINTER, _FLOAT = ctypes.c_int64, ctypes.c_void_p, ctypes.c_float
 _POINT = (_POINTER, _INT, _POINTER, _POINTER, _INT, _INT, _POINTER, _POINTER, _POINTER, _INT, _INT, _POINTER)
 _SHRINK = (_POINTER, _INT, _INT, _POINTER)
@@ -32,7 +32,7 @@ _log = logging.getLogger(__name__)
 
 
 class Launches(NamedTuple):
-    """One tile's two products in one type; `tile.cu` tells what they take, and that they return 0 or have failed."""
+    """One tile's two products in one type. `tile.cu` documents their arguments; they return 0 on success."""
 
     tile: Tile
     shrink: Callable[..., int]
@@ -40,7 +40,7 @@ class Launches(NamedTuple):
 
 
 class Library:
-    """`point` of `problems.cu`; by type and name, the tiles that were built and that the GPU at hand can run."""
+    """`point` of `problems.cu`, and by type and name the tiles that are built and supported by this GPU."""
 
     def __init__(self, file: Path) -> None:
         loaded = ctypes.CDLL(str(file))
@@ -65,17 +65,20 @@ def _function(loaded: ctypes.CDLL, name: str, arguments: tuple[type, ...]) -> Ca
 
 @functools.cache
 def library() -> Library | None:
-    """What was built for the GPU at hand; None where nothing was, which is logged once."""
+    """The library built for this GPU; None without one, which is logged once."""
     try:
         file = place()
         if not file.exists():
-            _log.warning("no grouped products: they are not built here (`vlora tune --build-cutlass` builds them)")
+            _log.warning("grouped products are disabled: not built; run `vlora tune --build-cutlass` to build them")
             return None
         found = Library(file)
     except (OSError, AttributeError) as error:
-        _log.warning("no grouped products: %s", error)
+        _log.warning("grouped products are disabled: %s", error)
         return None
     if not found.launches:
-        _log.warning("no grouped products: %s holds none that this GPU can run; build it again here", file)
+        _log.warning(
+            "grouped products are disabled: %s has no kernels for this GPU; run `vlora tune --build-cutlass` again",
+            file,
+        )
         return None
     return found

@@ -1,4 +1,4 @@
-"""Compiling the grouped products with nvcc: what that takes, what ptxas said, and where the result is kept."""
+"""Compilation of the grouped products with nvcc: required tools, ptxas resource reports, and the library's file."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Tools(NamedTuple):
 
 
 class Made(NamedTuple):
-    """One tile's compiled products, or what rules them out, in words. registers: most of any kernel's threads."""
+    """One tile's compiled products. registers: maximum per thread over its kernels. fault: the reason to reject it."""
 
     tile: Tile
     object: Path
@@ -42,12 +42,12 @@ class Made(NamedTuple):
 
 
 def tools() -> Tools:
-    """Raises FileNotFoundError for what is not installed."""
+    """The installed tools. Raises FileNotFoundError if one is missing."""
     return Tools(_nvcc(), _headers())
 
 
 def _nvcc() -> Path:
-    """Of CUDA_HOME, else on the PATH, else of the package nvidia-cuda-nvcc."""
+    """nvcc of CUDA_HOME, else on the PATH, else of the package nvidia-cuda-nvcc."""
     home = os.environ.get("CUDA_HOME")
     found = [Path(home) / "bin" / "nvcc"] if home else []
     on_path = shutil.which("nvcc")
@@ -59,13 +59,13 @@ def _nvcc() -> Path:
         if os.access(file, os.X_OK):
             return file
     raise FileNotFoundError(
-        "there is no nvcc in CUDA_HOME, on the PATH or in the package nvidia-cuda-nvcc; install CUDA's toolkit, 12 or "
-        "later"
+        "there is no nvcc in CUDA_HOME, on the PATH or in the package nvidia-cuda-nvcc; install the CUDA toolkit, "
+        "version 12 or later"
     )
 
 
 def _headers() -> Path:
-    """Found without importing the package, whose own dependencies nobody needs here."""
+    """CUTLASS's include folder, found without importing the package, because its dependencies may be missing."""
     package = importlib.util.find_spec("cutlass_library")
     folder = Path(package.origin).parent / "source" / "include" if package and package.origin else None
     if folder is None or not (folder / "cutlass" / "cutlass.h").is_file():
@@ -74,7 +74,7 @@ def _headers() -> Path:
 
 
 def place() -> Path:
-    """The library's file, built or not: its name tells sources, flags and tiles."""
+    """The library's file, which may not exist. Its name is a digest of sources, flags and tiles."""
     digest = hashlib.sha256(repr((_FLAGS, SPACE)).encode())
     for name in _SOURCES:
         digest.update((_HERE / name).read_bytes())
@@ -82,7 +82,7 @@ def place() -> Path:
 
 
 def compile_problems(tools: Tools, capabilities: Sequence[int], folder: Path) -> Path:
-    """The object of `problems.cu`. Raises subprocess.SubprocessError, and OSError where nvcc cannot be run."""
+    """The object of `problems.cu`. Raises subprocess.SubprocessError, and OSError if nvcc cannot be run."""
     made = folder / "problems.o"
     _run(tools.nvcc, *_FLAGS, *_targets(capabilities), "-c", _HERE / "problems.cu", "-o", made)
     return made
@@ -91,7 +91,7 @@ def compile_problems(tools: Tools, capabilities: Sequence[int], folder: Path) ->
 def compile_tiles(
     tools: Tools, capabilities: Sequence[int], folder: Path, tiles: Sequence[Tile] = SPACE
 ) -> Iterator[Made]:
-    """Every tile's object as soon as it is there; as many at once as this process has cores."""
+    """Compile the tiles in parallel, one per core of this process, and yield each when it is done."""
     with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
         jobs = [pool.submit(_compile, tile, tools, capabilities, folder) for tile in tiles]
         try:
@@ -118,28 +118,28 @@ def _compile(tile: Tile, tools: Tools, capabilities: Sequence[int], folder: Path
 
 
 def resources(told: str) -> tuple[int, int]:
-    """From what `ptxas -v` says of several kernels: most registers of a thread, bytes spilled by all."""
+    """The maximum registers per thread and the total spilled bytes, from the `ptxas -v` output of several kernels."""
     registers = [int(count) for count in re.findall(r"Used (\d+) registers", told)]
     spilled = [int(count) for count in re.findall(r"(\d+) bytes spill (?:stores|loads)", told)]
     return max(registers, default=0), sum(spilled)
 
 
 def link(tools: Tools, objects: Sequence[Path], library: Path) -> None:
-    """Put the library in its place, whole. Raises as `compile_problems` does."""
+    """Link the library and move it into place atomically. Raises as `compile_problems`."""
     fresh = objects[0].with_name(library.name)
-    # CUDA's packages keep its runtime in lib, where their nvcc does not look.
+    # The CUDA packages install the runtime in lib, which their nvcc does not search.
     _run(tools.nvcc, "-shared", *objects, f"-L{tools.nvcc.resolve().parents[1] / 'lib'}", "-o", fresh)
     os.replace(fresh, library)
 
 
 def shared_bytes(tile: Tile, library: Path) -> int:
-    """Shared memory of one block, the larger of both products and types; of a tile that is in the library."""
+    """Shared memory of one block of a tile in the library: the maximum over both products and types."""
     loaded = ctypes.CDLL(str(library))
     return max(getattr(loaded, f"atmm_grouped_shared_{name}_{tile.symbol}")() for name in TYPES)
 
 
 def reason(problem: Exception) -> str:
-    """The last words of a compiler that failed."""
+    """The end of a failed compiler's output, or the exception's message."""
     if isinstance(problem, subprocess.CalledProcessError):
         return f"{problem.cmd[0]} failed: {problem.stderr.strip()[-500:]}"
     return str(problem)
@@ -150,6 +150,6 @@ def _targets(capabilities: Sequence[int]) -> list[str]:
 
 
 def _run(*command: str | Path) -> str:
-    """What the command says on stderr, where ptxas speaks."""
+    """Run the command and return its stderr, which contains the ptxas report."""
     words = [str(word) for word in command]
     return subprocess.run(words, check=True, capture_output=True, text=True, timeout=_TIMEOUT_S).stderr

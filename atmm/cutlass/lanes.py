@@ -1,4 +1,4 @@
-"""The strategy that runs on a GPU through grouped products: one per lane and site, sizes of each as they are."""
+"""The GPU strategy with grouped products: one product per lane and site, without padding."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from atmm.strategies.shared_shrink import GroupShares
 
 
 def serves(survey: Survey, name: str) -> bool:
-    """Whether the tile of this name is built for the GPU at hand and can compute this survey."""
+    """Whether the tile with this name is built for this GPU and can compute this survey."""
     layout = survey.layout
     if layout.device.type != "cuda" or not legal(survey):
         return False
@@ -25,7 +25,7 @@ def serves(survey: Survey, name: str) -> bool:
 
 
 class _Launch(NamedTuple):
-    """One expand: problems [first, first + num), so many tiles, and their sign."""
+    """One expand launch: problems [first, first + num), the number of tiles, and their sign."""
 
     first: int
     num: int
@@ -34,11 +34,10 @@ class _Launch(NamedTuple):
 
 
 class Grouped(GroupShares):
-    """Share of a site: the hidden values of all lanes of the group, one lane behind the other. Only where `serves`
-    holds.
+    """The share of a site is the hidden values of all lanes of the group, lane after lane. Requires `serves`.
 
-    Three launches for a group: point at the layer's tensors, shrink, expand; one more expand for every further round,
-    which rounds y once more.
+    A group takes three launches: fill in the addresses of the layer's tensors, shrink, expand. Every further round adds
+    one expand, which rounds y once more.
     """
 
     adds_transposed = False
@@ -52,7 +51,7 @@ class Grouped(GroupShares):
     def __init__(self, survey: Survey, name: str) -> None:
         super().__init__(survey)
         kernels, layout = library(), survey.layout
-        assert kernels is not None, "asked for grouped products where there are none"
+        assert kernels is not None, "the grouped products are not available"
         self._point = kernels.point
         tile, self._shrink, self._expand = kernels.launches[layout.dtype, name]
         found = problems_of(survey)
@@ -79,12 +78,12 @@ class Grouped(GroupShares):
             self._add(y, x, packed, self._by_site[site.index], site.index)
 
     def add_all(self, y: Tensor, x: Tensor, group: SiteGroup) -> None:
-        """For the whole group at once. y: [T, sum of d_out], the sites' outputs side by side."""
+        """Add all sites of the group. y: [T, sum of d_out], the sites' outputs side by side."""
         assert group.packed is not None
         self._add(y, x, group.packed, self._all, None)
 
     def _add(self, y: Tensor, x: Tensor, packed: Packed, launches: Sequence[_Launch], site: int | None) -> None:
-        """site: the one that y belongs to; None is all of them."""
+        """Add to the outputs of one site, or of all sites if `site` is None."""
         own = y if self._part is None else y[self._part]
         rows, inputs = _aligned(own), _aligned(x if self._part is None else x[self._part])
         stream = _stream(y.device)
@@ -108,12 +107,12 @@ class Grouped(GroupShares):
         return dict.fromkeys(self._live, self._hidden)
 
     def _shrink_all(self, stream: int) -> None:
-        """From where the arguments point, which is this layer's input."""
+        """Shrink the input that the arguments point to."""
         _check(self._shrink(self._arguments.data_ptr(), self._count, self._shrink_tiles, stream))
 
 
 def _aligned(rows: Tensor) -> Tensor:
-    """The tensor itself, or a copy where its rows do not start at multiples of 128 bits."""
+    """The tensor itself, or a copy if its rows are not aligned to 128 bits."""
     if rows.stride(1) == 1 and rows.stride(0) % ALIGNMENT == 0 and rows.data_ptr() % (ALIGNMENT * rows.itemsize) == 0:
         return rows
     return rows.clone(memory_format=torch.contiguous_format)

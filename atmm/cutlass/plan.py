@@ -1,5 +1,5 @@
-"""Lanes as the problems of grouped products, built once per step and class: where a layer's tensors lie is filled in on
-the device (`problems.h`)."""
+"""Lanes as problems of grouped products, built once per step and class. The device fills in the addresses of a layer's
+tensors (`problems.h`)."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ ALIGNMENT = 8  # elements of a 128-bit access: sizes, strides and starts are mul
 
 
 class Problem(NamedTuple):
-    """One lane at one site, in elements; the fields are those of `Problem` in `problems.h`, in its order.
+    """One lane at one site, in elements; same fields in the same order as `Problem` in `problems.h`.
 
-    token: first one, counted from the survey's start. a, bt: where its rows start behind the packed A's start. column:
-    first of the group's outputs side by side. hidden: where its hidden values [num_tokens, rank] start.
+    token: first token, counted from the survey's start. a, bt: offsets of its rows from the start of the packed A.
+    column: first column in the group's outputs side by side. hidden: offset of its hidden values [num_tokens, rank].
     """
 
     token: int
@@ -30,15 +30,17 @@ class Problem(NamedTuple):
 
 
 class Round(NamedTuple):
-    """Problems that one launch may add to y: one sign, and no token twice at a site. by_site: first and number of each
-    site's problems, which follow each other; sites without any are left out."""
+    """Problems that one launch may add to y: they have the same sign, and no token occurs twice at a site.
+
+    by_site: index of the first problem and number of problems of each site; sites without problems are omitted.
+    """
 
     sign: float
     by_site: dict[int, tuple[int, int]]
 
 
 class Problems(NamedTuple):
-    """problems: by round, then site. num_hidden: elements of all hidden values."""
+    """problems: ordered by round, then site. num_hidden: total number of hidden values."""
 
     problems: list[Problem]
     rounds: list[Round]
@@ -46,7 +48,7 @@ class Problems(NamedTuple):
 
 
 def legal(survey: Survey) -> bool:
-    """Whether the products are compiled for it: values of 16 bits, and sizes and starts that are multiples of 128."""
+    """Whether the products support the survey: 16-bit values, and sizes and offsets that are multiples of 128 bits."""
     layout = survey.layout
     if layout.dtype.itemsize != 2:
         return False
@@ -90,7 +92,7 @@ def problems_of(survey: Survey) -> Problems:
 
 
 def _apart(lanes: tuple[Lane, ...]) -> list[tuple[float, list[Lane]]]:
-    """Lanes, sorted by their start, in as few groups as keep each of one sign and without overlaps."""
+    """Lanes, sorted by start, in as few groups as possible, each with one sign and without overlaps."""
     groups: list[tuple[float, list[Lane]]] = []
     for lane in lanes:
         for sign, group in groups:

@@ -1,5 +1,5 @@
-// Points a plan's problems at one layer's tensors, on the device: a launch costs less than a copy, and a captured graph
-// replays it.
+// Fills in the addresses of one layer's tensors in a plan's problems, on the device: a launch costs less than a copy,
+// and a captured graph replays it.
 #include <cuda_runtime.h>
 
 #include "problems.h"
@@ -15,7 +15,7 @@ __global__ void point_all(const atmm::Problem* problems, int64_t count, atmm::La
 
 }  // namespace
 
-// Returns 0, or CUDA's error.
+// Returns 0, or the CUDA error code.
 extern "C" int atmm_grouped_point(const atmm::Problem* problems, int64_t count, char* buffer, char* x, int64_t x_stride,
                                   int64_t d_in, char* pool, char* hidden, char* y, int64_t y_stride, int64_t column,
                                   cudaStream_t stream) {

@@ -1,4 +1,4 @@
-// What the grouped products are called with: from what a plan says of its lanes and where one layer's tensors lie.
+// The arguments of the grouped products, computed from the problems of a plan and the addresses of one layer's tensors.
 // Plain C++, so that a test can compile it without CUDA.
 #pragma once
 #include <cstdint>
@@ -14,24 +14,24 @@ namespace atmm {
 constexpr int64_t kItemBytes = 2;          // bfloat16 and float16
 constexpr int64_t kArgumentBytes = 2 * 64; // per problem, of both products
 
-// One lane at one site, in the order of `Problem` in plan.py. Factors lie in rows without padding, as their sizes are
+// One lane at one site, in the order of `Problem` in plan.py. Rows of factors are not padded, because their sizes are
 // multiples of 128 bits.
 struct Problem {
-  int64_t token, num_tokens;  // of the survey
+  int64_t token, num_tokens;  // relative to the survey's start
   int64_t rank, d_out;
-  int64_t a, bt;   // where its rows start: elements behind the packed A's start
-  int64_t column;  // of the group's outputs side by side
-  int64_t hidden;  // where its hidden values [num_tokens, rank] start, in elements
+  int64_t a, bt;   // offsets of its rows from the start of the packed A, in elements
+  int64_t column;  // first column in the group's outputs side by side
+  int64_t hidden;  // offset of its hidden values [num_tokens, rank], in elements
 };
 
-// One layer's tensors: addresses, and elements between rows. pool: the packed A, the Bts behind it. column: of the
-// group's outputs, the first in y.
+// One layer's tensors: addresses, and row strides in elements. pool: the packed A, followed by the Bts. column: the
+// column of the group's outputs at which y starts.
 struct Layer {
   char *x, *pool, *hidden, *y;
   int64_t d_in, x_stride, y_stride, column;
 };
 
-// The arguments of one product of every problem: out [m, n] from left [m, k] and right, with elements between rows.
+// The arguments of one product for every problem: out [m, n] = left [m, k] * right, with row strides in elements.
 struct Arguments {
   char **left, **right, **out;
   int64_t *left_stride, *right_stride, *out_stride;
@@ -40,7 +40,7 @@ struct Arguments {
 
 enum Product { kShrink = 0, kExpand = 1 };
 
-// Where a product's arguments lie in a buffer of count * kArgumentBytes.
+// The location of a product's arguments in a buffer of count * kArgumentBytes.
 ATMM_HOST_DEVICE inline Arguments arguments(char* buffer, int64_t count, Product product) {
   char* start = buffer + product * count * (kArgumentBytes / 2);
   char** addresses = reinterpret_cast<char**>(start);
@@ -59,7 +59,8 @@ ATMM_HOST_DEVICE inline void set(const Arguments& to, int64_t index, int64_t m, 
   sizes[0] = static_cast<int32_t>(m), sizes[1] = static_cast<int32_t>(n), sizes[2] = static_cast<int32_t>(k);
 }
 
-// Both products of one problem. Those of sites that are not in y get an output nobody may write; no launch asks for it.
+// Sets the arguments of both products of one problem. For sites outside of y the output address is invalid; no launch
+// uses it.
 ATMM_HOST_DEVICE inline void point(const Problem* problems, int64_t count, int64_t index, const Layer& layer,
                                    char* buffer) {
   const Problem& p = problems[index];

@@ -1,6 +1,6 @@
 // The two grouped products of one tile, in bfloat16 and float16, for compute capability 8.0 and later.
 //
-// -DTILE names it, -DTM, -DTN, -DTK are a block's sizes, -DWM and -DWN a warp's, -DSTAGES blocks under way from memory.
+// -DTILE: its name. -DTM, -DTN, -DTK: block sizes. -DWM, -DWN: warp sizes. -DSTAGES: pipeline stages.
 #include <algorithm>
 
 #include "cutlass/cutlass.h"
@@ -16,7 +16,7 @@ using Rows = cutlass::layout::RowMajor;
 using Columns = cutlass::layout::ColumnMajor;
 constexpr int kWide = 8;  // elements of a 128-bit access
 
-// Right: how the right operand lies. Problems are handed out on the device: no sizes are needed on the host.
+// Right: the layout of the right operand. The device schedules the problems, so the host does not need their sizes.
 template <typename Element, typename Right>
 using Gemm = cutlass::gemm::device::GemmGrouped<typename cutlass::gemm::kernel::DefaultGemmGrouped<
     Element, Rows, cutlass::ComplexTransform::kNone, kWide, Element, Right, cutlass::ComplexTransform::kNone, kWide,
@@ -31,14 +31,14 @@ using Shrink = Gemm<Element, Columns>;  // A is stored [rank, d_in]
 template <typename Element>
 using Expand = Gemm<Element, Rows>;  // Bt is stored [rank, d_out]
 
-// Blocks that the GPU holds at once; 0 where it cannot run the kernel at all.
+// Number of resident blocks of the GPU; 0 if it cannot run the kernel.
 template <typename Gemm>
 int resident_blocks() {
   static const int blocks = Gemm::sufficient();
   return blocks;
 }
 
-// Adds alpha * left right to beta * out for problems [first, first + num). tiles: blocks of out among them.
+// out = alpha * left * right + beta * out for problems [first, first + num). tiles: number of blocks of their outputs.
 template <typename Gemm>
 int run(const atmm::Arguments& given, int64_t first, int64_t num, int64_t tiles, float alpha, float beta,
         cudaStream_t stream) {
@@ -63,7 +63,7 @@ constexpr int kSharedBytes = static_cast<int>(sizeof(typename Gemm::GemmKernel::
 #define JOINED(product, type, tile) atmm_grouped_##product##_##type##_##tile
 #define NAMED(product, type, tile) JOINED(product, type, tile)
 
-// Both return 0, or 1 where the launch failed.
+// Both return 0, or 1 if the launch failed.
 #define DEFINE(type, Element)                                                                                         \
   extern "C" int NAMED(shrink, type, TILE)(char* buffer, int64_t count, int64_t tiles, cudaStream_t stream) {         \
     return run<Shrink<Element>>(atmm::arguments(buffer, count, atmm::kShrink), 0, count, tiles, 1.0f, 0.0f, stream);  \

@@ -1,4 +1,4 @@
-"""The tiles that grouped products may be cut into: a dozen at most, each of them built ahead."""
+"""The tile sizes of the grouped products: a dozen at most, all built ahead."""
 
 from __future__ import annotations
 
@@ -7,8 +7,11 @@ from typing import NamedTuple
 
 
 class Tile(NamedTuple):
-    """Sizes of one tile. block_m: tokens; block_n: outputs; block_k: inputs multiplied at a time; num_stages: blocks
-    under way from memory; warp_m, warp_n: one warp's part of the outputs, which follows from the others."""
+    """Sizes of one tile.
+
+    block_m: tokens. block_n: outputs. block_k: inputs multiplied at a time. num_stages: pipeline stages. warp_m,
+    warp_n: one warp's part of the outputs, determined by the other sizes.
+    """
 
     block_m: int
     block_n: int
@@ -23,7 +26,7 @@ class Tile(NamedTuple):
 
     @property
     def symbol(self) -> str:
-        """Its name within C."""
+        """The name as a C identifier."""
         return f"m{self.block_m}_n{self.block_n}_k{self.block_k}_s{self.num_stages}"
 
     def num_tiles(self, m: int, n: int) -> int:
@@ -45,11 +48,11 @@ SPACE = (
     Tile(128, 64, 64, 3, 64, 32),
     Tile(128, 128, 32, 4, 64, 64),
 )
-"""What CUTLASS has an epilogue for, and what compiles without spilling for compute capability 8.0 and 9.0."""
+"""Tiles with a CUTLASS epilogue that compile without spilling for compute capability 8.0 and 9.0."""
 
 
 def sensible(longest: int) -> Iterator[Tile]:
-    """The tiles worth timing where the longest lane has this many tokens: none that is mostly empty."""
+    """The tiles worth timing for lanes of at most `longest` tokens: all but those that would be mostly empty."""
     for tile in SPACE:
         if tile.block_m == min(tile.block_m for tile in SPACE) or tile.block_m < 2 * longest:
             yield tile

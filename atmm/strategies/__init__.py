@@ -1,1 +1,1 @@
-"""Implementations of add-delta on the CPU, and the registry of all strategies."""
+"""CPU implementations of add-delta, and the registry of all strategies."""

@@ -1,4 +1,4 @@
-"""The strategy for steps that decode, compute prompts, or both, from adapters where they lie."""
+"""The strategy for decode, prefill and mixed steps that reads unpacked adapters in place."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from atmm.layers import Packed, Site, SiteGroup
 from atmm.segments import Lane
 from atmm.strategies.loop import Loop
 
-# Tokens of a lane up to which it costs the compiled kernels less to read its adapter's rows anew for each than it costs
-# two products to be called (docs/decisions.md, 2026-11-22).
+# Lane length in tokens up to which the compiled kernels, which read the adapter's rows again for each token, cost less
+# than the calls of two products (docs/decisions/0006).
 SHORT = 8
 
 
 class Divided:
-    """Short lanes by the compiled kernels, all in one call, and long ones by two products each.
+    """Short lanes by one call of the compiled kernels, long lanes by two products each.
 
-    The kernels pass over every token between the first short lane and the last: batches are best sorted by the lengths
-    of their lanes. Only where `serves` of the compiled kernels holds.
+    The kernels pass over every token between the first and the last short lane, so sort batches by lane length.
+    Requires `atmm.cpu.lanes.serves`.
     """
 
     refill = None
@@ -37,24 +37,24 @@ class Divided:
         self._long(y, x, site, packed)
 
     def add_all(self, y: Tensor, x: Tensor, group: SiteGroup) -> None:
-        """For the whole group at once. y: [T, sum of d_out], the sites' outputs side by side."""
+        """Add all sites of the group. y: [T, sum of d_out], the sites' outputs side by side."""
         self._long.check(group.sites, x)
         self._short.add_all(y, x, group)
         self._long.add_all(y, x, group)
 
 
 def longest_short_lane(device: torch.device, dtype: torch.dtype) -> int:
-    """Most tokens of a lane that is computed as short ones are; 0 where all are computed alike."""
+    """The maximum length in tokens of a short lane; 0 where all lanes are computed the same way."""
     return SHORT if serves(device, dtype) else 0
 
 
 def gains_from_copies(lanes: Sequence[Lane], device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether packed copies of their adapters could make such lanes faster: of long ones, which then share products."""
+    """Whether packed copies could speed up these lanes: several long lanes can then share products."""
     return not serves(device, dtype) or sum(map(_is_long, lanes)) > 1
 
 
 def divides(lanes: Sequence[Lane]) -> bool:
-    """Whether some of the lanes are short and others long: elsewhere this is one way or the other."""
+    """Whether some lanes are short and others long; otherwise one method computes all lanes."""
     return 0 < sum(map(_is_long, lanes)) < len(lanes)
 
 

@@ -1,4 +1,4 @@
-"""The strategy that is right everywhere: lane by lane, two products, from the sites' own factors."""
+"""The strategy that works everywhere: two products per lane, from the sites' own factors."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from atmm.segments import Lane
 
 
 class Loop:
-    """Segment loop of `addmm_`. For plans whose factors somebody has looked at: who packed them, or `check`."""
+    """Segment loop of `addmm_`. The factors must have been checked before, by packing or by `check`."""
 
     refill = None
 
     def __init__(self, lanes: Sequence[Lane]) -> None:
         self._lanes = tuple(lanes)
-        self.adds_transposed = not lanes  # products go into rows
+        self.adds_transposed = not lanes  # the products need row-major outputs
         self._keys = frozenset(lane.key for lane in lanes)
 
     def __call__(self, y: Tensor, x: Tensor, site: Site, packed: Packed | None) -> None:
@@ -31,7 +31,7 @@ class Loop:
                 _add_lane(y[start:stop], x[start:stop], factors, sign)
 
     def add_all(self, y: Tensor, x: Tensor, group: SiteGroup) -> None:
-        """For the whole group at once. y: [T, sum of d_out], the sites' outputs side by side."""
+        """Add all sites of the group. y: [T, sum of d_out], the sites' outputs side by side."""
         rows = y if self.adds_transposed or y.stride(1) == 1 else y.contiguous()
         column = 0
         for site in group.sites:
@@ -41,7 +41,7 @@ class Loop:
             y.copy_(rows)
 
     def check(self, sites: Sequence[Site], x: Tensor) -> None:
-        """Raises ValueError for factors of these sites that do not fit them or x."""
+        """Raises ValueError for factors of these sites that do not fit the sites or x."""
         for site in sites:
             for key in self._keys & site.factors.keys():
                 check_reads(site, key, site.factors[key], x)
@@ -50,7 +50,7 @@ class Loop:
 def _add_lane(y: Tensor, x: Tensor, factors: Factors, sign: float) -> None:
     """Add one lane's delta to y [T, d_out], in place."""
     if x.dtype is torch.bfloat16 and x.device.type == "cpu" and not multiplies_bfloat16():
-        # In float32, conversions included, a product takes a fifth to a twentieth of the time.
+        # In float32, a product including the conversions takes a fifth to a twentieth of the time.
         hidden = F.linear(x.float(), factors.a.float())
         y.add_(torch.mm(hidden, factors.bt.float()), alpha=sign)
     else:
@@ -58,7 +58,7 @@ def _add_lane(y: Tensor, x: Tensor, factors: Factors, sign: float) -> None:
 
 
 class Unpacked:
-    """The same for plans with adapters that are not packed: nobody has looked at their factors yet."""
+    """`Loop` for plans with unpacked adapters: checks the factors at every call."""
 
     adds_transposed = False
     refill = None
@@ -71,6 +71,6 @@ class Unpacked:
         self._loop(y, x, site, packed)
 
     def add_all(self, y: Tensor, x: Tensor, group: SiteGroup) -> None:
-        """Of no site before all have been looked at."""
+        """Check the factors of all sites, then add all sites."""
         self._loop.check(group.sites, x)
         self._loop.add_all(y, x, group)

@@ -1,23 +1,24 @@
-"""Ways to add the deltas, all the same in effect; `atmm.dispatch` says which is fast where.
+"""Strategies to add the deltas. All compute the same result; `atmm.dispatch` selects the fastest for a shape.
 
 A strategy is prepared once per plan and class of sites, then called at every site of the class: `strategy(y, x, site,
-packed)` adds to y [T, d_out] in place; x is [T, d_in], `packed` the packed copy of the site's group.
+packed)` adds to y [T, d_out] in place; x is [T, d_in], `packed` is the packed copy of the site's group.
 
-loop      per lane, two products. Needs no packed copy. For few, long or uneven segments of high rank.
-batched   per run of equal lanes, two batched products on views of the packed copy: no rank and no token is padded,
-          nothing is gathered. For many equal segments of high rank.
-stacked   one shrink of all tokens with all packed adapters of all sites of the group, cleared where a token meets
-          another's adapter; one expand per site. Wasted arithmetic, few calls: for a small sum of ranks.
-gathered  the same shrink; each token's own columns of it are gathered and weigh its own rows of Bt in an embedding
-          bag. No wasted arithmetic in the expand, and rows are read as they lie in memory: for decoding.
-tiled     Triton kernels on a GPU: tiles of tokens against their own adapter's rows, overlapping lanes summed in
-          registers. With the sizes of its tiles behind the name where a search has chosen them.
-compiled  on a CPU with a compiler: each token reads its own rows and no others, in both products, and a call costs
-          little. For decoding, where it is bound by the adapters' bytes.
-divided   on a CPU with a compiler: short lanes by its kernels and long ones by two products, both from the sites' own
-          factors. For prompts beside requests that decode. Needs no packed copy.
-grouped   CUTLASS's grouped products on a GPU, where they are built: a product per lane. Always with the sizes of its
-          tiles behind the name. For prefill.
+loop      two products per lane. Needs no packed copy. For few, long or uneven segments of high rank.
+batched   two batched products per run of equal lanes, on views of the packed copy, without padding of ranks or tokens
+          and without gathering. For many equal segments of high rank.
+stacked   one shrink of all tokens with all packed adapters of all sites of the group; values of a token with an
+          adapter it does not use are cleared. One expand per site. Redundant arithmetic, few calls: for a small sum of
+          ranks.
+gathered  the same shrink; the columns of each token's own adapters are gathered and weight its rows of Bt in an
+          embedding bag. No redundant arithmetic in the expand, and rows are read in memory order. For decoding.
+tiled     Triton kernels on a GPU: tiles of tokens against the rows of their adapter; overlapping lanes are summed in
+          registers. Tile sizes that a search has chosen follow the name.
+compiled  on a CPU with a compiler: each token reads only its own rows in both products, and calls are cheap. For
+          decoding, where it is bound by the bytes of the adapters.
+divided   on a CPU with a compiler: short lanes by the compiled kernels and long lanes by two products, both from the
+          sites' own factors. For batches with prefill and decode. Needs no packed copy.
+grouped   CUTLASS grouped products on a GPU, if they are built: one product per lane. The tile sizes always follow the
+          name. For prefill.
 """
 
 from __future__ import annotations
@@ -70,17 +71,17 @@ class Batched:
 
 
 def lies_transposed(y: Tensor) -> bool:
-    """Whether a [tokens, d_out] tensor is stored with a token's values apart and a feature's values side by side."""
+    """Whether a [tokens, d_out] tensor is stored column-major: the values of a feature are contiguous."""
     return y.stride(0) == 1 and y.stride(1) != 1
 
 
 def comes_transposed(x: Tensor) -> bool:
-    """Whether a layer's output for this input lies transposed; that of a single row lies either way."""
+    """Whether a layer's output for this input is stored transposed. A single row has no distinct order."""
     return x.shape[0] > 1 and prefers_weight_left(x.shape[0], x.dtype, x.device)
 
 
 class Stacked(GroupShares):
-    """Share of a site: its columns of the masked shrink."""
+    """The share of a site is its columns of the masked shrink."""
 
     adds_transposed = True
     add_all = None
@@ -99,7 +100,8 @@ class Stacked(GroupShares):
         self._alpha = distinct[0] if len(distinct) == 1 else 1.0
         self._bits = _BITS[layout.dtype.itemsize]
         self._keep = None if kept.all() else kept.to(self._bits).neg_().to(layout.device)
-        # Shrunk with the factors on the left where layers are, which leaves it transposed, as the expand wants it then.
+        # The shrink has the factors on the left under the same condition as the layers. Its result is then transposed,
+        # as the expand requires.
         self._thin = prefers_weight_left(survey.num_tokens, layout.dtype, layout.device)
         if self._thin and self._keep is not None:
             self._keep = self._keep.t().contiguous().t()
@@ -113,7 +115,7 @@ class Stacked(GroupShares):
         if self._part is not None:
             y = y[self._part]
         if packed.bs and lies_transposed(y):
-            # As thin batches are multiplied themselves, factors on the left: less than half the time of the other way.
+            # Factors on the left, as in the layer's own product: less than half the time of the other order.
             y.t().addmm_(packed.bs[site.index], share.t(), alpha=self._alpha)
         else:
             y.addmm_(share, packed.bts[site.index], alpha=self._alpha)
@@ -123,7 +125,7 @@ class Stacked(GroupShares):
             x = x[self._part]
         hidden = torch.mm(packed.a, x.t()).t() if self._thin else F.linear(x, packed.a)
         if self._keep is not None:
-            # Bits are cleared, not multiplied by zero: where another's adapter overflows, no NaN may come of it here.
+            # Clear bits instead of multiplying by zero: if another adapter overflows, the product would be NaN.
             hidden.view(self._bits).bitwise_and_(self._keep)
         if self._signs is not None:
             hidden.mul_(self._signs)
@@ -136,10 +138,12 @@ _BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def _signs(survey: Survey) -> tuple[Tensor, list[float]]:
-    """[tokens of the survey, rows of the layout]: the sum of the signs with which a token meets an adapter; 0 is not
-    at all. And the different ones but 0."""
+    """Signs [tokens of the survey, rows of the layout], and the distinct nonzero signs.
+
+    A sign is the sum over the lanes of that token and adapter; 0 if there is none.
+    """
     keys = {key: place for place, key in enumerate(survey.keys)}
-    by_key = torch.zeros(survey.num_tokens, len(keys) + 1)  # the last column: packed, but without a lane
+    by_key = torch.zeros(survey.num_tokens, len(keys) + 1)  # last column: packed adapters without a lane
     for key, start, stop, sign in survey.lanes:
         by_key[start - survey.start : stop - survey.start, keys[key]] += sign
     columns: list[int] = []
@@ -150,7 +154,7 @@ def _signs(survey: Survey) -> tuple[Tensor, list[float]]:
 
 
 class Gathered(GroupShares):
-    """Share of a site: its tokens' own values of the shrink."""
+    """The share of a site is the shrink's values for each token's own adapters."""
 
     adds_transposed = True
     add_all = None
@@ -161,12 +165,12 @@ class Gathered(GroupShares):
     def __init__(self, survey: Survey) -> None:
         super().__init__(survey)
         layout = survey.layout
-        # The shrink is made as `a x^T`, which oneDNN reads faster, and with two columns at least, for the same reason.
+        # The shrink is computed as `a x^T` with at least two columns, because oneDNN reads both faster.
         self._num_columns = columns = max(2, survey.num_tokens)
-        own: list[Tensor] = []  # places in the shrink [rows of the group, columns], by site, token, lane, rank
+        own: list[Tensor] = []  # indices into the shrink [rows of the group, columns], by site, token, lane, rank
         signs: list[Tensor] = []
         self._parts = []
-        # By site: rows of its Bt, and where each token's start among them.
+        # By site: rows of its Bt, and the offset of each token's first row.
         self._bags: dict[int, tuple[Tensor, Tensor]] = {}
         first = 0
         for index in survey.live:
@@ -208,8 +212,8 @@ _SUM = 0  # mode of torch.embedding_bag
 
 
 def _weighed_rows(survey: Survey, site: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """What each token weighs of a site's Bt, token after token, lane after lane: its token, row and sign; and where
-    each token's begin."""
+    """The rows of a site's Bt that each token uses, ordered by token and lane: token, row and sign of each entry, and
+    the offset of each token's first entry."""
     spans = survey.layout.spans[site]
     lanes = [
         (start - survey.start, stop - start, span.start, span.rank, int(sign))
@@ -228,24 +232,24 @@ def _weighed_rows(survey: Survey, site: int) -> tuple[Tensor, Tensor, Tensor, Te
 
 
 def _counted(counts: Tensor) -> tuple[Tensor, Tensor]:
-    """0 to counts[0], 0 to counts[1] and so on, one after the other: whose count, and the number."""
+    """Ranges 0 to counts[0], 0 to counts[1], ..., concatenated: the index of each entry's range, and its value."""
     whose = torch.repeat_interleave(counts)
     return whose, torch.arange(len(whose)) - (counts.cumsum(0) - counts)[whose]
 
 
 def _compiled(survey: Survey) -> Strategy:
-    """The compiled kernels, or their plain twin where there are none: a table made with them serves everywhere."""
+    """The compiled kernels, or the torch fallback without them, so that a table with this name works everywhere."""
     return Compiled(survey) if serves(survey.layout.device, survey.layout.dtype) else Gathered(survey)
 
 
 def _divided(survey: Survey) -> Strategy:
-    """The same: without the kernels every lane is a long one."""
+    """As `_compiled`: without the kernels, every lane is computed as a long lane."""
     serving = serves(survey.layout.device, survey.layout.dtype)
     return Divided(survey.lanes) if serving else Loop(survey.lanes)
 
 
 def _tiled(survey: Survey, name: str = "tiled") -> Strategy:
-    """The Triton kernels, or where they cannot run the strategy that is nearest to them."""
+    """The Triton kernels, or the most similar strategy where Triton cannot run."""
     if survey.layout.device.type == "cuda" or triton_interprets():
         from atmm.triton import lanes
         from atmm.triton.tiling import Tiling
@@ -255,7 +259,7 @@ def _tiled(survey: Survey, name: str = "tiled") -> Strategy:
 
 
 def triton_interprets() -> bool:
-    """Whether Triton's kernels run in its interpreter, on CPU tensors."""
+    """Whether the Triton kernels run in Triton's interpreter, on CPU tensors."""
     return os.environ.get("TRITON_INTERPRET") == "1"
 
 
@@ -271,7 +275,7 @@ STRATEGIES: dict[str, Callable[[Survey], Strategy]] = {
 
 
 NEED_NO_COPY = frozenset({"loop", "divided"})
-"""Those that read the sites' own factors, packed or not."""
+"""Strategies that read the sites' own factors, packed or not."""
 
 
 def known(name: str) -> bool:
@@ -280,12 +284,12 @@ def known(name: str) -> bool:
 
 
 def served(name: str, survey: Survey) -> str:
-    """The name itself, or "tiled" where it is of grouped products that are not built here or cannot compute this."""
+    """The name itself, or "tiled" for grouped products that are not built or cannot compute this survey."""
     return "tiled" if name.startswith("grouped ") and not grouped.serves(survey, name) else name
 
 
 def prepare(name: str, survey: Survey) -> Strategy:
-    """The strategy of a known name, prepared for a survey."""
+    """The strategy with a known name, prepared for a survey."""
     name = served(name, survey)
     if name.startswith("grouped "):
         return grouped.Grouped(survey, name)

@@ -1,4 +1,4 @@
-"""One shrink for all sites of a group, computed at the first of them and kept until the last has called."""
+"""One shrink for all sites of a group, computed at the first site and kept until the last site has used it."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from atmm.layers import Packed
 
 
 class HeldInput:
-    """An input that something was computed from, held so that its memory cannot become another tensor's.
+    """The input of a cached result. The reference prevents torch from reusing its memory for another tensor.
 
-    Callers hand over a new view of it every time, which is recognised by memory, shape and strides and, where torch
-    counts writes, by version.
+    Callers pass a new view at every call. It is compared by memory, shape and strides and, where torch counts writes,
+    by version.
     """
 
     __slots__ = ("_version", "_x")
@@ -34,9 +34,9 @@ class HeldInput:
 
 
 class GroupShares:
-    """What strategies with a group-wide shrink have in common: the first site called computes every site's share.
+    """Base of strategies with a group-wide shrink: the first site called computes the shares of all sites.
 
-    The shares answer for exactly one packed copy and one input, each once.
+    The shares are valid for one packed copy and one input, and each share is used once.
     """
 
     __slots__ = ("_held", "_live", "_lone", "_packed", "_part", "_shares")
@@ -45,12 +45,12 @@ class GroupShares:
         self._part = survey.part
         self._live = survey.live
         self._lone = len(survey.layout.widths) == 1
-        self._shares: dict[int, Tensor] = {}  # by site, of those that have not called yet
+        self._shares: dict[int, Tensor] = {}  # by site, for the sites not called yet
         self._packed: Packed | None = None
         self._held = HeldInput()
 
     def _share(self, x: Tensor, index: int, packed: Packed) -> Tensor | None:
-        """What the site needs to add its deltas; None when no lane's adapter targets it."""
+        """The site's share, from which it adds its deltas; None if no lane's adapter targets the site."""
         if self._lone:
             return self._compute(x, packed)[0]
         if index not in self._live:
@@ -67,5 +67,5 @@ class GroupShares:
         return share
 
     def _compute(self, x: Tensor, packed: Packed) -> dict[int, Tensor]:
-        """Every site's share, by site."""
+        """The shares of all sites, by site."""
         raise NotImplementedError

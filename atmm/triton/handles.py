@@ -1,8 +1,8 @@
-"""Compiled kernels at hand: launched as they are, without asking anew what they must be compiled for.
+"""Handles of compiled kernels, which launch them without Triton's argument specialization.
 
-Triton's own launch looks at every argument each time, which takes longer than many a kernel runs (docs/decisions.md,
-2026-11-22). Here the types are settled once, and of the arguments only what Triton compiles for is looked at: nearly
-always all of them are multiples of 16.
+Triton's launch inspects every argument at each call, which takes longer than many kernels run (docs/decisions/0009).
+A handle fixes the types once and inspects only the argument properties that Triton specializes on. Nearly
+always all arguments are multiples of 16.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from atmm.triton import kernels
 class Handle:
     """One kernel with its compile-time sizes: `handle(grid, tensors, integers, *rest)`, in the kernel's order.
 
-    grid: three numbers of programs. rest: what the kernel is the same for.
+    grid: number of programs in three dimensions. rest: arguments that Triton does not specialize on.
     """
 
     __slots__ = ("_kernel", "_made", "_options", "_sizes")
@@ -53,14 +53,13 @@ class Handle:
 def handle(
     name: str, dtype: torch.dtype, device: torch.device, sizes: tuple[tuple[str, Any], ...], **options: int
 ) -> Handle:
-    """The one handle of a kernel of `atmm.triton.kernels` for a type of values, a device and its sizes, these in the
-    order the kernel declares them.
+    """The shared handle of a kernel of `atmm.triton.kernels` for a dtype, a device and compile-time sizes.
 
-    options: num_warps and num_stages; absent ones are Triton's defaults.
+    sizes: in the order in which the kernel declares them. options: num_warps and num_stages; default: Triton's.
     """
     return Handle(name, dict(sizes), options)
 
 
 def _kind(number: int) -> tuple[bool, bool, bool]:
-    """What Triton compiles for, of a number: whether it is 1, a multiple of 16, too wide for 32 bits."""
+    """The properties of an integer that Triton specializes on: 1, a multiple of 16, wider than 32 bits."""
     return number == 1, number % 16 == 0, number >= 2**31

@@ -1,8 +1,8 @@
-"""Device code. Triton reads these functions' source, so what they share is passed in, not imported.
+"""Device code. Triton compiles these functions from source, so shared values are passed as arguments, not imported.
 
-Factors are pools of rows: A [rows, d_in] and Bt [rows, d_out], an adapter of rank r being r rows that lie together. The
-rank is never the contiguous dimension, which is what lets every load be 128 bits wide, and no rank is padded in memory.
-Hidden values are float32 planes [planes, rows, width], one row per token and lane; columns past a rank are zero.
+Factors are pools of rows: A [rows, d_in] and Bt [rows, d_out]; an adapter of rank r is r adjacent rows. The rank is
+never the contiguous dimension, so that every load is 128 bits wide without padding ranks in memory. Hidden values are
+float32 planes [planes, rows, width], one row per token and lane; columns past a rank are zero.
 """
 
 import triton
@@ -14,7 +14,7 @@ def _add_product(
     sums, x_at, a_at, k, start, stop, in_tile, in_rank,
     BLOCK_K: tl.constexpr, EVEN_K: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """sums + x A^T over inputs start to stop; x_at and a_at point at the first BLOCK_K of them."""
+    """sums + x A^T over inputs start to stop; x_at and a_at point to the first BLOCK_K inputs."""
     for first in range(start, stop, BLOCK_K):
         if EVEN_K:
             x = tl.load(x_at, mask=in_tile[:, None], other=0.0)
@@ -31,8 +31,10 @@ def _add_product(
 
 @triton.jit
 def _bt_of(pool_ptr, tile, LINE: tl.constexpr):
-    """A tile's Bt and the length of its rows, in elements. LINE: elements in 16 bytes. Written as products, so that the
-    compiler knows what they are multiples of, and loads wide words."""
+    """A tile's Bt and the length of its rows, in elements. LINE: elements in 16 bytes.
+
+    Both are computed as products, so that the compiler knows their divisibility and emits wide loads.
+    """
     start = tl.load(tile + 4).to(tl.int64) * (16 * LINE)
     return pool_ptr + start, tl.load(tile + 5) * LINE
 
@@ -60,7 +62,7 @@ def shrink(
     k = tl.arange(0, BLOCK_K)
     in_tile = m < count
     in_rank = r < rank
-    # Shares are whole blocks, so that only the last one may be cut short.
+    # Shares are whole blocks, so that only the last one can be partial.
     share = tl.cdiv(tl.cdiv(d_in, BLOCK_K), tl.num_programs(2)) * BLOCK_K
     start = tl.program_id(2) * share
     stop = tl.minimum(start + share, d_in)
@@ -80,9 +82,9 @@ def expand(
 ):  # fmt: skip
     """y[token] += sum over the tile's lanes of sign * hidden Bt[rows].
 
-    Grid (tiles of one site or of all, blocks of the widest d_out). A tile is int32, as `atmm.triton.plan` says; its
-    lanes cover the same tokens, and no other tile of its site has these, so that y is written by one program alone.
-    column: which of the group's outputs is y's first.
+    Grid (tiles of one site or of all, blocks of the widest d_out). `atmm.triton.plan` documents the int32 fields of a
+    tile. The lanes of a tile cover the same tokens, and no other tile of its site covers them, so that one program
+    writes each element of y. column: the column of the group's outputs at which y starts.
     """
     tile = tile_ptr + tl.program_id(0) * (6 + 5 * PARTS)
     count = tl.load(tile + 1)
@@ -111,7 +113,7 @@ def expand(
                 for plane in tl.static_range(1, PLANES):
                     hidden += tl.load(at + plane * plane_stride, mask=in_tile[:, None], other=0.0)
                 sums = tl.dot((hidden * sign).to(bt_ptr.dtype.element_ty), bt, sums, input_precision=PRECISION)
-    # Read here, not above: registers are scarce in between.
+    # Loaded here and not above, to reduce register pressure in the loop.
     token = (tl.load(tile) + m).to(tl.int64)[:, None]
     own_column = tl.load(tile + 2) - column
     if EVEN_N:
@@ -128,7 +130,7 @@ def single(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr, MAX_RANK: tl.constexpr,
     PARTS: tl.constexpr, EVEN_K: tl.constexpr, EVEN_N: tl.constexpr, LINE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Both products in one launch: every block of d_out shrinks its tokens again, from factors that wait in the cache.
+    """Both products in one launch: every block of d_out repeats the shrink of its tokens, from factors in the cache.
 
     Grid and tiles as in `expand`; a_ptr is the start of the pool.
     """

@@ -1,4 +1,4 @@
-"""The strategy that runs on a GPU through the Triton kernels, and merging through them."""
+"""The GPU strategies with the Triton kernels, and merge with a Triton kernel."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from atmm.triton.handles import Handle, handle
 from atmm.triton.plan import Tiles, cut
 from atmm.triton.tiling import Tiling, block_r, merge_blocks, usual
 
-# float32 products stay float32: tensor cores' shorter formats would change answers.
+# float32 products stay in float32: TF32 on tensor cores would change answers.
 _PRECISION = "ieee"
 
 
 def prepare(survey: Survey, tiling: Tiling | None = None) -> Tiled | SingleLaunch:
-    """The strategy of a tiling; None takes the usual one for the shape."""
+    """The strategy for a tiling; None uses the default tiling for the shape."""
     layout = survey.layout
     highest = max((span.rank for site in layout.spans for span in site.values()), default=1)
     rows = block_r(highest)
@@ -35,9 +35,9 @@ def prepare(survey: Survey, tiling: Tiling | None = None) -> Tiled | SingleLaunc
 
 
 class Tiled(GroupShares):
-    """Share of a site: hidden values of all lanes of the group, float32 [planes, rows, width].
+    """The share of a site is the hidden values of all lanes of the group, float32 [planes, rows, width].
 
-    block_r: rows of a factor multiplied at a time. max_rank: no rank is higher; a multiple of block_r.
+    block_r: rows of a factor multiplied at a time. max_rank: upper bound of the ranks; a multiple of block_r.
     """
 
     adds_transposed = False
@@ -83,7 +83,7 @@ class Tiled(GroupShares):
         self._hidden = torch.empty(tiling.split_k, tiles.num_rows, max_rank, dtype=torch.float32, device=layout.device)
 
     def refill(self, plan: SegmentPlan, layout: Layout) -> None:
-        """Other lanes into the tables that were made for the plan's room."""
+        """Write the current lanes into the tables that were sized for the plan's room."""
         tiles = cut(Survey(plan, layout), self._block_m)
         self._shrink_table.copy_(_flat([tiles.shrink, *tiles.expand.values()]), non_blocking=True)
 
@@ -119,7 +119,7 @@ class Tiled(GroupShares):
 
 
 class SingleLaunch:
-    """Shrink and expand in one launch per site, for a few adapters and tokens: there launches cost more than
+    """Shrink and expand in one launch per site, for few adapters and tokens, where launches cost more than
     arithmetic."""
 
     adds_transposed = False
@@ -151,7 +151,7 @@ class SingleLaunch:
         self._expand_tiles = _ExpandTiles(self._table, tiles, layout, tiling.block_n, single)
 
     def refill(self, plan: SegmentPlan, layout: Layout) -> None:
-        """Other lanes into the tables that were made for the plan's room."""
+        """Write the current lanes into the tables that were sized for the plan's room."""
         tiles = cut(Survey(plan, layout), self._block_m)
         self._table.copy_(_flat(list(tiles.expand.values())), non_blocking=True)
 
@@ -176,8 +176,11 @@ class SingleLaunch:
 
 
 class _Launch(NamedTuple):
-    """One launch of `expand` or `single`. table: its tiles. column: of the group's outputs, the first in its y.
-    programs: tiles, then blocks of outputs of the widest site."""
+    """One launch of `expand` or `single`.
+
+    table: its tiles. programs: tiles, then blocks of outputs of the widest site. column: the column of the group's
+    outputs at which y starts.
+    """
 
     kernel: Handle
     table: Tensor
@@ -186,10 +189,10 @@ class _Launch(NamedTuple):
 
 
 class _ExpandTiles:
-    """A group's launches: a site's own, and one for all of them.
+    """A group's launches: one per site, and one for all sites.
 
-    flat: the tables of `tiles.expand`, one behind the other. kernel_for: the kernel for sites whose d_out are multiples
-    of a number.
+    flat: the tables of `tiles.expand`, concatenated. kernel_for: returns the kernel for sites with a d_out divisible by
+    a number.
     """
 
     __slots__ = ("_by_site", "all")
@@ -218,12 +221,12 @@ class _ExpandTiles:
 
 
 def _flat(tables: Sequence[Sequence[tuple[int, ...]]]) -> Tensor:
-    """Tables of tiles, one behind the other, so that they go to the device in one copy."""
+    """Concatenated tables of tiles, so that one copy moves them to the device."""
     return torch.tensor([value for table in tables for tile in table for value in tile], dtype=torch.int32)
 
 
 def merge(out: Tensor, base: Tensor, a: Tensor, bt: Tensor, scale: float) -> None:
-    """As `atmm.merge`, for tensors whose last dimension is contiguous; one launch for all layers."""
+    """`atmm.merge` for tensors with a contiguous last dimension; one launch for all layers."""
     n, d_out, d_in = base.shape
     rank = a.shape[1]
     rows = block_r(rank)

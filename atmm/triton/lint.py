@@ -1,5 +1,4 @@
-"""Compile kernels for a GPU that need not be there, and look at what came out: does it fit, spill, load in wide
-words."""
+"""Compile kernels without a GPU and check the result: shared memory, register spills, and the width of loads."""
 
 from __future__ import annotations
 
@@ -22,7 +21,7 @@ from atmm.triton import kernels
 from atmm.triton.tiling import Tiling, all_usual, block_r, merge_blocks, space
 
 _SHARED_BYTES = {80: 166_912, 90: 232_448}
-"""Shared memory one block may use, by compute capability (NVIDIA's CUDA programming guide, technical
+"""Maximum shared memory per block, by compute capability (NVIDIA's CUDA programming guide, technical
 specifications)."""
 
 
@@ -38,7 +37,7 @@ class Kernel:
 
 
 class Facts(NamedTuple):
-    """What the compiler made. faults: what rules the kernel out, in words."""
+    """Facts of a compiled kernel. faults: the reasons to reject it, as text."""
 
     shared_bytes: int
     registers: int
@@ -61,7 +60,7 @@ _POINTERS = {"hidden_ptr": "*fp32", "tile_ptr": "*i32"}
 
 
 def inspect(kernel: Kernel, capability: int) -> Facts:
-    """Compile for compute capability 80 or 90, and list what is wrong with it."""
+    """Compile for compute capability 80 or 90, and list the faults."""
     function = getattr(kernels, kernel.name)
     names = function.arg_names
     values = dict.fromkeys(_VALUES, "*fp32" if kernel.itemsize == 4 else "*bf16")
@@ -82,7 +81,7 @@ def inspect(kernel: Kernel, capability: int) -> Facts:
     loads = _loads(_disassembled(made.asm["cubin"]))
     faults = []
     if made.metadata.shared > _SHARED_BYTES[capability]:
-        faults.append(f"{made.metadata.shared} bytes of shared memory, {_SHARED_BYTES[capability]} are there")
+        faults.append(f"{made.metadata.shared} bytes of shared memory, {_SHARED_BYTES[capability]} available")
     if stack:
         faults.append(f"{stack} bytes spilled")
     faults += _narrow(kernel, loads)
@@ -90,15 +89,18 @@ def inspect(kernel: Kernel, capability: int) -> Facts:
 
 
 def _loads(assembly: str) -> Counter[int]:
-    """Loads from global memory by their bits."""
+    """Number of loads from global memory by width in bits."""
     found = re.findall(r"\b(?:LDG|LDGSTS)\.E([.\w]*)", assembly)
     sizes = (re.search(r"\.(?:[US]?(8|16|64|128))(?=\.|$)", modifiers) for modifiers in found)
     return Counter(32 if size is None else int(size[1]) for size in sizes)
 
 
 def _narrow(kernel: Kernel, loads: Counter[int]) -> list[str]:
-    """What of the factors, inputs and outputs is not loaded in words of 128 bits. Narrower may be the entries of a tile
-    table, each by itself, and in an expand the hidden values, where a thread has few of them."""
+    """Faults for factors, inputs and outputs that are not loaded in words of 128 bits.
+
+    Narrower loads are allowed for the entries of a tile table and, in an expand with few hidden values per thread, for
+    the hidden values.
+    """
     sizes, threads = kernel.sizes, 32 * kernel.num_warps
     parts = sizes.get("PARTS", 1)
     entries = {"shrink": 5, "expand": 4 + 5 * parts, "single": 4 + 5 * parts, "merge": 0}[kernel.name]
@@ -110,12 +112,12 @@ def _narrow(kernel: Kernel, loads: Counter[int]) -> list[str]:
         if bits < 128:
             allowed[bits] += blocks * sizes["PLANES"]
     faults = [
-        f"{count} loads of {bits} bits, {allowed[bits]} are no factors"
+        f"{count} loads of {bits} bits, {allowed[bits]} allowed"
         for bits, count in sorted(loads.items())
         if bits < 128 and count > allowed[bits]
     ]
     if loads[128] < needed:
-        faults.append(f"{loads[128]} loads of 128 bits, factors and outputs take {needed}")
+        faults.append(f"{loads[128]} loads of 128 bits, factors and outputs need {needed}")
     return faults
 
 
@@ -123,9 +125,9 @@ _TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 
 
 def _resources(cubin: bytes) -> tuple[int, int]:
-    """Registers per thread, bytes of stack."""
+    """Registers per thread, and stack bytes."""
     told = re.search(r"REG:(\d+) STACK:(\d+)", _run("cuobjdump", "--dump-resource-usage", cubin))
-    assert told is not None, "cuobjdump tells no resource usage"
+    assert told is not None, "cuobjdump printed no resource usage"
     return int(told[1]), int(told[2])
 
 
@@ -141,7 +143,7 @@ def _run(tool: str, option: str, cubin: bytes) -> str:
 
 
 def kernels_of(tiling: Tiling, rank: int, itemsize: int = 2) -> list[Kernel]:
-    """What a tiling launches for adapters of up to this rank, with two lanes at a token."""
+    """The kernels that a tiling launches for adapters of up to this rank, with two lanes per token."""
     rows = block_r(rank)
     common = {"BLOCK_M": tiling.block_m, "BLOCK_R": rows, "PRECISION": "ieee"}
     shrinks = {"BLOCK_K": tiling.block_k, "EVEN_K": True}
@@ -163,8 +165,11 @@ def merging(rank: int, itemsize: int = 2) -> Kernel:
 
 
 def whole_space() -> list[Kernel]:
-    """Every kernel that the search may time, and what is launched where nobody has measured, each once: adapters of
-    rank 16, 32 and 64, in bfloat16 and float32. What is compiled for float16 differs in the instructions alone."""
+    """Every kernel that the search may time or that is launched without measurements, each once.
+
+    For adapters of rank 16, 32 and 64, in bfloat16 and float32. Kernels for float16 differ from bfloat16 only in the
+    instructions.
+    """
     found: dict[str, Kernel] = {}
     for itemsize, rank in itertools.product((2, 4), (16, 32, 64)):
         tilings = (*space(itemsize), *all_usual(itemsize))
@@ -175,7 +180,7 @@ def whole_space() -> list[Kernel]:
 
 
 def sample() -> list[Kernel]:
-    """What is launched for decoding, for prefill and to merge where nobody has measured, and a single launch."""
+    """The kernels launched without measurements for decode, prefill and merge, and a single launch."""
     some = (
         (Tiling(16, 128, 128, 8, 3), 16, 2), (Tiling(64, 128, 128, 1, 3), 64, 2), (Tiling(16, 128, 128, 0, 3), 16, 2),
         (Tiling(16, 128, 64, 1, 3), 64, 4),

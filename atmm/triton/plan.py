@@ -1,5 +1,4 @@
-"""Lanes cut into tiles: small tables of int32 that tell every program what it works on. Built once per step and
-class."""
+"""Tiles of lanes: small int32 tables that assign work to the programs. Built once per step and class."""
 
 from __future__ import annotations
 
@@ -13,14 +12,18 @@ from atmm.segments import MOST_WITH_ROOM
 
 
 class Tiles(NamedTuple):
-    """shrink: [first token, tokens, first row of A, rank, first hidden row] per tile, over all sites of the group.
+    """The tile tables of a survey.
 
-    expand: per site, [first token, tokens, first column, d_out, where Bt starts, its row's length, (first row of Bt,
-    rank, first hidden row, first row of A, sign) x parts] per tile; tiles of a site cover different tokens. A column is
-    one of the group's outputs side by side; Bt starts so many 256 bytes behind A, and its rows are so many 16 bytes
-    long. parts: most lanes that meet at a token. num_rows: hidden rows.
+    shrink: [first token, tokens, first row of A, rank, first hidden row] per tile, over all sites of the group.
 
-    Of a survey with room all sizes are the most that its lanes can take; tiles of nothing but zeros fill them up.
+    expand: per site, [first token, tokens, first column, d_out, start of Bt, row length of Bt, (first row of Bt, rank,
+    first hidden row, first row of A, sign) x parts] per tile; tiles of a site cover disjoint tokens. Columns count the
+    group's outputs side by side. The start of Bt is relative to A in units of 256 bytes; row lengths are in units of
+    16 bytes.
+
+    parts: maximum number of lanes per token. num_rows: number of hidden rows.
+
+    For a survey with room, all sizes are the maximum for any lanes, and tiles of zeros pad the tables.
     """
 
     shrink: list[tuple[int, ...]]
@@ -40,7 +43,7 @@ class _Part(NamedTuple):
 
 
 def cut(survey: Survey, block: int) -> Tiles:
-    """Tiles of at most `block` tokens. Tokens are counted from the survey's start."""
+    """Split the lanes into tiles of at most `block` tokens. Tokens are counted from the survey's start."""
     shrink: list[tuple[int, ...]] = []
     parts_of: dict[int, list[_Part]] = {}
     num_rows = 0
@@ -81,7 +84,7 @@ def cut(survey: Survey, block: int) -> Tiles:
     if survey.room is not None:
         num_tokens, num_sites = survey.num_tokens, len(survey.live)
         own = MOST_WITH_ROOM * num_tokens
-        # A lane's last tile may be short, and so may that before each border of a lane.
+        # The last tile of a lane may be short, and so may the tile before each boundary of a lane.
         _fill(shrink, num_sites * min(own, own // block + survey.room), 5)
         for tiles in expand.values():
             _fill(tiles, min(num_tokens, num_tokens // block + 2 * survey.room), 6 + 5 * MOST_WITH_ROOM)
@@ -94,7 +97,7 @@ def _fill(tiles: list[tuple[int, ...]], count: int, size: int) -> None:
 
 
 def _pieces(parts: Sequence[_Part]) -> list[tuple[int, int, list[_Part]]]:
-    """The stretches of tokens that the same lanes cover."""
+    """The maximal token ranges covered by the same lanes, with these lanes."""
     borders = sorted({border for part in parts for border in (part.start, part.stop)})
     found = []
     for start, stop in itertools.pairwise(borders):

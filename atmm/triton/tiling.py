@@ -1,4 +1,4 @@
-"""How the Triton kernels may cut their work: the search space on a GPU, and the rules that keep bad cuts out of it."""
+"""Tilings of the Triton kernels: the search space on a GPU, and the rules that exclude bad tilings."""
 
 from __future__ import annotations
 
@@ -7,23 +7,23 @@ import re
 from collections.abc import Iterator
 from typing import NamedTuple
 
-_SHARED_BYTES = 166_912  # of one block on compute capability 8.0, the least of those served (CUDA programming guide)
-_MOST_SUMS = 128  # float32 sums in one thread's registers; more of them spill
-_MOST_SINGLE = 32 * 128  # sums of one single launch, which keeps hidden values beside them
-_MOST_SINGLE_INPUTS = 32 * (64 + 256)  # its sums and inputs; more spill on compute capability 9.0
+_SHARED_BYTES = 166_912  # per block on compute capability 8.0, the minimum of those supported (CUDA programming guide)
+_MOST_SUMS = 128  # float32 sums in the registers of one thread; more spill
+_MOST_SINGLE = 32 * 128  # sums of a single launch, which also keeps hidden values in registers
+_MOST_SINGLE_INPUTS = 32 * (64 + 256)  # sums and inputs of a single launch; more spill on compute capability 9.0
 _FLOAT32_M, _FLOAT32_N = 16, 128  # largest blocks of float32
-# And of single launches: with 128 inputs at a time some take every register there is on compute capability 8.0, and
-# spill on 9.0; with 64 the largest takes 154 of 255.
+# The largest float32 blocks of single launches. With 128 inputs at a time, some kernels use all registers on compute
+# capability 8.0 and spill on 9.0; with 64, the largest uses 154 of 255.
 _FLOAT32_SINGLE_N, _FLOAT32_SINGLE_K = 64, 64
-_WORD = 16  # bytes that a thread loads at a time
+_WORD = 16  # bytes per load of a thread
 
 
 class Tiling(NamedTuple):
     """Sizes of one tile. All are powers of two, blocks at least 16.
 
-    block_m: tokens. block_n: outputs of an expand. block_k: inputs a shrink multiplies at a time. split_k: programs
-    that share one sum over the inputs; 0 makes shrink and expand one launch, in which every block of outputs shrinks
-    anew. num_stages: blocks under way from memory.
+    block_m: tokens. block_n: outputs of an expand. block_k: inputs that a shrink multiplies at a time. split_k:
+    programs that share one sum over the inputs; 0 combines shrink and expand in one launch, in which every block of
+    outputs repeats the shrink. num_stages: pipeline stages.
     """
 
     block_m: int
@@ -42,24 +42,25 @@ class Tiling(NamedTuple):
 
     @classmethod
     def named(cls, name: str) -> Tiling:
-        """The tiling of a name. Raises ValueError for what is no such name."""
+        """The tiling with this name. Raises ValueError for an invalid name."""
         found = re.fullmatch(r"tiled m(\d+) n(\d+) k(\d+) s(\d+) p(\d+)", name)
         if found is None:
-            raise ValueError(f"{name!r} names no tiling; they look like 'tiled m16 n128 k128 s4 p3'")
+            raise ValueError(f"{name!r} is not a tiling; expected a name such as 'tiled m16 n128 k128 s4 p3'")
         return cls(*map(int, found.groups()))
 
 
 def block_r(rank: int) -> int:
-    """Rows of a factor that are multiplied at a time."""
+    """Number of rows of a factor multiplied at a time."""
     return 16 if rank <= 16 else 32 if rank <= 32 else 64
 
 
 def fits(tiling: Tiling, itemsize: int) -> bool:
-    """Whether any rank can be computed so: enough shared memory and registers on every GPU served, and a whole word of
-    each factor for every thread.
+    """Whether the tiling works for any rank.
 
-    Cut sums and single launches are for thin batches; with larger tiles they spill registers. So do float32 products,
-    whose operands lie in registers: no tensor core computes them without rounding them first.
+    It needs enough shared memory and registers on every supported GPU, and one word of each factor for every thread.
+
+    Split sums and single launches are for thin batches; with larger tiles they spill registers. So do float32 products,
+    because their operands are in registers: tensor cores cannot compute them without rounding the operands.
     """
     rows = block_r(64)
     shared = tiling.num_stages * tiling.block_k * (tiling.block_m + rows) * itemsize
@@ -90,8 +91,9 @@ def space(itemsize: int) -> Iterator[Tiling]:
 def sensible(itemsize: int, d_in: int, longest: int, num_tokens: int) -> Iterator[Tiling]:
     """The tilings worth timing for a shape. longest: tokens of the longest lane.
 
-    Left out: tiles mostly empty, sums cut into less than two blocks, and sums cut at all where the tokens alone give
-    every multiprocessor a tile; a single launch where shrinking anew would be more than the expand.
+    Excluded are: tiles that would be mostly empty; sums split into parts of less than two blocks; split sums if the
+    tokens alone give every multiprocessor a tile; and a single launch if repeating the shrink costs more than the
+    expand.
     """
     for tiling in space(itemsize):
         empty = tiling.block_m > 16 and tiling.block_m >= 2 * longest
@@ -102,9 +104,11 @@ def sensible(itemsize: int, d_in: int, longest: int, num_tokens: int) -> Iterato
 
 
 def usual(itemsize: int, d_in: int, longest: int, num_programs: int) -> Tiling:
-    """The tiling taken where nobody has measured. num_programs: (tiles x rank blocks) of the shrink at split_k 1, for
-    tiles of 64 tokens."""
-    few = num_programs < _PROGRAMS  # sums are cut, which tiles of 64 tokens have no registers for
+    """The default tiling without measurements.
+
+    num_programs: (tiles x rank blocks) of the shrink at split_k 1, for tiles of 64 tokens.
+    """
+    few = num_programs < _PROGRAMS  # sums are split, and tiles of 64 tokens lack registers for that
     block_m = 16 if longest <= 16 or itemsize == 4 else 32 if longest <= 32 or few else 64
     block_k = _usual_block_k(itemsize)
     split_k = 1
@@ -114,7 +118,7 @@ def usual(itemsize: int, d_in: int, longest: int, num_programs: int) -> Tiling:
 
 
 def all_usual(itemsize: int) -> Iterator[Tiling]:
-    """Every tiling that `usual` may answer."""
+    """Every tiling that `usual` may return."""
     splits = [2**power for power in range(_MOST_SPLIT.bit_length())]
     for block_m, split_k in itertools.product((16, 32, 64), splits):
         tiling = Tiling(block_m, 128, _usual_block_k(itemsize), split_k, 3)

@@ -1,1 +1,1 @@
-"""Measuring strategies and tilings, and the tables of what was fastest."""
+"""Measurement of strategies and tilings, and tables of the fastest ones."""

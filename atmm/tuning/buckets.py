@@ -1,4 +1,4 @@
-"""Rounded shapes, and the 128-bit integer that stands for one in a table (V-LoRA section 4.3.2)."""
+"""Rounded shapes and their 128-bit integer keys in a table (V-LoRA section 4.3.2)."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ DEVICE_TYPES = ("cpu", "cuda")
 
 
 class Evenness(enum.IntEnum):
-    """SINGLE: one lane. EVEN: equal lanes, one run of them at every site. RAGGED: anything else."""
+    """SINGLE: one lane. EVEN: equal lanes that form one run at every site. RAGGED: anything else."""
 
     SINGLE = 0
     EVEN = 1
@@ -22,10 +22,10 @@ class Evenness(enum.IntEnum):
 
 
 class Bucket(NamedTuple):
-    """A rounded shape: sizes are powers of two, rounded up, so that near shapes share one measured choice.
+    """A rounded shape: sizes are rounded up to powers of two, so that similar shapes share one measured choice.
 
-    tokens: of the range that has lanes. adapters: different ones. rank: the lanes' mean at the sites they target.
-    d_out: the group's sites together; num_sites: how many they are.
+    tokens: size of the range with lanes. adapters: number of distinct adapters. rank: mean rank of the lanes at the
+    sites they target. d_out: sum over the group's sites. num_sites: number of sites, not rounded.
     """
 
     tokens: int
@@ -59,9 +59,10 @@ class Bucket(NamedTuple):
         )
 
     def key(self) -> int:
-        """The bucket as one integer below 2**128: fields side by side, so different buckets have different keys.
+        """The bucket as an integer below 2**128. The fields are concatenated, so different buckets have different keys.
 
-        Raises ValueError when a field does not fit its bits, or the dtype or device type has no number.
+        Raises:
+            ValueError: if a field does not fit its bits, or the dtype or device type is unknown.
         """
         if self.dtype not in DTYPES or self.device_type not in DEVICE_TYPES:
             raise ValueError(

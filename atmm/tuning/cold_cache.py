@@ -1,5 +1,5 @@
-"""Measuring as a model meets it: between two visits to a layer all of the base weights pass through the caches, and the
-layer's factors come from memory."""
+"""Cache control for measurements under model conditions: between two calls of a layer all base weights pass through the
+caches, so that the layer's factors are read from memory."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from atmm.cpu import library
 from atmm.layers import SiteGroup
 from atmm.strategies.registry import NEED_NO_COPY
 
-_OWN_CACHES_BYTES = 4 * 2**20  # more than a core has to itself
-_ALL_CACHES_BYTES = 256 * 2**20  # more than most machines have; only where lines cannot be evicted one by one
+_OWN_CACHES_BYTES = 4 * 2**20  # more than the private caches of a core
+_ALL_CACHES_BYTES = 256 * 2**20  # more than all caches of most machines; used if single lines cannot be evicted
 _NUM_ROWS, _WIDTH = 4, 1024
 
 
 class Caches:
-    """The caches of one device, and a base layer of one dtype to go through them."""
+    """The caches of one device, and a base layer of one dtype to displace their contents."""
 
     def __init__(self, device: str | torch.device, dtype: torch.dtype) -> None:
         device = torch.device(device)
@@ -32,7 +32,7 @@ class Caches:
         self._weights = torch.ones(num_bytes // dtype.itemsize // _WIDTH, _WIDTH, dtype=dtype, device=device)
 
     def forget(self, tensors: Iterable[Tensor]) -> None:
-        """Leave nothing in them of these tensors' storages, and run the base layer."""
+        """Evict the storages of these tensors from the caches, and run the base layer."""
         if self._evict is not None:
             storages = {storage.data_ptr(): storage for storage in (tensor.untyped_storage() for tensor in tensors)}
             for address, storage in storages.items():
@@ -41,12 +41,12 @@ class Caches:
 
 
 def factors_of(group: SiteGroup) -> list[Tensor]:
-    """All that a group's deltas are computed from: its sites' factors and their packed copy."""
+    """All inputs of a group's deltas: the factors of its sites and their packed copy."""
     return [*_own(group), *_copied(group)]
 
 
 def read_by(strategy: str, group: SiteGroup) -> list[Tensor]:
-    """What of that a strategy reads."""
+    """The subset of `factors_of` that a strategy reads."""
     return _own(group) if strategy in NEED_NO_COPY else _copied(group)
 
 

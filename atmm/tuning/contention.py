@@ -1,4 +1,4 @@
-"""How much other work on the machine delayed a measurement."""
+"""Detection of measurements delayed by other load on the machine."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ import time
 from pathlib import Path
 
 _TASKS = Path("/proc/self/task")
-_MOST = 0.05  # of the time; a quiet machine has less than a hundredth
+_MOST = 0.05  # share of the time; an idle machine has less than 0.01
 
 
 class Contention:
-    """The time in which threads of this process were ready to run and had no core, since this was made.
+    """The time since construction in which threads of this process were runnable but had no core.
 
-    Only Linux reports it; elsewhere a measurement always counts as undisturbed.
+    Only Linux reports it; on other systems every measurement counts as undisturbed.
     """
 
     def __init__(self) -> None:
@@ -21,14 +21,14 @@ class Contention:
         self._before_s = _waited_s()
 
     def disturbs(self) -> bool:
-        """Whether timings since then are those of a busy machine."""
+        """Whether timings since construction were disturbed by other load."""
         return _waited_s() - self._before_s > _MOST * (time.monotonic() - self._began_s)
 
 
 def _waited_s() -> float:
-    """Summed over the threads that exist now (proc(5): schedstat, nanoseconds)."""
+    """Run-queue wait in seconds, summed over the current threads (proc(5): schedstat, nanoseconds)."""
     waited = 0
     for task in _TASKS.iterdir() if _TASKS.is_dir() else ():
-        with contextlib.suppress(OSError, ValueError, IndexError):  # a thread that ended meanwhile
+        with contextlib.suppress(OSError, ValueError, IndexError):  # the thread has ended
             waited += int((task / "schedstat").read_text().split()[1])
     return waited / 1e9

@@ -1,7 +1,7 @@
-"""The fastest way for a product, measured on the weights of the model that an engine serves, at start.
+"""The fastest method for a product, measured at engine start on the weights of the served model.
 
-Which way wins depends on the shape, the rows, the threads and the processor. What was measured is kept in the cache
-folder under a name that covers processor, versions and threads, so that later starts measure nothing.
+The fastest method depends on the shape, the rows, the threads and the processor. The results are cached in a file. Its
+name covers processor, versions and threads, so that later starts do not measure again.
 """
 
 from __future__ import annotations
@@ -28,23 +28,26 @@ from atmm.tuning.racing import race
 log = logging.getLogger(__name__)
 
 _ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
-_LARGE = 16 * 2**20  # bytes of all weights of a shape; fewer stay in caches, and their products cost next to nothing
-# Products that are measured have at most so many features, and with many rows fewer: an output head has ten times as
-# many, all alike.
+_LARGE = 16 * 2**20  # bytes of all weights of a shape; smaller ones stay in caches and their products are cheap
+# Limits on the output features of a measured product; the second one applies with many rows. An output head has ten
+# times as many features, all of the same cost.
 _LONGEST, _MOST_OUTPUTS = 16_384, 16_384 * 32
 _DTYPES = {str(dtype): dtype for dtype in (torch.bfloat16, torch.float16, torch.float32, torch.float64)}
 _TURNS = 5
 _ENOUGH_S = 0.03
 _IN_RACE = 1.5
-_MARGIN = 0.93  # of the rule's time: less is noise, and a choice that changes between starts changes rounding
+_MARGIN = 0.93  # of the rule's time: smaller gains are noise, and choices that differ between starts change rounding
 
 
 def measure(weights: Sequence[Tensor], clock: Callable[[], float] = time.perf_counter) -> None:
-    """Measure how products with these weights are fastest, unless that is known from an earlier start.
+    """Measure the fastest method for products with these weights, unless an earlier start has measured it.
 
-    weights: [d_out, d_in] of a model's layers on the CPU. Takes seconds once per shape, processor and number of
-    threads. From then on `atmm.matmul.choose` follows it. What is measured while other processes take the cores is
-    discarded: the rule decides, and the next start measures.
+    Takes seconds once per shape, processor and number of threads. Afterwards `atmm.matmul.choose` uses the result.
+    Measurements disturbed by other processes are discarded: the rule decides, and the next start measures again.
+
+    Args:
+        weights: [d_out, d_in] of the layers of a model; weights that are not on the CPU are ignored.
+        clock: returns seconds.
     """
     name = f"products-{_machine()}.json"
     known = _read(name)
@@ -58,10 +61,10 @@ def measure(weights: Sequence[Tensor], clock: Callable[[], float] = time.perf_co
                 fresh[key] = _fastest(num_rows, layers, clock)
     matmul.measured.update(known)
     if fresh and contention.disturbs():
-        log.warning("products are chosen by rule: other processes took the cores while they were to be measured")
+        log.warning("matrix products use the default rule: other processes disturbed the measurement")
     elif fresh:
         matmul.measured.update(fresh)
-        log.info("measured %d kinds of products in %.1f s", len(fresh), time.monotonic() - started)
+        log.info("measured %d shapes of matrix products in %.1f s", len(fresh), time.monotonic() - started)
         _write(name, known | fresh)
 
 
@@ -74,11 +77,11 @@ def _by_shape(weights: Sequence[Tensor]) -> list[list[Tensor]]:
 
 
 def _fastest(num_rows: int, layers: Sequence[Tensor], clock: Callable[[], float]) -> Way:
-    """The way that takes least, or the rule's where nothing is faster by more than noise."""
+    """The fastest method, or the rule's if no method is faster by more than noise."""
     with torch.inference_mode():
         ruled = matmul.rule(num_rows, layers[0])
         x = torch.randn(num_rows, layers[0].shape[1]).to(layers[0].dtype)
-        # One layer after the other, so that none is in a cache.
+        # Rotate through the layers, so that none is in a cache.
         num_features = min(_LONGEST, _MOST_OUTPUTS // num_rows)
         turns = itertools.cycle(Weights(layer[:num_features], None) for layer in layers)
 
@@ -98,7 +101,7 @@ def _fastest(num_rows: int, layers: Sequence[Tensor], clock: Callable[[], float]
 
 
 def _machine() -> str:
-    """A digest of what decides which way is fastest, besides the shape."""
+    """A digest of everything but the shape that affects the fastest method."""
     kernels = "compiled" if library() is not None else "plain"
     facts = (
         platform.machine(),
@@ -112,7 +115,7 @@ def _machine() -> str:
 
 
 def _read(name: str) -> dict[Key, Way]:
-    """What an earlier start measured; nothing where there is no file, or none of this version."""
+    """The results of an earlier start; empty without a file of this version."""
     try:
         found = json.loads((cache.folder() / name).read_text())
         return {
@@ -123,7 +126,7 @@ def _read(name: str) -> dict[Key, Way]:
     except FileNotFoundError:
         return {}
     except (OSError, ValueError, TypeError, KeyError) as error:
-        log.warning("products are measured again: %s cannot be read: %s", name, error)
+        log.warning("matrix products are measured again: %s cannot be read: %s", name, error)
         return {}
 
 
@@ -137,7 +140,7 @@ def _write(name: str, known: dict[Key, Way]) -> None:
         os.replace(fresh, file)
     except OSError as error:
         log.warning(
-            "products are measured at every start: the result cannot be kept: %s; set XDG_CACHE_HOME to a folder that "
-            "can be written",
+            "matrix products are measured at every start: the result cannot be cached: %s; set XDG_CACHE_HOME to a "
+            "writable folder",
             error,
         )

@@ -1,9 +1,9 @@
-"""Candidates timed against each other.
+"""Timing of candidates against each other.
 
-Told apart by trimmed means: a float32 product on factors that come from memory takes 0.7 ms one time and 1.1 ms the
-next (docs/decisions.md, 2026-11-22), so that the least time is a lottery, and so is the median where both are as
-frequent. Their order is drawn anew at every turn, for each leaves the caches and the clock of the processor to the next
-in a state of its own.
+Candidates are compared by trimmed means: a float32 product on factors read from memory takes 0.7 ms in some calls and
+1.1 ms in others (docs/decisions/0010), so that the minimum is random, and so is the median if both occur
+equally often. The order is shuffled in every turn, because each candidate leaves the caches and the clock frequency of
+the processor in a different state.
 """
 
 from __future__ import annotations
@@ -13,19 +13,24 @@ import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 
-_FIRST_TURNS = 2  # before anyone can fall behind
-_KEPT = 0.8  # of a candidate's calls, the shortest: what interrupted the others is no part of them
+_FIRST_TURNS = 2  # no candidate is eliminated before
+_KEPT = 0.8  # share of a candidate's calls that count, the shortest: interruptions lengthen the others
 
 
 def race(
     calls: Mapping[str, Callable[[], float]], turns: int, in_race: float, enough_s: float, seed: int = 0
 ) -> dict[str, float]:
-    """Seconds of each candidate, a trimmed mean.
+    """Time the candidates and return the trimmed mean in seconds of each.
 
-    calls: each runs once and returns its seconds; a first call of each prepares, and does not count.
-    turns: how often each is timed at most; fewer where the turns have taken `enough_s` for each still in the race.
-    in_race: times the least mean so far; who has never been as fast as that is not timed again. One call is enough to
-    stay: some are slow for the first two or three times, and then the fastest.
+    Args:
+        calls: each call runs the candidate once and returns its seconds. The first call of each is a warm-up and does
+            not count.
+        turns: the maximum number of timed calls per candidate.
+        in_race: multiple of the smallest mean so far. A candidate without any call as fast as that is eliminated. A
+            single fast call is enough, because some candidates are slow in their first two or three calls and fastest
+            afterwards.
+        enough_s: seconds per remaining candidate after which the race ends early.
+        seed: of the shuffled order.
     """
     for call in calls.values():
         call()

@@ -1,7 +1,7 @@
 """The offline, profile-based search of V-LoRA (Algorithm 2): time every strategy and tiling on a grid of buckets.
 
-Each group of sites is timed as a layer of a model meets it: its factors and the code have left the cache, because the
-base weights have passed through in between. Whoever is plainly slower by its bytes and operations is not timed.
+Each group of sites is timed under the conditions of a layer in a model: its factors and the code are not in the cache,
+because the base weights have passed through it. Candidates with clearly larger estimated times are not timed.
 """
 
 from __future__ import annotations
@@ -36,19 +36,19 @@ from atmm.tuning.racing import race
 TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048)
 ADAPTERS = (1, 2, 4, 8, 16)
 RANKS = (8, 16, 32, 64)
-_MOST_ESTIMATED = 4.0  # times the least estimate; more is not timed
-_MOST_COMPILED = 512  # tokens; the compiled kernels go token by token
+_MOST_ESTIMATED = 4.0  # times the smallest estimate; slower candidates are not timed
+_MOST_COMPILED = 512  # tokens; the compiled kernels process one token at a time
 _FEWEST_GROUPED = 256  # tokens; the grouped products are for prefill
 _TURNS = 7
-_NUM_RANDOM = 1_000_003  # prime, so that factors cut from the values one after the other differ
-_IN_THE_RACE = 1.25  # times the least seconds so far; slower candidates are not timed again
-_CLOSE = 1.1  # times the least seconds; who is no slower may be the fastest
+_NUM_RANDOM = 1_000_003  # prime, so that consecutive slices of the values differ
+_IN_THE_RACE = 1.25  # times the smallest time so far; slower candidates are not timed again
+_CLOSE = 1.1  # times the smallest time; candidates within it enter the final race
 _FINAL_TURNS = 9
-_LONG_S = 0.015  # each candidate of a bucket is timed this long together before fewer turns will do
+_LONG_S = 0.015  # seconds of timing per candidate of a bucket, after which a race ends early
 
 
 class Shape(NamedTuple):
-    """Sites that read one input: features in, and out of each site."""
+    """Sites that read one input: input features, and output features per site."""
 
     d_in: int
     d_outs: tuple[int, ...]
@@ -62,11 +62,11 @@ SHAPES = (
     Shape(896, (4864,)),
     Shape(2048, (8192,)),
 )
-"""What is searched for no model in particular: the layers of the 0.5 B Qwen2 language model, and two lone sites."""
+"""The default shapes: the layers of the 0.5 B Qwen2 language model, and two single sites."""
 
 
 class Case(NamedTuple):
-    """What one bucket stands for in the search."""
+    """The representative of one bucket in the search."""
 
     shape: Shape
     rank: int
@@ -89,7 +89,7 @@ class Case(NamedTuple):
         )
 
     def plan(self, strategy: str | None = None) -> SegmentPlan:
-        """Even segments, or ragged ones: each about half as long as the one before, as [100, 50, ..., 1]."""
+        """Even segments, or ragged ones: each about half as long as the previous one, as [100, 50, ..., 1]."""
         tokens, adapters = self.num_tokens, self.num_adapters
         if self.even:
             cuts = [tokens * index // adapters for index in range(adapters + 1)]
@@ -116,7 +116,7 @@ class Case(NamedTuple):
         return group
 
     def input(self, device: str) -> tuple[Tensor, list[Tensor]]:
-        """Random x [tokens, d_in], and each site's zero output, lying as the base layer leaves it there."""
+        """Random x [tokens, d_in], and zero outputs of the sites, in the memory order that the base layer produces."""
         dtype = getattr(torch, self.dtype)
         size = self.num_tokens * self.shape.d_in
         values = _random_values(dtype, device)
@@ -128,12 +128,12 @@ class Case(NamedTuple):
 
 @functools.cache
 def _random_values(dtype: torch.dtype, device: str) -> Tensor:
-    """Drawn once: drawing every case's factors anew would take a tenth of the search."""
+    """Drawn once, because drawing the factors of every case would take a tenth of the search."""
     return (torch.randn(_NUM_RANDOM, device=device) * 0.05).to(dtype)
 
 
 class Finding(NamedTuple):
-    """A bucket with each candidate's seconds for all sites of the group, and what the rule would have chosen."""
+    """A bucket with each candidate's seconds for all sites of the group, and the rule's choice."""
 
     bucket: Bucket
     seconds: Mapping[str, float]
@@ -145,7 +145,7 @@ class Finding(NamedTuple):
 
 
 def cases(shapes: Sequence[Shape], dtypes: Sequence[str]) -> list[Case]:
-    """The grid in an order of its own that is the same every time: a search cut short has seen some of everything."""
+    """The grid in a fixed shuffled order, so that an interrupted search has covered a sample of all sizes."""
     found = []
     for shape, rank, dtype, num_adapters, num_tokens in itertools.product(shapes, RANKS, dtypes, ADAPTERS, TOKENS):
         if num_adapters <= num_tokens:
@@ -157,15 +157,19 @@ def cases(shapes: Sequence[Shape], dtypes: Sequence[str]) -> list[Case]:
 
 
 def search(cases: Sequence[Case], device: str, journal: Path, seconds: float) -> Iterator[Finding | None]:
-    """Measure case by case until all are done or the time is up; None for a case whose bucket is known already.
+    """Measure case by case until all are done or the time is up; yields None for a case with a known bucket.
 
-    journal: what was found so far, a JSON object a line; a search that was stopped goes on behind it.
+    Args:
+        cases: the cases in order.
+        device: torch device to measure on.
+        journal: findings so far, one JSON object per line; an interrupted search resumes from it.
+        seconds: time limit.
     """
     stop = time.monotonic() + seconds
     found = read(journal)
     known = {finding.bucket for finding in found}
     with journal.open("w") as file, torch.inference_mode():
-        file.writelines(_as_line(finding) for finding in found)  # without a line cut short
+        file.writelines(_as_line(finding) for finding in found)  # drops a truncated line
         for case in cases:
             if time.monotonic() >= stop:
                 return
@@ -188,7 +192,7 @@ def measure(case: Case, group: SiteGroup, device: str) -> Finding:
     survey = Survey(case.plan(), group.packed.layout)
     x, outputs = case.input(device)
     if x.is_cuda:
-        outputs = [torch.cat(outputs, 1)]  # there the engine serves a group at once
+        outputs = [torch.cat(outputs, 1)]  # on a GPU the engine adds a whole group at once
     caches = _caches(device, x.dtype)
     transposed = comes_transposed(x)
 
@@ -201,7 +205,7 @@ def measure(case: Case, group: SiteGroup, device: str) -> Finding:
     ruled = rule(survey, transposed)
     seconds = race(calls, _TURNS, _IN_THE_RACE, _LONG_S)
     best = min(seconds.values())
-    # Whoever comes out best of many was also lucky: only a second race tells whether the rule errs, or does not.
+    # The best of many candidates is partly due to noise. A second race decides whether it really beats the rule.
     finalists = {name: call for name, call in calls.items() if name == ruled or seconds[name] <= _CLOSE * best}
     if len(finalists) > 1:
         seconds |= race(finalists, _FINAL_TURNS, _IN_THE_RACE, _LONG_S, seed=1)
@@ -212,7 +216,7 @@ _caches = functools.cache(Caches)
 
 
 def candidates(survey: Survey, transposed: bool) -> list[str]:
-    """Strategies worth timing, the rule's choice among them."""
+    """Strategies worth timing, including the rule's choice."""
     layout = survey.layout
     estimates = estimate(survey)
     least = min(estimates.values())
@@ -235,7 +239,7 @@ def candidates(survey: Survey, transposed: bool) -> list[str]:
 
 
 def _time(group: SiteGroup, plan: SegmentPlan, x: Tensor, outputs: list[Tensor]) -> float:
-    clock = time.perf_counter if x.is_cuda else time.process_time  # a CPU may be shared with others
+    clock = time.perf_counter if x.is_cuda else time.process_time  # other processes may share the CPU
     if x.is_cuda:
         torch.cuda.synchronize()
     start = clock()
@@ -250,7 +254,7 @@ def _time(group: SiteGroup, plan: SegmentPlan, x: Tensor, outputs: list[Tensor])
 
 
 def error(case: Case, strategy: str, device: str) -> float:
-    """Largest error of a strategy on a case, as a share of the largest delta, against the float64 reference."""
+    """Largest error of a strategy on a case relative to the largest delta, against the float64 reference."""
     group = case.group(device)
     x, outputs = case.input(device)
     worst = 0.0
@@ -262,7 +266,7 @@ def error(case: Case, strategy: str, device: str) -> float:
 
 
 def read(journal: Path) -> list[Finding]:
-    """What a search found before it was stopped; nothing where there is no journal. A line cut short is left out."""
+    """The findings of an interrupted search; empty without a journal. Truncated lines are skipped."""
     if not journal.exists():
         return []
     found = []

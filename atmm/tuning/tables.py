@@ -1,11 +1,11 @@
 """The measured tables: one JSON document per processor and number of threads, written by `vlora tune`.
 
-A table records where it was measured (`device`, `torch`, `threads`, `date`) and holds one row per bucket in which the
-rule of `atmm.dispatch` chose badly: the bucket's fields, then the strategy that was fastest.
+A table records where it was measured (`device`, `torch`, `threads`, `date`). It holds one row per bucket in which the
+rule of `atmm.dispatch` is clearly slower than the fastest strategy: the fields of the bucket, then that strategy.
 
 Tables are searched for in the user's folder (`$XDG_DATA_HOME/vlora/tables`, where `vlora tune` writes) and in the
-package (`atmm/tables`). Of all readable ones the engine takes, in this order, the nearest processor, the nearest number
-of threads, the user's before the packaged one. Without any, the rule decides alone.
+package (`atmm/tables`). The engine uses the readable table with the nearest processor, then the nearest number of
+threads, then the user's before the packaged one. Without a table, the rule decides.
 """
 
 from __future__ import annotations
@@ -33,17 +33,17 @@ COLUMNS = ("tokens", "adapters", "rank", "d_in", "d_out", "num_sites", "evenness
 
 
 def device_name(device_type: str) -> str:
-    """What a table is measured for: a GPU by name, a CPU by the instructions its matrix products can use."""
+    """The device name in a table: the name of a GPU, or the matrix instruction set of a CPU."""
     if device_type == "cuda":
         return torch.cuda.get_device_name()
     flags = processor.flags()
-    # Of those that have tiles all multiply pairs, too; and what multiplies neither is slower by far in 16 bits.
+    # All processors with tiles (AMX) also have AVX512-BF16. Processors with neither are far slower in 16 bits.
     products = next((name for flag, name in (("amx_bf16", "-amx"), ("avx512_bf16", "-bf16")) if flag in flags), "")
     return f"cpu-{torch.backends.cpu.get_cpu_capability().lower().replace(' ', '-')}{products}"
 
 
 class Table(NamedTuple):
-    """A table's file. threads: those it was measured with. date: ISO, for messages only."""
+    """A table's file. threads: the number of threads during the measurement. date: ISO, for messages only."""
 
     path: pathlib.Path
     device: str
@@ -53,27 +53,25 @@ class Table(NamedTuple):
 
     @property
     def from_user(self) -> bool:
-        """Whether it lies in the user's folder, not in the package."""
+        """Whether the table is from the user's folder instead of the package."""
         return self.path.parent != FOLDER
 
 
 class Choice(NamedTuple):
-    """The table in use, None for the rule alone, and its strategies by bucket key."""
+    """The table in use, or None, and its strategies by bucket key."""
 
     table: Table | None
     strategies: Mapping[int, str]
 
 
 def table_for(device_type: str) -> Mapping[int, str]:
-    """Bucket key to strategy, for the device at hand and this thread's number of torch threads; empty without a
-    table."""
+    """Bucket key to strategy, for this device and this thread's number of torch threads; empty without a table."""
     return choose_table(device_type, torch.get_num_threads()).strategies
 
 
 @functools.cache
 def choose_table(device_type: str, threads: int) -> Choice:
-    """The best table for the device at hand, chosen once per process. A file that cannot be read is skipped with a
-    warning."""
+    """The best table for this device, chosen once per process. Unreadable files are skipped with a warning."""
     here = device_name(device_type)
     candidates = []
     for path in _files():
@@ -94,8 +92,7 @@ def choose_table(device_type: str, threads: int) -> Choice:
 
 
 def describe(device_type: str) -> str:
-    """One line on the table in use, and on what to do where it was not measured for this processor and number of
-    threads."""
+    """One line on the table in use, with a remedy if it was not measured for this processor and number of threads."""
     here, threads = device_name(device_type), torch.get_num_threads()
     table = choose_table(device_type, threads).table
     tune = "run `vlora tune`" if device_type == "cpu" else f"run `vlora tune --device {device_type}`"
@@ -120,13 +117,13 @@ def _files() -> Iterator[pathlib.Path]:
             logger.warning("skipped a folder of ATMM tables: %s", error)
 
 
-# x86-64 processors in the order of what their matrix products can use. AMX lies apart: its tables prefer transposed
-# products, which are slow without matrix tiles.
+# x86-64 processors ordered by their matrix instructions. AMX is further apart: its tables prefer transposed products,
+# which are slow without matrix tiles.
 _LADDER = {"cpu-default": 0, "cpu-no-avx": 0, "cpu-avx2": 1, "cpu-avx512": 2, "cpu-avx512-bf16": 3, "cpu-avx512-amx": 6}
 
 
 def _distance(here: str, there: str) -> int | None:
-    """How far two processors are apart: 0 for the same, None where one's table cannot serve the other."""
+    """Distance of two processors: 0 for the same, None if a table of one is unusable on the other."""
     if here == there:
         return 0
     if here not in _LADDER or there not in _LADDER:
@@ -135,28 +132,30 @@ def _distance(here: str, there: str) -> int | None:
 
 
 def read_table(path: pathlib.Path, device_type: str) -> Table:
-    """A table's file. One that does not record its number of threads was measured with one.
+    """Read a table's file. A table without a number of threads counts as measured with one thread.
 
-    Raises OSError, and ValueError for a file that is no table of this version.
+    Raises:
+        OSError: if the file cannot be read.
+        ValueError: if the file is not a table of this version.
     """
     try:
         document = json.loads(path.read_text())
         columns, rows = tuple(document["columns"]), document["rows"]
         if columns != COLUMNS:
-            raise ValueError(f"it has columns {columns}, not {COLUMNS}")
+            raise ValueError(f"columns are {columns}, expected {COLUMNS}")
         found = [(_bucket(row[:-1], device_type), row[-1]) for row in rows]
         for bucket, _ in found:
             bucket.key()  # raises ValueError for a size out of range
         unknown = {strategy for _, strategy in found if not known(strategy)}
         if unknown:
-            raise ValueError(f"it names strategies that are not known: {', '.join(sorted(unknown))}")
+            raise ValueError(f"unknown strategies: {', '.join(sorted(unknown))}")
         device, threads = document["device"], document.get("threads", 1)
         if not isinstance(device, str):
             raise ValueError(f"device is {device!r}, not a name")
         if type(threads) is not int or threads < 1:
             raise ValueError(f"threads is {threads!r}, not a positive number")
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise ValueError(f"{path} is no table of this version; search again with `vlora tune`: {error}") from error
+        raise ValueError(f"{path} is not a table of this version; run `vlora tune` again: {error}") from error
     return Table(path, device, threads, str(document.get("date", "an unknown date")), found)
 
 
@@ -170,7 +169,7 @@ def user_folder() -> pathlib.Path:
     """`$XDG_DATA_HOME/vlora/tables`, default `~/.local/share/vlora/tables`; it may not exist yet.
 
     Raises:
-        FileNotFoundError: the variable is not set and the user has no home folder, as often in containers.
+        FileNotFoundError: if the variable is not set and the user has no home folder, which is common in containers.
     """
     try:
         return pathlib.Path(os.environ.get("XDG_DATA_HOME") or "~/.local/share").expanduser() / "vlora" / "tables"
@@ -179,13 +178,13 @@ def user_folder() -> pathlib.Path:
 
 
 def path_for(device_type: str, threads: int) -> pathlib.Path:
-    """Where `vlora tune` writes the table of the device at hand: in the user's folder."""
+    """The file in the user's folder to which `vlora tune` writes the table of this device."""
     name = re.sub(r"[^a-z0-9]+", "-", device_name(device_type).lower())
     return user_folder() / (f"{name}.json" if device_type == "cuda" else f"{name}-t{threads}.json")
 
 
 def write(path: pathlib.Path, device_type: str, date: str, rows: Iterable[tuple[Bucket, str]]) -> None:
-    """Write this machine's table, one row per line so that two searches compare well."""
+    """Write this machine's table, one row per line for readable diffs."""
     header = {
         "device": device_name(device_type),
         "torch": torch.__version__,
@@ -199,7 +198,7 @@ def write(path: pathlib.Path, device_type: str, date: str, rows: Iterable[tuple[
     ]
     body = ",\n  ".join(lines)
     path.parent.mkdir(parents=True, exist_ok=True)
-    # Whole or not at all: an engine may read it while it is written, and a search may be stopped here.
+    # Replace atomically: an engine may read the file meanwhile, and the search may be interrupted.
     fresh = path.with_suffix(".new")
     fresh.write_text(f'{json.dumps(header, indent=1)[:-2]},\n "rows": [\n  {body}\n ]\n}}\n')
     os.replace(fresh, path)

@@ -1,5 +1,5 @@
-"""`vlora bench fusion`: what packing makes of the embedded model, against what else could be done. `vlora bench bd`:
-block-diagonal adapters against LoRA of as many numbers."""
+"""`vlora bench fusion`: packing on the embedded model against other methods. `vlora bench bd`: block-diagonal adapters
+against LoRA with the same number of parameters."""
 
 from fusion.bench.jobs import Finding, run
 from fusion.bench.parity import NUM_SEEDS, Parity, compare

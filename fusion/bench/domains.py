@@ -1,6 +1,6 @@
-"""Domains to measure on: drawn anew for each seed, in any number; digits alone are real and 1,797.
+"""Domains of the benchmark: drawn for each seed, in any number; only digits are real, 1,797 of them.
 
-The table's six are of different kinds; a family's five are of one kind of task, told apart by what is asked.
+The six of the table are of different kinds; the five of a family share one kind of task and differ in the question.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ Draw = Callable[[np.random.Generator], Sample]
 
 
 class Sizes(NamedTuple):
-    """Samples of a domain's parts."""
+    """Number of samples in each part of a domain."""
 
     train: int
     validation: int
@@ -39,7 +39,7 @@ class Sizes(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Made:
-    """A domain. draw: None for the digits. teacher: the built-in source whose small model can do it."""
+    """A domain. draw: None for the digits. teacher: the built-in source with a small model for it."""
 
     name: str
     task: str
@@ -51,14 +51,14 @@ class Made:
     def splits(self, seed: int, sizes: Sizes) -> Splits:
         if self.draw is None:
             return _cut(load_source("sklearn-digits", seed), sizes)
-        # By name: domains of one seed share no picture.
+        # Seeded by name as well, so that domains of one seed share no picture.
         rng = np.random.default_rng([seed, *self.name.encode()])
         train, validation, test = ([self.draw(rng) for _ in range(count)] for count in sizes)
         return Splits(self.task, self.labels, train, validation, test, real=False)
 
 
 def _cut(splits: Splits, sizes: Sizes) -> Splits:
-    """The same samples in other parts: training gets what validation and test leave."""
+    """Split the same samples again: training gets those that validation and test leave."""
     every = [*splits.train, *splits.validation, *splits.test]
     held = sizes.validation + sizes.test
     validation, test = every[: sizes.validation], every[sizes.validation : held]
@@ -77,7 +77,7 @@ def _action(rng: np.random.Generator) -> Sample:
 
 
 def _single(fact: str) -> Draw:
-    """A street with one thing on it; `fact` of it is the label."""
+    """A street with one object; its `fact` is the label."""
 
     def draw(rng: np.random.Generator) -> Sample:
         street = draw_street(rng, 1)
@@ -98,7 +98,7 @@ _LENGTHS = {"a short way": (12, 22), "a long way": (34, 48)}  # pixels
 
 
 def _clip(fact: str) -> Draw:
-    """Four frames of a street in which one thing moves; `fact` of it is the label."""
+    """Four frames of a street in which one object moves; its `fact` is the label."""
 
     def draw(rng: np.random.Generator) -> Sample:
         street = street_background(rng).canvas
@@ -112,7 +112,7 @@ def _clip(fact: str) -> Draw:
         dx, dy = tuple(_WAYS.values())[chosen["way"]]
         distance = float(rng.uniform(*tuple(_LENGTHS.values())[chosen["length"]]))
         paint = jitter(rng, COLORS[tuple(COLORS)[chosen["color"]]])
-        # Sideways in one half of the picture; up and down within a half as far as it is high.
+        # Horizontal moves stay in one half of the picture; vertical moves are halved to fit within a half.
         distance = distance if dx else distance / 2
         x = SIZE / 2 - dx * distance / 2 + rng.integers(-10, 11)
         y = (0.3 if chosen["half"] == 0 else 0.72) * SIZE - dy * distance / 2
@@ -129,7 +129,7 @@ def _clip(fact: str) -> Draw:
 
 
 def _asked(beginning: str) -> Draw:
-    """Only questions that begin so."""
+    """Only questions with this beginning."""
 
     def draw(rng: np.random.Generator) -> Sample:
         while True:
@@ -141,7 +141,7 @@ def _asked(beginning: str) -> Draw:
 
 
 def _only(kind: str) -> Draw:
-    """Boxes of one kind, in streets where it is often to be found."""
+    """Boxes of one kind, in streets that often contain it."""
 
     def draw(rng: np.random.Generator) -> Sample:
         while True:
@@ -193,4 +193,4 @@ FAMILIES: dict[str, tuple[Made, ...]] = {
         Made(f"find-{kind}", "detection", f"find every {kind}.", _only(kind), (kind,)) for kind in KINDS
     ),
 }
-"""For accuracy against the number of fused domains, per kind of task; detectors of one class each, as in figure 10."""
+"""Domains for accuracy against the number of fused domains, per kind of task; one-class detectors, as in figure 10."""

@@ -1,4 +1,4 @@
-"""Every measurement as a job of its own process, kept on disk when done: a bench that was stopped goes on."""
+"""Each measurement is a job in its own process, stored on disk when done, so a stopped benchmark can be resumed."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _THRESHOLDS = "(threshold)"
 
 
 class Goal(NamedTuple):
-    """A promise: `value` must be at least `goal`, or at most."""
+    """A target: `value` must be at most `goal`, or at least if not `at_most`."""
 
     name: str
     value: float
@@ -32,7 +32,7 @@ class Goal(NamedTuple):
 
 
 class Finding(NamedTuple):
-    """rows: the table, one per seed and method. curves: test scores by the number of fused domains."""
+    """rows: the table, one row per seed and method. curves: test scores by the number of fused domains."""
 
     rows: list[dict[str, Any]]
     goals: list[Goal]
@@ -41,7 +41,7 @@ class Finding(NamedTuple):
 
 
 class Job(NamedTuple):
-    """family: empty for the table."""
+    """One measurement. family: empty for the table."""
 
     seed: int
     family: str
@@ -54,9 +54,11 @@ class Job(NamedTuple):
 
 
 def run(quick: bool, folder: Path | None, say: Callable[[str], None]) -> Finding:
-    """All jobs, one process for each core. folder: where jobs keep what they found, and where they go on.
+    """Run all jobs, one process per core.
 
-    quick: a single seed, few samples, few steps: shows that it runs, and nothing else.
+    Args:
+        quick: a single seed, few samples, few steps: a smoke test without meaningful scores.
+        folder: for stored results, from which a run continues.
     """
     if folder is None:
         with tempfile.TemporaryDirectory() as temporary:
@@ -69,7 +71,7 @@ def _run(quick: bool, folder: Path, say: Callable[[str], None]) -> Finding:
     seeds = _SEEDS[:1] if quick else _SEEDS
     tables = [Job(seed, "", quick, folder) for seed in seeds]
     curves = [Job(seed, family, quick, folder) for family in FAMILIES for seed in seeds]
-    # Tables first: they take longest.
+    # Tables first, since they take longest.
     missing = [job for job in (*tables, *curves) if not job.result.exists()]
     cores = len(os.sched_getaffinity(0))
     with ProcessPoolExecutor(min(cores, max(1, len(missing))), multiprocessing.get_context("spawn")) as pool:
@@ -81,12 +83,12 @@ def _run(quick: bool, folder: Path, say: Callable[[str], None]) -> Finding:
 
 
 def _work(job: Job) -> str:
-    """Do a job, and tell what it took."""
+    """Run a job; return a line with its duration."""
     import torch
     from transformers.utils.logging import disable_progress_bar
 
     disable_progress_bar()
-    warnings.simplefilter("ignore")  # third parties' notes to their own callers
+    warnings.simplefilter("ignore")  # deprecation notes of third-party libraries
     logging.getLogger("vlora").setLevel(logging.WARNING)
     torch.set_num_threads(1)
     started, cpu = time.perf_counter(), time.process_time()

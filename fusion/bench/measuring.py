@@ -1,4 +1,4 @@
-"""The two things measured, each for one seed in one process: the table of packings, and curves of one task type."""
+"""The two measurements, each for one seed in one process: the table of packings, and the curves of one task type."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ from vlora.models.loading import load_model
 NAIVE, PACKED, JOINTLY = "naive (V-LoRA 4.2.1)", "packed, first fit", "packed jointly"
 OPTIMUM = "exhaustive optimum"
 CONFIDENCE = 0.95
-_MINUS = 0.05  # the one rule for thresholds, fixed before training: validation score alone, less five points
+_MINUS = 0.05  # the rule for all thresholds, fixed before training: validation score alone, minus five points
 _REHEARSAL = 0.5
 
 
 class Bench:
-    """Domains over the embedded model with everything that trains them; trainings are kept in `folder`."""
+    """Domains, trainer and trainings on the embedded model; trainings are stored in `folder`."""
 
     def __init__(self, made: Sequence[Made], seed: int, sizes: Sizes, steps: int, folder: Path) -> None:
         self.plan = Plan(
@@ -62,7 +62,7 @@ class Bench:
         self.forgetting = Trainings(self.trainer, checkpoint, rehearsal=0.0)
 
     def tested(self, state: State, names: Sequence[str]) -> dict[str, float]:
-        """Scores on test data, which no decision has seen."""
+        """Scores on test data, which no decision uses."""
         self.trainer.restore(state)
         return {name: self.trainer.score(name, self.domains[name].test) for name in names}
 
@@ -74,7 +74,7 @@ class Bench:
         }
 
     def tested_together(self, adapters: Iterable[Collection[str]]) -> dict[str, float]:
-        """The same for sets of domains that were each trained at once."""
+        """Like `packed`, for sets of domains that were trained jointly."""
         return {
             name: value
             for names in adapters
@@ -83,7 +83,7 @@ class Bench:
 
 
 def table(seed: int, quick: bool, folder: Path) -> dict[str, Any]:
-    """One row per way to make adapters, and what small models do with the same data."""
+    """Test scores per method of creating adapters, and of small models on the same data."""
     made = SIX[:3] if quick else SIX
     sizes, steps = (Sizes(120, 60, 60), 6) if quick else (Sizes(1200, 500, 500), 80)
     bench = Bench(made, seed, sizes, steps, folder)
@@ -122,7 +122,7 @@ def table(seed: int, quick: bool, folder: Path) -> dict[str, Any]:
 
 
 def curve(family: str, seed: int, quick: bool, folder: Path) -> dict[str, Any]:
-    """Domains of one kind of task fused one after the other: test scores of all that are in, after each; and alone."""
+    """Fuse domains of one kind of task in sequence: test scores of all fused domains after each, and of each alone."""
     made = FAMILIES[family][: 2 if quick else None]
     sizes, steps = (Sizes(60, 20, 60), 4) if quick else (Sizes(500, 20, 500), 50)
     bench = Bench(made, seed, sizes, steps, folder)
@@ -138,7 +138,7 @@ def curve(family: str, seed: int, quick: bool, folder: Path) -> dict[str, Any]:
 
 
 def _taught(made: Sequence[Made], bench: Bench) -> Mapping[str, float]:
-    """Test scores of the small models that learn from the same training data, where a task has one."""
+    """Test scores of small models on the same training data, for domains that have one."""
     taught = {}
     for one in made:
         if one.teacher is not None:

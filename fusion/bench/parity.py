@@ -1,7 +1,8 @@
-"""`vlora bench bd`: block-diagonal LoRA against LoRA of as many numbers (BD-LoRA section 5.1), on the embedded model.
+"""`vlora bench bd`: block-diagonal LoRA against LoRA with as many parameters (BD-LoRA section 5.1), on the embedded
+model.
 
-Each seed draws data, batches and first factors anew, and the same ones for every method. Scaling is rsLoRA's, as in the
-paper, at an alpha that gives LoRA the scaling of the demonstration's plan.
+Each seed determines data, batches and initial factors, which are the same for every method. Scaling is rsLoRA's, as in
+the paper, with an alpha that gives LoRA the scaling of the demonstration's plan.
 """
 
 from __future__ import annotations
@@ -32,8 +33,8 @@ from vlora.models.loading import load_model
 
 BLOCKS = (1, 2, 4)
 NUM_SEEDS = 3
-_RANK, _ALPHA = 15, 8  # in two blocks rank 22, in four rank 28 have as many numbers, to 1.1 %
-_TOLERATED = 0.02  # fixed before anything was trained
+_RANK, _ALPHA = 15, 8  # rank 22 in two blocks and rank 28 in four have as many parameters, within 1.1 %
+_TOLERATED = 0.02  # fixed before any training
 _DOMAINS = {
     "digits": ("sklearn-digits", "what digit is shown ?"),
     "photos": ("library-photos", "what does the photo show ?"),
@@ -42,7 +43,7 @@ _DOMAINS = {
 
 
 class Parity(NamedTuple):
-    """rows: the table, one per method. runs: test accuracy by domain, one per method and seed."""
+    """rows: the table, one row per method. runs: test accuracy by domain, one entry per method and seed."""
 
     rows: list[dict[str, Any]]
     goals: list[Goal]
@@ -50,10 +51,11 @@ class Parity(NamedTuple):
 
 
 def compare(quick: bool, folder: Path | None, say: Callable[[str], None], num_seeds: int = NUM_SEEDS) -> Parity:
-    """Train every method for every seed. folder: where each of them is kept when done, so that a bench that was stopped
-    goes on, and one of fewer seeds does with more.
+    """Train every method for every seed.
 
-    quick: a single seed, few samples, few steps: shows that it runs, and nothing else.
+    Args:
+        quick: a single seed, few samples, few steps: a smoke test without meaningful scores.
+        folder: for stored results, so that a stopped benchmark can be resumed or extended with more seeds.
     """
     if folder is None:
         with tempfile.TemporaryDirectory() as temporary:
@@ -69,21 +71,21 @@ def compare(quick: bool, folder: Path | None, say: Callable[[str], None], num_se
                 temporary_result.replace(result)
             runs.append(json.loads(result.read_text()))
             say(f"{_name(blocks)}, seed {seed}: {runs[-1]['spent']['cpu s']:.0f} s of processor time")
-    shutil.rmtree(folder / "features", ignore_errors=True)  # much larger than all the rest, and soon made again
+    shutil.rmtree(folder / "features", ignore_errors=True)  # much larger than the results, and quickly recomputed
     return Parity(_rows(runs), _goals(runs), runs)
 
 
 def matched_rank(numbers: Callable[[LoraPlan], int], blocks: int) -> int:
-    """The rank, a multiple of `blocks`, at which block-diagonal factors come closest to as many numbers as LoRA's."""
+    """The rank, a multiple of `blocks`, with the number of parameters closest to that of LoRA."""
     wanted = numbers(LoraPlan(rank=_RANK))
     ranks = range(blocks, _RANK * blocks + 1, blocks)
     return min(ranks, key=lambda rank: abs(numbers(LoraPlan(rank=rank, blocks=blocks)) - wanted))
 
 
 def _measure(seed: int, blocks: int, quick: bool, features: Path) -> dict[str, Any]:
-    """One method with one seed: an adapter for each domain, and how well it does on test data."""
+    """Run one method with one seed: an adapter for each domain, and its score on test data."""
     disable_progress_bar()
-    warnings.simplefilter("ignore")  # third parties' notes to their own callers
+    warnings.simplefilter("ignore")  # deprecation notes of third-party libraries
     torch.set_num_threads(1)
     started, cpu = time.perf_counter(), time.process_time()
     path = checkpoint_path()
@@ -133,8 +135,8 @@ def _name(blocks: int) -> str:
 
 
 def _rows(runs: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Mean and spread (one standard deviation) over seeds; and how far behind LoRA, seed by seed: the mean, and its
-    standard error."""
+    """Mean and spread (one standard deviation) over seeds; and the difference to LoRA per seed: its mean and standard
+    error."""
     rows = []
     plain = _means([run for run in runs if run["blocks"] == 1])
     for blocks in BLOCKS:

@@ -1,4 +1,4 @@
-"""Pictures of `vlora bench fusion`: figures 5 and 15 of V-LoRA, as they fall."""
+"""Plots of `vlora bench fusion` that correspond to figures 5 and 15 of V-LoRA."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ def draw(tables: Sequence[dict[str, Any]], curves: Sequence[dict[str, Any]], fol
 
 
 def _capacity(curves: Sequence[dict[str, Any]], path: Path) -> None:
-    """Left: the mean score of all fused domains. Right: how far each is from its score alone, so that a harder domain
-    joining does not look like forgetting. No share of it: what some domains score alone is nothing."""
+    """Left: the mean score of all fused domains. Right: the mean difference to each domain's score alone, so adding a
+    harder domain does not look like forgetting. It is not a ratio, since some domains score 0 alone."""
     pyplot = _pyplot()
     figure, (scores, gains) = pyplot.subplots(1, 2, figsize=(10, 4))
     for family in FAMILIES:
@@ -45,7 +45,7 @@ def _gained(found: dict[str, Any], number: int) -> float:
 
 
 def _teachers(tables: Sequence[dict[str, Any]], path: Path) -> None:
-    """Each task's small model, an adapter of its own, and the packed adapter, on the same test data."""
+    """Scores of each task's small model, single-domain adapter and packed adapter on the same test data."""
     pyplot = _pyplot()
     names = list(tables[0]["teachers"])
     bars = {

@@ -1,7 +1,7 @@
-"""Block-diagonal adapters (BD-LoRA section 3): which factor of which layer has blocks, and what has to be divisible.
+"""Block-diagonal adapters (BD-LoRA section 3): the factors of each layer that have blocks, and divisibility checks.
 
-Layers are cut as tensor parallelism cuts them. In N blocks, each of them is a LoRA of its own, of rank r / N, on one
-rank's part of the layer. Layers that ranks do not share stay dense.
+Layers are sharded as in tensor parallelism. With N blocks, each block is a LoRA of rank r / N on one rank's shard of
+the layer. Layers that are not sharded stay dense.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from vlora.parallel.layer_sharding import COLUMN_PARALLEL, ROW_PARALLEL
 
 
 def block_side(name: str) -> Side | None:
-    """Which factor of a layer of the language model is block-diagonal; None where both stay dense.
+    """The block-diagonal factor of a layer of the language model; None if both factors are dense.
 
-    PEFT's two help texts contradict each other; it is B where outputs are shared between ranks, and A where inputs are.
+    PEFT's two help texts contradict each other: it is B if outputs are sharded, and A if inputs are sharded.
     """
     leaf = name.rpartition(".")[2]
     return "b" if leaf in COLUMN_PARALLEL else "a" if leaf in ROW_PARALLEL else None
 
 
 def block_config(lora: LoraPlan) -> BdLoraConfig | None:
-    """What PEFT trains and stores; None for ordinary LoRA."""
+    """The block-diagonal config for PEFT; None for ordinary LoRA."""
     if lora.blocks == 1:
         return None
     return BdLoraConfig(
@@ -39,7 +39,7 @@ def block_config(lora: LoraPlan) -> BdLoraConfig | None:
 
 
 def scaled_alpha(lora: LoraPlan) -> float:
-    """The alpha that goes into the adapter's file, whose scaling PEFT and servers take from the whole rank.
+    """The alpha for the adapter's config, from which PEFT and servers compute the scaling with the whole rank.
 
     A block is a LoRA of rank r / N: its scaling is alpha / (r / N), or for rsLoRA alpha / sqrt(r / N), the paper's
     alpha sqrt(N) / sqrt(r). So the file's alpha is N, or sqrt(N), times the plan's.
@@ -50,7 +50,7 @@ def scaled_alpha(lora: LoraPlan) -> float:
 
 
 def num_parameters(lora: LoraPlan, name: str, layer: nn.Linear) -> int:
-    """Numbers in both factors of a layer, the zeros between blocks left out."""
+    """Number of parameters in both factors of a layer, without the zeros between blocks."""
     side = block_side(name)
     inputs = layer.in_features // (lora.blocks if side == "a" else 1)
     outputs = layer.out_features // (lora.blocks if side == "b" else 1)
@@ -58,16 +58,16 @@ def num_parameters(lora: LoraPlan, name: str, layer: nn.Linear) -> int:
 
 
 def undivided(lora: LoraPlan, layers: Mapping[str, nn.Linear]) -> str | None:
-    """Why these layers cannot have so many blocks, if they cannot."""
+    """Why these layers cannot have this number of blocks; None if they can."""
     if lora.blocks == 1:
         return None
     if lora.vision:
         return (
-            "not together with lora.vision: ranks do not share the vision side, and PEFT tells block-diagonal layers "
-            "from others by the last part of their names, which its layers may have, too"
+            "not together with lora.vision: the vision side is not sharded, and PEFT selects block-diagonal layers by "
+            "the last part of their names, which vision layers may have as well"
         )
     if lora.rank % lora.blocks:
-        return f"{lora.blocks} blocks do not divide rank {lora.rank}; {next_multiple(lora.rank, lora.blocks)} would do"
+        return f"{lora.blocks} blocks do not divide rank {lora.rank}; {next_multiple(lora.rank, lora.blocks)} works"
     for name, layer in layers.items():
         if wrong := undivided_layer(name, layer.in_features, layer.out_features, lora.blocks):
             return wrong
@@ -75,13 +75,13 @@ def undivided(lora: LoraPlan, layers: Mapping[str, nn.Linear]) -> str | None:
 
 
 def undivided_layer(name: str, d_in: int, d_out: int, blocks: int) -> str | None:
-    """Why a layer cannot have so many blocks, if it cannot."""
+    """Why a layer cannot have this number of blocks; None if it can."""
     width, what = (d_in, "inputs") if block_side(name) == "a" else (d_out, "outputs")
     if block_side(name) is None or width % blocks == 0:
         return None
-    return f"{blocks} blocks do not divide the {width} {what} of {name}; choose a number that does"
+    return f"{blocks} blocks do not divide the {width} {what} of {name}; choose a divisor"
 
 
 def next_multiple(rank: int, blocks: int) -> int:
-    """The smallest rank of at least this one that so many blocks divide."""
+    """The smallest multiple of `blocks` that is at least `rank`."""
     return -(-rank // blocks) * blocks

@@ -1,4 +1,4 @@
-"""`vlora convert-bd`: an existing LoRA made block-diagonal (BD-LoRA), so that ranks serve it without a word more."""
+"""`vlora convert-bd`: conversion of a LoRA to block-diagonal form (BD-LoRA), which needs no extra communication."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ from vlora.parallel.layer_sharding import COLUMN_PARALLEL, ROW_PARALLEL
 
 
 class ConvertedLayer(NamedTuple):
-    """error: relative Frobenius error of its delta; 0 where it stayed dense (blocks None)."""
+    """error: relative Frobenius error of its delta; 0 if the layer stays dense (blocks None)."""
 
     layer: str
     blocks: Blocks | None
@@ -49,7 +49,7 @@ class ConvertedLayer(NamedTuple):
 
 
 class Conversion(NamedTuple):
-    """domains: how well the adapter answers before and after, where there was data to ask it."""
+    """domains: scores before and after conversion and distillation; empty without data."""
 
     layers: list[ConvertedLayer]
     domains: list[Distilled]
@@ -67,20 +67,28 @@ def convert(
 ) -> Conversion:
     """Write `adapter`, its heads unchanged, to the folder `out` in PEFT's format with `blocks` blocks.
 
-    rank: of every converted layer, its own if None. base: the base model, the one the adapter names if None. data: a
-    plan on whose domains the result is trained to answer as the adapter does; of it, domains, training and seed count.
-    progress: where layers, training and scoring are shown. All of `out` is written, or nothing.
+    Either all of `out` is written, or nothing.
 
-    Raises BadAdapter for what cannot be converted, BadConfig for `out` and `base`, BadPlan for data.
+    Args:
+        rank: rank of every converted layer; None keeps each layer's own.
+        base: the base model; None for the one that the adapter names.
+        data: a plan for distillation: the result is trained on its domains to answer like the adapter. Only domains,
+            training and seed are used.
+        progress: display for conversion, training and scoring.
+
+    Raises:
+        BadAdapter: the adapter cannot be converted.
+        BadConfig: `out` exists, or the base model is unknown or cannot be loaded.
+        BadPlan: `data` cannot be used.
     """
     if not adapter.is_dir():
-        raise BadAdapter(f"{adapter} is no folder; an adapter is a folder in PEFT's format")
+        raise BadAdapter(f"{adapter} is not a folder; an adapter is a folder in PEFT's format")
     if out.exists():
-        raise BadConfig(f"{out} exists already; choose another folder with --out")
+        raise BadConfig(f"{out} already exists; choose another folder with --out")
     config = read_config(adapter)
     base = base or config.get("base_model_name_or_path")
     if not base:
-        raise BadConfig(f"{adapter} does not say what its base model is; name it with --model")
+        raise BadConfig(f"{adapter} does not name its base model; give it with --model")
     base = checkpoint_path() if base == "embedded" else base
     header = _read(adapter, base)
     ranks = _ranks(header, blocks, rank)
@@ -99,11 +107,11 @@ def convert(
 
 
 def _read(adapter: Path, base: str) -> AdapterHeader:
-    """Held against the base model's shapes, none of its weights."""
+    """Read an adapter's header and check it against the base model's shapes, without loading weights."""
     try:
         seam = Seam(dummy_model(from_pretrained(AutoConfig, base), "float32", torch.device("meta"), seed=0))
     except (OSError, ValueError) as error:
-        raise BadConfig(f"the base model {base} cannot be loaded; name another with --model: {error}") from error
+        raise BadConfig(f"the base model {base} cannot be loaded; choose another with --model: {error}") from error
     sites = {
         name: SiteShape(layer.in_features, layer.out_features, vision)
         for vision, linears in ((False, seam.language_linears), (True, seam.vision_linears))
@@ -111,20 +119,20 @@ def _read(adapter: Path, base: str) -> AdapterHeader:
     }
     header = read_header(adapter, sites, seam.hidden_size)
     if header.has_blocks:
-        raise BadAdapter(f"{adapter} is block-diagonal already; it is served as it is, on any number of ranks")
+        raise BadAdapter(f"{adapter} is already block-diagonal; it can be served unchanged on any number of ranks")
     return header
 
 
 def _ranks(header: AdapterHeader, blocks: int, wanted: int | None) -> dict[str, int]:
-    """The rank of each layer that gets blocks, by its name. Raises BadAdapter where it cannot."""
+    """The rank of each layer that gets blocks, by name. Raises BadAdapter if a layer cannot have them."""
     ranks = {}
     for target in header.targets:
         if target.vision or block_side(target.site) is None:
             leaf = target.site.rpartition(".")[2]
             if taken := [name for name in (*COLUMN_PARALLEL, *ROW_PARALLEL) if name in leaf]:
                 raise BadAdapter(
-                    f"{header.path} adapts {target.site}, which ranks do not share and which so gets no blocks; but to "
-                    f"PEFT every layer has blocks that has {taken[0]} in the last part of its name"
+                    f"{header.path} adapts {target.site}, which is not sharded and so gets no blocks, but PEFT expects "
+                    f"blocks in every layer with {taken[0]} in the last part of its name"
                 )
             continue
         d_in, d_out = target.disk[0][1], target.disk[1][0]
@@ -138,7 +146,7 @@ def _ranks(header: AdapterHeader, blocks: int, wanted: int | None) -> dict[str, 
             )
         ranks[target.site] = rank
     if not ranks:
-        raise BadAdapter(f"{header.path} adapts no layer that ranks share, so there is nothing to convert")
+        raise BadAdapter(f"{header.path} adapts no sharded layer, so there is nothing to convert")
     return ranks
 
 
@@ -177,20 +185,20 @@ def _converted(
     ranks: Mapping[str, int],
     blocks: int,
 ) -> tuple[ConvertedLayer, Tensor, Tensor]:
-    """A layer with its factors A and B. Raises BadAdapter for values that are not finite."""
+    """Convert a layer; return it with its factors A and B. Raises BadAdapter for values that are not finite."""
     a, b = factors[target.tensor_a], factors[target.tensor_b].double() * target.scale
     side = block_side(target.site)
     made = None if side is None else Blocks(side, blocks)
     rank, error = ranks.get(target.site, target.rank), 0.0
     if not (a.isfinite().all() and b.isfinite().all()):
-        raise BadAdapter(f"{header.path}: the factors of {target.site} hold values that are not finite")
+        raise BadAdapter(f"{header.path}: the factors of {target.site} contain values that are not finite")
     if made is not None:
         a, b, error = nearest_blocks(a, b, made, rank)
     return ConvertedLayer(target.site, made, rank, error), _stored(a), _stored(b)
 
 
 def _settings(ranks: Mapping[str, int], layers: Sequence[ConvertedLayer], blocks: int) -> dict[str, Any]:
-    """Scaling is 1, having gone into the factors: by whole or by block's rank, alpha is the rank of each layer."""
+    """Adapter config. The scaling is part of the factors, so alpha equals the rank of each layer."""
     most = max(ranks.values())
     others = {re.escape(module): rank for module, rank in ranks.items() if rank != most}
     leaves = {
@@ -213,7 +221,7 @@ def _settings(ranks: Mapping[str, int], layers: Sequence[ConvertedLayer], blocks
 
 
 def _module(target: TargetHeader) -> str:
-    """The layer's name as the file has it, which is what PEFT matches patterns with."""
+    """The layer's name in the file, which PEFT matches against patterns."""
     return target.tensor_a.removeprefix("base_model.model.").removesuffix(".lora_A.weight")
 
 

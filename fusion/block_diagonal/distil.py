@@ -1,4 +1,4 @@
-"""Training a converted adapter to answer as the one it was made of; how well both answer."""
+"""Distillation: training a converted adapter to answer like the original, and scores of both."""
 
 from __future__ import annotations
 
@@ -27,17 +27,19 @@ from vlora.lora.peft_format import WEIGHTS_FILE, AdapterHeader
 from vlora.models import InputProcessor
 from vlora.models.loading import load_model
 
-_GENTLER = 1 / 3  # than training from nothing: it begins near the end
-_FAR = 0.1  # from the original's hidden states; begun nearer than that, it goes gentler still
-_LOOKS = 8  # at validation data while it is trained, for the best state on the way
-_LOOKED_AT = 40  # samples of each domain
+_GENTLER = 1 / 3  # of the plan's learning rate, since distillation starts near the optimum
+_FAR = 0.1  # initial distance of hidden states; below it, the learning rate is reduced further
+_LOOKS = 8  # evaluations on validation data during training, to select the best state
+_LOOKED_AT = 40  # validation samples of each domain per evaluation
 _AT_ONCE = 50
 _ORIGINAL, _CONVERTED = "original", "converted"
 
 
 class Distilled(NamedTuple):
-    """A domain's score on test data: of the original adapter, as converted, and after distillation. apart: how far the
-    hidden states there are from the original's, relative to theirs, as converted and after distillation."""
+    """A domain's score on test data: of the original adapter, after conversion, and after distillation.
+
+    apart_converted, apart_distilled: relative distance of hidden states from the original's, after each of the two.
+    """
 
     domain: str
     original: float
@@ -50,17 +52,22 @@ class Distilled(NamedTuple):
 def distil(
     original: AdapterHeader, converted: Path, base_path: str, checked: Checked, progress: Progress
 ) -> list[Distilled]:
-    """Train the adapter in `converted` to have the original's hidden states on the training data of the plan's domains
-    that it has heads for: as many steps as the plan says for each, at a third of its rate or less. What came nearest to
-    the original on validation data is written there; that may be what it was.
+    """Train the adapter in `converted` to reproduce the original's hidden states.
 
-    What is matched is what heads and the first token of an answer read: the final hidden states of last prompt tokens
-    and of image tokens. Labels are not used. Raises BadAdapter for one that touches the vision side, BadPlan for data
-    of other domains, or with other labels than a head's.
+    Training data comes from the plan's domains for which the adapter has heads: the plan's number of steps for each, at
+    a third of its learning rate or less. The state nearest to the original on validation data, possibly the initial
+    one, is written to `converted`.
+
+    The loss compares the inputs of heads and of an answer's first token: the final hidden states of last prompt tokens
+    and of image tokens. Labels are not used.
+
+    Raises:
+        BadAdapter: the adapter changes the vision side.
+        BadPlan: no domain has a head, or its labels differ from the head's.
     """
     if original.touches_vision:
         raise BadAdapter(
-            f"{original.path} adapts the vision side, whose features distillation keeps fixed; leave out --data"
+            f"{original.path} adapts the vision side, but distillation keeps image features fixed; omit --data"
         )
     plan = checked.plan
     base = FrozenBase(
@@ -106,11 +113,11 @@ def distil(
 
 def _same_labels(domain: Domain, head: TaskHead) -> None:
     if not isinstance(domain.task, HeadObjective):
-        raise BadPlan(f"{domain.plan.name} is answered in words in the plan, by a head in the adapter")
+        raise BadPlan(f"{domain.plan.name} is answered in words in the plan, but by a head in the adapter")
     if (own := domain.task.task.labels) != head.spec.labels:
         raise BadPlan(
             f"the data of {domain.plan.name} has the labels {', '.join(own)}, the adapter's head "
-            f"{', '.join(head.spec.labels)}; give the domain these as `labels`, in this order"
+            f"{', '.join(head.spec.labels)}; set the domain's `labels` to the head's, in this order"
         )
 
 
@@ -121,7 +128,7 @@ class _Pair:
         self._base = base
         self._peft = PeftModel.from_pretrained(base.model, str(original.path), adapter_name=_ORIGINAL)
         self._peft.load_adapter(str(converted), _CONVERTED, is_trainable=True)
-        self._peft.eval()  # both without dropout: what is matched is what is served
+        self._peft.eval()  # both without dropout, as in serving
         self._bfloat16 = bfloat16
 
     def train(
@@ -133,11 +140,11 @@ class _Pair:
         rng: np.random.Generator,
         moved: Moved,
     ) -> None:
-        """Leaves the state that was nearest to the original on the samples looked at."""
+        """Train, then restore the state that was nearest to the original on the samples in `looked_at`."""
         self._peft.set_adapter(_CONVERTED)
         parameters = [p for p in self._peft.parameters() if p.requires_grad]
         nearest, best = self.apart(looked_at), [p.detach().clone() for p in parameters]
-        # Adam's steps are as long as the rate, however short the way: at that of a long one it leaves a near start.
+        # Adam's step size depends on the rate alone: a large rate would move away from a start that is already near.
         rate = settings.learning_rate * _GENTLER * min(1.0, nearest / _FAR)
         optimizer = torch.optim.AdamW(parameters, rate, weight_decay=0.0)
         looks = {steps * look // _LOOKS for look in range(1, _LOOKS + 1)}
@@ -165,7 +172,7 @@ class _Pair:
         linear = nn.Linear(head.weight.shape[1], head.weight.shape[0], device=self._base.seam.device)
         linear.weight.copy_(head.weight)
         linear.bias.copy_(head.bias)
-        served = HeadObjective(head.task, domain.task.metric_name)  # as sure as the adapter's file says
+        served = HeadObjective(head.task, domain.task.metric_name)  # calibrated as in the adapter's file
         answers: list[object] = []
         for part in _parts(domain.test):
             found = served.answers(self._read(which, part), linear, [sample.target for sample in part])
@@ -174,7 +181,7 @@ class _Pair:
 
     @torch.no_grad()
     def apart(self, samples: Sequence[Prepared]) -> float:
-        """Root of the mean over samples of what training makes small."""
+        """Square root of the mean over samples of the training loss."""
         squares = [
             float(_apart(self._read(_CONVERTED, part), self._read(_ORIGINAL, part))) * len(part)
             for part in _parts(samples)
@@ -187,7 +194,7 @@ class _Pair:
 
     def _read(self, which: str, samples: Sequence[Prepared]) -> Read:
         self._peft.set_adapter(which)
-        seen = [sample.embeddings for sample in samples]  # read from disk each time
+        seen = [sample.embeddings for sample in samples]  # read from disk on each access
         features = [rows for rows in seen if rows is not None]
         with mixed_precision(self._base.seam.device, self._bfloat16):
             return read_samples(self._base.seam, samples, features)
@@ -198,6 +205,6 @@ def _parts(samples: Sequence[Prepared]) -> list[Sequence[Prepared]]:
 
 
 def _apart(found: Read, wanted: Read) -> Tensor:
-    """Squared distance relative to the original's square, of the two kinds of hidden states alike."""
+    """Squared distance relative to the original's squared norm, averaged over the two kinds of hidden states."""
     kinds = ((found.last, wanted.last), (torch.cat(found.images), torch.cat(wanted.images)))
     return torch.stack([(a.float() - b.float()).square().sum() / b.float().square().sum() for a, b in kinds]).mean()

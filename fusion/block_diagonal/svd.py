@@ -1,4 +1,4 @@
-"""The block-diagonal factors nearest to given ones."""
+"""The block-diagonal factors nearest to given factors."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from vlora.parallel.adapter_sharding import Blocks
 
 
 class Nearest(NamedTuple):
-    """Factors as PEFT stores block-diagonal ones, and the error of their delta: its Frobenius norm relative to that of
-    the delta they stand for."""
+    """Factors in PEFT's block-diagonal format, and the error of their delta: its Frobenius norm relative to that of the
+    original delta."""
 
     a: Tensor
     b: Tensor
@@ -21,19 +21,23 @@ class Nearest(NamedTuple):
 
 
 def nearest_blocks(a: Tensor, b: Tensor, blocks: Blocks, rank: int) -> Nearest:
-    """Factors in N blocks, of `rank` in all, whose delta is as near to b a as any such factors' can be. a [r, d_in],
-    b [d_out, r]; `rank` and the dimension that blocks share must be divisible by N.
+    """The factors with N blocks and total rank `rank` with the delta nearest to b a.
 
-    With a block-diagonal B (side b), block i of the outputs gets B_i A_i: B_i [d_out / N, rank / N] is its block, and
-    A_i [rank / N, d_in] are rows of A that no other block reads. With a block-diagonal A (side a), block i of the
-    inputs gives B_i A_i, with A_i its block and B_i columns of B of its own. Either way the delta's N blocks D_i cover
-    it, share no number of any factor, and B_i A_i can be every matrix of rank up to rank / N and no other. The squared
-    Frobenius error is the sum over blocks of |D_i - B_i A_i|^2, so each term is made least by itself, which truncated
-    SVD does (Eckart and Young): what is lost are the squares of D_i's singular values beyond the first rank / N. How
-    B_i A_i is parted into two factors is free, and even here.
+    With a block-diagonal B (side b), block i of the outputs is B_i A_i: B_i [d_out / N, rank / N] is its block, and
+    A_i [rank / N, d_in] are rows of A that no other block uses. With a block-diagonal A (side a), block i of the inputs
+    gives B_i A_i, with A_i its block and B_i columns of B that no other block uses. In both cases the delta consists of
+    N blocks D_i that share no parameters, and B_i A_i can be any matrix of rank up to rank / N. The squared Frobenius
+    error is the sum over blocks of |D_i - B_i A_i|^2, so each term is minimised separately by truncated SVD (Eckart and
+    Young): the error is the sum of the squares of D_i's singular values beyond the first rank / N. The split of
+    B_i A_i into two factors is arbitrary; here it is balanced.
 
     D_i has rank r at most, so its SVD is that of an r x r matrix between two orthonormal bases, in float64. At
-    rank = N r nothing is lost.
+    rank = N r the error is 0.
+
+    Args:
+        a: [r, d_in].
+        b: [d_out, r].
+        rank: divisible by N, like the sharded dimension.
     """
     each = rank // blocks.num
     on_a = blocks.side == "a"
@@ -46,7 +50,7 @@ def nearest_blocks(a: Tensor, b: Tensor, blocks: Blocks, rank: int) -> Nearest:
         left, values, right = torch.linalg.svd(core_b @ core_a.t(), full_matrices=False)
         kept = min(each, len(values))
         half = values[:kept].sqrt()
-        empty = each - kept  # of more rank than the block can have
+        empty = each - kept  # unused rank beyond the block's own
         all_a.append(pad(half[:, None] * (right[:kept] @ basis_a.t()), (0, 0, 0, empty)))
         all_b.append(pad(basis_b @ left[:, :kept] * half, (0, empty)))
         lost += float(values[kept:].square().sum())

@@ -1,1 +1,1 @@
-"""A domain's data: read from where it lies, checked, labelled by a teacher where it has no labels, cut into parts."""
+"""A domain's data: reading, checking, labelling of unlabelled data by a teacher, and splitting into parts."""

@@ -17,7 +17,7 @@ from fusion.plan.schema import Coco
 from vlora.wording import pydantic_errors
 
 Parsed = TypeVar("Parsed")
-_SLACK = 1.0  # pixels by which a box may stand out: annotators round
+_SLACK = 1.0  # pixels by which a box may exceed its picture, since annotators round
 
 
 class _Image(BaseModel):
@@ -33,7 +33,7 @@ class _Category(BaseModel):
 
 
 class _Annotation(BaseModel):
-    """bbox: left, top, width, height in pixels. iscrowd: a region with many, which COCO's metrics leave out."""
+    """bbox: left, top, width, height in pixels. iscrowd: a region with many objects, which COCO's metrics ignore."""
 
     id: int
     image_id: int
@@ -53,8 +53,8 @@ COCO = TypeAdapter(CocoFile)
 
 
 def read_coco(data: Coco, task: str, mistakes: Mistakes) -> list[Item]:
-    """One item per picture with its boxes (detection), its labels (multi_label) or the number of its boxes (counting);
-    one per caption (captioning)."""
+    """Read one item per picture with its boxes (detection), its labels (multi_label) or the number of its boxes
+    (counting), or one item per caption (captioning)."""
     items: list[Item] = []
     for part, file in _files(data.path, mistakes):
         found = parse(file, COCO, "path", mistakes)
@@ -77,8 +77,14 @@ def _files(path: Path, mistakes: Mistakes) -> Iterator[tuple[Part | None, Path]]
 
 
 def parse(file: Path, shape: TypeAdapter[Parsed], field: str, mistakes: Mistakes) -> Parsed | None:
-    """A JSON file of a known shape. None where it cannot be read, which is told. field: of the plan, where it is
-    named."""
+    """Parse a JSON file of a known schema.
+
+    Args:
+        field: the plan's field that names the file.
+
+    Returns:
+        The content, or None after reporting a mistake if the file cannot be read.
+    """
     try:
         return shape.validate_json(file.read_bytes())
     except OSError as error:
@@ -93,7 +99,7 @@ def parse(file: Path, shape: TypeAdapter[Parsed], field: str, mistakes: Mistakes
 def _items(
     found: CocoFile, file: Path, folder: Path, task: str, part: Part | None, mistakes: Mistakes
 ) -> Iterator[Item]:
-    # In files put together without new numbers, annotations would go to the wrong ones.
+    # In files merged without new ids, annotations would be assigned to the wrong images or categories.
     for what, entries in (("images", found.images), ("categories", found.categories)):
         for number, count in Counter(entry.id for entry in entries).items():
             if count > 1:
@@ -124,7 +130,7 @@ def _items(
                 boxes[image.id].append(box)
     for image in found.images:
         place = f"{file}, image {image.id}"
-        if not os.path.isfile(folder / image.file_name):  # also where the name is too long to be one
+        if not os.path.isfile(folder / image.file_name):  # also false for a name that is too long
             mistakes.add(f"{place}: there is no picture {folder / image.file_name}", "path")
             continue
         for answer in _answers(task, boxes[image.id], captions[image.id]):
@@ -149,13 +155,13 @@ def _answers(task: str, boxes: list[NamedBox], captions: list[str]) -> list[Answ
 
 
 def box_of(bbox: tuple[float, float, float, float], label: str, image: _Image) -> NamedBox | str:
-    """A bbox in shares of its picture; or why it is none."""
+    """Convert a bbox to shares of its picture, or return why it is invalid."""
     left, top, width, height = bbox
     right, bottom = left + width, top + height
     if width <= 0 or height <= 0:
         return f"bbox {list(bbox)} has no area; it is [left, top, width, height] in pixels"
     if min(left, top) < -_SLACK or right > image.width + _SLACK or bottom > image.height + _SLACK:
-        return f"bbox {list(bbox)} stands out of its picture of {image.width} x {image.height}"
+        return f"bbox {list(bbox)} extends beyond its picture of {image.width} x {image.height}"
     across, down = (
         [min(1.0, max(0.0, edge)) for edge in edges]
         for edges in ((left / image.width, right / image.width), (top / image.height, bottom / image.height))

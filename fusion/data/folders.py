@@ -1,4 +1,4 @@
-"""Folders of pictures or videos, with the folders' names as labels or without any."""
+"""Folders of pictures or videos, labelled by folder name or unlabelled."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from fusion.plan.schema import ImageFolder, Unlabelled, VideoFolder
 
 
 def read_images(data: ImageFolder, mistakes: Mistakes) -> list[Item]:
-    """DIR/LABEL/PICTURE, or DIR/PART/LABEL/PICTURE. Pictures in a folder of their own inside a label's belong together,
-    as the frames of a clip do."""
+    """Read DIR/LABEL/PICTURE, or DIR/PART/LABEL/PICTURE. Pictures in a subfolder of a label folder form one group, like
+    the frames of a clip."""
     return _labelled(data.path, Picture, "pictures", mistakes)
 
 
 def read_videos(data: VideoFolder, mistakes: Mistakes) -> list[Item]:
-    """The same with videos."""
+    """Like `read_images`, for videos."""
     return _labelled(data.path, lambda file: Clip(file, data.frames), "videos", mistakes)
 
 
 def read_unlabelled(data: Unlabelled, mistakes: Mistakes) -> list[Item]:
-    """Pictures or videos at any depth of DIR, or of DIR/PART. What is neither, by its suffix, is left alone."""
+    """Read pictures or videos at any depth of DIR, or of DIR/PART. Files with other suffixes are ignored."""
     items: list[Item] = []
     for part, folder in _parts(data.path, mistakes):
         for file in _files(folder, mistakes):
@@ -33,9 +33,9 @@ def read_unlabelled(data: Unlabelled, mistakes: Mistakes) -> list[Item]:
             elif suffix in VIDEO_SUFFIXES:
                 items.append(Item(Clip(file, data.frames), None, str(file), part=part))
     if len({type(item.frames) for item in items}) > 1:
-        mistakes.add(f"{data.path} holds pictures and videos; a domain is made of one of them", "path")
+        mistakes.add(f"{data.path} contains both pictures and videos; a domain takes only one kind", "path")
     elif not items and data.path.is_dir():
-        mistakes.add(f"{data.path} holds no picture ({', '.join(PICTURE_SUFFIXES)}) and no video", "path")
+        mistakes.add(f"{data.path} contains no picture ({', '.join(PICTURE_SUFFIXES)}) and no video", "path")
     return items
 
 
@@ -45,12 +45,12 @@ def _labelled(root: Path, frames: Callable[[Path], Frames], what: str, mistakes:
         labels = sorted(entry for entry in folder.iterdir() if entry.is_dir() and not entry.name.startswith("."))
         for file in sorted(folder.iterdir()):
             if file.suffix.lower() in PICTURE_SUFFIXES + VIDEO_SUFFIXES:
-                mistakes.add(f"{file} lies in no label's folder", "path")
+                mistakes.add(f"{file} is in no label folder", "path")
         if not labels:
             mistakes.add(f"{folder} has no folders LABEL/ with {what}", "path")
         for label in labels:
             if not label.name.isprintable():
-                mistakes.add(f"{str(label)!r}: a label is text of one line, in UTF-8", "path")
+                mistakes.add(f"{str(label)!r}: a label must be one line of UTF-8 text", "path")
             for file in _files(label, mistakes):
                 group = "" if file.parent == label else str(file.parent)
                 items.append(Item(frames(file), label.name, str(file), group=group, part=part))
@@ -59,7 +59,7 @@ def _labelled(root: Path, frames: Callable[[Path], Frames], what: str, mistakes:
 
 def _parts(root: Path, mistakes: Mistakes) -> Iterator[tuple[Part | None, Path]]:
     if not root.is_dir():
-        mistakes.add(f"{root} is no folder", "path")
+        mistakes.add(f"{root} is not a folder", "path")
         return
     there = [part for part in PARTS if (root / part).is_dir()]
     if not there:
@@ -72,8 +72,8 @@ def _parts(root: Path, mistakes: Mistakes) -> Iterator[tuple[Part | None, Path]]
 
 
 def _files(folder: Path, mistakes: Mistakes) -> list[Path]:
-    """All files in order; hidden ones (what file managers leave behind) are none. Nothing is left out that a link may
-    have meant: links to files that are not there are found by whoever reads them."""
+    """List all files in order, without hidden ones, such as those that file managers create. Broken links are included,
+    so that reading them fails with an error."""
     found = []
     for file in sorted(folder.rglob("*")):
         if any(part.startswith(".") for part in file.relative_to(folder).parts):

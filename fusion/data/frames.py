@@ -1,4 +1,4 @@
-"""Pictures and clips in files: decoded whenever they are asked for, so that a data set may be larger than memory."""
+"""Pictures and clips in files, decoded on each access, so that a data set may be larger than memory."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ VIDEO_SUFFIXES = (".mp4", ".avi", ".mkv", ".mov", ".webm", ".m4v", ".mpg", ".mpe
 
 
 class Seen(NamedTuple):
-    """digest: of the file's bytes. size: width and height in pixels."""
+    """digest: hash of the file's bytes. size: width and height in pixels."""
 
     digest: str
     size: tuple[int, int]
 
 
 class Frames(Sequence[np.ndarray]):
-    """RGB uint8 pictures [height, width, 3] of one sample. file: where they are."""
+    """RGB uint8 pictures [height, width, 3] of one sample. file: the file that contains them."""
 
     file: Path
 
@@ -44,7 +44,7 @@ class Frames(Sequence[np.ndarray]):
         raise NotImplementedError
 
     def verify(self) -> Seen:
-        """Decode all of it. Raises ValueError saying why it cannot be used."""
+        """Decode the whole file. Raises ValueError with the reason if it cannot be used."""
         try:
             with self.file.open("rb") as source:
                 digest = hashlib.file_digest(source, "blake2b").hexdigest()
@@ -58,7 +58,7 @@ class Frames(Sequence[np.ndarray]):
 
 @dataclasses.dataclass(frozen=True)
 class Picture(Frames):
-    """One picture, read as the server reads it."""
+    """One picture, decoded as in the server."""
 
     file: Path
 
@@ -69,13 +69,13 @@ class Picture(Frames):
         try:
             with Image.open(self.file, formats=FORMATS) as image:
                 yield np.asarray(upright_rgb(image))
-        except Exception as error:  # Pillow's readers raise many kinds on broken input
-            raise ValueError(f"{self.file} is none of {', '.join(FORMATS)}, or broken: {error}") from error
+        except Exception as error:  # Pillow's readers raise many exception types on broken input
+            raise ValueError(f"{self.file} is not a valid picture ({', '.join(FORMATS)}): {error}") from error
 
 
 @dataclasses.dataclass(frozen=True)
 class Clip(Frames):
-    """Frames taken evenly from `start_s` to `end_s` of a video (None: its end); of a shorter one some twice."""
+    """Evenly spaced frames from `start_s` to `end_s` of a video (None: its end); a short video repeats frames."""
 
     file: Path
     num_frames: int
@@ -97,7 +97,7 @@ class Clip(Frames):
                 while place < target:
                     place += 1
                     if not capture.grab():
-                        raise ValueError(f"{self.file}: frame {place} cannot be read any more; did the file change?")
+                        raise ValueError(f"{self.file}: frame {place} can no longer be read; the file may have changed")
                     frame = None
                 if frame is None:
                     decoded, frame = capture.retrieve()
@@ -109,11 +109,11 @@ class Clip(Frames):
 
     @functools.cached_property
     def _span(self) -> tuple[int, int]:
-        """The first frame, and how many there are. Headers lie, so frames are counted."""
+        """The first frame and the number of frames. Frames are counted, since headers can be wrong."""
         capture = cv2.VideoCapture(str(self.file))
         try:
             if not capture.isOpened():
-                raise ValueError(f"{self.file} is no video that this machine can decode")
+                raise ValueError(f"{self.file} is not a video that this machine can decode")
             fps = capture.get(cv2.CAP_PROP_FPS)
             length = 0
             while capture.grab():
@@ -121,23 +121,23 @@ class Clip(Frames):
         finally:
             capture.release()
         if not length:
-            raise ValueError(f"{self.file} holds no frame that can be decoded")
+            raise ValueError(f"{self.file} contains no frame that can be decoded")
         if self.start_s == 0 and self.end_s is None:
             return 0, length
         if not 0 < fps < 1000:
-            raise ValueError(f"{self.file} does not tell its frame rate; seconds mean nothing in it")
+            raise ValueError(f"{self.file} has no valid frame rate, so times in seconds cannot be located in it")
         first = round(self.start_s * fps)
         last = length if self.end_s is None else min(length, round(self.end_s * fps))
         if first >= last:
             raise ValueError(
                 f"{self.file} has no frame from second {self.start_s:g} to "
-                f"{'its end' if self.end_s is None else f'{self.end_s:g}'}; it lasts {length / fps:.2f} s"
+                f"{'its end' if self.end_s is None else f'{self.end_s:g}'}; its duration is {length / fps:.2f} s"
             )
         return first, last - first
 
 
 def _spread(count: int, length: int) -> list[int]:
-    """`count` places from the first to the last of `length`; a single one is the middle."""
+    """`count` evenly spaced indices from the first to the last of `length`; the middle for a count of 1."""
     if count == 1:
         return [length // 2]
     return [round(i * (length - 1) / (count - 1)) for i in range(count)]

@@ -1,4 +1,4 @@
-"""What a reader finds: frames with an answer as the file has it, before it is known what the labels are."""
+"""Items as readers return them: frames with the answer from the file, before the labels are known."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ PARTS: tuple[Part, ...] = ("train", "validation", "test")
 
 
 class NamedBox(NamedTuple):
-    """One thing: its label, its edges in shares (0 to 1) of the picture, and how sure it is."""
+    """One object: its label, its edges as shares (0 to 1) of the picture, and its confidence."""
 
     label: str
     left: float
@@ -29,9 +29,9 @@ Answer = str | tuple[str, ...] | tuple[NamedBox, ...]
 class Item:
     """One sample as it was read.
 
-    answer: a label, a number or words; several labels; or boxes. None where a teacher is to say it. place: where it
-    stands ("rows.csv, line 3"). group: items of one group stay in one part. part: None where the file does not say.
-    size: width and height that the answer's boxes were measured in, or None.
+    answer: a label, a number or words; several labels; or boxes. None if a teacher labels the item. place: its source
+    ("rows.csv, line 3"). group: items of one group stay in one part. part: None if the file does not define it. size:
+    width and height that the answer's boxes refer to, or None.
     """
 
     frames: Frames

@@ -1,4 +1,4 @@
-"""From a plan's domains to samples in three parts, with everything that is wrong in them told at once."""
+"""From a plan's domains to samples in three parts; all mistakes in the data are reported together."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ from fusion.synthetic.sources import BUILT_IN, load_source
 from fusion.teachers.labelling import Teaching, compare_with_teacher, label_by_teacher, threshold_before_training
 from fusion.training.text_metrics import box_of_words
 
-# What each kind of data can be used for; the first is meant where the plan names no task. A teacher can say anything,
-# so there the plan has to.
+# Tasks that each data format supports; the first is the default. A teacher can answer any task, so `unlabelled` has no
+# default.
 _TASKS: dict[str, tuple[str, ...]] = {
     "image_folder": ("classification", "binary", "counting"),
     "coco": ("detection", "multi_label", "counting", "captioning"),
@@ -68,8 +68,15 @@ class DomainData:
 
 
 def load_domains(plan: Plan, mistakes: Mistakes, progress: Progress | None = None) -> dict[str, DomainData]:
-    """Read, check and cut every domain's data, by name. What is wrong is told; a domain that has no samples for it is
-    left out. progress: where reading pictures and asking teachers is shown."""
+    """Read, check and split every domain's data.
+
+    Args:
+        mistakes: receives every mistake found.
+        progress: display for reading pictures and labelling by teachers.
+
+    Returns:
+        The data by domain name, without domains that have no samples because of mistakes.
+    """
     progress = progress or Progress()
     loaded: dict[str, DomainData] = {}
     for place, domain in enumerate(plan.domains):
@@ -94,8 +101,8 @@ def _load(domain: DomainPlan, plan: Plan, mistakes: Mistakes, progress: Progress
         _are_boxes(data.splits, mistakes)
     if plan.training.patience is not None and not held_back(data.splits.train):
         mistakes.add(
-            f"`training.patience` looks at a tenth of the training samples, but of these {len(data.splits.train)} none "
-            "can be kept back without parting what belongs together; give more data, or leave patience out"
+            f"`training.patience` needs a tenth of the training samples held back, but none of these "
+            f"{len(data.splits.train)} can be held back without splitting a group; add data, or remove patience"
         )
     in_words = domain.head == WORDS and data.splits.labels
     return dataclasses.replace(data, splits=data.splits.in_words()) if in_words else data
@@ -104,21 +111,21 @@ def _load(domain: DomainPlan, plan: Plan, mistakes: Mistakes, progress: Progress
 def _built_in(domain: DomainPlan, seed: int, mistakes: Mistakes) -> Splits | None:
     assert domain.source is not None
     if domain.labels is not None:
-        mistakes.add(f"source {domain.source!r} brings its own; leave them out", "labels")
+        mistakes.add(f"source {domain.source!r} has its own labels; remove them", "labels")
     try:
         splits = load_source(domain.source, seed)
     except ImportError as error:
         mistakes.add(f"{domain.source!r} needs {error.name}; install it with pip install 'vlora[demo]'", "source")
         return None
     if domain.task not in (None, splits.task):
-        mistakes.add(f"is {domain.task!r}, but {domain.source!r} is for {splits.task!r}; leave the task out", "task")
+        mistakes.add(f"is {domain.task!r}, but {domain.source!r} is for {splits.task!r}; remove the task", "task")
         return None
     _fit(domain, splits.task, mistakes)
     return splits
 
 
 def _own(domain: DomainPlan, seed: int, mistakes: Mistakes, progress: Progress) -> DomainData | None:
-    """Data of the user's own."""
+    """Load user data."""
     data, here = domain.data, mistakes.inside("data")
     if data is None:
         assert domain.source is not None
@@ -157,63 +164,67 @@ def _own(domain: DomainPlan, seed: int, mistakes: Mistakes, progress: Progress) 
 def _task_for(domain: DomainPlan, form: str, mistakes: Mistakes) -> str | None:
     known = _TASKS[form]
     if domain.task is None and form == "unlabelled":
-        mistakes.add(f"has no `task`; what a teacher says can serve several: {', '.join(known)}")
+        mistakes.add(f"has no `task`; choose the task of the teacher's labels: {', '.join(known)}")
         return None
     task = domain.task or known[0]
     if task not in known:
-        mistakes.add(f"is {task!r}; data of the format {form!r} serves {', '.join(known)}", "task")
+        mistakes.add(f"is {task!r}; data of the format {form!r} supports {', '.join(known)}", "task")
         return None
     return task
 
 
 def _fit(domain: DomainPlan, task: str, mistakes: Mistakes) -> None:
-    """Metric, head and labels are of the task."""
+    """Check that metric, head and labels match the task."""
     known = METRICS["vqa" if domain.head == WORDS else task]
     if domain.metric == "mae":
-        mistakes.add(f"'mae' grows with mistakes; a promise is a share of 1: {', '.join(known)}", "metric")
+        mistakes.add(f"'mae' is an error; a threshold needs a score from 0 to 1: {', '.join(known)}", "metric")
     elif domain.metric is not None and domain.metric not in known:
         answered = "in words" if WORDS in (domain.head, HEADS[task][0]) else "by a head"
-        mistakes.add(f"is {domain.metric!r}; {task} {answered} knows {', '.join(known)}", "metric")
+        mistakes.add(f"is {domain.metric!r}; {task} {answered} supports {', '.join(known)}", "metric")
     if domain.head is not None and domain.head not in HEADS[task]:
         mistakes.add(f"is {domain.head!r}; the task {task!r} is answered by {', '.join(HEADS[task])}", "head")
     if domain.labels is not None and (task == "regression" or HEADS[task][0] == WORDS):
-        mistakes.add(f"{task} has none to choose from; leave them out", "labels")
+        mistakes.add(f"{task} takes no labels; remove them", "labels")
     elif domain.labels is not None and task == "binary" and len(domain.labels) != 2:
-        mistakes.add(f"are {list(domain.labels)}; binary has two: if not, and if so", "labels")
+        mistakes.add(f"are {list(domain.labels)}; binary takes two labels: negative, then positive", "labels")
     elif domain.labels is not None and len(domain.labels) < LEAST_LABELS[task]:
         mistakes.add(f"are {list(domain.labels)}; {task} needs {LEAST_LABELS[task]} or more", "labels")
 
 
 def _fit_references(domain: DomainPlan, mistakes: Mistakes) -> None:
-    """The question says where an expression goes, and the metric is one of boxes."""
+    """Check that the question has a place for the expression, and that the metric compares boxes."""
     if EXPRESSION not in domain.question:
-        mistakes.add(f"does not say where the expression goes: where is {EXPRESSION} ?", "question")
+        mistakes.add(
+            f"must contain {EXPRESSION} in place of the expression, for example: where is {EXPRESSION} ?", "question"
+        )
     if domain.metric is None:
-        mistakes.add("has no `metric`; expressions are answered with boxes, for which `overlap` is meant")
+        mistakes.add("has no `metric`; expressions are answered with boxes, so use `overlap`")
 
 
 def _are_boxes(splits: Splits, mistakes: Mistakes) -> None:
     targets = [str(sample.target) for part in splits.parts.values() for sample in part]
     if other := next((target for target in targets if box_of_words(target) is None), None):
-        mistakes.add(f"is 'overlap', but the answer {other!r} is no box in thousandths ([0, 250, 500, 1000])", "metric")
+        mistakes.add(
+            f"is 'overlap', but the answer {other!r} is not a box in thousandths ([0, 250, 500, 1000])", "metric"
+        )
 
 
 def _can_be_kept(domain: DomainPlan, plan: Plan, data: DomainData, mistakes: Mistakes) -> None:
-    """Refuse a threshold that is none, and one that so few validation samples could not prove even if all were right
-    (Clopper and Pearson's bound)."""
+    """Refuse a threshold of 0 or less, and one above the best lower bound (Clopper and Pearson) that the number of
+    validation samples allows."""
     threshold = threshold_before_training(domain, data.taught)
     if threshold is None:
         return
     if threshold <= 0:
-        mistakes.add(f"comes to {threshold:.3f}, which everything keeps", "threshold")
+        mistakes.add(f"comes to {threshold:.3f}, which every adapter meets", "threshold")
     if plan.confidence is None:
         return
     count = len(data.splits.validation)
     best = (1 - plan.confidence) ** (1 / count)
     if threshold > best:
         mistakes.add(
-            f"{threshold:g} can never be proven: {count} validation samples, all of them right, show at least "
-            f"{best:.3f} with a confidence of {plan.confidence:g}; lower it, or give more data",
+            f"{threshold:g} cannot be reached: with {count} validation samples, all correct, the lower bound is "
+            f"{best:.3f} at a confidence of {plan.confidence:g}; lower the threshold, or add data",
             "threshold",
         )
 
@@ -247,16 +258,16 @@ def _cut(
     whole = [(item, one, t) for item, one, t in zip(items, seen, targets, strict=True) if t is not None]
     told = Counter(item.part for item in items)
     if 0 < told[None] < len(items):
-        mistakes.add(f"{told[None]} of {len(items)} samples say no split, the others do; it is all or none", "path")
+        mistakes.add(f"{told[None]} of {len(items)} samples have no split; set it for all samples or for none", "path")
     if items and not told[None] and "split" in data.model_fields_set:
-        mistakes.add("the data says its parts itself; leave this out", "split")
+        mistakes.add("the data defines its own parts; remove this field", "split")
     parts: Sequence[Part | None] = [item.part for item, _, _ in whole]
-    # What has the same bytes belongs together wherever it lies.
+    # Files with the same bytes form one group, whatever their paths.
     clusters = clusters_of([[one.digest, item.group] if item.group else [one.digest] for item, one, _ in whole])
     if told[None]:
         parts = split([labels_shown(task, target) for _, _, target in whole], clusters, data.split, seed)
     samples: dict[Part, list[Sample]] = {part: [] for part in PARTS}
-    # Files come label by label; see `Splits`.
+    # Files are ordered by label; see `Splits`.
     for place in np.random.default_rng(seed).permutation(len(whole)):
         (item, _, target), part = whole[place], parts[place]
         if part is not None:

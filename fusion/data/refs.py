@@ -1,7 +1,8 @@
-"""Referring expressions as RefCOCO, RefCOCO+ and RefCOCOg tell them (Yu et al. 2016, https://github.com/lichengunc/refer):
-each names a thing of a COCO file in several people's words.
+"""Referring expressions in the format of RefCOCO, RefCOCO+ and RefCOCOg (Yu et al. 2016,
+https://github.com/lichengunc/refer): each entry names an object of a COCO file in the words of several annotators.
 
-The public `refs(...).p` files are pickles, which can run code when they are loaded; read here is the same list as JSON.
+The public `refs(...).p` files are pickles, which can run code when they are loaded; this module reads the same list as
+JSON.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from fusion.plan.mistakes import Mistakes
 from fusion.plan.schema import References
 from fusion.training.text_metrics import box_in_words
 
-# testA: of people, testB: of other things.
+# testA: expressions for people; testB: for other objects.
 _PARTS: dict[str, Part] = {
     "train": "train",
     "val": "validation",
@@ -31,7 +32,7 @@ EXPRESSION = "{expression}"
 
 
 class _Sentence(BaseModel):
-    """sent: as people are shown it; raw: as it was typed."""
+    """sent: the cleaned text. raw: the text as it was typed."""
 
     sent: str = ""
     raw: str = ""
@@ -53,12 +54,12 @@ _REFS = TypeAdapter(list[_Ref])
 
 
 def read_references(data: References, question: str, mistakes: Mistakes) -> list[Item]:
-    """One item per expression: the question with it in its place, and the box of what it names, in words. Expressions
-    about one picture belong together."""
+    """Read one item per expression: the question with the expression inserted, and the box of the named object in
+    words. Expressions about one picture form one group."""
     if data.path.suffix in (".p", ".pkl", ".pickle"):
         mistakes.add(
-            f"{data.path} is a pickle, which can run any code when it is loaded, and is not read; write the list that "
-            "is in it as JSON, where you trust it",
+            f"{data.path} is a pickle, which can run any code when it is loaded, so it is not read; if you trust it, "
+            "convert its list to JSON",
             "path",
         )
         return []
@@ -81,7 +82,7 @@ def read_references(data: References, question: str, mistakes: Mistakes) -> list
         elif image is None:
             mistakes.add(f"{place}: {data.instances} has no image {ref.image_id}", "path")
         elif ref.split is not None and ref.split not in _PARTS:
-            mistakes.add(f"{place}: `split` is {ref.split!r}; choose {', '.join(_PARTS)}, or leave it out", "path")
+            mistakes.add(f"{place}: `split` is {ref.split!r}; choose {', '.join(_PARTS)}, or omit it", "path")
         elif not os.path.isfile(file := folder / image.file_name):
             mistakes.add(f"{place}: there is no picture {file}", "images" if data.images else "instances")
         elif isinstance(box := box_of(thing.bbox, "", image), str):

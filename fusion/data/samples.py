@@ -1,4 +1,4 @@
-"""What a domain is made of: pictures with what is to be said about them, in three parts that share no picture."""
+"""A domain's samples: pictures with target answers, in three parts that share no picture."""
 
 from __future__ import annotations
 
@@ -16,14 +16,13 @@ _MOST_HELD_BACK = 64
 
 @dataclasses.dataclass(frozen=True)
 class Sample:
-    """frames: RGB uint8 pictures [height, width, 3], one or several; those of files are decoded whenever they are asked
-    for.
+    """One sample.
 
-    target: a label's index (classification, action, binary), a count, the indices of all labels that hold
-    (multi_label), a number or several (regression), what is to be found (detection), or the answer's words (vqa,
-    captioning, referring). question: what is asked of this very sample; empty where the domain asks one question only.
-    group: what is not independent of it has the same (frames of one video, questions about one picture); empty for a
-    sample that stands alone.
+    frames: RGB uint8 pictures [height, width, 3], one or several; those in files are decoded on each access. target: a
+    label's index (classification, action, binary), a count, the indices of all labels that apply (multi_label), one or
+    several numbers (regression), boxes (detection), or the answer's words (vqa, captioning, referring). question: the
+    question for this sample; empty if the domain has a single question. group: shared by samples that are not
+    independent (frames of one video, questions about one picture); empty for an independent sample.
     """
 
     frames: Sequence[np.ndarray]
@@ -34,10 +33,10 @@ class Sample:
 
 @dataclasses.dataclass(frozen=True)
 class Splits:
-    """A domain's samples, each part in random order, so that its first samples stand for all of it. labels: what a head
-    chooses from, empty where the language model answers in words.
+    """A domain's samples, each part in random order, so that its first samples represent the whole part.
 
-    real: photographed or scanned pixels, as opposed to rendered (synthetic) ones.
+    labels: the labels of the head; empty if the language model answers in words. real: photographed or scanned pixels,
+    as opposed to rendered (synthetic) ones.
     """
 
     task: str
@@ -56,7 +55,7 @@ class Splits:
         return {"train": self.train, "validation": self.validation, "test": self.test}
 
     def in_words(self) -> Splits:
-        """The same, with labels to be said by the language model instead of chosen by a head."""
+        """The same samples with label names as targets of the language model instead of indices for a head."""
         said = {
             name: [dataclasses.replace(sample, target=self.labels[_index(sample.target)]) for sample in part]
             for name, part in self.parts.items()
@@ -65,8 +64,8 @@ class Splits:
 
 
 def held_back(samples: Sequence[Sample]) -> tuple[int, ...]:
-    """Places of the first training samples, a tenth of them and at most 64, or a few less, that share no group with the
-    others."""
+    """Indices of the first training samples that share no group with the others: a tenth of the samples and at most 64,
+    or slightly fewer."""
     sizes = Counter(sample.group for sample in samples if sample.group)
     groups: set[str] = set()
     kept: list[int] = []
@@ -84,5 +83,5 @@ def held_back(samples: Sequence[Sample]) -> tuple[int, ...]:
 
 
 def _index(target: Target) -> int:
-    assert isinstance(target, int), f"{target!r} is no label's index"
+    assert isinstance(target, int), f"{target!r} is not a label index"
     return target

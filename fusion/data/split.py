@@ -1,4 +1,4 @@
-"""Cutting data that comes in one piece into train, validation and test: alike in labels, apart in groups."""
+"""Splitting of data into train, validation and test, stratified by label, with each group in one part."""
 
 from __future__ import annotations
 
@@ -12,10 +12,14 @@ from fusion.plan.schema import SplitPlan
 
 
 def split(labels: Sequence[Sequence[int]], clusters: Sequence[int], shares: SplitPlan, seed: int) -> list[Part]:
-    """Which part each item goes to. labels: those an item shows, if any. Items of one cluster stay together.
+    """Assign each item to a part. Deterministic for a seed.
 
-    Deterministic for a seed. Each label's items are shared out by themselves (an item with several labels as one of the
-    rarest of them), first one group to each part, then to whichever part lacks most.
+    Each label's items are distributed separately (an item with several labels counts for the rarest of them): first one
+    cluster to each part, then each to the part that is furthest below its share.
+
+    Args:
+        labels: the labels of each item, if any.
+        clusters: the cluster of each item; items of one cluster stay together.
     """
     rarity = Counter(label for shown in labels for label in shown)
     together: dict[int, list[int]] = {}
@@ -42,7 +46,7 @@ def split(labels: Sequence[Sequence[int]], clusters: Sequence[int], shares: Spli
 
 
 def clusters_of(groups: Sequence[Sequence[str]]) -> list[int]:
-    """For every item, the first item that it has a group in common with, also by way of others."""
+    """For every item, the first item that it shares a group with, directly or through other items."""
     parents = list(range(len(groups)))
 
     def root(item: int) -> int:

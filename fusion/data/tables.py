@@ -1,4 +1,4 @@
-"""CSV and JSONL: one row per sample, each mistake told with file and line."""
+"""CSV and JSONL: one row per sample; each mistake is reported with file and line."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from fusion.data.items import PARTS, Answer, Item, Part
 from fusion.plan.mistakes import Mistakes
 from fusion.plan.schema import Questions, VideoFolder
 
-_LONGEST_S = 1e6  # of a video
+_LONGEST_S = 1e6  # seconds of a video
 _SEVERAL = ";"  # between labels of one cell, as in "car;person"
 
 
 def read_questions(data: Questions, several: bool, mistakes: Mistakes) -> list[Item]:
-    """Rows image, answer[, question, split, group]. several: an answer is a list of labels, which may be empty."""
+    """Read rows image, answer[, question, split, group]. several: an answer is a list of labels, possibly empty."""
     folder = data.images or data.path.parent
     items = []
     parts: dict[str, Part | None] = {}
@@ -28,12 +28,12 @@ def read_questions(data: Questions, several: bool, mistakes: Mistakes) -> list[I
         part = _part(row, place, "path", mistakes)
         if not image:
             mistakes.add(f"{place}: `image` is empty", "path")
-        elif not os.path.isfile(folder / image):  # also where the name is too long to be one
+        elif not os.path.isfile(folder / image):  # also false for a name that is too long
             mistakes.add(f"{place}: there is no picture {folder / image}", "path" if data.images is None else "images")
         elif answer == "":
             mistakes.add(f"{place}: `answer` is empty", "path")
         else:
-            # Questions about one picture belong together unless their file says otherwise.
+            # Questions about one picture form one group unless the file defines groups.
             group = _text(row, "group") or image
             before = parts.setdefault(group, part)
             if group != image and before != part:
@@ -45,7 +45,7 @@ def read_questions(data: Questions, several: bool, mistakes: Mistakes) -> list[I
 
 
 def read_labelled_videos(data: VideoFolder, mistakes: Mistakes) -> list[Item]:
-    """Rows video, label[, split, start_s, end_s]. Clips of one video belong together."""
+    """Read rows video, label[, split, start_s, end_s]. Clips of one video form one group."""
     assert data.labels is not None
     items = []
     for place, row in _rows(data.labels, ("video", "label"), "labels", mistakes):
@@ -64,7 +64,7 @@ def read_labelled_videos(data: VideoFolder, mistakes: Mistakes) -> list[Item]:
 def _rows(
     file: Path, needed: tuple[str, ...], field: str, mistakes: Mistakes
 ) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """Rows that have the needed fields, with where they stand."""
+    """Rows that have the required fields, each with its file and line."""
     read = {".csv": _csv, ".jsonl": _jsonl}.get(file.suffix.lower())
     if read is None:
         mistakes.add(f"{file} is neither .csv nor .jsonl", field)
@@ -82,7 +82,7 @@ def _rows(
             missing = [name for name in needed if row.get(name) is None]
             if not missing:
                 yield place, row
-            # A column that is not there is missing in every row.
+            # A missing column is missing in every row, so it is reported once.
             elif file.suffix.lower() != ".csv" or not told.issuperset(missing):
                 told.update(missing)
                 mistakes.add(
@@ -94,9 +94,9 @@ def _rows(
 
 def _csv(file: Path) -> Iterator[tuple[int, dict[str, Any] | str]]:
     with file.open(newline="", encoding="utf-8-sig") as source:
-        # Strict: a quote that nobody closes would else swallow all rows behind it into one cell.
+        # Strict: otherwise an unclosed quote would join all following rows into one cell.
         reader = csv.DictReader(source, strict=True)
-        last = 0  # line of what could be read
+        last = 0  # the last line that could be read
         try:
             columns = list(reader.fieldnames or ())
             if len(set(columns)) < len(columns):
@@ -111,7 +111,7 @@ def _csv(file: Path) -> Iterator[tuple[int, dict[str, Any] | str]]:
                 else:
                     yield reader.line_num, row
         except csv.Error as error:
-            yield last + 1, f"what begins here is not CSV ({error}); look for a quote that is not closed"
+            yield last + 1, f"invalid CSV from this line on ({error}); look for an unclosed quote"
 
 
 def _jsonl(file: Path) -> Iterator[tuple[int, dict[str, Any] | str]]:
@@ -121,11 +121,11 @@ def _jsonl(file: Path) -> Iterator[tuple[int, dict[str, Any] | str]]:
                 continue
             try:
                 row = json.loads(text)
-                json.dumps(row, ensure_ascii=False).encode()  # JSON may hold half a character, which nothing can write
+                json.dumps(row, ensure_ascii=False).encode()  # refuses unpaired surrogates, which JSON allows
             except (ValueError, RecursionError) as error:
                 yield line, f"is not JSON: {error}"
                 continue
-            yield line, row if isinstance(row, dict) else f"is {type(row).__name__}; a row is an object"
+            yield line, row if isinstance(row, dict) else f"is {type(row).__name__}; a row must be an object"
 
 
 def _answer(value: Any, several: bool) -> Answer:
@@ -143,7 +143,7 @@ def _text(row: Mapping[str, Any], field: str) -> str:
 def _part(row: Mapping[str, Any], place: str, field: str, mistakes: Mistakes) -> Part | None:
     given = _text(row, "split")
     if given and given not in PARTS:
-        mistakes.add(f"{place}: `split` is {given!r}; choose {', '.join(PARTS)}, or leave it out", field)
+        mistakes.add(f"{place}: `split` is {given!r}; choose {', '.join(PARTS)}, or omit it", field)
     return next((part for part in PARTS if part == given), None)
 
 
@@ -154,7 +154,7 @@ def _seconds(row: Mapping[str, Any], field: str, place: str, mistakes: Mistakes)
     except ValueError:
         value = -1.0
     if value is not None and not 0 <= value <= _LONGEST_S:
-        told = f"`{field}` is {given!r}; it counts seconds from the video's start, at most {_LONGEST_S:g}"
+        told = f"`{field}` is {given!r}; it must be seconds from the video's start, at most {_LONGEST_S:g}"
         mistakes.add(f"{place}: {told}", "labels")
         return None
     return value

@@ -1,4 +1,4 @@
-"""From answers as files have them to what training wants: indices, counts, numbers, boxes or words."""
+"""From answers in files to training targets: indices, counts, numbers, boxes or words."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from heads import Box
 
 _LIKE_YES = {"no": "no", "false": "no", "0": "no", "yes": "yes", "true": "yes", "1": "yes"}
 _MOST_COUNTED = 1000
-_LARGEST = 1e30  # of a number to be learned: single precision holds it, and double a sum of squares of many
+_LARGEST = 1e30  # of a target number: float32 can represent it, and float64 a sum of many squares
 
 
 def targets_of(
     task: str, items: Sequence[Item], given: tuple[str, ...] | None, mistakes: Mistakes
 ) -> tuple[tuple[str, ...], list[Target | None]]:
-    """The labels, and every item's target; None for one that was told as a mistake. given: the plan's labels."""
+    """Return the labels and every item's target; None for an item reported as a mistake. given: the plan's labels."""
     labels = given or _labels(task, items)
     least = LEAST_LABELS.get(task, 0)
     if len(labels) < least:
@@ -28,7 +28,7 @@ def targets_of(
     read = reader(task, labels)
     found: list[Target | None] = []
     for item in items:
-        assert item.answer is not None, "a teacher has answered"
+        assert item.answer is not None, "the teacher has labelled every item"
         try:
             found.append(read(item.answer))
         except ValueError as error:
@@ -38,7 +38,7 @@ def targets_of(
 
 
 def reader(task: str, labels: tuple[str, ...]) -> Callable[[Answer], Target]:
-    """From an answer to a target with known labels. The function raises ValueError for an answer that fits none."""
+    """A function from an answer to its target. It raises ValueError for an answer that does not match the labels."""
     index = {label: number for number, label in enumerate(labels)}
     if task == "detection":
         return lambda answer: _boxes(answer, index)
@@ -54,12 +54,12 @@ def reader(task: str, labels: tuple[str, ...]) -> Callable[[Answer], Target]:
 
 
 def default_labels(task: str) -> tuple[str, ...]:
-    """Those that a task has whatever its data shows."""
+    """The labels of a task that do not depend on its data."""
     return {"binary": ("no", "yes"), "regression": ("value",)}.get(task, ())
 
 
 def labels_shown(task: str, target: Target) -> tuple[int, ...]:
-    """The labels that a sample shows, by index; none where there are none to be shown."""
+    """Indices of a sample's labels; empty for tasks without labels."""
     if task in ("classification", "binary", "action", "counting"):
         assert isinstance(target, int)
         return (target,)
@@ -69,7 +69,7 @@ def labels_shown(task: str, target: Target) -> tuple[int, ...]:
 
 
 def _labels(task: str, items: Sequence[Item]) -> tuple[str, ...]:
-    """Those that the data has: all that training items show (of data without parts: that any item shows)."""
+    """The labels in the data: those of training items, or of all items if the data has no parts."""
     if task in ("vqa", "captioning", "referring"):
         return ()
     if always := default_labels(task):
@@ -102,7 +102,7 @@ def _number(answer: Answer) -> float:
 
 
 def _count(answer: Answer, labels: tuple[str, ...]) -> int:
-    """By its label, or in digits."""
+    """A count given by its label or in digits."""
     word = _words(answer)
     if word in labels:
         return labels.index(word)
@@ -113,7 +113,7 @@ def _count(answer: Answer, labels: tuple[str, ...]) -> int:
 
 
 def _digits(word: str) -> int | None:
-    """None for what is no count, or has more digits than Python reads."""
+    """None if the word is not a count, or has more digits than Python parses."""
     return int(word) if word.isdecimal() and len(word) <= sys.int_info.default_max_str_digits else None
 
 

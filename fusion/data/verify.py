@@ -1,4 +1,4 @@
-"""What no data may have: files that cannot be read, one picture in two parts, a part or a label's samples missing."""
+"""Data checks: unreadable files, one picture in two parts, empty parts, and labels missing from a part."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from fusion.data.targets import labels_shown
 from fusion.plan.mistakes import Mistakes
 from fusion.progress.progress import Progress
 
-_SHOWS_LABELS = ("classification", "binary", "action", "multi_label", "detection")  # all of them in every part
+_SHOWS_LABELS = ("classification", "binary", "action", "multi_label", "detection")  # every part needs every label
 
 
 def verified(items: Sequence[Item], mistakes: Mistakes, progress: Progress, name: str) -> list[Seen]:
-    """Decode every file once, and look for one picture in two parts. name: the domain's."""
+    """Decode every file once, and report pictures that occur in two parts. name: the domain's name."""
     field = "path"
     different = list(dict.fromkeys(item.frames for item in items))  # a picture may have many questions
     found: dict[Frames, Seen | str] = {}
@@ -39,16 +39,16 @@ def verified(items: Sequence[Item], mistakes: Mistakes, progress: Progress, name
             continue
         seen.append(one)
         if item.size not in (None, one.size):
-            mistakes.add(f"{item.place} is of size {item.size}, but {item.frames.file} of {one.size}", field)
+            mistakes.add(f"{item.place} has size {item.size}, but {item.frames.file} has {one.size}", field)
         before = first.setdefault(one.digest, item)
         pair = (one.digest, item.frames.file)
         if before.part != item.part and pair not in told:
             told.add(pair)
             same = (
-                "is also in" if before.frames.file == item.frames.file else f"has the bytes of {before.frames.file} in"
+                "is also in" if before.frames.file == item.frames.file else f"is identical to {before.frames.file} in"
             )
             mistakes.add(
-                f"{item.frames.file} in {item.part} {same} {before.part}; what is tested must not have been trained on",
+                f"{item.frames.file} in {item.part} {same} {before.part}; parts must not share a picture",
                 field,
             )
     return seen
@@ -62,7 +62,7 @@ def _see(frames: Frames) -> Seen | str:
 
 
 def check_parts(splits: Splits, mistakes: Mistakes) -> None:
-    """Every part has samples, and samples of every label."""
+    """Check that every part has samples, and samples of every label."""
     for name, part in splits.parts.items():
         if not part:
             mistakes.add(f"{name} is empty", "path")

@@ -1,4 +1,4 @@
-"""The default model: a small LMM of a real architecture that ships with the package, and how it was made."""
+"""The default model: a small LMM of a standard architecture that ships with the package, and its training code."""
 
 from __future__ import annotations
 
@@ -6,5 +6,5 @@ from pathlib import Path
 
 
 def checkpoint_path() -> str:
-    """The folder of the checkpoint that ships with the package; transformers loads it like any other."""
+    """The folder of the checkpoint that ships with the package; transformers can load it."""
     return str(Path(__file__).parent / "checkpoint")

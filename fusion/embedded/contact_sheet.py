@@ -1,4 +1,4 @@
-"""What the rendered world looks like, on one page: `python -m fusion.embedded.contact_sheet FILE.jpg`."""
+"""Draw samples of the rendered world on one page: `python -m fusion.embedded.contact_sheet FILE.jpg`."""
 
 from __future__ import annotations
 
@@ -59,9 +59,9 @@ def main() -> None:
     try:
         written = cv2.imwrite(str(arguments.file), sheet, (cv2.IMWRITE_JPEG_QUALITY, 80))
     except cv2.error:
-        parser.error(f"{arguments.file} ends in no kind of picture that can be written; .jpg or .png will do")
+        parser.error(f"{arguments.file} has no supported picture suffix; use .jpg or .png")
     if not written:
-        parser.error(f"cannot write {arguments.file}; is its folder there?")
+        parser.error(f"cannot write {arguments.file}; check that its folder exists")
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ from fusion.embedded import world
 from fusion.embedded.model import IMAGE_TOKENS
 
 IGNORED = -100
-"""Label of tokens that nothing is to be learned from."""
+"""Label of tokens that are excluded from the loss."""
 
 
 class Conversations:
@@ -60,14 +60,16 @@ class Conversations:
 
 
 def _end_of(part: Sequence[int], whole: Sequence[int]) -> int:
-    """Where `part` ends in `whole`."""
+    """The end index of `part` in `whole`."""
     return next(end for end in range(len(part), len(whole) + 1) if tuple(whole[end - len(part) : end]) == tuple(part))
 
 
 class Rows(NamedTuple):
-    """Token ids, labels, turn (0 is the image, -1 padding) and position of every token; at the last token of a name
-    whether that is there. int64 [n, length] each. meant, int64 [n, length, attributes]: at the last token of a name,
-    which attributes the things have that it names."""
+    """Token rows, int64 [n, length] each.
+
+    turns: 0 is the image, -1 is padding. present: at the last token of a name, whether the named object exists. meant:
+    [n, length, attributes], at the last token of a name: the attributes of the named objects.
+    """
 
     ids: torch.Tensor
     labels: torch.Tensor
@@ -80,7 +82,7 @@ class Rows(NamedTuple):
         return Rows(*(values.to(device) for values in self))
 
     def mask(self, dtype: torch.dtype) -> torch.Tensor:
-        """Additive [n, 1, length, length]: a token sees the image and its own turn, as far as itself."""
+        """Additive mask [n, 1, length, length]: a token attends to the image and, causally, to its own turn."""
         length = self.turns.shape[1]
         own, other = self.turns[:, :, None], self.turns[:, None, :]
         seen = (own == other) | (other == 0)

@@ -51,7 +51,7 @@ FONTS = (
 )
 BLACK: Color = (20, 20, 20)
 
-# Drawing fresh Gaussian noise would cost more than everything else together, so windows of one fixed block are used.
+# Sampling Gaussian noise would cost more than all other drawing, so windows of one fixed block are used.
 _NOISE = np.random.default_rng(20240).normal(0, 1, 1 << 20).astype(np.float32)
 
 
@@ -70,7 +70,7 @@ def jitter(rng: np.random.Generator, color: Color, dim: float = 1.0) -> Color:
 
 
 def add_noise(rng: np.random.Generator, canvas: np.ndarray, sigma: float) -> np.ndarray:
-    """The canvas with grey noise of `sigma` grey levels."""
+    """The canvas with added grey noise of `sigma` grey levels."""
     start = int(rng.integers(len(_NOISE) - SIZE * SIZE))
     grain = (_NOISE[start : start + SIZE * SIZE] * sigma).astype(np.int16).reshape(SIZE, SIZE, 1)
     return np.clip(canvas + grain, 0, 255).astype(np.uint8)
@@ -95,7 +95,7 @@ def fill(canvas: np.ndarray, points: np.ndarray, color: Color) -> None:
 
 
 def plain_background(rng: np.random.Generator) -> np.ndarray:
-    """One dull colour with a slope and some noise."""
+    """One dull colour with a gradient and noise."""
     slope = np.linspace(-25, 25, SIZE) * rng.uniform(-1, 1)
     canvas = np.empty((SIZE, SIZE, 3), np.int16)
     canvas[:] = rng.integers(10, 110, 3)
@@ -244,7 +244,7 @@ _PATTERN_MASKS = {
 
 
 def draw_thing(canvas: np.ndarray, kind: str, color: Color, center: tuple[int, int], radius: int, angle: float) -> Box:
-    """Draw a shape, a vehicle or a person; the box that holds it is returned. Only shapes turn by `angle`."""
+    """Draw a shape, a vehicle or a person; returns its bounding box. Only shapes rotate by `angle`."""
     if kind in SHAPES:
         return _draw_shape(canvas, kind, color, center, radius, angle)
     return _THINGS[kind](canvas, color, *center, radius)

@@ -1,4 +1,4 @@
-"""How well a checkpoint answers: exact match of generated text, per skill, on scenes it was not trained on."""
+"""Evaluation of a checkpoint: exact match of generated text per skill, on scenes that were not used in training."""
 
 from __future__ import annotations
 
@@ -19,15 +19,14 @@ _MOST_WORDS = 16
 
 
 class Accuracy(NamedTuple):
-    """Share of answers that match word for word, and of how many."""
+    """Share of answers that match word for word, and number of questions."""
 
     share: float
     num_questions: int
 
 
 def as_pixels(frames: np.ndarray) -> torch.Tensor:
-    """uint8 [n, 96, 96, 3] to what the image processor makes of pictures of that size: float [n, 3, 96, 96], -1 to
-    1."""
+    """Convert uint8 [n, 96, 96, 3] as the image processor does for this size: float [n, 3, 96, 96], -1 to 1."""
     return torch.from_numpy(frames).permute(0, 3, 1, 2).float().div(127.5).sub(1).contiguous()
 
 
@@ -35,8 +34,8 @@ def as_pixels(frames: np.ndarray) -> torch.Tensor:
 def accuracy_by_skill(
     checkpoint: Path | str, *, num_scenes: int, seed: int, blank: bool = False
 ) -> dict[str, Accuracy]:
-    """Ask every question of `num_scenes` pictures and a quarter as many clips; `blank` shows grey instead, as a
-    control."""
+    """Evaluate every question of `num_scenes` pictures and a quarter as many clips. blank: use grey pictures instead,
+    as a control."""
     processor = from_pretrained(AutoProcessor, checkpoint)
     model = from_pretrained(AutoModelForImageTextToText, checkpoint, dtype=torch.float32).eval()
     rng = np.random.default_rng(seed)

@@ -1,4 +1,4 @@
-"""Every promise of the embedded model, measured: what it answers alone, what adapters make of it, how fast it is."""
+"""Acceptance test of the embedded model: its own answers, adapters on it, and speed."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from vlora.models import InputProcessor
 from vlora.models.loading import load_model
 from vlora.types import Request, SamplingParams
 
-_STEPS, _BATCH = 480, 16  # many small steps teach more than few large ones: F1 0.69 instead of 0.58 in the same time
+_STEPS, _BATCH = 480, 16  # many small steps are better than few large ones: F1 0.69 instead of 0.58 in the same time
 _TRAINING_S = 60.0
-_STOP_AFTER_S = 57.0  # the last step may take a while
+_STOP_AFTER_S = 57.0  # leaves time for the last step
 _TIMED = 9
-# Skills with a promise of their own, by the names that questions carry.
+# Skills with a goal of their own, by the names in questions.
 _PROMISED = ("color", "shape", "count", "position", "yes or no", "motion")
 
 QUESTIONS = {
@@ -37,16 +37,16 @@ QUESTIONS = {
     "library-photos": "what does the photo show?",
     "drawn-signs": "what sign is shown?",
     "drawn-actions": "what happens in the video?",
-    "drawn-traffic-questions": "what is on the road?",  # every sample has its own
+    "drawn-traffic-questions": "what is on the road?",  # every sample has its own question
     "drawn-traffic-captions": "describe the traffic.",
-    "drawn-traffic-references": "where is it?",  # likewise
+    "drawn-traffic-references": "where is it?",  # every sample has its own question
     "drawn-traffic-detection": "find all vehicles and persons.",
 }
-"""What each built-in domain of the exam is asked."""
+"""The question for each built-in domain."""
 
 
 class Gate(NamedTuple):
-    """A promise: `value` must be at least `goal`, or at most."""
+    """A goal: `value` must be at least `goal`, or at most."""
 
     name: str
     value: float
@@ -55,7 +55,7 @@ class Gate(NamedTuple):
 
 
 class Row(NamedTuple):
-    """One line of the table; shares of 1. teacher: the small model's own test score, None where there is none."""
+    """One line of the table; scores from 0 to 1. teacher: the small model's test score, None without one."""
 
     what: str
     data: str
@@ -69,7 +69,7 @@ class Row(NamedTuple):
 def examine(
     checkpoint: str, *, seeds: Sequence[int], num_scenes: int, say: Callable[[str], None]
 ) -> tuple[list[Row], list[Gate]]:
-    """Run everything. num_scenes: pictures per seed; a quarter as many clips are asked about as well."""
+    """Run all measurements. num_scenes: pictures per seed; a quarter as many clips are added."""
     rows, gates = _ask(checkpoint, seeds, num_scenes, say)
     with tempfile.TemporaryDirectory() as folder:
         more_rows, more_gates = _adapt(checkpoint, Path(folder), say)
@@ -80,7 +80,7 @@ def examine(
 def _ask(
     checkpoint: str, seeds: Sequence[int], num_scenes: int, say: Callable[[str], None]
 ) -> tuple[list[Row], list[Gate]]:
-    """Questions on held-out scenes, and the same ones over a grey picture."""
+    """Accuracy on held-out scenes, and for the same questions with a grey picture."""
     seen: list[dict[str, Accuracy]] = []
     blank: list[dict[str, Accuracy]] = []
     for seed in seeds:
@@ -100,7 +100,7 @@ def _ask(
 
 
 def _adapt(checkpoint: str, folder: Path, say: Callable[[str], None]) -> tuple[list[Row], list[Gate]]:
-    """One adapter of rank 8 per domain, each from the base."""
+    """Train one adapter of rank 8 per domain."""
     rows, gates = [], []
     model = load_model(EngineConfig(model=checkpoint, dtype="float32"))
     base = FrozenBase(model, InputProcessor.from_pretrained(checkpoint))
@@ -149,7 +149,7 @@ def _goal(task: str, taught: float | None) -> float | None:
 
 
 def _time(checkpoint: str, adapter: Path) -> list[Gate]:
-    """Seconds to load, and of one request alone on an idle engine."""
+    """Load time, and latency of a single request on an idle engine."""
     started = time.perf_counter()
     engine = LocalEngine(EngineConfig(model=checkpoint))
     loading = time.perf_counter() - started
@@ -159,7 +159,7 @@ def _time(checkpoint: str, adapter: Path) -> list[Gate]:
     answers: dict[str, list[float]] = {"question": [], "head": []}
     for turn in range(2 * (_TIMED + 2)):
         kind = ("question", "head")[turn % 2]
-        # Another picture every time: nothing may come from a cache.
+        # A different picture every time, so that no cache is hit.
         frame = np.roll(scene.frames[0], turn + 1, 0)
         started = time.perf_counter()
         text = scene.questions[0].text if kind == "question" else QUESTIONS["sklearn-digits"]

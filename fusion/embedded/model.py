@@ -48,8 +48,8 @@ def model_config() -> LlavaConfig:
 
 
 def build_model(seed: int) -> LlavaForConditionalGeneration:
-    """Random weights. Positions start as sines and cosines of row and column: learned from noise, they came very
-    late."""
+    """A model with random weights. Position embeddings start as sines and cosines of row and column, since they are
+    learned very slowly from noise."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = LlavaForConditionalGeneration(model_config())

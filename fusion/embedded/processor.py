@@ -1,6 +1,6 @@
-"""Tokenizer and image processor of the embedded model, in the classes that transformers loads without torchvision.
+"""Tokenizer and image processor of the embedded model, in classes that transformers loads without torchvision.
 
-One token per known word; any other word is spelled letter by letter, so nothing a user types is lost.
+Known words are one token; any other word is split into letters, so every word can be encoded.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ VOCAB_SIZE = 512
 IMAGE_TOKEN = "<image>"
 SPECIAL = ("<pad>", "<bos>", "<eos>", "<unk>", IMAGE_TOKEN, "<user>", "<assistant>")
 
-# Words of questions and answers beyond the names in the world; room for what domains usually ask about.
+# Words of questions and answers besides the names in the world, including words that domains commonly use.
 _WORDS = """
 a an the what which who where when why how is are was were do does did can there here this that these it its they them
 many much more most at in on of by to from with without into over under near behind beside between and or not no yes
@@ -56,7 +56,7 @@ CHAT_TEMPLATE = (
 
 
 def vocabulary() -> dict[str, int]:
-    """Every token and its id: special tokens, characters alone and inside a word, then words."""
+    """All tokens with ids: special tokens, characters at the start of and inside a word, then words."""
     characters = string.ascii_lowercase + string.digits + string.punctuation
     tokens = [*SPECIAL, *characters, *(f"##{character}" for character in string.ascii_lowercase + string.digits)]
     named = [*COLORS, *PATTERNS, *BOARDS, *NUMBERS, *THINGS, *(plural(thing) for thing in THINGS)]

@@ -1,4 +1,4 @@
-"""The texture of a picture in numbers, for the probes that teach the vision tower to see it (see `train.py`)."""
+"""Texture features of a picture, the targets of probes that train the vision tower (see `train.py`)."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ GIST_FEATURES = 4 * PATCH_FEATURES
 
 
 def patch_spectra(pixels: torch.Tensor) -> torch.Tensor:
-    """How much detail each patch has: for every direction and scale the logarithm of its energy, then its brightness.
+    """Texture of each patch: the log energy for every direction and scale, then the brightness.
 
-    pixels float [n, 3, 16 * rows, 16 * columns], -1 to 1; the result is float [n, rows * columns, PATCH_FEATURES], all
-    features of a deviation around 1 over this world's pictures.
+    pixels: float [n, 3, 16 * rows, 16 * columns], -1 to 1. The result is float [n, rows * columns, PATCH_FEATURES]; all
+    features have a deviation of about 1 over this world's pictures.
     """
     grey = pixels.float().mean(1) / 2
     patches = grey.unfold(1, PATCH, PATCH).unfold(2, PATCH, PATCH).flatten(1, 2)
@@ -25,12 +25,12 @@ def patch_spectra(pixels: torch.Tensor) -> torch.Tensor:
     window = torch.hann_window(PATCH + 2, periodic=False, device=pixels.device)[1:-1]
     seen = torch.fft.rfft2((patches - brightness) * window * window[:, None])
     energy = seen.abs().square().flatten(2) @ _bins(pixels.device).T
-    # The floor is what a grey level of noise leaves in a bin.
+    # The floor is the energy of one grey level of noise in a bin.
     return torch.cat([(energy + 1e-3).log() / 2, 4 * brightness.flatten(2)], -1)
 
 
 def gist(spectra: torch.Tensor) -> torch.Tensor:
-    """A whole picture's texture: mean, deviation, greatest and least of each feature over its patches.
+    """Texture of a whole picture: mean, deviation, maximum and minimum of each feature over its patches.
 
     spectra [n, patches, features]; the result is [n, 4 * features].
     """

@@ -1,7 +1,7 @@
-"""Random textures: what surfaces look like from near, without names. Canvases as in `drawing`.
+"""Random unnamed textures, similar to close-ups of surfaces. Canvases as in `drawing`.
 
-Two families make up most of what photographs are locally: noise of a random power spectrum (clouds to gravel, with or
-without a direction), and leaves, shapes of many sizes one upon another. A canvas holds one, or two side by side.
+Two families resemble most local structure of photographs: noise with a random power spectrum (clouds to gravel, with or
+without a direction), and leaves, overlapping shapes of many sizes. A canvas has one texture, or two side by side.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def _field(rng: np.random.Generator) -> np.ndarray:
 
 
 def _noise(rng: np.random.Generator, slope: float) -> np.ndarray:
-    """Noise whose amplitude falls as frequency to the power of `slope`, drawn out along a random direction."""
+    """Noise with amplitude proportional to frequency ** -slope, stretched along a random direction."""
     lean, squeeze = rng.uniform(0, math.pi), rng.uniform(1, 4) if chance(rng, 0.6) else 1.0
     along = _FX * math.cos(lean) + _FY * math.sin(lean)
     across = (_FY * math.cos(lean) - _FX * math.sin(lean)) * squeeze
@@ -53,7 +53,7 @@ def _noise(rng: np.random.Generator, slope: float) -> np.ndarray:
 
 
 def _leaves(rng: np.random.Generator) -> np.ndarray:
-    """Ellipses and boxes of a power law of sizes, each hiding what lies below."""
+    """Overlapping ellipses or boxes with sizes from a power law."""
     field: np.ndarray = np.zeros((SIZE, SIZE), np.float32)
     count = int(rng.integers(60, 200))
     smallest = rng.uniform(1.5, 6)

@@ -1,19 +1,22 @@
-"""Train the embedded model from nothing: `python -m fusion.embedded.train --out DIR --minutes N`.
+"""Train the embedded model from scratch: `python -m fusion.embedded.train --out DIR --minutes N`.
 
-Three stages in one run. First the vision tower alone learns what is where (a linear probe on every image token must
-name kind, colour and centre of what it sees). Then the whole model learns to answer questions, the probes going on
-beside; more of them read each image token's row and column from what the language model is given, which way the thing
-there moves from the language model's states, and, where a question names something, from the state of the name itself
-whether that is there, where, what it is and of which colour: finding is what comes last when answers alone teach it. At
-last the vision tower, which knows all it needs by then, stays as it is: the language model goes on for less per step.
-Probes only serve training and are not saved.
+A run has three stages:
 
-A scene's questions share its image but do not see one another, so every one is learned as it will be asked: alone.
+1. Only the vision tower trains. A linear probe on every image token predicts kind, colour and centre of the object
+   there.
+2. The whole model learns to answer questions, with the probes as auxiliary losses. More probes predict each image
+   token's row and column from the input of the language model, and an object's direction of motion from its states. If
+   a question names an object, a probe on the state of the name predicts whether the object exists, its place, kind and
+   colour; answers alone teach the model to find objects very late.
+3. The vision tower is frozen, since it is trained by then, and the language model continues with cheaper steps.
 
-Started again with the same arguments, a run goes on where it was stopped. Everything drawn depends on the seed and the
-step number alone; `--steps` makes the whole schedule so, while `--minutes` fits it to the time this machine has.
-`--workers` trains on that many times the scenes per step, one process each, gradients averaged: on a CPU two processes
-use two cores far better than two threads of one do.
+Probes are used in training only and are not saved. A scene's questions share its image but do not attend to each other,
+so each is learned as it will be asked: alone.
+
+A run that is started again with the same arguments resumes. Random draws depend on the seed and the step number alone.
+With `--steps` the whole schedule does so as well; `--minutes` adapts it to the speed of the machine. `--workers`
+multiplies the scenes per step, with one process each and averaged gradients: on a CPU, two processes use two cores far
+better than two threads of one process.
 """
 
 from __future__ import annotations
@@ -44,11 +47,11 @@ from fusion.embedded.spectra import GIST_FEATURES, PATCH_FEATURES, gist, patch_s
 from fusion.training.precision import mixed_precision
 
 VISION_SHARE = 0.15
-"""Part of the run in which only the vision tower trains."""
+"""Share of the run in which only the vision tower trains."""
 FIXED_AFTER = 0.6
-"""Part of the run after which the vision tower trains no more."""
+"""Share of the run after which the vision tower is frozen."""
 STILL_LENGTH, CLIP_LENGTH = 160, 208
-"""Tokens of a row: a picture or a clip and as many of its questions as fit. Fixed, so that compiled code fits all."""
+"""Tokens per row: a picture or a clip and as many of its questions as fit. Fixed, so that compiled code is reused."""
 STILLS, CLIPS = 24, 3
 """Pictures and clips per step of the second stage; the first stage takes 64 pictures."""
 VISION_BATCH = 64
@@ -57,19 +60,19 @@ MUON_RATE = 5e-3
 PROBE_WEIGHT = 0.4
 SAVE_EVERY_S = 60.0
 _STATE = "training.pt"
-# The vision tower and the probes that read it: what trains from the first step, and no more once the tower is fixed.
+# The vision tower and its probes: they train from the first step until the tower is frozen.
 _VISION_PART = ("model.vision_tower.", "kind.", "color.", "center.", "texture.")
 
 
 @dataclasses.dataclass(frozen=True)
 class Budget:
-    """How long to train: a number of steps, or minutes (of processor time on the CPU, of wall time on a GPU)."""
+    """Length of training: a number of steps, or minutes (processor time on the CPU, wall time on a GPU)."""
 
     steps: int | None
     minutes: float | None
 
     def done(self, step: int, seconds: float) -> float:
-        """Share of the run that is behind us, 0 to 1."""
+        """Finished share of the run, 0 to 1."""
         if self.steps is not None:
             return min(1.0, step / self.steps)
         assert self.minutes is not None
@@ -77,7 +80,7 @@ class Budget:
 
 
 class Probes(nn.Module):
-    """Linear readers of single image tokens."""
+    """Linear probes on single tokens."""
 
     def __init__(self, vision_size: int, text_size: int) -> None:
         super().__init__()
@@ -107,12 +110,14 @@ class Probes(nn.Module):
         return functional.mse_loss(self.texture(states).float(), spectra)
 
     def gist_loss(self, states: torch.Tensor, gists: torch.Tensor) -> torch.Tensor:
-        """states [questions, text], where an answer begins; gists [questions, GIST_FEATURES]: whatever is asked, the
-        language model has the whole picture's texture at hand, for this is where heads of domains read."""
+        """states: [questions, text], where an answer begins. gists: [questions, GIST_FEATURES].
+
+        Keeps the whole picture's texture in these states for any question, since heads of domains read them.
+        """
         return functional.mse_loss(self.gist(states).float(), gists)
 
     def place_loss(self, features: torch.Tensor) -> torch.Tensor:
-        """features [n, 36, text]: what the language model is given must tell where each token stands."""
+        """Position of each image token from the language model's input. features: [n, 36, text]."""
         place = torch.arange(world.GRID, device=features.device)
         rows, columns = place.repeat_interleave(world.GRID), place.repeat(world.GRID)
         of_row, of_column = self.row(features).float().flatten(0, 1), self.column(features).float().flatten(0, 1)
@@ -121,25 +126,25 @@ class Probes(nn.Module):
         )
 
     def kept_loss(self, features: torch.Tensor, states: torch.Tensor) -> torch.Tensor:
-        """features [n, 36, text], states [n, 36, vision]: what the language model is given must give back what the
-        vision tower saw, also where no question of this world asks for it."""
+        """Reconstruction of the vision tower's states from the language model's input, so that the input also keeps
+        information that no question of this world needs. features: [n, 36, text]. states: [n, 36, vision]."""
         return functional.mse_loss(self.kept(_normed(features)).float(), _normed(states).detach())
 
     def move_loss(self, states: torch.Tensor, cells: torch.Tensor) -> torch.Tensor:
-        """states [clips, frames * 36, text], cells [clips, frames, 4, 6, 6]; the first frame cannot know."""
+        """states: [clips, frames * 36, text]. cells: [clips, frames, 4, 6, 6]. The first frame shows no motion."""
         frames = cells.shape[1]
         states = states.unflatten(1, (frames, IMAGE_TOKENS))[:, 1:]
         return _probe_loss(self.move(states), cells[:, 1:, world.MOVE].flatten(2))
 
     def presence_loss(self, states: torch.Tensor, present: torch.Tensor) -> torch.Tensor:
-        """states [n, length, text], present [n, length]: 1 or 0 at the last token of a name, else ignored."""
+        """states: [n, length, text]. present: [n, length], 1 or 0 at the last token of a name, else ignored."""
         named = present != IGNORED
         return functional.cross_entropy(self.present(states[named]).float(), present[named])
 
     def meaning_loss(self, states: torch.Tensor, meant: torch.Tensor) -> torch.Tensor:
-        """states [n, length, text], meant [n, length, attributes]: 1 or 0 at the last token of a name, else ignored.
+        """states: [n, length, text]. meant: [n, length, attributes], 1 or 0 at the last token of a name, else ignored.
 
-        Summed over attributes: most are plainly absent.
+        Summed over attributes, since most are absent and easy.
         """
         named = meant[..., 0] != IGNORED
         told = functional.binary_cross_entropy_with_logits(
@@ -149,12 +154,12 @@ class Probes(nn.Module):
 
 
 def _normed(states: torch.Tensor) -> torch.Tensor:
-    """States as the next layer sees them, but for its own weights."""
+    """States normalised as in the next layer, without its weights."""
     return functional.rms_norm(states.float(), states.shape[-1:])
 
 
 def _probe_loss(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    """Cross entropy in which background cells, the great majority, count a third."""
+    """Cross entropy with a weight of a third for background cells, which are the majority."""
     weight = torch.ones(logits.shape[-1], device=logits.device)
     weight[0] = 0.3
     return functional.cross_entropy(logits.float().flatten(0, -2), labels.flatten(), weight)
@@ -170,8 +175,8 @@ class Trainer:
         self.processor = build_processor()
         self.conversations = Conversations(self.processor.tokenizer)
         self.model: LlavaForConditionalGeneration = build_model(seed)
-        self.model.to(device)  # type: ignore[arg-type]  # transformers wraps it in a way mypy misreads
-        # On the CPU the fused attention is slower backwards than plain matrix products in bfloat16.
+        self.model.to(device)  # type: ignore[arg-type]  # mypy misreads the wrapper in transformers
+        # On the CPU the backward pass of the fused attention is slower than plain matrix products in bfloat16.
         self.model.set_attn_implementation("eager")
         inner = self.model.model
         self.vision, self.language = inner.vision_tower, inner.language_model
@@ -183,7 +188,7 @@ class Trainer:
             self.probes = Probes(config.vision_config.hidden_size, config.text_config.hidden_size).to(device)
         self.optimizers = _optimizers(self.model, self.probes)
         self.step, self.seconds = 0, 0.0
-        # Processor time leaves out what other programs of a busy machine take.
+        # Processor time excludes other programs on a busy machine.
         self._clock = time.process_time if device.type == "cpu" else time.monotonic
 
     @property
@@ -191,7 +196,7 @@ class Trainer:
         return self.budget.done(self.step, self.seconds)
 
     def resume(self) -> bool:
-        """Take up a run that was stopped; False when there is none in `out`."""
+        """Resume a stopped run; returns False if there is none in `out`."""
         file = self.out / _STATE
         if not file.exists():
             return False
@@ -204,7 +209,7 @@ class Trainer:
         return True
 
     def save(self) -> None:
-        """Keep the run's state; a kill while writing leaves the previous one."""
+        """Save the run's state atomically; a kill while writing keeps the previous one."""
         self.out.mkdir(parents=True, exist_ok=True)
         state = {
             "model": self.model.state_dict(),
@@ -217,12 +222,12 @@ class Trainer:
         os.replace(self.out / f"{_STATE}.new", self.out / _STATE)
 
     def export(self) -> None:
-        """Write what users load: configuration, tokenizer, image processor and float16 weights."""
+        """Write the checkpoint for users: configuration, tokenizer, image processor and float16 weights."""
         self.processor.save_pretrained(self.out)
         half = build_model(self.seed).half()
         half.load_state_dict(self.model.state_dict())
         half.save_pretrained(self.out)
-        # Stored in half, computed in float32: what `dtype="auto"` then means on a CPU.
+        # Stored as float16, but `dtype="auto"` then means float32, for computing on a CPU.
         half.config.dtype = torch.float32
         half.config.save_pretrained(self.out)
 
@@ -250,7 +255,7 @@ class Trainer:
     def _average_gradients(self) -> None:
         if not distributed.is_initialized():
             return
-        # A stage leaves out the same parameters in every worker.
+        # A stage skips the same parameters in every worker.
         gradients = [
             parameter.grad
             for part in (self.model, self.probes)
@@ -264,7 +269,7 @@ class Trainer:
             gradient.copy_(mean.view_as(gradient))
 
     def _agreed(self, seconds: float) -> float:
-        """The first worker's time: rates and the end of the run depend on it."""
+        """The first worker's time, which determines rates and the end of the run in all workers."""
         if not distributed.is_initialized():
             return seconds
         told = torch.tensor([seconds], dtype=torch.float64)
@@ -272,7 +277,7 @@ class Trainer:
         return told.item()
 
     def _set_rates(self) -> None:
-        """For each part a short warm-up, then half a cosine down to zero at the end of its own training."""
+        """Set the rate of each part: a short warm-up, then half a cosine to zero at the end of its own training."""
         rates = {
             "vision": min(1.0, (self.step + 1) / 50) * _falling(self.done / FIXED_AFTER),
             "rest": min(1.0, max(0.0, self.done - VISION_SHARE) / 0.02)
@@ -324,8 +329,8 @@ class Trainer:
         }
 
     def _answer_loss(self, rows: Rows, features: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """The loss, and states [n, length, text]: before the last layer, which is where the answer can still read what
-        a name has found, and after it."""
+        """The loss, and states [n, length, text] before and after the last layer. The last layer can still pass
+        information from a name to the answer, so name probes read the states before it."""
         embedded = self.model.get_input_embeddings()(rows.ids).to(features.dtype)
         embedded = embedded.masked_scatter((rows.ids == self.conversations.image)[..., None], features)
         outputs = self.language(
@@ -378,8 +383,8 @@ def _optimizers(model: nn.Module, probes: nn.Module) -> tuple[torch.optim.Optimi
 def train(
     out: Path, budget: Budget, *, device: str = "cpu", seed: int = 0, compiled: bool = False, rank: int = 0
 ) -> None:
-    """Train (or go on training) and leave a loadable checkpoint in `out`. rank: which of several workers this is; the
-    first one alone speaks and saves."""
+    """Train or resume training, and write a loadable checkpoint to `out`. rank: index of this worker; only worker 0
+    prints and saves."""
     trainer = Trainer(out, budget, torch.device(device), seed, compiled, rank)
     columns = (
         TextColumn("{task.description}"),
@@ -390,7 +395,7 @@ def train(
     with Progress(*columns, disable=rank > 0) as progress:
         task = progress.add_task("starting", total=1.0)
         if trainer.resume():
-            progress.console.print(f"going on at step {trainer.step}, after {trainer.seconds / 60:.1f} minutes")
+            progress.console.print(f"resuming at step {trainer.step}, after {trainer.seconds / 60:.1f} minutes")
         saved = time.monotonic()
         means: dict[str, float] = {}
         while trainer.done < 1:
@@ -409,7 +414,7 @@ def train(
 
 
 def _work(rank: int, workers: int, meeting_place: str, arguments: argparse.Namespace, budget: Budget) -> None:
-    """One process of a run."""
+    """Run one worker process."""
     torch.set_num_threads(arguments.threads)
     if workers > 1:
         distributed.init_process_group("gloo", init_method=f"file://{meeting_place}", rank=rank, world_size=workers)
@@ -426,15 +431,15 @@ def _work(rank: int, workers: int, meeting_place: str, arguments: argparse.Names
 
 
 def _positive(kind: type[int] | type[float]) -> Callable[[str], int | float]:
-    """A parser of numbers above 0, for argparse."""
+    """An argparse type for numbers above 0."""
 
     def parse(text: str) -> int | float:
         number = kind(text)
         if not 0 < number < math.inf:
-            raise argparse.ArgumentTypeError(f"{text} was given; it must be above 0, and finite")
+            raise argparse.ArgumentTypeError(f"{text} was given; it must be finite and above 0")
         return number
 
-    parse.__name__ = kind.__name__  # argparse names it where text is no number
+    parse.__name__ = kind.__name__  # argparse uses it in errors for text that is not a number
     return parse
 
 
@@ -446,19 +451,19 @@ def main() -> None:
         "--minutes",
         type=_positive(float),
         default=20.0,
-        help="time to train for, processor time on the CPU (default 20)",
+        help="training time in minutes; processor time on the CPU (default 20)",
     )
-    length.add_argument("--steps", type=_positive(int), help="number of steps instead: the same result on every run")
+    length.add_argument("--steps", type=_positive(int), help="number of steps; gives the same result on every run")
     parser.add_argument("--device", default="cpu", help="cpu, cuda or cuda:N")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument(
-        "--compile", action="store_true", help="compile the model first: 1.4 times as fast on a CPU; needs g++"
+        "--compile", action="store_true", help="compile the model first; 1.4 times as fast on a CPU; needs g++"
     )
     parser.add_argument("--threads", type=_positive(int), default=1, help="torch threads on the CPU")
     parser.add_argument("--workers", type=_positive(int), default=1, help="processes that share the work")
     arguments = parser.parse_args()
     if arguments.device.startswith("cuda") and not torch.cuda.is_available():
-        parser.error(f"argument --device: {arguments.device!r} was asked for, but torch sees no CUDA device here")
+        parser.error(f"argument --device: {arguments.device!r} was requested, but torch finds no such CUDA device")
     budget = Budget(arguments.steps, None if arguments.steps is not None else arguments.minutes)
     with tempfile.TemporaryDirectory() as folder:
         work = (arguments.workers, f"{folder}/meeting", arguments, budget)

@@ -1,14 +1,14 @@
-"""The rendered world the embedded model grows up in: scenes and short clips with questions, answers and cell labels.
+"""The rendered world that trains the embedded model: scenes and short clips with questions, answers and cell labels.
 
-Everything here is synthetic. A scene depends on its random generator only. Four kinds of scene:
+Everything is synthetic. A scene depends only on its random generator. There are four kinds of scene:
 
-* things: one to five shapes, vehicles or persons on a plain ground, a pattern or a street;
-* glyphs: one printed digit, distorted, or a sign board with something on it;
-* patterns: the whole picture is one pattern with a name, or a texture without one;
-* clips: four frames in which one thing moves, sometimes beside another that does not.
+* things: one to five shapes, vehicles or persons on a plain background, a pattern or a street;
+* glyphs: one printed, distorted digit, or a sign board with content;
+* patterns: the whole picture is one named pattern, or an unnamed texture;
+* clips: four frames in which one object moves, sometimes next to another that does not.
 
-Cell labels say what is where on the 6x6 grid of image tokens, UNKNOWN in textures. They only serve training (see
-`train.py`).
+Cell labels give the content of each cell of the 6x6 grid of image tokens, UNKNOWN in textures. They are used only in
+training (see `train.py`).
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ POSITIONS = {
 }
 MOVES = {"left": (-1, 0), "right": (1, 0), "up": (0, -1), "down": (0, 1), "still": (0, 0)}
 
-# What a cell can be, in the order of its label; 0 is background.
+# Cell classes in the order of their labels; 0 is background.
 CELL_KINDS = (
     "none",
     *THINGS,
@@ -74,7 +74,7 @@ CELL_KINDS = (
 CELL_COLORS = ("none", *COLORS)
 CELL_MOVES = ("none", *MOVES)
 ATTRIBUTES = (*POSITIONS, *THINGS, *COLORS)
-"""What can be said of a thing in a picture."""
+"""Attributes of an object in a picture."""
 _KIND_ID = {kind: index for index, kind in enumerate(CELL_KINDS)}
 _COLOR_ID = {color: index for index, color in enumerate(CELL_COLORS)}
 _MOVE_ID = {move: index for index, move in enumerate(CELL_MOVES)}
@@ -82,15 +82,15 @@ _MOVE_ID = {move: index for index, move in enumerate(CELL_MOVES)}
 # Channels of a scene's cell labels.
 KIND, COLOR, CENTER, MOVE = range(4)
 UNKNOWN = -100
-"""Label of a cell that nothing is to be learned from."""
+"""Label of a cell that is excluded from the loss."""
 
 
 class Question(NamedTuple):
-    """skill: what the question tests; figures are kept per skill.
+    """skill: the skill that the question tests; accuracy is reported per skill.
 
-    Training alone looks at the rest. about: the words of the text that name something; holds: whether it is there, None
-    where the question takes that for granted; meant: attributes (see ATTRIBUTES) of all things the words name, None in
-    clips, where things have no position.
+    The other fields are used only in training. about: the words of the text that name an object. holds: whether it
+    exists, None if the question presupposes it. meant: attributes (see ATTRIBUTES) of all objects that the words name;
+    None in clips, where objects have no fixed position.
     """
 
     skill: str
@@ -101,7 +101,7 @@ class Question(NamedTuple):
     meant: frozenset[str] | None = None
 
 
-# How each thing is asked; the first form half of the time.
+# Forms of each question; the first form is used half of the time.
 _FORMS: dict[str, tuple[str, ...]] = {
     "count all": ("how many objects are there?", "how many things do you see?", "count the objects."),
     "count": ("how many {} are there?", "how many {} do you see?", "count the {}."),
@@ -127,7 +127,7 @@ _FORMS: dict[str, tuple[str, ...]] = {
 
 
 def _question(rng: np.random.Generator, form: str, skill: str, answer: str, name: str = "") -> Question:
-    """name: what the form asks about."""
+    """Draw a form of a question. name: the object in it."""
     forms = _FORMS[form]
     text = forms[0] if chance(rng, 0.5) else pick(rng, forms)
     return Question(skill, text.format(name), answer)
@@ -155,7 +155,7 @@ def _yes_no(holds: bool) -> str:
 
 
 def _mark(cells: np.ndarray, box: Box, kind: str, color: str, move: str = "none") -> None:
-    """Label the cells whose middle the box (nearly) covers, and the one cell that holds the box's centre."""
+    """Label the cells with a middle that the box (nearly) covers, and the cell that contains the box's centre."""
     middle = np.arange(GRID) * CELL + CELL // 2
     across = (middle >= box[0] - 3) & (middle <= box[2] + 3)
     down = (middle >= box[1] - 3) & (middle <= box[3] + 3)
@@ -243,12 +243,12 @@ def _kind_skill(kind: str) -> str:
 
 
 def _names(item: _Placed) -> tuple[str, str, str]:
-    """What singles it out: its kind, its colour, or both."""
+    """The names of an object: its kind, its colour, and both."""
     return item.kind, item.color, item.words
 
 
 def _naming(question: Question, name: str, placed: Sequence[_Placed], *, open_: bool = False) -> Question:
-    """The question, with what the name in it means. open_: it does not take for granted that there is such a thing."""
+    """The question with the meaning of its name. open_: the question does not presuppose that the object exists."""
     meant = [item for item in placed if name in (*_names(item), item.position)]
     attributes = frozenset(attribute for item in meant for attribute in item)
     return question._replace(about=name, holds=bool(meant) if open_ else None, meant=attributes)
@@ -259,7 +259,7 @@ def _spoken(name: str) -> str:
 
 
 def _absent(rng: np.random.Generator, placed: list[_Placed], way: int) -> str:
-    """A name that nothing answers to: a kind (0), a colour (1), or both (2), of which half is there."""
+    """A name that matches no object: a kind (0), a colour (1), or both (2), one of which is present."""
     there = {_names(item)[way] for item in placed}
     while True:
         one, kind, color = placed[int(rng.integers(len(placed)))], pick(rng, THINGS), pick(rng, tuple(COLORS))
@@ -270,7 +270,7 @@ def _absent(rng: np.random.Generator, placed: list[_Placed], way: int) -> str:
 
 
 def _ask_presence(rng: np.random.Generator, placed: list[_Placed]) -> list[Question]:
-    """Is there such a kind, such a colour, such a thing: asked twice each, and so in half of the cases."""
+    """Questions whether a kind, a colour or both exist: two of each, and the answer is yes in half of the cases."""
     asked = []
     for way in range(3):
         for _ in range(2):
@@ -282,7 +282,7 @@ def _ask_presence(rng: np.random.Generator, placed: list[_Placed]) -> list[Quest
 
 
 def _ask_where(rng: np.random.Generator, placed: list[_Placed]) -> list[Question]:
-    """Where is what words single out; sometimes nothing answers to them."""
+    """Questions for the position of a named object; sometimes no object matches."""
     asked = []
     for way in range(3):
         names = [_names(item)[way] for item in placed]
@@ -304,7 +304,7 @@ def glyph_scene(rng: np.random.Generator) -> Scene:
 
 
 def _printed_scene(rng: np.random.Generator) -> Scene:
-    """One digit in a random hand: font, thickness, lean, turn, squeeze, sometimes as coarse as 9 pixels."""
+    """One digit with random font, thickness, slant, rotation and stretch, sometimes as coarse as 9 pixels."""
     glyph = int(rng.integers(10))
     color = pick(rng, tuple(COLORS))
     mask: np.ndarray = np.zeros((SIZE, SIZE), np.uint8)
@@ -348,7 +348,7 @@ def _printed_scene(rng: np.random.Generator) -> Scene:
 
 
 def _board_scene(rng: np.random.Generator) -> Scene:
-    """A coloured sign board by a street (or anywhere) with a digit, an arrow or a bar on it."""
+    """A coloured sign board at a street (or elsewhere) with a digit, an arrow or a bar on it."""
     street = chance(rng, 0.6)
     canvas = street_background(rng).canvas if street else plain_background(rng)
     radius = int(rng.integers(17, 30))
@@ -422,7 +422,7 @@ def texture_scene(rng: np.random.Generator) -> Scene:
 
 
 def clip_scene(rng: np.random.Generator) -> Scene:
-    """Four frames: one thing moves left, right, up or down, or nothing moves; a second thing may stand by."""
+    """Four frames: one object moves left, right, up or down, or none moves; a second one may stand still."""
     ground = rng.random()
     if ground < 0.5:
         base = plain_background(rng)
@@ -475,7 +475,7 @@ def _ask_clip(rng: np.random.Generator, kind: str, color: str, move: str, standi
 
 
 def still_scene(rng: np.random.Generator) -> Scene:
-    """One picture of any kind, in the mixture the model is trained on."""
+    """One picture of any kind, in the training mixture."""
     which = rng.random()
     if which < 0.54:
         return things_scene(rng)

@@ -1,7 +1,7 @@
-"""Accuracy-aware packing (V-LoRA section 4.2): as few adapters as keep every domain's promise.
+"""Accuracy-aware packing (V-LoRA section 4.2): the fewest adapters in which every domain meets its threshold.
 
-An adapter is named by the domains trained into it, in that order. Training is deterministic, so the name says
-everything: going back to an earlier adapter is to name it again, and nothing here ever holds weights.
+An adapter is identified by the domains trained into it, in order. Training is deterministic, so the identifier
+determines the adapter: a rollback selects the earlier identifier again, and this module never stores weights.
 """
 
 from __future__ import annotations
@@ -25,8 +25,11 @@ class Score(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Trained:
-    """What is known of an adapter: the score of every domain in it, the seconds its last training took, and its losses
-    from beginning to end."""
+    """Result of training an adapter.
+
+    scores: validation score of every domain in it. seconds: duration of its last training. losses: from the start to
+    the end of that training.
+    """
 
     scores: Mapping[str, Score]
     seconds: float
@@ -34,16 +37,16 @@ class Trained:
 
 
 Train = Callable[[Adapter], Trained]
-"""Train the last domain of an adapter into the adapter of those before it, or look up what came of it."""
+"""Train the last domain of an adapter into the adapter of the domains before it, or look up the result."""
 TrainTogether = Callable[[frozenset[str]], Trained]
-"""Train domains into one adapter at once, or look up what came of it."""
+"""Train domains jointly into one adapter, or look up the result."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Step:
-    """One training of a packing: `domains` at once into the adapter `into` (empty: a new one), and whether it stayed.
+    """One training of a packing: `domains` jointly into the adapter `into` (empty: a new one).
 
-    broken: the domains that would have missed their thresholds, with their scores.
+    broken: the domains that miss their thresholds, with their scores. kept: whether the training was kept.
     """
 
     domains: tuple[str, ...]
@@ -55,8 +58,11 @@ class Step:
 
 @dataclasses.dataclass(frozen=True)
 class Packing:
-    """adapters: as trained, with their scores. missed: domains below their threshold in the adapter they are in.
-    margin: the smallest distance from a bound to its threshold, over domains that keep theirs."""
+    """Result of packing.
+
+    adapters: as trained, with their scores. missed: domains below their threshold in their adapter. margin: the
+    smallest distance from a bound to its threshold, over domains that meet theirs.
+    """
 
     adapters: Mapping[Adapter, Trained]
     steps: tuple[Step, ...]
@@ -85,7 +91,7 @@ class Packing:
 
     @property
     def rank(self) -> tuple[int, int, float]:
-        """Less is better: first promises, then adapters, then room to spare."""
+        """Lower is better: missed thresholds first, then number of adapters, then margin."""
         return len(self.missed), len(self.adapters), -self.margin
 
 
@@ -97,11 +103,11 @@ def pack(
     say: Callable[[str], None] = lambda _: None,
     best: Packing | None = None,
 ) -> Packing | None:
-    """First fit: each domain into the first adapter in which every promise still holds by its lower bound, else into a
-    new one.
+    """First fit: each domain goes into the first adapter in which every domain's lower bound still meets its threshold,
+    else into a new one.
 
-    A domain that misses its threshold even alone is reported, and shares its adapter with no other. None as soon as
-    the packing is sure to be worse than `best`.
+    A domain that misses its threshold even alone is reported, and its adapter takes no other domain. Returns None as
+    soon as the packing is certain to be worse than `best`.
     """
     adapters: dict[Adapter, Trained] = {}
     steps: list[Step] = []
@@ -112,7 +118,7 @@ def pack(
             broken = broken_in(trained.scores, thresholds)
             steps.append(Step((domain,), held, trained, broken, kept=not broken))
             if not broken:
-                # In the place of the one it grew from: adapters stay in the order in which they were opened.
+                # Replaces the adapter that it extends: adapters stay in the order in which they were created.
                 adapters = {
                     (*held, domain) if a == held else a: trained if a == held else t for a, t in adapters.items()
                 }
@@ -142,9 +148,9 @@ def pack_best(
     *,
     say: Callable[[str], None] = lambda _: None,
 ) -> Packing:
-    """The best packing of several candidate orders; which comes first changes nothing.
+    """The best packing of several candidate orders; their sequence does not matter.
 
-    Orders that begin alike share their trainings, and one that is sure to lose is given up.
+    Orders with a common prefix share its trainings, and an order that cannot win any more is abandoned.
     """
     best: Packing | None = None
     for order in sorted(set(map(tuple, orders))):
@@ -162,10 +168,10 @@ def pack_in_sequence(
     *,
     say: Callable[[str], None] = lambda _: None,
 ) -> Packing:
-    """The paper's algorithm as it stands (section 4.2.1): one adapter takes domain after domain until any in it falls
-    below its threshold; then it is rolled back and closed, and a new one learns the last domain.
+    """The paper's algorithm (section 4.2.1): one adapter takes domain after domain until one of them falls below its
+    threshold; then it is rolled back and closed, and a new adapter learns the last domain.
 
-    The paper looks at the measured value: give `by_value(train)` for that.
+    The paper compares the measured value; pass `by_value(train)` for that.
     """
     closed: dict[Adapter, Trained] = {}
     steps: list[Step] = []
@@ -192,7 +198,7 @@ def pack_in_sequence(
 
 
 def by_value(train: Train) -> Train:
-    """The same trainings, judged by the measured values as if these were certain."""
+    """The same trainings, with the measured values also used as the lower bounds."""
 
     def trained(adapter: Adapter) -> Trained:
         found = train(adapter)
@@ -203,10 +209,13 @@ def by_value(train: Train) -> Train:
 
 
 def names_of(adapters: Iterable[Adapter]) -> dict[Adapter, str]:
-    """What their folders are called, and what they are served as: their domains. The first of them and a hash where all
-    would be longer than a file system takes, or mean another adapter, too: (a, b-c) and (a-b, c)."""
+    """Folder names, which are also the served names: the adapter's domains joined by hyphens.
+
+    A name that is too long for a file system, or the same for two adapters, such as (a, b-c) and (a-b, c), is cut and
+    gets a hash.
+    """
     plain = {adapter: "-".join(adapter) for adapter in adapters}
-    # As a file system that does not tell cases apart sees them.
+    # Compared without case, as a case-insensitive file system does.
     count = Counter(name.casefold() for name in plain.values())
     return {
         adapter: name if len(name) <= _LONGEST_NAME and count[name.casefold()] == 1 else _hashed(name, adapter)
@@ -215,12 +224,12 @@ def names_of(adapters: Iterable[Adapter]) -> dict[Adapter, str]:
 
 
 def _hashed(name: str, adapter: Adapter) -> str:
-    # No domain's name has a comma.
+    # Domain names contain no comma.
     return f"{name[:80]}-{hashlib.sha256(','.join(adapter).encode()).hexdigest()[:12]}"
 
 
 def broken_in(scores: Mapping[str, Score], thresholds: Mapping[str, float]) -> dict[str, Score]:
-    """Those whose lower bound is below their threshold."""
+    """The domains with a lower bound below their threshold."""
     return {name: score for name, score in scores.items() if score.lower < thresholds[name]}
 
 
@@ -229,7 +238,7 @@ def _list(names: Sequence[str]) -> str:
 
 
 def told(scores: Mapping[str, Score], thresholds: Mapping[str, float]) -> str:
-    """Scores beside their thresholds, for people; lower bounds where a confidence is set, which makes them differ."""
+    """Format scores with their thresholds, and with lower bounds if a confidence is set."""
     bounds = {name: f"lower bound {score.lower:.3f}, " for name, score in scores.items() if score.lower != score.value}
     return ", ".join(
         f"{name} {score.value:.3f} ({bounds.get(name, '')}threshold {thresholds[name]:.3f})"

@@ -1,4 +1,4 @@
-"""How sure a measured score is: lower confidence bounds, one-sided."""
+"""One-sided lower confidence bounds of measured scores."""
 
 from __future__ import annotations
 
@@ -23,11 +23,14 @@ def bounded(
     confidence: float,
     seed: int = 0,
 ) -> Score:
-    """A metric over samples with the bound that its true value exceeds with probability `confidence`.
+    """A metric over samples, with the bound that its true value exceeds with probability `confidence`.
 
-    mean: whether the metric is the mean of its values on single samples. Where these are all 0 or 1: Clopper and
-    Pearson's exact bound, which never promises too much. Else (F1, mean average precision, F1 of words) a percentile of
-    the metric over resampled samples; `seed` draws them.
+    If the values on single samples are all 0 or 1, the bound is Clopper and Pearson's exact one, which is conservative.
+    Otherwise (F1, mean average precision, F1 of words) it is a percentile of the metric over resampled samples.
+
+    Args:
+        mean: whether the metric is the mean of its values on single samples.
+        seed: for resampling.
     """
     count = len(targets)
     if not mean:
@@ -45,9 +48,11 @@ def bounded(
 
 
 def _resampled(of: Callable[[np.ndarray], float], value: float, count: int, confidence: float, seed: int) -> Score:
-    """The percentile bootstrap (Efron 1979) over the samples and one more that is worth nothing. Without that one, a
-    score of 1 would be bounded by 1, however few samples it is of. Clopper and Pearson's bound has it, too: of r right
-    and w wrong it is a quantile of Beta(r, w + 1)."""
+    """The percentile bootstrap (Efron 1979) over the samples and one extra sample with value 0.
+
+    Without the extra sample, a score of 1 would have the bound 1, however few samples there are. Clopper and Pearson's
+    bound includes it as well: for r right and w wrong it is a quantile of Beta(r, w + 1).
+    """
     rng = np.random.default_rng(seed)
     found = []
     for _ in range(_RESAMPLES):

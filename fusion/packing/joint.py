@@ -1,8 +1,7 @@
-"""Packing by joint training: all domains at once, divided until every promise holds, then united as far as that goes.
+"""Packing by joint training: all domains together, split until every threshold is met, then merged while possible.
 
-Domains that are trained in turn forget and get in each other's way by their order; trained at once they do neither, so
-that fewer adapters hold them all. A training takes as many steps as its domains would alone, and nothing is kept of one
-that fails.
+Sequential training forgets earlier domains and depends on their order. Joint training does neither, so fewer adapters
+are needed. A joint training takes as many steps as its domains would take alone, and a failed one is discarded.
 """
 
 from __future__ import annotations
@@ -23,14 +22,14 @@ def pack_jointly(
     say: Callable[[str], None] = lambda _: None,
     ahead: Callable[[Sequence[Set]], None] = lambda _: None,
 ) -> Packing:
-    """Sets of domains, each trained at once, in which every promise holds by its lower bound.
+    """Find sets of domains, each trained jointly, in which every domain's lower bound meets its threshold.
 
-    A set that breaks promises is divided into the domains that kept theirs and those that did not. What is left in the
-    end is united again, two by two, the smallest first, but for unions that hold a set known to fail.
+    A set that misses thresholds is split into the domains that meet theirs and those that do not. The remaining sets
+    are then merged pairwise, smallest first, except for unions that contain a set known to fail. A domain that misses
+    its threshold even alone is reported, and its adapter takes no other domain.
 
-    A domain that misses its threshold even alone is reported, and shares its adapter with no other.
-
-    ahead: told of the two parts of a set as soon as it is divided; both are sure to be asked for.
+    Args:
+        ahead: called with both parts of a set as soon as it is split; both will be trained.
     """
     found = _Found(thresholds, train, say)
     waiting = [frozenset(domains)]
@@ -50,7 +49,7 @@ def pack_jointly(
     while (pair := next((pair for pair in _smallest_first(kept) if found.unites(*pair)), None)) is not None:
         kept = [together for together in kept if together not in pair]
         kept.append(frozenset.union(*pair))
-    # Adapters, and domains in each, as the plan has them.
+    # Adapters, and the domains in each, in the plan's order.
     sets = [*kept, *(frozenset((name,)) for name in missed)]
     named = {tuple(name for name in domains if name in together): found.trained[together] for together in sets}
     adapters = dict(sorted(named.items(), key=lambda one: list(domains).index(one[0][0])))
@@ -58,7 +57,7 @@ def pack_jointly(
 
 
 class _Found:
-    """Each set is trained at most once."""
+    """Results of trained sets; each set is trained at most once."""
 
     def __init__(self, thresholds: Mapping[str, float], train: TrainTogether, say: Callable[[str], None]) -> None:
         self._thresholds = thresholds
@@ -69,7 +68,7 @@ class _Found:
         self.steps: list[Step] = []
 
     def broken(self, together: Set) -> dict[str, Score]:
-        """The promises that one adapter of these domains breaks."""
+        """The domains that miss their thresholds in one adapter of these domains."""
         trained = self._train(together)
         broken = broken_in(trained.scores, self._thresholds)
         self.trained[together] = trained
@@ -89,7 +88,7 @@ class _Found:
 
 
 def _divided(together: Set, broken: Mapping[str, Score], thresholds: Mapping[str, float]) -> list[Set]:
-    """Those that kept their promises, and those that did not. Where nobody did, the half that was further off goes."""
+    """The domains that meet their thresholds, and the others. If none does, the half furthest below is split off."""
     out = sorted(broken, key=lambda name: (broken[name].lower - thresholds[name], name))
     if len(out) == len(together):
         out = out[: len(out) // 2]

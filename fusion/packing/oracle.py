@@ -1,6 +1,6 @@
-"""What no packing can beat: a lower bound on the number of adapters, and the exhaustive optimum for a few domains.
+"""Limits of any packing: a lower bound on the number of adapters, and the exhaustive optimum for a few domains.
 
-Both train sets of domains jointly, in one go, so that no order and no forgetting enters.
+Both train sets of domains jointly, so that order and forgetting have no effect.
 """
 
 from __future__ import annotations
@@ -11,15 +11,15 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from fusion.packing.algorithm import TrainTogether
 
-MOST_DOMAINS = 6  # 203 partitions of 63 sets; seven would be 877 of 127
+MOST_DOMAINS = 6  # 203 partitions of 63 sets; seven domains have 877 of 127
 
 
 @dataclasses.dataclass(frozen=True)
 class Bound:
     """At least `adapters` are needed: one per domain that misses alone, and one per member of the largest clique of
-    domains that conflict two by two.
+    domains that conflict pairwise.
 
-    Holds where a conflict of two stays one however many join them.
+    The bound assumes that two conflicting domains still conflict when more domains are added.
     """
 
     adapters: int
@@ -30,7 +30,7 @@ class Bound:
 
 @dataclasses.dataclass(frozen=True)
 class Optimum:
-    """A partition of the domains with the fewest sets, and how many sets had to be trained to be sure."""
+    """A partition of the domains with the fewest sets, and the number of sets trained to prove it."""
 
     adapters: tuple[frozenset[str], ...]
     missed: tuple[str, ...]
@@ -38,7 +38,7 @@ class Optimum:
 
 
 class Oracle:
-    """Asks `train` for each set of domains at most once."""
+    """Calls `train` at most once for each set of domains."""
 
     def __init__(self, domains: Sequence[str], thresholds: Mapping[str, float], train: TrainTogether) -> None:
         self._domains = tuple(domains)
@@ -47,18 +47,18 @@ class Oracle:
         self._keeps: dict[frozenset[str], bool] = {}
 
     def bound(self) -> Bound:
-        """Trains every domain, and every two of those that keep their thresholds."""
+        """Train every domain, and every pair of domains that meet their thresholds alone."""
         missed, others = self._alone()
         conflicts = [pair for pair in itertools.combinations(others, 2) if not self.keeps(frozenset(pair))]
         clique = _largest_clique(others, {frozenset(pair) for pair in conflicts})
         return Bound(len(missed) + len(clique), missed, tuple(conflicts), clique)
 
     def optimum(self) -> Optimum:
-        """The fewest adapters over all partitions; domains that miss alone get their own. Trains only what decides."""
+        """The fewest adapters over all partitions; a domain that misses alone gets its own. Trains only needed sets."""
         missed, others = self._alone()
         if len(others) > MOST_DOMAINS:
             raise ValueError(f"{len(others)} domains: the exhaustive optimum is for {MOST_DOMAINS} at most")
-        # Of as many sets, even ones first: they are likelier to fit, and the first partition that does settles it.
+        # Among partitions of equal size, even ones first: they are likelier to fit, and the first fit is optimal.
         for partition in sorted(_partitions(others), key=lambda sets: (len(sets), max(map(len, sets), default=0))):
             if all(self.keeps(together) for together in sorted(partition, key=self._known_first)):
                 alone = tuple(frozenset((name,)) for name in missed)
@@ -66,7 +66,7 @@ class Oracle:
         raise AssertionError("each domain alone is a partition, and all of these keep their thresholds alone")
 
     def keeps(self, together: frozenset[str]) -> bool:
-        """Whether one adapter of these domains keeps every promise by its lower bound."""
+        """Whether every domain's lower bound meets its threshold in one adapter of these domains."""
         if together not in self._keeps:
             scores = self._train(together).scores
             self._keeps[together] = all(scores[name].lower >= self._thresholds[name] for name in together)
@@ -77,7 +77,7 @@ class Oracle:
         return missed, tuple(name for name in self._domains if name not in missed)
 
     def _known_first(self, together: frozenset[str]) -> tuple[bool, int]:
-        # A set known to fail settles a partition for nothing; of those unknown a large one is likelier to.
+        # A set known to fail rejects a partition at no cost; of unknown sets, a large one is likelier to fail.
         return self._keeps.get(together) is None, -len(together)
 
 

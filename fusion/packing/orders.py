@@ -1,4 +1,4 @@
-"""In which order domains are packed."""
+"""Orders in which domains are packed."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ def at_random(domains: Sequence[str], seed: int) -> tuple[str, ...]:
 
 
 def hardest_first(alone: Mapping[str, float]) -> tuple[str, ...]:
-    """By the accuracy each domain reaches in an adapter of its own, least first."""
+    """Sort by the accuracy of each domain in an adapter of its own, lowest first."""
     return tuple(sorted(alone, key=lambda name: alone[name]))
 
 
 def by_similarity(features: Mapping[str, np.ndarray]) -> tuple[str, ...]:
-    """From the first domain on, always the one most like the last, by the cosine of their mean features [hidden]."""
-    # What all domains share (their mean) would drown what tells them apart.
+    """Start at the first domain; each next one is the most similar by the cosine of mean features [hidden]."""
+    # The mean over all domains is subtracted, since it would dominate their differences.
     mean = np.mean(list(features.values()), 0)
     units = {name: _unit(vector - mean) for name, vector in features.items()}
     order = [next(iter(features))]

@@ -1,4 +1,4 @@
-"""From a plan to its packing: thresholds, candidate orders, the algorithm, and what an oracle would have found."""
+"""From a plan to its packing: thresholds, candidate orders, the algorithm, and the oracle's result."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from fusion.training.train import Domain
 
 @dataclasses.dataclass(frozen=True)
 class Verdict:
-    """bound: on the number of adapters. optimum: None for more domains than can be tried exhaustively."""
+    """bound: lower bound on the number of adapters. optimum: None if there are too many domains to try exhaustively."""
 
     bound: Bound
     optimum: Optimum | None
@@ -29,30 +29,34 @@ class Verdict:
 def thresholds_of(
     plan: Plan, train: Train, teachers: Mapping[str, float], say: Callable[[str], None] = lambda _: None
 ) -> dict[str, float]:
-    """What each domain must keep, fixed before anything is packed. Relative to a domain's teacher, whose validation
-    scores are `teachers`; or to itself alone: its validation score in an adapter of its own, less `minus`.
+    """The threshold of each domain, fixed before packing.
 
-    say: told of thresholds that come to nothing, which every adapter keeps.
+    A relative threshold is the validation score of the domain's teacher, or of an adapter for the domain alone, minus
+    `minus`.
+
+    Args:
+        teachers: validation score of each domain's teacher.
+        say: called with a warning for each threshold of 0, which every adapter meets.
     """
     thresholds = {}
     for domain in plan.domains:
         name, wanted = domain.name, domain.threshold
         known = threshold_before_training(domain, teachers.get(name))
         if known is None:
-            assert isinstance(wanted, RelativeThreshold) and wanted.relative_to == "alone", "the plan's check saw to it"
+            assert isinstance(wanted, RelativeThreshold) and wanted.relative_to == "alone", "the check ensures it"
             alone = train((name,)).scores[name].value
             known = max(0.0, alone - wanted.minus)
             if known == 0:
                 say(
-                    f"{name} reaches {alone:.3f} alone, and {wanted.minus:g} less is nothing: its promise is kept "
-                    "whatever it learns; train it longer, or set a smaller `minus` or a threshold"
+                    f"{name} reaches {alone:.3f} alone; minus {wanted.minus:g}, its threshold is 0, which every "
+                    "adapter meets; train it longer, or set a smaller `minus` or an absolute threshold"
                 )
         thresholds[name] = known
     return thresholds
 
 
 def orders_of(plan: Plan, domains: Mapping[str, Domain], train: Train) -> list[tuple[str, ...]]:
-    """The plan's candidate orders. `random` named several times is as many orders."""
+    """The plan's candidate orders. Each further `random` is another random order."""
 
     def order_of(order: Order, place: int) -> tuple[str, ...]:
         match order:
@@ -76,8 +80,12 @@ def packing_of(
     say: Callable[[str], None],
     ahead: Ahead = lambda jobs: None,
 ) -> Packing:
-    """ahead: may pack several candidate orders side by side, and train both parts of a set that was divided. An order
-    that turns out to lose is then not given up early."""
+    """Pack the domains as the plan says.
+
+    Args:
+        ahead: may run the trainings of several candidate orders, or of both parts of a split set, in parallel. Losing
+            orders are then not abandoned early.
+    """
     if plan.packing == "jointly":
 
         def both(parts: Sequence[frozenset[str]]) -> None:
@@ -95,7 +103,7 @@ def packing_of(
 
 
 def surely_alone(plan: Plan, teachers: Mapping[str, float]) -> tuple[str, ...]:
-    """Domains whose training alone will be asked for whatever comes of it: for their thresholds, or for the order."""
+    """Domains that are trained alone in any case: for their thresholds, or for the order."""
     every = "hardest_first" in plan.order
     return tuple(
         domain.name
@@ -105,17 +113,21 @@ def surely_alone(plan: Plan, teachers: Mapping[str, float]) -> tuple[str, ...]:
 
 
 def fewest_trainings(plan: Plan, alone: Sequence[str]) -> int:
-    """Trainings of one domain that a run needs at least, of which one of several domains counts as many: every domain
-    fits where it is tried first. alone: domains that are trained alone in any case."""
+    """Minimum number of single-domain trainings of a run, if every domain fits where it is tried first.
+
+    A joint training counts once per domain. alone: domains that are trained alone in any case.
+    """
     orders = 1 if plan.packing == "jointly" else len(plan.order)
-    again = plan.packing != "jointly" and plan.domains[0].name in alone  # the first one is alone in its adapter
+    again = plan.packing != "jointly" and plan.domains[0].name in alone  # the first domain starts alone in its adapter
     return len(alone) + orders * len(plan.domains) - (1 if again else 0)
 
 
 def most_trainings(plan: Plan) -> int:
-    """Trainings of one domain that a run needs at most: every domain alone, and into the last adapter (naive), or into
-    each of those that the domains before it opened (first fit), or all at once and then one less each time, and any two
-    of what is left united (jointly)."""
+    """Maximum number of single-domain trainings of a run.
+
+    Every domain is trained alone, and also: into the last adapter (naive); into each adapter that earlier domains
+    created (first fit); or all jointly, then one fewer each time, and every pair of the remaining sets (jointly).
+    """
     number = len(plan.domains)
     pairs = number * (number - 1) // 2
     beside_others = {
@@ -127,12 +139,12 @@ def most_trainings(plan: Plan) -> int:
 
 
 def state_of(plan: Plan, adapter: Adapter, trainings: Trainings) -> State:
-    """Weights of an adapter of the plan's packing."""
+    """Weights of an adapter in the plan's packing."""
     return trainings.state_together(adapter) if plan.packing == "jointly" else trainings.state(adapter)
 
 
 def verdict_of(thresholds: Mapping[str, float], trainings: Trainings) -> Verdict:
-    """Ask the oracle: trains every domain and pair together, and up to every set of up to six domains."""
+    """Run the oracle: it trains every domain and every pair jointly, and up to every set for at most six domains."""
     oracle = Oracle(tuple(thresholds), thresholds, trainings.together)
     bound = oracle.bound()
     few = len(thresholds) - len(bound.missed) <= MOST_DOMAINS

@@ -1,4 +1,4 @@
-"""`vlora fuse --check`: what a plan would do, told without training."""
+"""`vlora fuse --check`: describe a plan's run without training."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _CLASSES_TOLD = 12
 
 @dataclasses.dataclass(frozen=True)
 class Checked:
-    """A plan that can be run, with the text it was read from. data: by domain."""
+    """A plan that can be run, with the text it was read from. data: by domain name."""
 
     plan: Plan
     text: PlanText
@@ -41,9 +41,12 @@ class Checked:
 
 @dataclasses.dataclass(frozen=True)
 class DomainCheck:
-    """counts: samples by part. classes: by label, samples that show it, by part. answers: how many different ones there
-    are where they are words or numbers. threshold: the number it comes to, where that is known before training.
-    also_in_words: the language model learns the head's answers, too."""
+    """Summary of one domain.
+
+    counts: number of samples per part. classes: per label, the number of samples with it, per part. answers: number of
+    distinct training answers. threshold: its value if known before training, else None. also_in_words: the language
+    model also learns the head's answers.
+    """
 
     name: str
     task: str
@@ -62,8 +65,14 @@ class DomainCheck:
 
 
 def check(file: PlanFile, progress: Progress | None = None) -> Checked:
-    """Everything that can be known to be wrong before training. Raises BadPlan telling all of it. progress: where
-    reading pictures and asking teachers is shown."""
+    """Check a plan and its data before training.
+
+    Args:
+        progress: display for reading pictures and labelling by teachers.
+
+    Raises:
+        BadPlan: lists every mistake found.
+    """
     plan, mistakes = file.plan, Mistakes(file.text)
     seam = shapes_of(plan, mistakes)
     size = None if seam is None else lora_size(plan, seam, mistakes)
@@ -71,12 +80,12 @@ def check(file: PlanFile, progress: Progress | None = None) -> Checked:
     if seam is not None:
         refuse_heads(plan, {name: own.splits.task for name, own in data.items()}, seam.config, mistakes)
     mistakes.refuse()
-    assert size is not None, "what it lacks was told"
+    assert size is not None, "a missing size has been refused as a mistake"
     return Checked(plan, file.text, data, size)
 
 
 def explain(checked: Checked) -> list[DomainCheck]:
-    """What each domain comes to."""
+    """Return a summary of each domain."""
     return [_domain(domain, checked.plan, checked.data[domain.name]) for domain in checked.plan.domains]
 
 
@@ -104,14 +113,15 @@ def as_json(checked: Checked, estimate: Estimate) -> str:
 
 
 def tell(checked: Checked, estimate: Estimate, console: Console) -> None:
-    """The same for people."""
+    """Print the check in readable form."""
     for domain in explain(checked):
         kind = f"{domain.task}, answered by {_answered(domain)}, on {domain.real_or_synthetic} pixels"
         rows = {
-            "asks": domain.question,
-            "samples": ", ".join(f"{count} {part}" for part, count in domain.counts.items()) + f" of {_frames(domain)}",
+            "question": domain.question,
+            "samples": ", ".join(f"{count} {part}" for part, count in domain.counts.items())
+            + f", {_frames(domain)} each",
             "classes" if domain.classes else "answers": _shown(domain),
-            "promise": domain.promise,
+            "threshold": domain.promise,
             "teacher": _taught(domain.teacher),
         }
         _block(console, f"{domain.name}: {kind}", rows)
@@ -121,13 +131,13 @@ def tell(checked: Checked, estimate: Estimate, console: Console) -> None:
     rows = {
         "adapter": f"{_kind(plan.lora)}, on "
         f"{size.layers} layers of the {where}: {size.parameters:,} parameters, {size.num_bytes / 1e6:.1f} MB",
-        "training": f"{training.steps} steps of {training.batch_size} samples a domain"
+        "training": f"{training.steps} steps of {training.batch_size} samples per domain"
         + (
-            ", those of an adapter at once"
+            ", all domains of an adapter at once"
             if plan.packing == "jointly"
-            else f"; beside domains that an adapter holds, {training.rehearsal:.0%} of them are theirs"
+            else f"; {training.rehearsal:.0%} of each batch rehearses domains that the adapter already holds"
         ),
-        "packing": f"{plan.packing}, {in_order}seed {plan.seed}, decided on "
+        "packing": f"{plan.packing}, {in_order}seed {plan.seed}, decided by "
         + (f"lower bounds at a confidence of {plan.confidence:g}" if plan.confidence else "the score itself"),
         "time": _time(plan, estimate),
     }
@@ -148,7 +158,7 @@ def _answered(domain: DomainCheck) -> str:
     if domain.head == WORDS:
         return "the language model in words"
     head = f"{'an' if domain.head[0] in 'aeiou' else 'a'} {domain.head} head"
-    return f"{head} (and in words, whose accuracy the report has beside the head's)" if domain.also_in_words else head
+    return f"{head} (and in words; the report gives both accuracies)" if domain.also_in_words else head
 
 
 def _frames(domain: DomainCheck) -> str:
@@ -181,12 +191,12 @@ def _promise(domain: DomainPlan, plan: Plan, data: DomainData, metric: str, valu
     what = f"{metric} ({SAID[metric]})" if SAID[metric] != metric else metric
     if value is None:
         assert isinstance(domain.threshold, RelativeThreshold)
-        said = f"{what} of at least what an adapter of its own reaches, less {domain.threshold.minus:g}"
+        said = f"{what} of at least the score of an adapter for this domain alone, minus {domain.threshold.minus:g}"
     else:
         said = f"{what} of at least {value:.3f}"
     if isinstance(domain.threshold, RelativeThreshold) and value is not None and data.teaching is not None:
-        said += f" (its teacher's {data.teaching.score:.3f} less {domain.threshold.minus:g})"
-    return f"{said}, with a confidence of {plan.confidence:g}" if plan.confidence else said
+        said += f" (its teacher's {data.teaching.score:.3f} minus {domain.threshold.minus:g})"
+    return f"{said}, at a confidence of {plan.confidence:g}" if plan.confidence else said
 
 
 def _classes(task: str, labels: tuple[str, ...], parts: Mapping[str, Sequence[Sample]]) -> dict[str, dict[str, int]]:
@@ -201,7 +211,7 @@ def _classes(task: str, labels: tuple[str, ...], parts: Mapping[str, Sequence[Sa
 
 def _shown(domain: DomainCheck) -> str:
     if not domain.classes:
-        return f"{domain.answers} different ones in training"
+        return f"{domain.answers} distinct answers in the training data"
     told = [f"{label} {' / '.join(map(str, counts.values()))}" for label, counts in domain.classes.items()]
     more = len(told) - _CLASSES_TOLD
     return ", ".join(told[:_CLASSES_TOLD]) + (f" and {more} more" if more > 0 else "")
@@ -210,28 +220,28 @@ def _shown(domain: DomainCheck) -> str:
 def _taught(teacher: Mapping[str, object] | None) -> str:
     if teacher is None:
         return ""
-    left = f"left out as unsure: {teacher['dropped']} samples, {teacher['dropped_boxes']} boxes"
-    beyond = f"; {teacher['beyond']} answers beyond the labels" if teacher["beyond"] else ""
+    left = f"dropped for low confidence: {teacher['dropped']} samples, {teacher['dropped_boxes']} boxes"
+    beyond = f"; {teacher['beyond']} answers outside the labels" if teacher["beyond"] else ""
     return f"{teacher['name']}: {teacher['score']:.3f} on validation data; {left}{beyond}"
 
 
 def _time(plan: Plan, estimate: Estimate) -> str:
     least, most = duration(estimate.at_least_s), duration(estimate.at_most_s)
     if plan.packing == "jointly":
-        fits = "where all domains fit into one adapter"
+        fits = "if all domains fit into one adapter"
     else:
-        fits = "where every domain fits into the first adapter"
+        fits = "if every domain fits into the first adapter"
     said = f"about {least} {fits}, at most {most}" if least != most else f"about {least}"
     threads = "" if estimate.threads is None else f", {estimate.threads} thread{'s' * (estimate.threads > 1)}"
     measured = (
         f"{estimate.measured_steps} step{'s' * (estimate.measured_steps > 1)} of {estimate.measured_samples} samples"
     )
     return (
-        f"{said}; roughly, from {measured} measured here ({estimate.device}{threads}): "
-        f"{estimate.step_s:.2f} s a step of {estimate.batch_size}"
+        f"{said}; estimated from {measured} measured on this machine ({estimate.device}{threads}): "
+        f"{estimate.step_s:.2f} s per step of {estimate.batch_size}"
     )
 
 
 def _longest(plan: Plan) -> float | None:
-    """Seconds of training in the longest possible run, where the plan bounds them."""
+    """Seconds of training in the longest possible run; None if the plan sets no limit."""
     return None if plan.training.seconds is None else plan.training.seconds * most_trainings(plan)

@@ -1,4 +1,4 @@
-"""How long a plan's run would take here, from a few real steps of the real model."""
+"""Time estimate of a plan's run on this machine, from a few real training steps."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from fusion.plan.schema import Plan
 from fusion.training.train import Domain, FrozenBase, LoraTrainer
 from fusion.training.zero_shot import MOST_ASKED, said_before_training
 
-_BUDGET_S = 4.0  # of steps of a whole batch
+_BUDGET_S = 4.0  # for measured steps of a whole batch
 _MOST_STEPS = 8
-_TRIES = 3  # steps of few samples, of which the quickest counts: another process may slow one down
+_TRIES = 3  # steps of few samples; the fastest counts, since other processes may slow one down
 
 
 @dataclasses.dataclass(frozen=True)
 class Estimate:
-    """Seconds of a run, roughly.
+    """Approximate duration of a run in seconds.
 
-    at_least_s: every domain fits where it is tried first. at_most_s: none fits anywhere. step_s: of one step of
-    batch_size samples. measured_steps: that step_s is the mean of. measured_samples: in each of these; fewer than
-    batch_size where a step of so many takes too long to be measured. threads: None on a GPU.
+    at_least_s: if every domain fits where it is tried first. at_most_s: if no domain fits anywhere. step_s: duration of
+    one step of batch_size samples. measured_steps: number of steps that step_s is the mean of. measured_samples:
+    samples per measured step; fewer than batch_size if a full step takes too long to measure. threads: None on a GPU.
     """
 
     at_least_s: float
@@ -42,7 +42,7 @@ class Estimate:
 
 
 class _Rates(NamedTuple):
-    """Seconds, by domain: to encode a sample's pictures, to score a sample, to ask the base model about one."""
+    """Seconds per sample, by domain: encoding its pictures, scoring it, and asking the base model about it."""
 
     encode: Mapping[str, float]
     score: Mapping[str, float]
@@ -50,13 +50,13 @@ class _Rates(NamedTuple):
 
 
 def estimate(plan: Plan, data: Mapping[str, DomainData], base: FrozenBase) -> Estimate:
-    """Measure steps at the plan's batch shape, and of encoding and scoring a few samples of each domain.
+    """Measure training steps at the plan's batch shape, and encoding and scoring of a few samples of each domain.
 
-    The first steps have one sample of each domain. Where a step of the whole batch takes seconds by these, it is not
-    measured itself, so that an estimate takes a few seconds beside loading the model whatever its size.
+    The first steps have one sample of each domain. If they predict that a step of the whole batch takes seconds, the
+    whole batch is not measured, so an estimate takes a few seconds besides loading the model, whatever its size.
 
     Args:
-        base: of the plan; its model gets an adapter.
+        base: the plan's base model, to which an adapter is added.
 
     Raises:
         BadPlan: a sample cannot be encoded for the base model.
@@ -66,7 +66,7 @@ def estimate(plan: Plan, data: Mapping[str, DomainData], base: FrozenBase) -> Es
     trainer = LoraTrainer(base, domains, plan)
     few = rows[: len(data)]
     with base.progress.work("measuring steps", _MOST_STEPS, "steps") as moved:
-        trainer.time_step(few)  # the first step of a process is slower than those behind it
+        trainer.time_step(few)  # the first step of a process is slower than later ones
         tried: list[float] = []
         while len(tried) < _TRIES and sum(tried) < _BUDGET_S:
             tried.append(trainer.time_step(few))
@@ -96,18 +96,18 @@ def estimate(plan: Plan, data: Mapping[str, DomainData], base: FrozenBase) -> Es
 
 
 def _run_s(plan: Plan, data: Mapping[str, DomainData], step_s: float, rates: _Rates) -> tuple[float, float]:
-    """Seconds of what a run does once, and of one training of one domain with the scoring behind it."""
+    """Seconds of the work that a run does once, and of one training of one domain including its scoring."""
     once, validation = 0.0, 0.0
     for name, own in data.items():
         splits = own.splits
-        if not plan.lora.vision:  # else every step encodes its own
+        if not plan.lora.vision:  # else every step encodes its own pictures
             once += rates.encode[name] * sum(map(len, splits.parts.values()))
         once += rates.ask[name] * min(MOST_ASKED, len(splits.test)) + rates.score[name] * len(splits.test)
         validation += rates.score[name] * len(splits.validation) / len(data)
     training = plan.training.steps * step_s
     if plan.training.seconds is not None:
         training = min(training, plan.training.seconds)
-    # In turn, an adapter holds half of the domains on average, which are all scored; at once, each is scored once.
+    # In sequence, an adapter holds half of the domains on average and all are scored; jointly, each is scored once.
     scored = 1.0 if plan.packing == "jointly" else (len(data) + 1) / 2
     return once, training + validation * scored
 
@@ -115,7 +115,7 @@ def _run_s(plan: Plan, data: Mapping[str, DomainData], step_s: float, rates: _Ra
 def _encoded(
     plan: Plan, data: Mapping[str, DomainData], base: FrozenBase, most: int
 ) -> tuple[dict[str, float], dict[str, Domain]]:
-    """The first so many samples of each part of each domain; and the seconds that one of them took."""
+    """Encode the first `most` samples of each part of each domain; also return the seconds per sample."""
     rates, domains = {}, {}
     for domain in plan.domains:
         began = time.perf_counter()
@@ -126,7 +126,7 @@ def _encoded(
 
 
 def _seconds_each(trainer: LoraTrainer, name: str) -> float:
-    """To score a sample: one forward, or the decoding of an answer where the metric is one of texts."""
+    """Seconds to score a sample: one forward, or decoding an answer if the metric compares texts."""
     samples = trainer.domains[name].validation
     began = time.perf_counter()
     if trainer.domains[name].task.needs_text:

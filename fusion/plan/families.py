@@ -1,4 +1,4 @@
-"""Which of the served model families can be trained, and which tasks on them."""
+"""The served model families that can be trained, and the tasks that each supports."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ _WHY_NOT = {
     "qwen3_vl": "its vision tower also feeds the first decoder layers (deepstack), which training does not compute",
 }
 TRAINED = tuple(name for name in FAMILIES if name not in _WHY_NOT)
-"""Families whose training forward is that of transformers, by model type."""
+"""Model types of the families with the same training forward as transformers."""
 
 
 def why_not_trained(config: Any) -> str | None:
-    """Why a model of this transformers config cannot be trained, with the families that can; None where it can.
+    """Return why a model of this transformers config cannot be trained, with the families that can; None if it can.
 
     Raises:
-        UnsupportedModel: the family is not even served.
+        UnsupportedModel: the family is not served either.
     """
     family = family_of(config).model_type
     why = _WHY_NOT.get(family)
@@ -32,10 +32,10 @@ def why_not_trained(config: Any) -> str | None:
 
 
 def refuse_heads(plan: Plan, tasks: Mapping[str, str], config: Any, mistakes: Mistakes) -> None:
-    """Note each domain whose head reads image tokens as a grid, where those of this base model form none.
+    """Report each domain with a head that needs a grid of image tokens, if those of this base model form no grid.
 
     Args:
-        tasks: the task of each domain, by its name; a domain that is left out is not checked.
+        tasks: task by domain name; a domain that is missing here is not checked.
     """
     why = why_no_grid(config)
     if why is None:

@@ -1,4 +1,4 @@
-"""How large an adapter of a plan is, found on the model's shapes alone; and whether it can be made at all."""
+"""Size of a plan's adapters, computed from the model's shapes alone, and whether they can be created at all."""
 
 from __future__ import annotations
 
@@ -32,13 +32,15 @@ class LoraSize:
 
 
 def shapes_of(plan: Plan, mistakes: Mistakes) -> Seam | None:
-    """The plan's base model without weights, on the meta device. None, and a mistake noted, where it cannot be loaded
-    or its family cannot be trained."""
+    """The plan's base model without weights, on the meta device.
+
+    Returns None and reports a mistake if the model cannot be loaded or its family cannot be trained.
+    """
     base = checkpoint_path() if plan.base == "embedded" else plan.base
     try:
         config = from_pretrained(AutoConfig, base)
         model = dummy_model(config, "float32", torch.device("meta"), seed=0)
-    except Exception as error:  # libraries raise whatever a broken config makes them raise
+    except Exception as error:  # libraries raise arbitrary errors for a broken config
         mistakes.add(f'{plan.base!r} is neither "embedded" nor a model that can be loaded: {error}', "base")
         return None
     if why := why_not_trained(config):
@@ -48,8 +50,10 @@ def shapes_of(plan: Plan, mistakes: Mistakes) -> Seam | None:
 
 
 def lora_size(plan: Plan, seam: Seam, mistakes: Mistakes) -> LoraSize | None:
-    """Size of the plan's adapters over a base model, of which only shapes are read. None, and a mistake noted, for
-    targets and blocks that the model cannot have."""
+    """Size of the plan's adapters for a base model, of which only shapes are read.
+
+    Returns None and reports a mistake for targets or blocks that the model does not support.
+    """
     language = {name: layer for name, layer in seam.language_linears.items() if _wanted(name, plan.lora.targets)}
     known = sorted({name.rpartition(".")[2] for name in seam.language_linears})
     unknown = [target for target in plan.lora.targets or () if target not in known]

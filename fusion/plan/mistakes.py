@@ -1,4 +1,4 @@
-"""Mistakes in a plan and in the data it names, collected and told together: file, line, field, and what to do."""
+"""Mistakes in a plan and its data, collected and reported together: file, line, field, and what to do."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ from vlora.errors import BadPlan
 MOST_TOLD = 20
 
 Location = tuple[int | str, ...]
-"""Where in a plan: ("domains", 0, "threshold")."""
+"""A place in a plan: ("domains", 0, "threshold")."""
 
 
 @dataclasses.dataclass(frozen=True)
 class PlanText:
-    """A plan file as it was written: its name, and where each field stands. file None: a plan made in a program."""
+    """A plan file's text: its name and the line of each field. file: None for a plan built in code."""
 
     file: Path | None = None
     tree: yaml.Node | None = None
 
     def place(self, location: Location) -> str:
-        """As a reader finds it: "plan.yaml, line 7, field `domains[0].threshold`"."""
+        """Format a location: "plan.yaml, line 7, field `domains[0].threshold`"."""
         field = _field(location)
         return f"field `{field}`" if self.file is None else f"{self.file}, line {self._line(location)}, field `{field}`"
 
     def _line(self, location: Location) -> int:
-        """The line of the deepest part of `location` that is in the file."""
+        """The line of the deepest part of `location` that exists in the file."""
         node = self.tree
         line = 1 if node is None else node.start_mark.line + 1
         for step in location:
@@ -40,9 +40,9 @@ class PlanText:
 
 
 class Mistakes:
-    """What is wrong, in the order it was found. The first 20 are told, the rest counted.
+    """Mistakes in the order in which they were found. The first 20 are listed, the rest are counted.
 
-    len() is the number found here or in parts of here.
+    len() is the number of mistakes in this part of the plan, its sub-parts included.
     """
 
     def __init__(self, text: PlanText) -> None:
@@ -57,18 +57,18 @@ class Mistakes:
         return self._count
 
     def inside(self, *steps: int | str, whole: bool = False) -> Mistakes:
-        """A part of the plan, whose mistakes count here, too. whole: the part has no fields of its own in the file."""
+        """A sub-part of the plan; its mistakes also count here. whole: the part has no own fields in the file."""
         part = Mistakes(self._text)
         part._here, part._whole, part._above = (*self._here, *steps), whole, self
         return part
 
     def add(self, message: str, *steps: int | str) -> None:
-        """Note a mistake at a field of this part, or at the part itself."""
+        """Add a mistake at a field of this part, or at the part itself."""
         location = self._here if self._whole else (*self._here, *steps)
         self._note(f"{self._text.place(location)}: {message}")
 
     def refuse(self) -> None:
-        """Raises BadPlan, one mistake a line, if there is any."""
+        """Raise BadPlan with one mistake per line, if there are any."""
         if not self._count:
             return
         more = self._count - len(self._told)
@@ -83,7 +83,7 @@ class Mistakes:
 
 
 def _child(node: yaml.Node | None, step: int | str) -> tuple[yaml.Node, yaml.Node] | None:
-    """What names a part of a mapping or list, and the part."""
+    """The key node and the value node of an entry of a mapping or list."""
     if isinstance(node, yaml.MappingNode):
         return next(((key, value) for key, value in node.value if key.value == step), None)
     if isinstance(node, yaml.SequenceNode) and isinstance(step, int) and step < len(node.value):

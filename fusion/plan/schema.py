@@ -1,4 +1,4 @@
-"""The plan file: which domains, from what data, with which promise. Mistakes are told with file, line and field."""
+"""The plan file: domains, their data and their thresholds. Mistakes are reported with file, line and field."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ Order = Literal["given", "random", "similarity", "hardest_first"]
 
 
 def _from_plan(path: Path, info: ValidationInfo) -> Path:
-    """Paths in a plan file count from its folder, wherever the command is run."""
+    """Paths in a plan file are relative to its folder, not to the working directory."""
     folder = (info.context or {}).get("folder")
     return path if folder is None else folder / path
 
@@ -44,7 +44,7 @@ PlanPath = Annotated[Path, AfterValidator(_from_plan)]
 
 
 def _no_switch(value: Any) -> Any:
-    if isinstance(value, bool):  # to Python true is 1, and `yes` is true to YAML
+    if isinstance(value, bool):  # Python takes true as 1, and YAML reads `yes` as true
         raise ValueError(f"is {shown(value)}; it must be a number")
     return value
 
@@ -61,10 +61,10 @@ class _Strict(BaseModel):
 class LoraPlan(_Strict):
     """Adapter settings.
 
-    rslora: scaling is alpha / sqrt(rank) instead of alpha / rank. targets: the linear layers of the language model that
-    get a delta, by the last part of their names (q_proj, ...); None for all. vision: whether the vision tower and the
-    projector get one on all of theirs. blocks: of block-diagonal factors (BD-LoRA), as many as ranks that will serve
-    them; each is a LoRA of its own of rank / blocks, and scaled as such.
+    rslora: scale by alpha / sqrt(rank) instead of alpha / rank. targets: the linear layers of the language model that
+    get a delta, by the last part of their names (q_proj, ...); None for all. vision: also adapt all linear layers of
+    the vision tower and the projector. blocks: number of blocks of block-diagonal factors (BD-LoRA), one per serving
+    rank; each block is a LoRA of rank / blocks and is scaled as such.
     """
 
     rank: Whole = Field(8, ge=1, le=256)
@@ -78,11 +78,11 @@ class LoraPlan(_Strict):
 class TrainingPlan(_Strict):
     """One training per domain, of `steps` steps, or as many of them as fit into `seconds` of processor time.
 
-    rehearsal: share of each batch drawn from the domains already in the adapter. patience: stop after that many looks
-    at samples kept from training (twelve looks in `steps`) that saw no smaller loss, and go back to the smallest; None
-    trains to the end. bfloat16: compute in it where torch does so safely and the
-    processor has instructions for it; weights stay as they are. gradient_checkpointing: compute activations twice
-    instead of keeping them.
+    rehearsal: share of each batch drawn from the domains already in the adapter. patience: stop after that many
+    consecutive evaluations on held-back samples (twelve evaluations in `steps`) without a smaller loss, and restore the
+    state with the smallest; None trains to the end. bfloat16: compute in bfloat16 if torch does so safely and the
+    processor has instructions for it; the dtype of the weights does not change. gradient_checkpointing: recompute
+    activations in the backward pass instead of keeping them.
     """
 
     steps: Whole = Field(120, ge=1)
@@ -98,16 +98,16 @@ class TrainingPlan(_Strict):
     def _a_batch_has_room_for_both(self) -> TrainingPlan:
         rehearsed = round(self.batch_size * self.rehearsal)
         if self.rehearsal and not 0 < rehearsed < self.batch_size:
-            whose = "the domain that is learned" if rehearsed else "the domains before it"
+            missing = "the new domain" if rehearsed else "the domains before it"
             raise ValueError(
-                f"rehearsal {self.rehearsal:g} of a batch of {self.batch_size} leaves {whose} no sample; "
-                "change one of them, or set rehearsal to 0"
+                f"rehearsal {self.rehearsal:g} of a batch of {self.batch_size} leaves no sample for {missing}; "
+                "change rehearsal or batch_size, or set rehearsal to 0"
             )
         return self
 
 
 class SplitPlan(_Strict):
-    """How data that comes in one piece is cut: the shares of validation and test; the rest trains."""
+    """Shares of validation and test for data without parts; the rest is for training."""
 
     validation: Number = Field(0.15, gt=0, lt=1)
     test: Number = Field(0.15, gt=0, lt=1)
@@ -120,7 +120,7 @@ class SplitPlan(_Strict):
 
 
 class _Data(_Strict):
-    """path: a folder or file. split: for data that says nothing itself about its parts."""
+    """path: a folder or file. split: for data that defines no parts."""
 
     path: PlanPath
     split: SplitPlan = SplitPlan()
@@ -133,8 +133,8 @@ class ImageFolder(_Data):
 
 
 class Coco(_Data):
-    """path: a COCO instances file, or a folder with train.json, validation.json and test.json. images: the folder its
-    `file_name`s count from; the file's own by default."""
+    """path: a COCO instances file, or a folder with train.json, validation.json and test.json. images: the folder that
+    its `file_name`s are relative to; the file's own folder by default."""
 
     format: Literal["coco"]
     images: PlanPath | None = None
@@ -142,7 +142,7 @@ class Coco(_Data):
 
 class VideoFolder(_Data):
     """path/LABEL/VIDEO, or path/{train,validation,test}/LABEL/VIDEO; or path/VIDEO with `labels`, a CSV or JSONL file
-    with the fields video, label and, where they are wanted, split, start_s, end_s. frames: taken evenly from each."""
+    with the fields video, label and optionally split, start_s, end_s. frames: number of evenly spaced frames."""
 
     format: Literal["video_folder"]
     labels: PlanPath | None = None
@@ -150,17 +150,17 @@ class VideoFolder(_Data):
 
 
 class Questions(_Data):
-    """path: a CSV or JSONL file with the fields image and answer and, where they are wanted, question, split, group.
-    images: the folder its pictures count from; the file's own by default. Rows of one group stay in one part."""
+    """path: a CSV or JSONL file with the fields image and answer and optionally question, split, group. images: the
+    folder that its pictures are relative to; the file's own folder by default. Rows of one group stay in one part."""
 
     format: Literal["questions"]
     images: PlanPath | None = None
 
 
 class References(_Data):
-    """path: a JSON list of referring expressions as RefCOCO has them (ref_id, ann_id, image_id, sentences and, where
-    it is wanted, split). instances: the COCO file that their annotations are in. images: the folder its `file_name`s
-    count from; the file's own by default."""
+    """path: a JSON list of referring expressions in RefCOCO's form (ref_id, ann_id, image_id, sentences and optionally
+    split). instances: the COCO file with their annotations. images: the folder that its `file_name`s are relative to;
+    the file's own folder by default."""
 
     format: Literal["references"]
     instances: PlanPath
@@ -168,8 +168,8 @@ class References(_Data):
 
 
 class Unlabelled(_Data):
-    """path: a folder of pictures or videos, at any depth; a teacher says what is in them. frames: taken evenly from
-    each video."""
+    """path: a folder of pictures or videos, at any depth, which a teacher labels. frames: number of evenly spaced
+    frames per video."""
 
     format: Literal["unlabelled"]
     frames: Whole = Field(4, ge=1, le=64)
@@ -181,28 +181,28 @@ DataPlan = Annotated[
 
 
 class _Teacher(_Strict):
-    """min_confidence: answers the teacher is less sure of are dropped; of a detector, boxes. allow_code: whether a file
-    that can run code when it is loaded, or code of the user's own, may be loaded."""
+    """min_confidence: answers (for a detector: boxes) below this confidence are dropped. allow_code: allow loading of
+    user code, and of files that can run code when they are loaded."""
 
     min_confidence: Number = Field(0.0, ge=0, le=1)
     allow_code: bool = False
 
 
 class BuiltInTeacher(_Teacher):
-    """The small model that the package has for a built-in source; it learns from the domain's training part."""
+    """The package's small model for a built-in source; it is trained on the domain's training part."""
 
     kind: Literal["built_in"]
 
 
 class _Detector(_Teacher):
-    """absent: the label of a picture in which nothing is found, where the task is classification."""
+    """absent: the label of a picture without detections, for the task classification."""
 
     absent: str = "nothing"
 
 
 class CascadeTeacher(_Detector):
-    """An OpenCV cascade, which finds one kind of thing. file: XML; None for OpenCV's frontal faces. label: what it
-    finds."""
+    """An OpenCV cascade, which detects one kind of object. file: XML; None for OpenCV's frontal faces. label: name of
+    the detected objects."""
 
     kind: Literal["cascade"]
     file: PlanPath | None = None
@@ -210,7 +210,7 @@ class CascadeTeacher(_Detector):
 
 
 class HogTeacher(_Detector):
-    """OpenCV's detector of people. label: what they are called."""
+    """OpenCV's detector of people. label: name of the detected people."""
 
     kind: Literal["hog"]
     label: str = "person"
@@ -218,7 +218,7 @@ class HogTeacher(_Detector):
 
 class SklearnTeacher(_Teacher):
     """A fitted scikit-learn classifier over grey pixels of `size` x `size`, 0 to 1, row by row. file: skops; or joblib
-    or pickle, which run code. labels: what its classes mean, in their order; None for their own names."""
+    or pickle, which run code. labels: label of each class, in order; None for the classes' own names."""
 
     kind: Literal["sklearn"]
     file: PlanPath
@@ -227,8 +227,8 @@ class SklearnTeacher(_Teacher):
 
 
 class _Network(_Teacher):
-    """labels: what its outputs mean. size: pixels of a side of its input [1, 3, size, size]; mean, std: what colours of
-    0 to 1 are normalised by."""
+    """labels: label of each output. size: height and width in pixels of its input [1, 3, size, size]. mean, std: the
+    normalisation of colours from 0 to 1."""
 
     file: PlanPath
     labels: tuple[str, ...] = Field(min_length=2)
@@ -245,22 +245,22 @@ class _Network(_Teacher):
 
 
 class TorchTeacher(_Network):
-    """A torch module to logits [1, labels]. file: its weights (safetensors), with `module`, PACKAGE:NAME of what builds
-    it; or a TorchScript file; or one of torch.export (.pt2). All of them are code."""
+    """A torch module that returns logits [1, labels]. file: its weights (safetensors), with `module`, the PACKAGE:NAME
+    of the function that builds it; or a TorchScript file; or a torch.export file (.pt2). All of them run code."""
 
     kind: Literal["torch"]
     module: str | None = Field(None, pattern=_FUNCTION)
 
 
 class OnnxTeacher(_Network):
-    """A classifier in ONNX, run by OpenCV: to logits or probabilities [1, labels]."""
+    """An ONNX classifier run by OpenCV; it returns logits or probabilities [1, labels]."""
 
     kind: Literal["onnx"]
 
 
 class TransformersTeacher(_Detector):
     """A classifier of pictures or videos, or a detector, from a local folder in transformers' format. Weights that are
-    not safetensors run code. rename: its labels to the domain's."""
+    not safetensors run code. rename: maps its labels to the domain's."""
 
     kind: Literal["transformers"]
     path: PlanPath
@@ -268,7 +268,7 @@ class TransformersTeacher(_Detector):
 
 
 class CallableTeacher(_Teacher):
-    """MODULE:FUNCTION of the user's own: a list of RGB pictures to (answer, confidence)."""
+    """A user function MODULE:FUNCTION from a list of RGB pictures to (answer, confidence)."""
 
     kind: Literal["callable"]
     function: str = Field(pattern=_FUNCTION)
@@ -288,8 +288,8 @@ TeacherPlan = Annotated[
 
 
 class RelativeThreshold(_Strict):
-    """What the domain must keep, measured first: the score of its teacher, or the validation score it reaches with an
-    adapter of its own (alone), less `minus`."""
+    """A threshold that is measured first: the score of the domain's teacher, or the validation score of an adapter for
+    this domain alone, minus `minus`."""
 
     relative_to: Literal["teacher", "alone"]
     minus: Number = Field(0.0, ge=0, lt=1)
@@ -308,15 +308,14 @@ Threshold = Annotated[
 class DomainPlan(_Strict):
     """One domain.
 
-    source: a built-in name or an image folder; data: data of the user's own. One of the two. task: None for what the
-    data is for. question: what is asked of every picture that brings no question of its own. labels: what a head
-    chooses from; None for those that the training data has. metric, head: None for the task's first
-    (`fusion.plan.tasks`).
-    threshold: what the metric must keep on validation data, as a share of 1. teacher: who labels what has no labels,
-    and what is compared with where there are some.
+    source: a built-in name or an image folder. data: user data. Exactly one of the two is given. task: None for the
+    data's default. question: asked about every picture without a question of its own. labels: the labels of a head;
+    None for those in the training data. metric, head: None for the task's first (`fusion.plan.tasks`). threshold: the
+    value from 0 to 1 that the metric must reach on validation data. teacher: labels unlabelled data; for labelled data,
+    the model to compare with.
     """
 
-    name: str = Field(max_length=100, pattern=r"^[A-Za-z0-9_-]+$")  # of folders, too
+    name: str = Field(max_length=100, pattern=r"^[A-Za-z0-9_-]+$")  # also used as a folder name
     task: Task | None = None
     source: str | None = None
     data: DataPlan | None = None
@@ -335,11 +334,11 @@ class DomainPlan(_Strict):
     @model_validator(mode="after")
     def _fits(self) -> DomainPlan:
         if (self.source is None) == (self.data is None):
-            raise ValueError("needs one of `source` (built in, or an image folder) and `data`")
+            raise ValueError("needs exactly one of `source` (built in, or an image folder) and `data`")
         if isinstance(self.data, Unlabelled) and self.teacher is None:
             raise ValueError("unlabelled data needs a `teacher`")
         if self.labels is not None and len(set(self.labels)) < len(self.labels):
-            raise ValueError(f"labels are {list(self.labels)}; each may stand there once")
+            raise ValueError(f"labels are {list(self.labels)}; labels must be unique")
         return self
 
 
@@ -350,11 +349,11 @@ def _as_tuple(value: Any) -> Any:
 class Plan(_Strict):
     """A whole run.
 
-    base: "embedded", a folder, or a hub name. packing: "naive" is the paper's, with the last adapter open alone;
-    "first_fit" tries every adapter; "jointly" trains all domains at once and divides them, in no order and without
-    rehearsal. order: in which the domains are packed; several are tried and the best packing kept.
-    confidence: a domain keeps its threshold if the lower bound of its validation score at this confidence does; None
-    looks at the score itself.
+    base: "embedded", a folder, or a hub name. packing: "naive" is the paper's, which tries only the last adapter;
+    "first_fit" tries every adapter; "jointly" trains all domains at once and splits them, without an order and without
+    rehearsal. order: the order in which domains are packed; of several, the best packing is kept. confidence: a domain
+    meets its threshold if the lower bound of its validation score at this confidence does; None compares the score
+    itself.
     """
 
     base: str = "embedded"
@@ -373,19 +372,19 @@ class Plan(_Strict):
     def _folder_from_plan(cls, base: str, info: ValidationInfo) -> str:
         return _beside(base, info)
 
-    # What a plan asks for is done or refused. A field's default is not asked for, and not looked at here.
+    # A field that the plan sets is applied or refused. A default is not checked here.
     @field_validator("order")
     @classmethod
     def _in_sequence(cls, order: tuple[Order, ...], info: ValidationInfo) -> tuple[Order, ...]:
         if info.data.get("packing") == "jointly":
-            raise ValueError("`packing: jointly` trains domains at once, in no order; leave one of the two out")
+            raise ValueError("`packing: jointly` trains domains at once, without an order; remove `packing` or `order`")
         return order
 
     @field_validator("training")
     @classmethod
     def _beside_others(cls, training: TrainingPlan, info: ValidationInfo) -> TrainingPlan:
         if info.data.get("packing") == "jointly" and "rehearsal" in training.model_fields_set:
-            raise ValueError("`packing: jointly` trains domains at once and rehearses none; leave `rehearsal` out")
+            raise ValueError("`packing: jointly` trains domains at once, without rehearsal; remove `rehearsal`")
         return training
 
     @model_validator(mode="after")
@@ -395,26 +394,26 @@ class Plan(_Strict):
         seen: set[str] = set()
         for domain in self.domains:
             if domain.name in seen:
-                raise ValueError(f"two domains are named {domain.name!r}; names must differ")
+                raise ValueError(f"two domains are named {domain.name!r}; names must be unique")
             seen.add(domain.name)
         return self
 
 
 @dataclasses.dataclass(frozen=True)
 class PlanFile:
-    """A plan with the text it was read from, so that what is found wrong later can be told with its line."""
+    """A plan with the text it was read from, so that later errors can be reported with their line."""
 
     plan: Plan
     text: PlanText
 
 
 def read_plan(path: Path | str) -> Plan:
-    """Read and check a plan file. Raises BadPlan naming file, line and field."""
+    """Read and check a plan file. Raises BadPlan with file, line and field."""
     return read_plan_file(path).plan
 
 
 def read_plan_file(path: Path | str) -> PlanFile:
-    """`read_plan`, with where each field stands. Raises BadPlan naming file, line and field of every mistake."""
+    """Like `read_plan`, with the line of each field. Raises BadPlan with file, line and field of every mistake."""
     path = Path(path)
     tree, content = read_yaml(path)
     if not isinstance(content, dict):
@@ -427,13 +426,13 @@ def read_plan_file(path: Path | str) -> PlanFile:
         found = error.errors()
         for mistake in found:
             inside = any(other["loc"][:-1] == mistake["loc"] for other in found)
-            if mistake["type"] != "too_short" or not inside:  # items that are wrong are not also too few
+            if mistake["type"] != "too_short" or not inside:  # invalid items are not also reported as too few
                 mistakes.add(pydantic_errors.described(mistake), *_without_tags(mistake["loc"]))
         mistakes.refuse()
         raise
 
 
-# Fields of several forms. pydantic puts the form it tried behind the field's name; in the file there is no such step.
+# Fields with several forms. pydantic adds the form it tried after the field's name; the file has no such step.
 _FORMS = ("data", "teacher", "threshold")
 
 
@@ -446,7 +445,7 @@ def _without_tags(location: Location) -> Location:
 
 
 def _beside(name: str, info: ValidationInfo) -> str:
-    """A folder beside the plan file by its full path; any other name as it is."""
+    """The full path of a folder next to the plan file; any other name unchanged."""
     folder = (info.context or {}).get("folder")
     if folder is None or name == "embedded" or name in BUILT_IN or not os.path.isdir(folder / name):
         return name

@@ -1,4 +1,4 @@
-"""The kinds of task a domain may have: how each can be scored, and what answers it."""
+"""The task kinds of a domain, with the metrics and the heads of each."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Head = Literal["classification", "binary", "counting", "action", "multi_label", 
 
 TASKS: tuple[str, ...] = get_args(Task)
 
-# The first is the default. All are shares of 1, where more is better: what a threshold can be set on.
+# The first is the default. All range from 0 to 1, higher is better, so a threshold can be set on each.
 METRICS: dict[str, tuple[str, ...]] = {
     "classification": ("accuracy", "f1"),
     "binary": ("accuracy", "f1"),
@@ -35,7 +35,7 @@ METRICS: dict[str, tuple[str, ...]] = {
     "captioning": ("exact_match", "token_f1", "accuracy"),
     "referring": ("exact_match", "token_f1", "accuracy", "overlap"),
 }
-# How many labels a task's head chooses from at least; tasks that are answered in words have none.
+# Minimum number of labels of a task's head; tasks that are answered in words have none.
 LEAST_LABELS = {
     "classification": 2,
     "binary": 2,
@@ -45,19 +45,19 @@ LEAST_LABELS = {
     "regression": 1,
     "detection": 1,
 }
-# Means over samples of what each is worth on its own, 0 to 1. The others weigh all samples' mistakes together.
+# Metrics that are means over samples of a value from 0 to 1. The others are computed over all samples together.
 MEANS = frozenset({"accuracy", "within_one", "within", "exact_match", "token_f1", "overlap"})
 SAID = {
-    "accuracy": "share of samples answered right",
+    "accuracy": "share of samples answered correctly",
     "f1": "F1",
     "map": "mean average precision",
-    "within_one": "share of counts right or one off",
-    "within": "share of numbers within a quarter of their spread in training",
-    "exact_match": "share of answers right word for word",
+    "within_one": "share of counts that are exact or off by one",
+    "within": "share of numbers within a quarter of their spread in the training data",
+    "exact_match": "share of answers that match word for word",
     "token_f1": "F1 of the answers' words",
-    "overlap": "share of boxes said that overlap the right one by a half",
+    "overlap": "share of answered boxes that overlap the correct one by at least a half",
 }
-# The first is the default; a task without a head of its own is answered in words, by the language model.
+# The first is the default. A task without a head is answered in words by the language model.
 HEADS: dict[str, tuple[str, ...]] = {
     "classification": ("classification", WORDS),
     "binary": ("binary", WORDS),

@@ -1,4 +1,4 @@
-"""YAML as people write it by hand: whatever cannot be read is told with its line, and nothing is read over."""
+"""Reading of hand-written YAML: every error is reported with its line, and nothing is silently ignored."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from vlora.errors import BadPlan
 from vlora.wording import yaml_errors
 
 _SHOWN = 40  # characters of a value
-_MOST_BITS = 63  # of a whole number: nothing counts further, and Python itself cannot print what has thousands
+_MOST_BITS = 63  # of an integer: no field needs more, and Python cannot print integers of thousands of digits
 
 
 def read_yaml(path: Path) -> tuple[yaml.Node | None, Any]:
-    """A file as nodes, which know their lines, and as values. Raises BadPlan naming file and line."""
+    """Read a file as nodes, which carry line numbers, and as values. Raises BadPlan with file and line."""
     try:
         source = path.read_text(encoding="utf-8")
     except OSError as error:
@@ -30,17 +30,17 @@ def read_yaml(path: Path) -> tuple[yaml.Node | None, Any]:
         why = error.problem if isinstance(error, _Refused) else yaml_errors.problem(error)
         raise BadPlan(f"{path}, line {line}: not YAML: {why}") from error
     except RecursionError as error:
-        raise BadPlan(f"{path}: not YAML: lists or mappings lie in each other too deep to be read") from error
+        raise BadPlan(f"{path}: not YAML: lists or mappings are nested too deeply to be read") from error
 
 
 class _Refused(yaml.constructor.ConstructorError):
-    """What `_Loader` itself refuses, in this project's words."""
+    """Raised for values that `_Loader` itself refuses."""
 
 
 class _Loader(yaml.SafeLoader):
-    """Safe YAML, but for three things that PyYAML lets pass: a value that looks like a date or a number and cannot be
-    one (2026-02-30) breaks its reader, a whole number may be of any size, and of a key that stands twice the first
-    value is lost without a word."""
+    """A SafeLoader that also refuses three things that PyYAML does not handle: a value that looks like a date or a
+    number but is invalid (2026-02-30), which makes PyYAML raise a bare ValueError; an integer of any size; and a
+    duplicate key, of which PyYAML silently drops the first value."""
 
     def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
         try:
@@ -52,17 +52,15 @@ class _Loader(yaml.SafeLoader):
             shown = str(node.value)
             shown = shown if len(shown) <= _SHOWN else f"{shown[:_SHOWN]}..."
             raise _Refused(
-                None, None, f"{shown} cannot be read ({error}); put quotes around what is text", node.start_mark
+                None, None, f"{shown} cannot be read ({error}); quote the value if it is text", node.start_mark
             ) from error
 
     def compose_mapping_node(self, anchor: str | None) -> yaml.MappingNode:
         node: yaml.MappingNode = super().compose_mapping_node(anchor)
         seen: set[str] = set()
-        for key, _ in node.value:  # what `<<` merges in comes later, and may be overridden
+        for key, _ in node.value:  # keys merged by `<<` are added later and may be overridden
             if isinstance(key, yaml.ScalarNode):
                 if key.value in seen:
-                    raise _Refused(
-                        None, None, f"the field `{key.value}` stands here for the second time", key.start_mark
-                    )
+                    raise _Refused(None, None, f"duplicate field `{key.value}`", key.start_mark)
                 seen.add(key.value)
         return node

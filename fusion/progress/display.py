@@ -1,4 +1,4 @@
-"""How progress looks: bars on a terminal; in a log a first line, a line a minute, and a last one."""
+"""Display of progress: bars on a terminal; in a log a first line, one line per minute, and a last line."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from rich.table import Column
 
 from fusion.progress.work import Totals, Work
 
-_EVERY_S = 60.0  # between two lines of a log
-_LONG_S = 10.0  # from here on, work that is no training is worth a line
-_SPEED_S = 600.0  # of speed that a bar's time left is estimated from
-_REDRAWS_PER_S = 2.0  # each takes a millisecond or two from training
+_EVERY_S = 60.0  # interval between lines of a log
+_LONG_S = 10.0  # other work than training is logged if it takes longer
+_SPEED_S = 600.0  # window for the speed that a bar's remaining time is estimated from
+_REDRAWS_PER_S = 2.0  # each costs training one or two milliseconds
 
 
 class Display(Protocol):
@@ -24,21 +24,21 @@ class Display(Protocol):
     def stop(self) -> None: ...
 
     def say(self, line: str) -> None:
-        """Print a line that stays."""
+        """Print a permanent line."""
 
     def opened(self, work: Work) -> None: ...
 
     def moved(self, work: Work) -> None: ...
 
     def closed(self, work: Work, whole: bool) -> None:
-        """whole: it was not left by an exception."""
+        """whole: whether the work ended without an exception."""
 
     def refresh(self) -> None:
-        """The totals have changed, and nothing else."""
+        """Show changed totals."""
 
 
 class Bars:
-    """One for each piece of work, and one for all trainings of the run; gone when they end."""
+    """One bar per piece of work and one for all trainings of the run; each is removed when it ends."""
 
     def __init__(self, console: Console, clock: Callable[[], float], totals: Totals) -> None:
         columns = (
@@ -91,8 +91,8 @@ class Bars:
 
 
 class Lines:
-    """Of each training a first line and a last one, of other work only where it takes more than ten seconds; and a line
-    about all that is under way wherever a minute has passed without any."""
+    """A first and a last line for each training, and for other work that takes more than ten seconds; and one line
+    about all running work after each minute without output."""
 
     def __init__(self, console: Console, clock: Callable[[], float], totals: Totals) -> None:
         self._console = console
@@ -133,7 +133,7 @@ class Lines:
 
 
 def duration(seconds: float) -> str:
-    """Roughly, as it is said: 8 s, 50 s, 4 min, 2.5 h."""
+    """Format a rounded duration: 8 s, 50 s, 4 min, 2.5 h."""
     if seconds < 10:
         return f"{seconds:.1f} s" if seconds < 1 else f"{seconds:.0f} s"
     if seconds < 90:

@@ -1,7 +1,7 @@
-"""Progress of everything in a run that takes long: training, scoring, reading pictures, asking teachers.
+"""Progress of all long work in a run: training, scoring, reading pictures, labelling by teachers.
 
-Shown as bars on a terminal and as a few lines elsewhere (`fusion.progress.display`). A fork sends its own to its parent
-as events, since the terminal is the parent's.
+It is shown as bars on a terminal and as a few lines elsewhere (`fusion.progress.display`). A fork sends its progress as
+events to its parent, which owns the terminal.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from fusion.progress.display import Bars, Display, Lines
 from fusion.progress.work import Totals, Work
 
 Clock = Callable[[], float]
-_EVENTS_S = 0.2  # between two events that say how far the same work is
+_EVENTS_S = 0.2  # interval between progress events of the same work
 
 
 class Moved(Protocol):
-    """Reports how far work is."""
+    """Reports the progress of work."""
 
     def __call__(self, done: int, facts: str = "", share: float | None = None) -> None:
         """
         Args:
-            done: units of it, of those in total.
-            facts: figures worth showing; those shown before stay where it is empty.
-            share: 0 to 1, where that is not done / total.
+            done: number of finished units.
+            facts: figures to show; if empty, the previous ones stay.
+            share: 0 to 1, if it differs from done / total.
         """
 
 
@@ -55,15 +55,15 @@ class Closed(NamedTuple):
 
 
 Event = Opened | Reached | Closed
-"""What happens to work in a fork; `number` is unique within it."""
+"""An event of work in a fork; `number` is unique within the fork."""
 
 
 class Progress:
-    """Shows work while it is done; use as a context.
+    """Shows running work; a context manager.
 
     Args:
-        console: where to; nowhere if not given.
-        clock: seconds, from any origin.
+        console: output; None shows nothing.
+        clock: returns seconds from any origin.
     """
 
     def __init__(self, console: Console | None = None, *, clock: Clock = time.monotonic) -> None:
@@ -84,28 +84,28 @@ class Progress:
         self._display.stop()
 
     def say(self, line: str) -> None:
-        """Print a line that stays."""
+        """Print a permanent line."""
         self._display.say(line)
 
     def expect(self, trainings: int) -> None:
-        """At least so many trainings of one domain are ahead, those that are known already included."""
+        """Set the minimum number of single-domain trainings of the run, including those already stored."""
         self._totals.expected = trainings
 
     def known(self, what: str, trainings: int) -> None:
-        """A training of so many domains is asked for that was made before, by an earlier run or by a fork."""
+        """Record a request for a training of that many domains which an earlier run or a fork has already done."""
         if self._totals.count(what):
             self._totals.known += trainings
             self._display.refresh()
 
     @contextlib.contextmanager
     def work(self, what: str, total: int, unit: str, *, trainings: int = 0) -> Iterator[Moved]:
-        """Show a piece of work for as long as the block takes.
+        """Show a piece of work while the block runs.
 
         Args:
-            what: it is, in a few words.
-            total: units of it at most.
-            unit: what is counted, in the plural.
-            trainings: of one domain that it counts as; 0 for what is no training.
+            what: short description.
+            total: maximum number of units.
+            unit: name of the units, in the plural.
+            trainings: number of single-domain trainings that it counts as; 0 for other work.
         """
         work = Work(next(self._numbers), what, total, unit, trainings, self.clock())
         self._open(work)
@@ -121,11 +121,11 @@ class Progress:
         self._close(work, whole=True)
 
     def forward(self, send: Callable[[Event], None]) -> None:
-        """Send events instead of showing anything, in a fork: what this process shows is another's."""
+        """Send events instead of showing anything; called in a fork, since the parent owns the display."""
         self._display = _Forwarded(send, self.clock)
 
     def receive(self, fork: Hashable, event: Event | None) -> None:
-        """Show what a fork sent; None when it has ended."""
+        """Show an event of a fork; None when the fork has ended."""
         match event:
             case None:
                 for key in [key for key in self._from_forks if key[0] == fork]:
@@ -157,7 +157,7 @@ class Progress:
 
 
 class _Forwarded:
-    """Events of this process's work. Lines are left out: the parent meets their cause again and prints them itself."""
+    """Sends events of this process's work. Lines are dropped, since the parent repeats the call and prints them."""
 
     def __init__(self, send: Callable[[Event], None], clock: Clock) -> None:
         self._send = send

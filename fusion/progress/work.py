@@ -1,4 +1,4 @@
-"""A piece of work that is under way, and how far all trainings of a run are."""
+"""A running piece of work, and the progress of all trainings of a run."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import dataclasses
 
 @dataclasses.dataclass(eq=False)
 class Work:
-    """number: unique within its process. trainings: of one domain that it counts as. begun: by the progress's clock.
-    share: of it that is done, 0 to 1. shown: whether anything was printed of it."""
+    """number: unique within its process. trainings: number of single-domain trainings that it counts as. begun: start
+    time by the progress's clock. share: finished share, 0 to 1. shown: whether a line about it has been printed."""
 
     number: int
     what: str
@@ -22,13 +22,16 @@ class Work:
     shown: bool = False
 
     def left_s(self, now: float) -> float | None:
-        """Seconds, if it goes on as it has gone; None before it has."""
+        """Estimated remaining seconds at the average speed so far; None before any progress."""
         return (now - self.begun) * (1 - self.share) / self.share if self.share > 0 else None
 
 
 class Totals:
-    """Trainings of one domain each: expected at least, made by this run, known without. A training of several domains
-    counts as many. first: when the first one began. open: all work under way."""
+    """Counts of single-domain trainings; a joint training counts once per domain.
+
+    expected: at least. made: done by this run. known: already stored. first: start time of the first one. open: all
+    running work.
+    """
 
     def __init__(self) -> None:
         self.expected = 0
@@ -39,25 +42,24 @@ class Totals:
         self._counted: set[str] = set()
 
     def count(self, what: str) -> bool:
-        """Whether a training is counted now, which it is once: it may be asked for after a fork made it."""
+        """Whether to count a training, which is true once: it may be requested after a fork has done it."""
         new = what not in self._counted
         self._counted.add(what)
         return new
 
     @property
     def done(self) -> float:
-        """Trainings done, parts of those under way included."""
+        """Finished trainings, including parts of running ones."""
         return self.known + self._worked
 
     @property
     def total(self) -> float:
-        """Trainings in all, as far as is known: how many a packing needs comes out at its end."""
+        """Number of trainings known so far; the final number is known only when packing ends."""
         under_way = sum(work.trainings for work in self.open)
         return max(self.expected, self.known + self.made + under_way)
 
     def left_s(self, now: float) -> float | None:
-        """Seconds for all trainings that are expected, if they take as long as those so far; None before there are
-        any."""
+        """Estimated remaining seconds of all expected trainings at the speed so far; None before any progress."""
         if self.first is None or not self._worked:
             return None
         return (now - self.first) / self._worked * (self.total - self.done)

@@ -1,4 +1,4 @@
-"""The report's drawings as SVG: how packing went (V-LoRA figure 10), and what an adapter holds (figure 5)."""
+"""The report's charts as SVG: packing over time (V-LoRA figure 10), and accuracy by number of domains (figure 5)."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from markupsafe import Markup
 
 from fusion.report.report import StepReport
 
-# Told apart by eyes of all kinds: Okabe and Ito's palette, and two of Tol's. After ten domains they come again.
+# Colour-blind safe: Okabe and Ito's palette, and two of Tol's colours. They repeat after ten domains.
 COLORS = (
     "#0072b2",
     "#d55e00",
@@ -27,12 +27,12 @@ _WIDTH = 960
 _LEFT = 96
 _LANE = 62
 _TOP = 8
-_LETTER = 6.6  # pixels a letter takes, about
+_LETTER = 6.6  # approximate width of a letter in pixels
 
 
 def lanes_of(steps: Sequence[StepReport], adapters: Sequence[Sequence[str]]) -> tuple[int, ...]:
-    """Of each training the adapter, by number, that it went into or was rolled back from. Of domains that did not fit
-    when trained at once: the one that holds most of them."""
+    """For each training, the index of the adapter that it went into or was rolled back from. For domains that did not
+    fit when trained jointly: the adapter that holds most of them."""
 
     def lane(step: StepReport) -> int:
         told = set(step.into or step.domains)
@@ -80,7 +80,7 @@ def timeline_chart(
 
 
 class Point(NamedTuple):
-    """A domain's value in an adapter of so many domains."""
+    """A domain's value in an adapter with this number of domains."""
 
     domains: int
     value: float
@@ -88,7 +88,7 @@ class Point(NamedTuple):
 
 
 def capacity_points(steps: Sequence[StepReport]) -> dict[str, list[Point]]:
-    """By domain, in the order of the steps."""
+    """Points by domain, in the order of the steps."""
     points: dict[str, list[Point]] = {}
     for step in steps:
         for name, value in step.values.items():
@@ -97,7 +97,7 @@ def capacity_points(steps: Sequence[StepReport]) -> dict[str, list[Point]]:
 
 
 def capacity_chart(steps: Sequence[StepReport]) -> Markup:
-    """Each domain's value against how many domains share its adapter; open circles were rolled back."""
+    """Each domain's value against the number of domains in its adapter; open circles were rolled back."""
     points = capacity_points(steps)
     height, top = max(340, 22 * len(points) + 20), 16
     svg = _svg(height + 48, "Accuracy against domains in the adapter")
@@ -135,7 +135,7 @@ def capacity_chart(steps: Sequence[StepReport]) -> Markup:
 
 
 def _ticks(total: float) -> list[float]:
-    """From 0 to a length, at most about eight, at round numbers."""
+    """At most about eight round numbers from 0 to a length."""
     step = next(size * 10.0**power for power in range(-3, 9) for size in (1, 2, 5) if total / (size * 10.0**power) <= 8)
     return [place * step for place in range(int(total / step) + 1)]
 
@@ -154,4 +154,4 @@ def _text(parent: ElementTree.Element, x: float, y: float, words: str, kind: str
 
 
 def _written(svg: ElementTree.Element) -> Markup:
-    return Markup(ElementTree.tostring(svg, encoding="unicode"))  # ElementTree has escaped every text
+    return Markup(ElementTree.tostring(svg, encoding="unicode"))  # ElementTree escapes all text

@@ -1,4 +1,4 @@
-"""What an adapter said of test samples: which labels it takes for which, and the first pictures with its answers."""
+"""An adapter's answers on test samples: confusion matrices, and the first pictures with answers."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from heads import Box
 
 _SHOWN = 5  # test samples of a domain
 _HEIGHT = 168  # pixels of a picture
-_SURE = 0.5  # score of a box that a head says; scores of less sure ones are for mean average precision
+_SURE = 0.5  # minimum score of a box that is shown; lower ones only count for mean average precision
 _FOUND, _WANTED = (255, 90, 40), (60, 220, 120)  # RGB
 
 
 @dataclasses.dataclass(frozen=True)
 class Example:
-    """One test sample. pictures: JPEG as data URLs, a clip's frames in order. said: None where an answer in words is
-    only known to be right or wrong. score: the domain's metric on this very sample."""
+    """One test sample. pictures: JPEG as data URLs, a clip's frames in order. said: None if an answer in words is only
+    known to be correct or wrong. score: the domain's metric on this sample."""
 
     pictures: tuple[str, ...]
     question: str
@@ -35,7 +35,7 @@ class Example:
 def confusion_of(
     name: str, labels: Sequence[str], answers: Sequence[object], targets: Sequence[Target]
 ) -> ConfusionReport | None:
-    """How often which label was taken for which; None where answers are no labels' numbers."""
+    """Confusion matrix of a domain; None if answers are not label indices."""
     counts = np.zeros((len(labels), len(labels)), int)
     for shown, said in zip(targets, answers, strict=True):
         if not (labels and isinstance(shown, int) and isinstance(said, int)):
@@ -51,7 +51,7 @@ def examples_of(
     objective: Objective,
     question: str,
 ) -> tuple[Example, ...]:
-    """The first test samples as they come, right or wrong."""
+    """The first test samples, whether answered correctly or not."""
     return tuple(
         Example(
             tuple(_as_url(_drawn(frame, place, sample.target, answer, labels)) for place, frame in _shown(sample)),
@@ -65,7 +65,7 @@ def examples_of(
 
 
 def _shown(sample: Sample) -> list[tuple[int, np.ndarray]]:
-    """Of a clip its first and last frame."""
+    """All frames of a sample with indices, or the first and last frame of three or more."""
     frames = list(enumerate(sample.frames))
     return frames if len(frames) < 3 else [frames[0], frames[-1]]
 
@@ -83,7 +83,7 @@ def _told(value: object, labels: Sequence[str]) -> str:
 
 
 def _drawn(frame: np.ndarray, place: int, target: object, answer: object, labels: Sequence[str]) -> np.ndarray:
-    """The picture at the report's size, with boxes that were wanted (thin) and found."""
+    """The picture at the report's size, with target boxes (thin) and predicted boxes."""
     scale = _HEIGHT / frame.shape[0]
     size = (max(1, round(frame.shape[1] * scale)), _HEIGHT)
     picture = cv2.resize(frame, size, interpolation=cv2.INTER_CUBIC if scale > 1 else cv2.INTER_AREA)

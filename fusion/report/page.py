@@ -1,4 +1,4 @@
-"""A fusion report as one HTML page: pictures inside, nothing asked of any network, no script."""
+"""A fusion report as one self-contained HTML page: embedded pictures, no network access, no script."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _PALE, _DEEP = (247, 251, 255), (8, 81, 156)
 
 
 def page(report: FusionReport, examples: Mapping[str, Sequence[Example]]) -> str:
-    """examples: by domain. Links to adapters count from the page's own folder."""
+    """Render the page; its links to adapters are relative to its folder. examples: by domain."""
     environment = Environment(
         loader=PackageLoader("fusion.report", "."),
         autoescape=True,
@@ -40,15 +40,15 @@ def page(report: FusionReport, examples: Mapping[str, Sequence[Example]]) -> str
 
 
 def shade(share: float) -> str:
-    """A cell's style: from pale (0) to deep (1), with letters that can be read on it."""
+    """A cell's style: a background from pale (0) to deep (1), with readable text."""
     mixed = [round(pale + (deep - pale) * min(1.0, max(0.0, share))) for pale, deep in zip(_PALE, _DEEP, strict=True)]
     ink = "#fff" if share > 0.55 else "#1a1d21"
     return f"background:rgb({mixed[0]},{mixed[1]},{mixed[2]});color:{ink}"
 
 
 def _rule(threshold: object) -> str:
-    """How a threshold came about."""
+    """The rule that set a threshold."""
     if not isinstance(threshold, Mapping):
         return "given"
     said = str(threshold["relative_to"])
-    return f"{said} less {threshold['minus']:g}" if threshold["minus"] else said
+    return f"{said} minus {threshold['minus']:g}" if threshold["minus"] else said

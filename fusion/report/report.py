@@ -1,4 +1,4 @@
-"""What a fusion run says of itself: JSON for machines, a table for people; `report_page` has it as HTML."""
+"""The report of a fusion run as JSON and as a table; `fusion.report.page` renders it as HTML."""
 
 from __future__ import annotations
 
@@ -13,13 +13,12 @@ from rich.table import Table
 
 @dataclasses.dataclass(frozen=True)
 class DomainReport:
-    """before: the metric of the base model asked in words, on the first test samples. after: that of the fused adapter,
-    on all of them.
+    """Result of one domain.
 
-    words: share of test samples that the language model answers right, word for word, where a head answers and the
-    answers have words; None elsewhere.
-    validation, bound: the metric on validation data and its lower bound, which the packing decided on. met: whether
-    the bound kept the threshold.
+    before: metric of the base model's answers in words on the first test samples. after: metric of the fused adapter on
+    all test samples. words: share of test samples that the language model answers word for word, if a head answers and
+    its answers have words; else None. validation, bound: the metric on validation data and its lower bound, by which
+    packing decides. met: whether the bound meets the threshold.
     """
 
     name: str
@@ -43,7 +42,7 @@ class DomainReport:
 
 @dataclasses.dataclass(frozen=True)
 class ConfusionReport:
-    """counts: test samples by the label shown (row) and the label said (column)."""
+    """counts: number of test samples by true label (row) and answered label (column)."""
 
     domain: str
     labels: tuple[str, ...]
@@ -58,7 +57,7 @@ class AdapterReport:
 
 @dataclasses.dataclass(frozen=True)
 class RollbackReport:
-    """domains did not fit beside `into`, or beside one another: accuracies below threshold, had they stayed."""
+    """`domains` did not fit with `into`, or with each other. broken: scores below their threshold."""
 
     domains: tuple[str, ...]
     into: tuple[str, ...]
@@ -67,10 +66,10 @@ class RollbackReport:
 
 @dataclasses.dataclass(frozen=True)
 class StepReport:
-    """One training in the order of packing: `domains` into the adapter that held `into`, and whether they stayed.
+    """One training in the order of packing: `domains` into the adapter that held `into`, and whether it was kept.
 
-    begin, seconds: of the run's training time. values, bounds: of every domain in the adapter afterwards, by name; over
-    all steps they are the accuracy matrix. losses: from the training's beginning to its end.
+    begin, seconds: within the run's training time. values, bounds: of every domain in the adapter after the training,
+    by name; over all steps they form the accuracy matrix. losses: from start to end of the training.
     """
 
     domains: tuple[str, ...]
@@ -85,8 +84,8 @@ class StepReport:
 
 @dataclasses.dataclass(frozen=True)
 class OracleReport:
-    """lower_bound: adapters that are needed at least, for the domains that miss alone and the largest set that
-    conflicts two by two. optimum: the fewest that joint training found, None where there were too many to try."""
+    """lower_bound: minimum number of adapters, from the domains that miss alone and the largest set of pairwise
+    conflicts. optimum: the fewest adapters that joint training found; None if there were too many domains to try."""
 
     lower_bound: int
     missed: tuple[str, ...]
@@ -96,8 +95,8 @@ class OracleReport:
 
 @dataclasses.dataclass(frozen=True)
 class FusionReport:
-    """confusions: of domains whose answers are labels. plan: as it was run, with every default. seconds: of this run;
-    of one that was resumed, since then."""
+    """confusions: for domains with labels as answers. plan: the plan with all defaults. seconds: duration of this
+    run; for a resumed run, since it was resumed."""
 
     base: str
     seed: int
@@ -115,7 +114,7 @@ class FusionReport:
         file.write_text(json.dumps(dataclasses.asdict(self), indent=2) + "\n")
 
     def table(self) -> Table:
-        """Nothing is cut off where a terminal is narrow. Lower bounds are a column where a confidence is set."""
+        """A table that wraps on a narrow terminal. It has a column of lower bounds if a confidence is set."""
         numbers = f"{_number(len(self.domains), 'domain')} in {_number(len(self.adapters), 'adapter')}"
         table = Table(title=f"{numbers}, {self.seconds:.0f} s")
         for column in ("domain", "data", "adapter"):
@@ -138,9 +137,9 @@ class FusionReport:
         return table
 
     def in_words(self) -> str:
-        """How often words are right where heads answer; empty where no head has words beside it."""
+        """The accuracy in words of domains that a head answers; empty if there are none."""
         found = [f"{domain.name} {domain.words:.3f}" for domain in self.domains if domain.words is not None]
-        return f"right in words, where heads answer: {', '.join(found)}" if found else ""
+        return f"accuracy in words, for domains with heads: {', '.join(found)}" if found else ""
 
 
 def _number(count: int, noun: str) -> str:
@@ -148,7 +147,7 @@ def _number(count: int, noun: str) -> str:
 
 
 def model_card(report: FusionReport, adapter: AdapterReport) -> str:
-    """An adapter's README: what it knows, how well, how it was made and how it is used."""
+    """An adapter's README: its domains, scores, training and use."""
     lora = report.plan["lora"]
     own = [domain for domain in report.domains if domain.adapter == adapter.name]
     rows = "\n".join(
@@ -177,7 +176,7 @@ Rank {lora["rank"]}{blocks}, alpha {lora["alpha"]}{", rank-stabilised" if lora["
 {_how_trained(report.plan, adapter)}
 
 `peft.PeftModel.from_pretrained(base, FOLDER)` loads the adapter; `vlora serve --adapter NAME=FOLDER` serves it with its
-task heads (`heads.safetensors`), where it has any.
+task heads (`heads.safetensors`), if it has any.
 """
 
 

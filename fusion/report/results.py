@@ -1,4 +1,4 @@
-"""What a run leaves in its folder: adapters, test data and report, replaced together."""
+"""A run's results in its folder: adapters, test data and report, replaced together."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from pathlib import Path
 
 from vlora.errors import BadConfig
 
-_REPORT = "report.json"  # removed first and put in place last: where it is, all beside it is of the same run
+_REPORT = "report.json"  # removed first and written last: if it exists, all other results are of the same run
 _NAMES = ("adapters", "test", "report.html", _REPORT)
 
 
 @contextlib.contextmanager
 def replaced(out: Path) -> Iterator[Path]:
-    """A folder to write all results into, which replace those in OUT when the block ends, and nothing if it raises."""
+    """A folder for new results, which replace those in OUT when the block ends; if it raises, OUT does not change."""
     staged = out / "results.unfinished"
     shutil.rmtree(staged, ignore_errors=True)
     staged.mkdir(parents=True)
@@ -29,20 +29,20 @@ def replaced(out: Path) -> Iterator[Path]:
 
 
 def refuse_to_overwrite(out: Path) -> None:
-    """Raises BadConfig where a run without --resume or --restart would delete what an earlier one has done."""
+    """Raise BadConfig if a run without --resume or --restart would delete the work of an earlier run."""
     trainings = len(list((out / "checkpoint").glob("*/trained.json")))
     report = out / _REPORT
     if report.exists():
         when = time.strftime("%Y-%m-%d %H:%M", time.localtime(report.stat().st_mtime))
         raise BadConfig(
-            f"{out} holds the results of a run that finished on {when}; take another folder, or give --restart to "
-            "train everything again and replace them at the end, or --resume to write them again from its trainings"
+            f"{out} contains the results of a run that finished on {when}; choose another folder, or give --restart to "
+            "train everything again and replace them at the end, or --resume to rewrite them from its trainings"
         )
     if trainings:
         number = "1 finished training" if trainings == 1 else f"{trainings} finished trainings"
         raise BadConfig(
-            f"{out} holds {number} of a run that was stopped; give --resume to go on with them, or --restart to delete "
-            "them and begin again"
+            f"{out} contains {number} of a run that was stopped; give --resume to continue with them, or --restart to "
+            "delete them and start over"
         )
 
 

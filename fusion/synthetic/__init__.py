@@ -1,1 +1,1 @@
-"""Built-in data sets that need no network: rendered or shipped with installed packages."""
+"""Built-in data sets that need no network: rendered, or shipped with installed packages."""

@@ -1,4 +1,4 @@
-"""Drawn road signs and street clips: synthetic pictures whose labels are known because the renderer chose them."""
+"""Drawn road signs and street clips: synthetic pictures with labels chosen by the renderer."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _YELLOW: Color = (235, 200, 40)
 
 
 def draw_sign(name: str, rng: np.random.Generator) -> np.ndarray:
-    """One picture [96, 96, 3] of a road sign: anywhere, of any usual size, slightly turned, in any light."""
+    """One picture [96, 96, 3] of a road sign at a random place, size, rotation and brightness."""
     image = plain_background(rng)
     radius = int(rng.integers(17, 30))
     x, y = (int(rng.integers(radius + 4, SIZE - radius - 4)) for _ in range(2))
@@ -70,7 +70,7 @@ def draw_sign(name: str, rng: np.random.Generator) -> np.ndarray:
 
 
 def draw_action(name: str, rng: np.random.Generator, num_frames: int) -> list[np.ndarray]:
-    """`num_frames` pictures of one action in a street, evenly spread over about a second."""
+    """`num_frames` pictures of one action in a street, evenly spaced over about a second."""
     street = street_background(rng).canvas
     kind = "person" if name == "crossing" else pick(rng, ("car", "truck", "bus"))
     paint = jitter(rng, COLORS[pick(rng, tuple(COLORS))])

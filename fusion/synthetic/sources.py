@@ -1,7 +1,7 @@
-"""Built-in sources of pictures, which need no network; data of the user's own is `fusion.data`'s.
+"""Built-in sources of pictures, which need no network; `fusion.data` reads user data.
 
-Every source says whether its pixels are real or rendered, and cuts itself into train, validation and test parts that
-share no picture (and, where pictures are crops of a few photographs, no region of one).
+Every source states whether its pixels are real or rendered, and splits into train, validation and test parts that share
+no picture (and, if pictures are crops of a few photographs, no region of one).
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ Source = Callable[[int], Splits]
 
 
 def load_source(source: str, seed: int) -> Splits:
-    """A built-in source by name. Raises ImportError where a library that brings it is not installed."""
+    """Load a built-in source by name. Raises ImportError if the library that contains it is not installed."""
     return BUILT_IN[source](seed)
 
 
@@ -101,7 +101,7 @@ def _crop(region: np.ndarray, rng: np.random.Generator) -> np.ndarray:
         side = int(rng.integers(44, min(100, *region.shape[:2]) + 1))
         top, left = (int(rng.integers(0, extent - side + 1)) for extent in region.shape[:2])
         crop = cv2.resize(region[top : top + side, left : left + side], (SIZE, SIZE))
-        if crop.std() > _LEAST_CONTRAST:  # nobody can name a patch of empty sky
+        if crop.std() > _LEAST_CONTRAST:  # a crop without contrast, such as sky, cannot be labelled
             break
     crop = crop[:, ::-1] if rng.random() < 0.5 else crop
     return np.clip(crop * rng.uniform(0.7, 1.3) + rng.uniform(-25, 25), 0, 255).astype(np.uint8)
@@ -119,7 +119,7 @@ def _signs(seed: int) -> Splits:
 
 
 def _actions(num_frames: int, salt: int) -> Source:
-    """Clips of a drawn street: a vehicle that passes or waits, or a person who crosses (synthetic)."""
+    """Clips of a drawn street: a vehicle that passes or waits, or a person that crosses (synthetic)."""
 
     def load(seed: int) -> Splits:
         rng = np.random.default_rng(seed + salt)
@@ -134,7 +134,7 @@ def _actions(num_frames: int, salt: int) -> Source:
 
 
 def _faces(seed: int) -> Splits:
-    """Faces and what is none: 100 each of 25 x 25 grey pixels, from Labeled Faces in the Wild (real pixels)."""
+    """100 faces and 100 other crops of 25 x 25 grey pixels, from Labeled Faces in the Wild (real pixels)."""
     from skimage.data import lfw_subset
 
     pictures = lfw_subset()
@@ -147,7 +147,7 @@ def _faces(seed: int) -> Splits:
 
 
 def _drawn(task: str, labels: tuple[str, ...], draw: Callable[[np.random.Generator], Sample], salt: int) -> Source:
-    """A source that draws every sample anew."""
+    """A source that draws every sample independently."""
 
     def load(seed: int) -> Splits:
         rng = np.random.default_rng(seed + salt)
@@ -189,5 +189,5 @@ STREAMS: dict[str, Stream] = {
     "drawn-traffic-counts": _counts_in_video,
     "drawn-traffic-detection": _boxes_in_video,
 }
-"""Sources that a camera could have: writes a video (mp4) for a seed and returns the label of each of its seconds; None
-where no label says it all."""
+"""Sources with a video: each function writes an mp4 for a seed and returns one label per second, or None for sources
+without a single label."""

@@ -1,6 +1,6 @@
 """Drawn streets from a fixed camera, by day and night: domains for questions, captions, references and detection.
 
-All synthetic. Things stand in three lanes and three columns, so that words can tell where they are.
+All synthetic. Objects are placed in three lanes and three columns, so that words can describe their position.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def draw_street(rng: np.random.Generator, most: int) -> Street:
 
 
 def ask_traffic(rng: np.random.Generator) -> Sample:
-    """A question that needs counting or comparing: how many vehicles, is it busy, who is furthest on one side."""
+    """A question that needs counting or comparing: number of vehicles, busy or not, the outermost object on a side."""
     street = draw_street(rng, 5)
     vehicles = [thing for thing in street.things if thing.kind in VEHICLES]
     form = int(rng.integers(4))
@@ -84,7 +84,7 @@ def ask_traffic(rng: np.random.Generator) -> Sample:
 
 
 def caption_traffic(rng: np.random.Generator) -> Sample:
-    """How many of what, and when: "one bus and two cars at night"."""
+    """A caption with counts and time of day: "one bus and two cars at night"."""
     street = draw_street(rng, 3)
     told = []
     for kind in KINDS:
@@ -95,7 +95,7 @@ def caption_traffic(rng: np.random.Generator) -> Sample:
 
 
 def refer_to_thing(rng: np.random.Generator) -> Sample:
-    """Where is the one that words single out: its lane and side."""
+    """A question for the lane and side of the one object that matches a description."""
     street = draw_street(rng, 4)
     for index in rng.permutation(len(street.things)):
         thing = street.things[index]
@@ -106,7 +106,7 @@ def refer_to_thing(rng: np.random.Generator) -> Sample:
 
 
 def count_vehicles(rng: np.random.Generator) -> Sample:
-    """How many vehicles, none included; persons do not count."""
+    """The number of vehicles, zero included; persons do not count."""
     street = draw_street(rng, 5)
     return Sample((street.frame,), street.num_vehicles)
 
@@ -121,8 +121,7 @@ def look_for_person(rng: np.random.Generator) -> Sample:
 
 
 def render_traffic(path: Path, seed: int, seconds: int = 8, fps: int = 15) -> list[Street]:
-    """Write a video (mp4) of one street after another, a second each, as a camera that looks around would see them;
-    returns them in order. Raises OSError."""
+    """Write a video (mp4) that shows one street per second, and return the streets in order. Raises OSError."""
     rng = np.random.default_rng(seed)
     streets = [draw_street(rng, 5) for _ in range(seconds)]
     height, width = streets[0].frame.shape[:2]
@@ -137,7 +136,7 @@ def render_traffic(path: Path, seed: int, seconds: int = 8, fps: int = 15) -> li
 
 
 def find_things(rng: np.random.Generator) -> Sample:
-    """Every vehicle and person with its box, in shares of the picture."""
+    """Every vehicle and person with its box, as shares of the picture."""
     street = draw_street(rng, 5)
     height, width = street.frame.shape[:2]
     boxes = tuple(

@@ -1,4 +1,4 @@
-"""Small models that know one task: they label what has no labels, and adapters are measured against them."""
+"""Small single-task models: they label unlabelled data and serve as a reference for adapters."""
 
 from fusion.teachers.built_in import TEACHERS, SmallNetwork
 

@@ -1,4 +1,4 @@
-"""A detector as a teacher of other tasks, too: how many, whether there is one, which kinds."""
+"""A detector as a teacher of other tasks as well: counting, binary, multi_label, classification."""
 
 from __future__ import annotations
 
@@ -18,14 +18,17 @@ class Detector(Protocol):
     labels: tuple[str, ...]
 
     def find(self, frame: np.ndarray) -> list[NamedBox]:
-        """Everything it sees in an RGB picture, however unsure."""
+        """All boxes in an RGB picture, whatever their confidence."""
 
 
 class FromBoxes:
-    """A detector's boxes in a picture, or in a clip's first frame, as one of TASKS.
+    """Answers of one of TASKS from a detector's boxes in a picture, or in a clip's first frame.
 
-    floor: boxes less sure than this are dropped. absent: the class of a picture without any; of one with several boxes
-    the class is the surest one's.
+    A picture with several boxes has the class of the most confident one.
+
+    Args:
+        floor: boxes below this confidence are dropped.
+        absent: the class of a picture without boxes.
     """
 
     def __init__(self, detector: Detector, task: str, floor: float, absent: str) -> None:
@@ -41,7 +44,7 @@ class FromBoxes:
     def _one(self, frame: np.ndarray) -> Labelled:
         found = self._detector.find(frame)
         boxes = sorted((box for box in found if box.confidence >= self._floor), key=lambda box: -box.confidence)
-        # What it does not see it has no score for; a picture counts as sure as its surest box.
+        # A picture has the confidence of its most confident box; without boxes there is no score, so 1.
         sure = boxes[0].confidence if boxes else 1.0
         return Labelled(self._answer(tuple(boxes)), sure, len(found) - len(boxes))
 

@@ -1,7 +1,7 @@
-"""Small models that know one task: what a domain's adapter is measured against.
+"""Small single-task models as a reference for a domain's adapter.
 
-Each learns from the domain's training part alone and answers in the domain's own terms. Questions, captions and
-references have none: their answers come from the renderer.
+Each is trained on the domain's training part alone and answers in the domain's terms. Questions, captions and
+references have none; their answers come from the renderer.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ class Learner(Protocol):
     name: str
 
     def fit(self, splits: Splits) -> None:
-        """Learn from the training part."""
+        """Train on the training part."""
 
     def answers(self, samples: Sequence[Sample]) -> list[object]:
-        """A label's index per sample, or its boxes."""
+        """One label index per sample, or its boxes."""
 
 
 class SupportVectors:
@@ -52,7 +52,7 @@ class SupportVectors:
 
 
 class FaceCascade:
-    """OpenCV's Haar cascade for frontal faces; label 0 where it finds one. Learns nothing."""
+    """OpenCV's Haar cascade for frontal faces; label 0 if it detects one. Needs no training."""
 
     name = "Haar cascade"
 
@@ -71,7 +71,7 @@ class FaceCascade:
 
 
 class MotionRules:
-    """Where the difference to the clip's median frame moves, and how far. Written for drawn street clips."""
+    """Rules on how the difference to the clip's median frame moves. Written for drawn street clips."""
 
     name = "motion rules"
 
@@ -98,7 +98,7 @@ class MotionRules:
 
 
 class SmallNetwork:
-    """Four strided convolutions, some 50,000 weights, trained from nothing in seconds."""
+    """Four strided convolutions with about 50,000 weights, trained from scratch in seconds."""
 
     name = "small CNN"
 

@@ -1,4 +1,4 @@
-"""What classifiers share: pictures to inputs, outputs to a label."""
+"""Shared code of classifiers: pictures to inputs, outputs to a label."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from fusion.teachers.protocol import Labelled
 
 
 class Preprocessing(NamedTuple):
-    """size: pixels of a side. mean, std: what colours of 0 to 1 are normalised by."""
+    """size: height and width in pixels. mean, std: normalisation of colours from 0 to 1."""
 
     size: int
     mean: tuple[float, float, float]
@@ -26,7 +26,7 @@ class Preprocessing(NamedTuple):
 
 
 def classified(outputs: np.ndarray, labels: Sequence[str]) -> Labelled:
-    """outputs: logits or probabilities [frames, labels]. A clip is what its frames are on average."""
+    """The label with the highest mean probability over frames. outputs: logits or probabilities [frames, labels]."""
     rows = outputs.astype(np.float64)
     if rows.min() < 0 or not np.allclose(rows.sum(1), 1, atol=1e-3):
         powers = np.exp(rows - rows.max(1, keepdims=True))

@@ -14,34 +14,38 @@ from fusion.teachers.protocol import Clip, Labelled
 
 
 def load_estimator(file: Path, allow_code: bool) -> Any:
-    """skops, or whatever joblib reads; the latter runs code. Of skops files only types that skops knows no harm of,
-    without allow_code. Raises ValueError for what cannot be read."""
+    """Load a skops file, or any file that joblib reads, which runs code.
+
+    Without allow_code, a skops file may contain only types that skops trusts. Raises ValueError if loading fails.
+    """
     try:
         if file.suffix == ".skops":
             import skops.io
 
             unknown = skops.io.get_untrusted_types(file=file)
             if unknown and not allow_code:
-                raise ValueError(f"{', '.join(unknown)} may do harm; set `allow_code: true` if you trust it")
+                raise ValueError(f"{', '.join(unknown)} may be unsafe; set `allow_code: true` if you trust it")
             return skops.io.load(file, trusted=unknown)
         import joblib
 
         return joblib.load(file)
     except ImportError as error:
         raise ValueError(f"{file} needs {error.name}; install it with pip install 'vlora[teachers]'") from error
-    except Exception as error:  # both raise whatever their content makes them raise
+    except Exception as error:  # both raise arbitrary exceptions, depending on the content
         raise ValueError(f"{file} cannot be loaded: {error}") from error
 
 
 class Estimator:
-    """Grey pixels of size x size, 0 to 1, row by row, to the labels of `classes_`, or `labels` in their place. Sure by
-    `predict_proba`; entirely where it has none. Raises ValueError where the model does not fit."""
+    """Labels grey pixels of size x size, 0 to 1, row by row, with the model's `classes_`, or with `labels` instead.
+
+    The confidence comes from `predict_proba`; it is 1 without that method. Raises ValueError if the model does not fit.
+    """
 
     def __init__(self, model: Any, name: str, size: int, labels: tuple[str, ...] | None) -> None:
         self.name = f"scikit-learn {name}"
         self._model, self._size = model, size
         if not hasattr(model, "predict") or not hasattr(model, "classes_"):
-            raise ValueError(f"{type(model).__name__} is no classifier that has been fitted")
+            raise ValueError(f"{type(model).__name__} is not a fitted classifier")
         wanted = getattr(model, "n_features_in_", size * size)
         if wanted != size * size:
             raise ValueError(f"it takes {wanted} features, but size {size} makes {size * size} grey pixels")
@@ -49,7 +53,7 @@ class Estimator:
         self.labels = labels or tuple(map(str, self._classes))
         if len(self.labels) != len(self._classes):
             raise ValueError(
-                f"it knows {len(self._classes)} classes ({self._classes}), but labels are {len(self.labels)}"
+                f"it has {len(self._classes)} classes ({self._classes}), but `labels` has {len(self.labels)}"
             )
 
     def label(self, clips: Sequence[Clip]) -> list[Labelled]:

@@ -1,4 +1,4 @@
-"""A function of the user's own as a teacher."""
+"""A user function as a teacher."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from fusion.teachers.protocol import Clip, Labelled
 
 
 def import_function(path: str) -> Callable[..., Any]:
-    """PACKAGE.MODULE:NAME. Importing runs code. Raises ValueError saying what is missing."""
+    """Import PACKAGE.MODULE:NAME, which runs code. Raises ValueError with the reason if that fails."""
     module, _, name = path.partition(":")
     try:
         found = getattr(importlib.import_module(module), name, None)
-    except Exception as error:  # a module raises whatever it likes
+    except Exception as error:  # a module may raise any exception
         raise ValueError(f"importing {module} failed: {type(error).__name__}: {error}") from error
     if not callable(found):
         raise ValueError(f"{module} has no function {name}")
@@ -27,8 +27,11 @@ def import_function(path: str) -> Callable[..., Any]:
 
 
 class Function:
-    """Frames, a list of RGB pictures, to (answer, confidence). An answer is a label, a number, words, a list of labels,
-    or a list of boxes (label, left, top, right, bottom[, confidence]) with edges in shares of the picture."""
+    """A function from a list of RGB frames to (answer, confidence).
+
+    An answer is a label, a number, words, a list of labels, or a list of boxes (label, left, top, right, bottom[,
+    confidence]) with edges as shares of the picture.
+    """
 
     labels: tuple[str, ...] = ()
 
@@ -42,7 +45,7 @@ class Function:
     def _one(self, frames: list[Any]) -> Labelled:
         try:
             said = self._function(frames)
-        except SystemExit as error:  # would end this process without a word
+        except SystemExit as error:  # would end this process silently
             raise ValueError(f"it ended the process, with {error.code!r}") from error
         if not (isinstance(said, tuple) and len(said) == 2 and isinstance(said[1], Real)):
             raise ValueError(f"it returned {said!r}; expected (answer, confidence)")
@@ -61,7 +64,7 @@ def _answer(answer: Any) -> Answer:
         return "yes" if answer else "no"
     if isinstance(answer, str | Real):
         return str(answer)
-    raise ValueError(f"its answer is {answer!r}; expected a word or more, a number, or a list of labels or boxes")
+    raise ValueError(f"its answer is {answer!r}; expected words, a number, or a list of labels or boxes")
 
 
 def _box(each: Any) -> NamedBox:
@@ -72,5 +75,7 @@ def _box(each: Any) -> NamedBox:
         or edges[0] >= edges[2]
         or edges[1] >= edges[3]
     ):
-        raise ValueError(f"its box {each!r} is none; expected (label, left, top, right, bottom) in shares of 0 to 1")
+        raise ValueError(
+            f"its box {each!r} is invalid; expected (label, left, top, right, bottom) with edges from 0 to 1"
+        )
     return box

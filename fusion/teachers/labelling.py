@@ -1,4 +1,4 @@
-"""What teachers are for: to label what has no labels, and to be the measure of an adapter."""
+"""The two uses of teachers: labelling unlabelled data, and setting an adapter's threshold."""
 
 from __future__ import annotations
 
@@ -18,14 +18,17 @@ from fusion.teachers.opening import open_teacher
 from fusion.teachers.protocol import Clip, Labelled, Teacher
 from fusion.training.objectives import metric_of_some, task_of
 
-_AT_ONCE = 32  # samples that a teacher is asked about in one go, and that are in memory
+_AT_ONCE = 32  # samples per call of a teacher, which are in memory
 
 
 @dataclasses.dataclass(frozen=True)
 class Teaching:
-    """What a teacher was good for. score: the domain's metric of its answers on validation data; 1 where the labels are
-    its own. dropped, dropped_boxes: samples, and boxes of a detector, that it was not sure enough of. beyond: samples,
-    boxes and labels of several that it called by what is no label of the domain."""
+    """Result of labelling or comparing with a teacher.
+
+    score: the domain's metric of its answers on validation data; 1 if the labels are its own. dropped, dropped_boxes:
+    samples, and boxes of a detector, below the minimum confidence. beyond: samples, boxes and labels (multi_label) with
+    an answer that is not a label of the domain.
+    """
 
     name: str
     score: float
@@ -35,8 +38,8 @@ class Teaching:
 
 
 def threshold_before_training(domain: DomainPlan, taught: float | None) -> float | None:
-    """The number a domain's threshold comes to; None where only training can tell. taught: its teacher's validation
-    score, where it has one."""
+    """The value of a domain's threshold; None if it is known only after training. taught: validation score of its
+    teacher, if it has one."""
     if not isinstance(domain.threshold, RelativeThreshold):
         return domain.threshold
     if domain.threshold.relative_to == "teacher" and taught is not None:
@@ -47,9 +50,13 @@ def threshold_before_training(domain: DomainPlan, taught: float | None) -> float
 def label_by_teacher(
     domain: DomainPlan, task: str, items: Sequence[Item], mistakes: Mistakes, progress: Progress
 ) -> tuple[list[Item | None], Teaching] | None:
-    """Items with the teacher's answers; None in the place of one it is not sure enough of, or whose label is none of
-    the plan's. None for a teacher that fails, which is told."""
-    assert domain.teacher is not None, "the plan file asks for one"
+    """Label items with the domain's teacher.
+
+    Returns:
+        The labelled items and a summary. An item is None if the teacher's confidence is too low or its label is not in
+        the plan. Returns None, after reporting a mistake, if the teacher fails.
+    """
+    assert domain.teacher is not None, "unlabelled data has a teacher"
     here = mistakes.inside("teacher")
     teacher = open_teacher(domain.teacher, task, here)
     said = None if teacher is None else _ask(domain, teacher, [item.frames for item in items], here, progress)
@@ -58,7 +65,7 @@ def label_by_teacher(
     floor = domain.teacher.min_confidence
     sure = [one for one in said if one.confidence >= floor]
     if not sure:
-        here.add(f"{floor:g} is more than the teacher is ever sure of: nothing is left", "min_confidence")
+        here.add(f"{floor:g} is above every confidence of the teacher: no sample is left", "min_confidence")
         return None
     within = _within(task, domain.labels or default_labels(task), sure, teacher, here)
     if within is None:
@@ -70,15 +77,14 @@ def label_by_teacher(
         for item, answer in zip(items, told, strict=True)
     ]
     if not any(kept):
-        here.add("what it says is never a label of the domain: nothing is left")
+        here.add("none of its answers is a label of the domain: no sample is left")
         return None
     boxes = sum(one.num_dropped for one in said)
     return kept, Teaching(teacher.name, 1.0, len(said) - len(sure), boxes, within.beyond)
 
 
 def compare_with_teacher(domain: DomainPlan, splits: Splits, mistakes: Mistakes, progress: Progress) -> Teaching | None:
-    """How good a teacher is where the data has labels of its own. None without a teacher, or for one that fails, which
-    is told."""
+    """Score a teacher on labelled data. Returns None without a teacher or, after reporting a mistake, if it fails."""
     measure = isinstance(domain.threshold, RelativeThreshold) and domain.threshold.relative_to == "teacher"
     if domain.teacher is None and not measure:
         return None
@@ -118,7 +124,7 @@ def _score_of_built_in(domain: DomainPlan, splits: Splits, mistakes: Mistakes) -
     learner = TEACHERS.get(domain.source or "")
     if learner is None:
         field = "threshold" if domain.teacher is None else "teacher"
-        mistakes.add(f"needs a `teacher` of your own; only these have one: {', '.join(sorted(TEACHERS))}", field)
+        mistakes.add(f"needs a `teacher`; only these sources have a built-in one: {', '.join(sorted(TEACHERS))}", field)
         return None
     model = learner()
     model.fit(splits)
@@ -126,8 +132,8 @@ def _score_of_built_in(domain: DomainPlan, splits: Splits, mistakes: Mistakes) -
 
 
 def _score(domain: DomainPlan, splits: Splits, answers: Sequence[object]) -> float:
-    """By the metric that the adapter is held to; where that one answers in words, by the words for the answers. None
-    for an answer counts as wrong."""
+    """The adapter's metric of a teacher's answers; if the adapter answers in words, the answers are compared as words.
+    An answer of None counts as wrong."""
     if domain.head == WORDS and splits.labels:
         answers = [splits.labels[answer] if isinstance(answer, int) else answer for answer in answers]
         splits = splits.in_words()
@@ -143,7 +149,7 @@ def _ask(
             part = [list(clip) for clip in clips[first : first + _AT_ONCE]]
             try:
                 said += teacher.label(part)
-            except Exception as error:  # code of others raises whatever it likes
+            except Exception as error:  # foreign code may raise any exception
                 mistakes.add(f"{teacher.name} fails: {type(error).__name__}: {error}")
                 return None
             moved(len(said))

@@ -1,4 +1,4 @@
-"""Teachers that know more than a domain asks, as one of a thousand classes does: what they say beyond its labels."""
+"""Teachers with more labels than a domain, for example a thousand classes: handling of the other labels."""
 
 from __future__ import annotations
 
@@ -9,24 +9,27 @@ from typing import NamedTuple
 from fusion.data.items import Answer, NamedBox
 from fusion.data.targets import reader
 
-_NAMED = ("classification", "action", "binary", "multi_label", "detection")  # answered by labels' names
+_NAMED = ("classification", "action", "binary", "multi_label", "detection")  # answered by label names
 _SHOWN = 5
 
 
 class Narrowed(NamedTuple):
-    """answers: as they were said, without boxes and labels of several that the domain does not know; None for a single
-    label that it does not. beyond: how often either was so."""
+    """answers: the teacher's answers, without boxes and multi_label labels that the domain does not have; None for a
+    single such label. beyond: number of labels outside the domain's."""
 
     answers: list[Answer | None]
     beyond: int
 
 
 def narrowed(task: str, labels: tuple[str, ...], said: Sequence[Answer], knows: Sequence[str]) -> Narrowed:
-    """What a teacher says, as far as the domain has labels for it. knows: all that it can say; empty where that is not
-    known, and what it says here stands for it.
+    """Restrict a teacher's answers to the domain's labels.
 
-    Raises ValueError where it says something else and has no word at all for one of the domain's labels: then the two
-    call one thing by different names, and leaving that out would pass for a teacher that is often wrong.
+    Args:
+        knows: all labels of the teacher; if empty, the labels in `said` are used.
+
+    Raises:
+        ValueError: the teacher gives other labels and lacks one of the domain's. The two then probably use different
+            names for one class, and dropping these answers would make the teacher look wrong.
     """
     if task not in _NAMED or not labels:
         return Narrowed(list(said), 0)
@@ -37,8 +40,8 @@ def narrowed(task: str, labels: tuple[str, ...], said: Sequence[Answer], knows: 
     missing = [label for place, label in enumerate(labels) if place not in able]
     if beyond and missing:
         raise ValueError(
-            f"it says {_list([name for name, _ in beyond.most_common()])}, and has no word for {_list(missing)}; "
-            "give both the same names"
+            f"it answers {_list([name for name, _ in beyond.most_common()])} and has no label for {_list(missing)}; "
+            "use the same names in both"
         )
     return Narrowed([_without(answer, beyond) for answer in said], beyond.total())
 
@@ -65,7 +68,7 @@ def _without(answer: Answer, beyond: Counter[str]) -> Answer | None:
     if isinstance(answer, str):
         return None if answer in beyond else answer
     kept = [(each, name) for each, name in zip(answer, _names(answer), strict=True) if name not in beyond]
-    return tuple(each for each, _ in kept)  # type: ignore[return-value]  # all of one kind, as they came
+    return tuple(each for each, _ in kept)  # type: ignore[return-value]  # all of the same kind, in order
 
 
 def _list(names: Sequence[str]) -> str:

@@ -1,4 +1,4 @@
-"""Detectors that ship with OpenCV, and ONNX classifiers through its dnn module. None of them runs code from a file."""
+"""Detectors that ship with OpenCV, and ONNX classifiers through its dnn module. None runs code from a file."""
 
 from __future__ import annotations
 
@@ -15,24 +15,27 @@ from fusion.teachers.protocol import Clip, Labelled
 
 FACES = Path(cv2.__file__).parent / "data" / "haarcascade_frontalface_default.xml"
 _SCALE_STEP = 1.05
-_FEWEST_HITS = 2  # overlapping windows that make a find
+_FEWEST_HITS = 2  # overlapping windows that make a detection
 
 
 class Cascade:
-    """Haar or LBP features in a cascade of boosted stages. Confidence: the last stage's score, squashed to 0 to 1; an
-    order, no probability. Raises ValueError for a file that is no cascade."""
+    """Haar or LBP features in a cascade of boosted stages.
+
+    The confidence is the last stage's score, mapped to 0 to 1; it gives an order, not a probability. Raises ValueError
+    for a file that is not a cascade.
+    """
 
     def __init__(self, file: Path | None, label: str) -> None:
         file = file or FACES
         self.name = f"cascade {file.stem}"
         self.labels: tuple[str, ...] = (label,)
-        # OpenCV raises its own error for some broken files, and is just empty for others.
+        # OpenCV raises its own error for some broken files, and returns an empty cascade for others.
         try:
             self._cascade = cv2.CascadeClassifier(str(file))
         except (cv2.error, SystemError) as error:
-            raise ValueError(f"{file} is no cascade that OpenCV reads") from error
+            raise ValueError(f"{file} is not a cascade that OpenCV can read") from error
         if self._cascade.empty():
-            raise ValueError(f"{file} is no cascade that OpenCV reads")
+            raise ValueError(f"{file} is not a cascade that OpenCV can read")
 
     def find(self, frame: np.ndarray) -> list[NamedBox]:
         grey = cv2.cvtColor(frame, cv2.COLOR_RGB2GRAY)
@@ -41,8 +44,8 @@ class Cascade:
 
 
 class People:
-    """OpenCV's people detector: histograms of oriented gradients, and a linear SVM whose margin, squashed to 0 to 1, is
-    the confidence. Sees upright people from 128 pixels on."""
+    """OpenCV's people detector: histograms of oriented gradients and a linear SVM. The confidence is its margin, mapped
+    to 0 to 1. Detects upright people of at least 128 pixels."""
 
     name = "HOG people detector"
 
@@ -54,14 +57,14 @@ class People:
     def find(self, frame: np.ndarray) -> list[NamedBox]:
         width, height = self._hog.winSize
         if frame.shape[0] < height or frame.shape[1] < width:
-            return []  # OpenCV reads beyond such a picture
+            return []  # OpenCV reads out of bounds for such a picture
         places, weights = self._hog.detectMultiScale(cv2.cvtColor(frame, cv2.COLOR_RGB2BGR), scale=_SCALE_STEP)
         return _boxes(self.labels[0], places, weights, frame)
 
 
 class OnnxClassifier:
-    """A classifier in ONNX with one input [1, 3, size, size]. Raises ValueError for a file that OpenCV cannot run, or
-    one whose outputs are not as many as labels."""
+    """An ONNX classifier with one input [1, 3, size, size]. Raises ValueError for a file that OpenCV cannot run, or if
+    the numbers of outputs and labels differ."""
 
     def __init__(self, file: Path, labels: tuple[str, ...], preprocessing: Preprocessing) -> None:
         self.name = f"ONNX {file.stem}"
@@ -78,7 +81,7 @@ class OnnxClassifier:
         return [classified(np.stack([self._run(frame) for frame in clip]), self.labels) for clip in clips]
 
     def _run(self, frame: np.ndarray) -> np.ndarray:
-        # One at a time: many exported models know no other batch.
+        # One at a time: many exported models accept only batches of 1.
         self._net.setInput(self._preprocessing(frame)[None])
         return np.asarray(self._net.forward())[0]
 

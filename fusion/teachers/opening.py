@@ -1,4 +1,4 @@
-"""From a plan's teacher to one that answers. Files that can run code are refused unless the plan allows it."""
+"""Loading of a plan's teacher. Files that can run code are refused unless the plan allows it."""
 
 from __future__ import annotations
 
@@ -26,19 +26,19 @@ from fusion.teachers.opencv import Cascade, OnnxClassifier, People
 from fusion.teachers.pretrained import PretrainedDetector, load_pretrained
 from fusion.teachers.protocol import Teacher
 
-_NAMES = ("file", "path", "function")  # what a teacher is known by
+_NAMES = ("file", "path", "function")  # fields that identify a teacher
 _ALLOW = "set `allow_code: true` if you trust it"
 
 
 def open_teacher(plan: TeacherPlan, task: str, mistakes: Mistakes) -> Teacher | None:
-    """A ready teacher for a task; None where it cannot be had, which is told with the field."""
+    """Load a teacher for a task. Returns None, after reporting a mistake with its field, if that fails."""
     refused = runs_code(plan)
     if refused is not None and not plan.allow_code:
         field, why = refused
         mistakes.add(f"{why}; {_ALLOW}", field)
         return None
     file = getattr(plan, "file", None) or getattr(plan, "path", None)
-    if file is not None and not os.path.exists(file):  # also where the name is too long to be one
+    if file is not None and not os.path.exists(file):  # also false for a name that is too long
         mistakes.add(f"there is no {file}", "file" if hasattr(plan, "file") else "path")
         return None
     try:
@@ -65,11 +65,11 @@ def _open(plan: TeacherPlan, task: str) -> Teacher:
         case CallableTeacher():
             return Function(plan.function)
         case BuiltInTeacher():
-            raise ValueError("a built-in teacher learns from a built-in source, and there only; name another kind")
+            raise ValueError("a built-in teacher works only with a built-in source; choose another kind")
 
 
 def runs_code(plan: TeacherPlan) -> tuple[str, str] | None:
-    """The field that names what can run code when it is loaded, and why it can; None where nothing does."""
+    """The field that can run code when the teacher is loaded, and the reason; None if loading is safe."""
     match plan:
         case SklearnTeacher(file=file) if file.suffix != ".skops":
             return "file", f"{file.name} is a pickle, which can run any code when it is loaded (skops files cannot)"
@@ -82,7 +82,7 @@ def runs_code(plan: TeacherPlan) -> tuple[str, str] | None:
 
 def _find(plan: CascadeTeacher | HogTeacher | TransformersTeacher, detector: Detector, task: str) -> Teacher:
     if task not in boxes.TASKS:
-        raise ValueError(f"{detector.name} finds things; that serves {', '.join(boxes.TASKS)}, not {task}")
+        raise ValueError(f"{detector.name} is a detector, which supports {', '.join(boxes.TASKS)}, not {task}")
     return boxes.FromBoxes(detector, task, plan.min_confidence, plan.absent)
 
 

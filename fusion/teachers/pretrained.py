@@ -30,23 +30,26 @@ _KINDS = {
 def load_pretrained(
     folder: Path, rename: Mapping[str, str], allow_code: bool
 ) -> PictureClassifier | VideoClassifier | PretrainedDetector:
-    """By the architecture that the folder's config names. Code beside the weights is never run; weights that are not
-    safetensors only with allow_code. Raises ValueError for what cannot be loaded."""
+    """Load the architecture in the folder's config.
+
+    Code in the folder is never run; weights that are not safetensors need allow_code. Raises ValueError if loading
+    fails.
+    """
     safely = {"local_files_only": True, "trust_remote_code": False}
     try:
         config = AutoConfig.from_pretrained(folder, **safely)
         name = (config.architectures or ["none"])[0]
         kind = next((kind for kind in _KINDS if name.endswith(kind)), None)
         if kind is None:
-            raise ValueError(f"its architecture is {name}; known are names that end with {', '.join(_KINDS)}")
-        weights = None if allow_code else True  # None takes whatever is there
+            raise ValueError(f"its architecture is {name}; supported names end with {', '.join(_KINDS)}")
+        weights = None if allow_code else True  # None accepts any format
         model = _KINDS[kind].from_pretrained(folder, use_safetensors=weights, **safely).eval()
         processor = AutoImageProcessor.from_pretrained(folder, **safely)
     except (OSError, ValueError, RuntimeError, ImportError) as error:
         raise ValueError(f"{folder} cannot be loaded: {error}") from error
     unknown = sorted(set(rename) - set(config.id2label.values()))
     if unknown:
-        raise ValueError(f"renames {', '.join(unknown)}, which {folder} does not know")
+        raise ValueError(f"renames {', '.join(unknown)}, which {folder} does not have")
     own = [config.id2label[number] for number in range(config.num_labels)]
     labels = tuple(rename.get(label, label) for label in own)
     title = f"{name} {folder.name}"
@@ -62,7 +65,7 @@ class _Pretrained:
 
 
 class PictureClassifier(_Pretrained):
-    """A clip is what its frames are on average."""
+    """Labels a clip by the mean probability over its frames."""
 
     @torch.no_grad()
     def label(self, clips: Sequence[Clip]) -> list[Labelled]:
@@ -73,7 +76,7 @@ class PictureClassifier(_Pretrained):
 
 
 class VideoClassifier(_Pretrained):
-    """Clips of as many frames as the model wants; of others, frames evenly from the first to the last."""
+    """Labels clips; a clip with another number of frames than the model's is resampled evenly."""
 
     @torch.no_grad()
     def label(self, clips: Sequence[Clip]) -> list[Labelled]:
@@ -89,7 +92,7 @@ class VideoClassifier(_Pretrained):
 
 
 class PretrainedDetector(_Pretrained):
-    """Boxes as the model's own post-processing gives them."""
+    """Boxes from the model's own post-processing."""
 
     @torch.no_grad()
     def find(self, frame: np.ndarray) -> list[NamedBox]:

@@ -1,4 +1,4 @@
-"""What a teacher is: something small that knows one task and labels pictures, with how sure it is of each label."""
+"""The teacher interface: a small single-task model that labels pictures with a confidence."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Clip = Sequence[np.ndarray]
 
 
 class Labelled(NamedTuple):
-    """answer: as a file would have it. confidence: how sure, 0 to 1. num_dropped: boxes it was not sure enough of."""
+    """answer: in the form of a file's answers. confidence: 0 to 1. num_dropped: boxes below the minimum confidence."""
 
     answer: Answer
     confidence: float
@@ -22,10 +22,10 @@ class Labelled(NamedTuple):
 
 
 class Teacher(Protocol):
-    """name: for reports. labels: all that it can say; empty where that is not known, or no label."""
+    """name: for reports. labels: all possible labels; empty if they are unknown or answers are not labels."""
 
     name: str
     labels: tuple[str, ...]
 
     def label(self, clips: Sequence[Clip]) -> list[Labelled]:
-        """One answer per sample. May raise anything where a picture is too much for it."""
+        """One answer per sample. May raise any exception for a picture that it cannot process."""

@@ -1,4 +1,4 @@
-"""Gradients of a batch that does not fit into memory at once."""
+"""Gradients of a batch that does not fit into memory as a whole."""
 
 from __future__ import annotations
 
@@ -15,9 +15,16 @@ Result = TypeVar("Result")
 
 
 def halving(size: int, attempt: Callable[[int], Result], undo: Callable[[int], None]) -> tuple[Result, int]:
-    """`attempt(size)`, with half the size as often as memory runs out; returns the size that did it, too.
+    """Run `attempt(size)`, halving the size each time memory runs out.
 
-    undo: told the next size before it is tried. Raises BadPlan where not even one sample fits.
+    Args:
+        undo: called with the next size before it is tried.
+
+    Returns:
+        The result, and the size that succeeded.
+
+    Raises:
+        BadPlan: not even a single sample fits into memory.
     """
     while True:
         try:
@@ -27,7 +34,7 @@ def halving(size: int, attempt: Callable[[int], Result], undo: Callable[[int], N
                 raise
             if size == 1:
                 raise BadPlan(
-                    "out of memory with a single sample; set training.gradient_checkpointing, or take a smaller base"
+                    "out of memory with a single sample; set training.gradient_checkpointing, or use a smaller base"
                 ) from error
             size = (size + 1) // 2
         if torch.cuda.is_available():
@@ -41,11 +48,11 @@ def backward_in_parts(
     read: Callable[[Sequence[Item]], Read],
     loss_of: Callable[[Read], torch.Tensor],
 ) -> float:
-    """Add the gradient of `loss_of(read(batch))` to the parameters, holding no more than `size` samples' activations.
+    """Add the gradient of `loss_of(read(batch))` to the parameters, keeping activations of at most `size` samples.
 
-    The same gradient for any loss, be it a mean over samples or not: the whole batch is read without activations, the
-    loss tells what it wants of each sample's outputs, and each part is read again to pass that on. One forward more
-    than a plain sum over parts.
+    The gradient is exact for any loss, also one that is not a mean over samples: a forward of the whole batch without
+    activations gives the loss and its gradient with respect to each sample's outputs; each part is then read again to
+    propagate that gradient. This costs one forward more than summing over parts.
     """
     parts = [batch[first : first + size] for first in range(0, len(batch), size)]
     if len(parts) == 1:
@@ -69,7 +76,7 @@ def backward_in_parts(
 
 
 def _out_of_memory(error: RuntimeError) -> bool:
-    """CUDA's has a type of its own, the CPU's only its words."""
+    """CUDA raises a type of its own; on the CPU only the message identifies the error."""
     return isinstance(error, torch.OutOfMemoryError) or "DefaultCPUAllocator: can't allocate memory" in str(error)
 
 

@@ -1,7 +1,7 @@
-"""Finished trainings on disk, so that a run that was killed goes on where it stood.
+"""Finished trainings on disk, so that a run that was killed can be resumed.
 
-FOLDER/run.json says what the trainings came of; FOLDER/KEY/ holds one each: state.safetensors and trained.json. Draws
-depend on the seed and on what is trained, not on what was drawn before, so no generator's state needs keeping.
+FOLDER/run.json contains the run's identity; each FOLDER/KEY/ contains one training: state.safetensors and trained.json.
+Random draws depend on the seed and on what is trained, not on earlier draws, so no generator state is stored.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ State = dict[str, torch.Tensor]
 
 
 class Checkpoint:
-    """Trainings by key. identity: names and values of all that decides what a training gives."""
+    """Trainings by key. identity: names and values of everything that determines the result of a training."""
 
     def __init__(self, folder: Path, identity: Mapping[str, str], *, resume: bool) -> None:
-        """Go on with what is in the folder, or begin anew. Raises BadPlan, by name, where it came of something else."""
+        """Continue with the folder's trainings, or clear it. Raises BadPlan if they belong to another identity."""
         self._folder = folder
         made_of = folder / _MADE_OF
         if resume and made_of.exists():
@@ -45,7 +45,7 @@ class Checkpoint:
             shutil.rmtree(left) if left.is_dir() else left.unlink()
 
     def trained(self, key: str) -> Trained | None:
-        """What came of a training, None if it is not there."""
+        """The result of a training, None if it is not stored."""
         file = self._place(key) / "trained.json"
         try:
             found = json.loads(file.read_text())
@@ -64,9 +64,9 @@ class Checkpoint:
             raise _damaged(file) from error
 
     def keep(self, key: str, trained: Trained, state: Mapping[str, torch.Tensor]) -> None:
-        """Write a training: all of it or, if the process dies on the way, nothing."""
+        """Write a training atomically: if the process dies while writing, nothing is stored."""
         place = self._place(key)
-        # Other processes may make the same one; each writes into a folder of its own.
+        # Other processes may store the same training; each writes into a folder of its own.
         temporary = self._folder / f"{UNFINISHED}{os.getpid()}-{place.name}"
         temporary.mkdir()
         save_file({name: tensor.contiguous().cpu() for name, tensor in state.items()}, temporary / "state.safetensors")
@@ -79,7 +79,7 @@ class Checkpoint:
         except OSError:
             if not place.exists():
                 raise
-            shutil.rmtree(temporary)  # another process was first, and training is deterministic
+            shutil.rmtree(temporary)  # another process stored it first, and training is deterministic
         _sync(self._folder)
 
     def _place(self, key: str) -> Path:
@@ -87,7 +87,7 @@ class Checkpoint:
 
 
 def refuse_others(folder: Path, identity: Mapping[str, str]) -> None:
-    """Raises BadPlan, by name, where trainings in the folder came of something else, or cannot be told."""
+    """Raise BadPlan, with the differences, if the folder belongs to another identity or its identity is unreadable."""
     made_of = folder / _MADE_OF
     try:
         before = json.loads(made_of.read_text())
@@ -103,13 +103,13 @@ def refuse_others(folder: Path, identity: Mapping[str, str]) -> None:
             f"  {name}: was {_short(before.get(name))}, is {_short(identity.get(name))}" for name in changed
         )
         raise BadPlan(
-            f"{made_of.parent} was begun with something else, so it cannot be resumed:\n{told}\n"
-            "undo the change, or give --restart instead of --resume to begin again"
+            f"{made_of.parent} belongs to a run with different inputs, so it cannot be resumed:\n{told}\n"
+            "undo the change, or give --restart instead of --resume to start over"
         )
 
 
 def _damaged(file: Path) -> BadPlan:
-    """What a run writes is whole, also if it is killed: something else has been at it."""
+    """A run writes atomically, even if it is killed, so a damaged file was changed by another program."""
     return BadPlan(f"{file} is damaged, so the run cannot be resumed; give --restart instead of --resume")
 
 

@@ -1,4 +1,4 @@
-"""What the model makes of samples: prompts with their answers behind them, read in as few forwards as is quick."""
+"""Forwards over samples: prompts followed by their answers, batched by similar length."""
 
 from __future__ import annotations
 
@@ -18,14 +18,17 @@ from vlora.models.hf_adapter import Seam
 from vlora.types import VisionInput
 
 _IGNORE = -100
-_ALIKE = 1.25  # times as long as the shortest is the longest of what is read at once
+_ALIKE = 1.25  # maximum ratio of the longest to the shortest sample of one forward
 
 
 class Prepared(NamedTuple):
-    """One sample ready for training. ids [n] ends with the prompt; features of its pictures, or the pictures
-    themselves where the vision side is trained and they would not stay; grids: how these lie, picture by picture;
-    positions [1 or 3, n]; target: what is right, of whole pictures; windows: what of each picture the model is shown;
-    answer: the tokens of its answer in words, none where it has no words."""
+    """One sample ready for training.
+
+    ids: prompt tokens [n]. features: image features of its pictures; None if the vision side is trained. vision: the
+    pictures themselves, if the vision side is trained. grids: token grid of each picture. positions: [1 or 3, n].
+    target: the correct answer, with boxes relative to whole pictures. windows: the region of each picture that the
+    model sees. answer: tokens of its answer in words; empty if it has none.
+    """
 
     ids: torch.Tensor
     features: Features | None
@@ -38,24 +41,24 @@ class Prepared(NamedTuple):
 
     @property
     def embeddings(self) -> torch.Tensor | None:
-        """Its features [placeholders, hidden], read now."""
+        """Its features [placeholders, hidden], read on each access."""
         return None if self.features is None else self.features.rows()
 
     @property
     def learned(self) -> Target:
-        """The target as far as the model can see it: boxes in shares of what is shown."""
+        """The target as the model sees it: boxes relative to the visible window."""
         return into_windows(boxes, self.windows) if (boxes := _boxes(self.target)) else self.target
 
     def of_whole_pictures(self, answer: object) -> object:
-        """A head's answer as targets are told."""
+        """A head's answer with boxes relative to whole pictures, as in targets."""
         return out_of_windows(boxes, self.windows) if (boxes := _boxes(answer)) else answer
 
 
 def read_samples(seam: Seam, samples: Sequence[Prepared], features: Sequence[torch.Tensor]) -> Read:
-    """What the model behind the seam, with whatever adapter is active, tells of samples and their features.
+    """Run samples and their features through the model with its active adapter.
 
-    Those of about one length together: a batch is as long as its longest sample, and a clip beside pictures would make
-    all of them as long as itself.
+    Samples of similar length share a forward: a batch is padded to its longest sample, so a clip would make pictures in
+    the same batch as long as itself.
     """
     groups = alike([len(sample.ids) + len(sample.answer) for sample in samples])
     parts = [_read(seam, [samples[row] for row in rows], [features[row] for row in rows]) for rows in groups]
@@ -66,7 +69,7 @@ def read_samples(seam: Seam, samples: Sequence[Prepared], features: Sequence[tor
 
 
 def alike(lengths: Sequence[int]) -> list[list[int]]:
-    """Rows of about one length, in groups; as they stand, where one group is enough."""
+    """Group rows of similar length; a single group keeps the order of its rows."""
     shortest, longest = min(lengths), max(lengths)
     if longest <= _ALIKE * shortest:
         return [list(range(len(lengths)))]
@@ -80,7 +83,7 @@ def alike(lengths: Sequence[int]) -> list[list[int]]:
 
 
 def _read(seam: Seam, samples: Sequence[Prepared], features: Sequence[torch.Tensor]) -> Read:
-    """One forward, as long as the longest of them."""
+    """One forward, padded to the longest sample."""
     device = seam.device
     rows, positions, wanted, last = [], [], [], []
     for sample, seen in zip(samples, features, strict=True):
@@ -91,7 +94,7 @@ def _read(seam: Seam, samples: Sequence[Prepared], features: Sequence[torch.Tens
         last.append(len(sample.ids) - 1)
         wanted.append(torch.tensor([_IGNORE] * (len(sample.ids) - 1) + list(sample.answer or (_IGNORE,))))
     embeds = nn.utils.rnn.pad_sequence(rows, batch_first=True)
-    # Padding stands at the end, behind everything that is read: causal attention keeps it out without a mask.
+    # Padding is at the end, after every position that is read, so causal attention excludes it without a mask.
     places = nn.utils.rnn.pad_sequence(positions, batch_first=True).permute(2, 0, 1).to(device)
     hidden = seam.text_model(
         inputs_embeds=embeds, position_ids=places if seam.family.mrope else places[0], use_cache=False
@@ -108,18 +111,18 @@ def _read(seam: Seam, samples: Sequence[Prepared], features: Sequence[torch.Tens
         images=[hidden[row, (one.ids == seam.image_token_id).nonzero().flatten()] for row, one in enumerate(samples)],
         grids=[one.grids for one in samples],
         words=losses.sum(1) / counts.clamp(min=1),
-        # Every token right, given those before it: what greedy decoding would have said.
+        # Every token is correct given the ones before it, so greedy decoding gives this answer.
         exact=(hits.sum(1) == counts) & (counts > 0),
     )
 
 
 def embed(seam: Seam, ids: torch.Tensor, seen: torch.Tensor) -> torch.Tensor:
-    """Embeddings of tokens [n, hidden], image features in their places."""
+    """Embeddings of tokens [n, hidden], with image features at the image tokens."""
     embeddings = seam.embed(ids.to(seam.device))
     shown = (ids == seam.image_token_id).to(seam.device)[:, None]
     return embeddings.masked_scatter(shown, seen.to(embeddings))
 
 
 def _boxes(value: object) -> tuple[Box, ...]:
-    """Of what is no boxes, none."""
+    """The boxes of a value; empty for any other value."""
     return tuple(each for each in value if isinstance(each, Box)) if isinstance(value, tuple) else ()

@@ -1,4 +1,4 @@
-"""What a model says: greedy decoding of many prompts at once, through the model that is being trained."""
+"""Greedy decoding of many prompts in one batch, with the model that is being trained."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from vlora.models.hf_adapter import Seam
 
 
 class Prompt(NamedTuple):
-    """embeddings [tokens, hidden], image features among them; positions [1 or 3, tokens]."""
+    """embeddings: [tokens, hidden], including image features. positions: [1 or 3, tokens]."""
 
     embeddings: torch.Tensor
     positions: torch.Tensor
@@ -19,8 +19,8 @@ class Prompt(NamedTuple):
 
 @torch.no_grad()
 def greedy(seam: Seam, prompts: Sequence[Prompt], limit: int) -> list[tuple[int, ...]]:
-    """The likeliest token after the other, up to what ends an answer or `limit` tokens; the end is left out."""
-    # One length at a time: without padding there is no mask to get wrong, and a domain's prompts are mostly alike.
+    """Decode greedily until an end token, which is left out, or `limit` tokens."""
+    # One length at a time needs no padding and no mask; a domain's prompts mostly have the same length.
     lengths: dict[int, list[int]] = {}
     for row, prompt in enumerate(prompts):
         lengths.setdefault(len(prompt.embeddings), []).append(row)
@@ -31,10 +31,10 @@ def greedy(seam: Seam, prompts: Sequence[Prompt], limit: int) -> list[tuple[int,
 
 
 def _alike(seam: Seam, prompts: Sequence[Prompt], limit: int) -> list[tuple[int, ...]]:
-    """The same for prompts of one length."""
+    """Decode prompts of one length."""
     embeds = torch.stack([prompt.embeddings for prompt in prompts])
     places = torch.stack([prompt.positions for prompt in prompts], 1).to(embeds.device)
-    following = places.amax((0, 2))[None, :, None] + 1  # behind an image, positions are not the number of tokens
+    following = places.amax((0, 2))[None, :, None] + 1  # after an image, positions differ from the number of tokens
     cache = None
     said: list[list[int]] = [[] for _ in prompts]
     going = set(range(len(prompts)))

@@ -1,4 +1,4 @@
-"""What the frozen vision tower made of pictures, kept on disk by the content of both, and read as it is needed."""
+"""Image features of the frozen vision tower, cached on disk by the content of tower and pictures, read on demand."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from safetensors.torch import save_file
 
 
 class Features(Protocol):
-    """Image features of one sample, wherever they are."""
+    """Image features of one sample, in memory or on disk."""
 
     def rows(self) -> torch.Tensor:
-        """[num_tokens of all its pictures, hidden]."""
+        """The features of all its pictures, [num_tokens, hidden]."""
 
 
 class InMemory(NamedTuple):
@@ -29,7 +29,7 @@ class InMemory(NamedTuple):
 
 
 class OnDisk(NamedTuple):
-    """Rows first to last of a file, which is mapped only while they are read: what is held is a name."""
+    """Rows first to last of a file, which is mapped only while they are read; only the path is kept."""
 
     file: Path
     first: int
@@ -42,7 +42,7 @@ class OnDisk(NamedTuple):
 
 
 class FeatureCache:
-    """Features of groups of samples. tower: names what makes them, weights and device."""
+    """Features of groups of samples. tower: identifies the weights and the device that produce them."""
 
     def __init__(self, folder: Path, tower: str) -> None:
         self._folder = folder
@@ -50,19 +50,19 @@ class FeatureCache:
         folder.mkdir(parents=True, exist_ok=True)
 
     def get(self, samples: Sequence[Sequence[str]]) -> list[OnDisk] | None:
-        """Of each sample, which is its pictures' content hashes; None unless all of the group are there."""
+        """Features of each sample, given as its pictures' content hashes; None unless the whole group is stored."""
         file = self._file(samples)
         try:
             with safe_open(file, "pt") as stored:
                 counts: list[int] = stored.get_tensor("counts").tolist()
-        except (FileNotFoundError, SafetensorError):  # a torn file is made again
+        except (FileNotFoundError, SafetensorError):  # a truncated file is written again
             return None
         ends = [0, *itertools.accumulate(counts)]
         pictures = [0, *itertools.accumulate(map(len, samples))]
         return [OnDisk(file, ends[first], ends[last]) for first, last in itertools.pairwise(pictures)]
 
     def put(self, samples: Sequence[Sequence[str]], rows: Sequence[torch.Tensor]) -> None:
-        """rows: of each picture of each sample, in their order."""
+        """Store features. rows: those of each picture of each sample, in order."""
         file = self._file(samples)
         temporary = file.with_suffix(f".{os.getpid()}")
         counts = torch.tensor([len(one) for one in rows])

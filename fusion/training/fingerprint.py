@@ -1,4 +1,4 @@
-"""What a run is made of, hashed: the base model, the plan and the data. Two runs of one identity train alike."""
+"""A run's identity as hashes: the base model, the plan and the data. Runs with the same identity train identically."""
 
 from __future__ import annotations
 
@@ -24,8 +24,11 @@ def identity_of(
     device: str,
     progress: Progress | None = None,
 ) -> dict[str, str]:
-    """Every field of the plan by its dotted name; each domain's data, the base's weights and its processing as
-    hashes. progress: where reading all pictures is shown."""
+    """Fields of the plan by dotted name, and hashes of each domain's data, the base's weights and its processing.
+
+    Args:
+        progress: display for reading all pictures.
+    """
     fields = {f"plan's {name}": value for name, value in _fields(plan.model_dump(mode="json"))}
     data = {f"data of {name}": _hash_of_data(name, own, progress or Progress()) for name, own in splits.items()}
     return {**fields, **data, "weights of the base": base, "processing of the base": processing, "device": device}
@@ -40,8 +43,8 @@ def hash_of_weights(named: Iterable[tuple[str, torch.Tensor]]) -> str:
 
 
 def hash_of_processing(processor: InputProcessor) -> str:
-    """Of what turns pictures and questions into tokens: weights alone do not tell what they were shown. Where it lies
-    does not count."""
+    """Hash of the settings that turn pictures and questions into tokens, which weights do not determine. The path of
+    the checkpoint does not count."""
     told = {
         "config": {name: value for name, value in processor.config.to_dict().items() if name != "_name_or_path"},
         "image processor": processor.image_processor.to_dict(),

@@ -1,4 +1,4 @@
-"""What a run keeps when it is interrupted, and with which option the same command goes on."""
+"""The trainings that an interrupted run keeps, and the option with which the same command continues."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-UNFINISHED = "unfinished-"  # begins the name of each file and folder in a checkpoint that is still being written
+UNFINISHED = "unfinished-"  # prefix of files and folders in a checkpoint that are still being written
 
 
 class Kept:
-    """The finished trainings of a run, counted on disk at the time of asking.
+    """The finished trainings of a run, counted on disk on each access.
 
     Args:
         out: the run's folder.
-        restart: the run deletes what an earlier one left there.
+        restart: the run deletes the trainings of an earlier run.
     """
 
     def __init__(self, out: Path, *, restart: bool) -> None:
@@ -24,12 +24,12 @@ class Kept:
         self._deletes = restart
 
     def begun(self) -> None:
-        """Call once an earlier run's trainings are deleted: those found later are the run's own."""
+        """Record that the trainings of an earlier run are deleted; those found later are this run's own."""
         self._deletes = False
 
     @property
     def option(self) -> str:
-        """What the command needs to go on: --resume, or --restart where it has not deleted anything yet."""
+        """The option with which to continue: --resume, or --restart if nothing has been deleted yet."""
         return "--restart" if self._deletes else "--resume"
 
     def __str__(self) -> str:
@@ -43,11 +43,11 @@ class Kept:
 
 
 def same_command(argv: Sequence[str], option: str) -> str:
-    """A line for a shell that runs `vlora fuse` once more, with one of --resume and --restart.
+    """A shell command that runs `vlora fuse` again with either --resume or --restart.
 
     Args:
-        argv: of this process, `sys.argv`.
-        option: replaces either of the two.
+        argv: `sys.argv` of this process.
+        option: replaces either option in it.
     """
     program, *arguments = argv
     if Path(program).name == "__main__.py":

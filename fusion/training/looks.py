@@ -1,4 +1,4 @@
-"""Scores of held-out samples during a training, for display only: they decide nothing."""
+"""Scores of held-out samples during a training, for display only."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ from collections.abc import Callable, Mapping
 from fusion.packing.algorithm import Adapter
 
 _EVERY_S = 10.0
-_SHARE = 1 / 100  # of a training's time that looks may take
-_SAMPLES, _FEWEST = 64, 8  # of all domains of an adapter, and of each
+_SHARE = 1 / 100  # maximum share of a training's time for this scoring
+_SAMPLES, _FEWEST = 64, 8  # samples over all domains of an adapter, and minimum per domain
 
 
 class Looks:
-    """Scores of held-out samples, taken again when it is time to.
+    """Scores of held-out samples, updated at intervals.
 
     Args:
-        score: of a domain on its first so many validation samples, 0 to 1.
-        domains: of the adapter.
-        clock: seconds, from any origin.
+        score: returns a domain's score, 0 to 1, on its first given number of validation samples.
+        domains: the adapter's domains.
+        clock: returns seconds from any origin.
     """
 
     def __init__(self, score: Callable[[str, int], float], domains: Adapter, clock: Callable[[], float]) -> None:
@@ -29,7 +29,7 @@ class Looks:
 
     @property
     def due(self) -> bool:
-        """Ten seconds, and a hundred times as long as the last look took, have passed since it."""
+        """Whether ten seconds and a hundred times the duration of the last scoring have passed since it."""
         return self._clock() >= self._due
 
     def look(self) -> None:
@@ -40,7 +40,7 @@ class Looks:
         self._due = now + max(_EVERY_S, (now - began) / _SHARE)
 
     def __str__(self) -> str:
-        """Of one domain its score; of several the mean, and the lowest with its name. Empty before the first look."""
+        """One domain's score, or the mean of several and the lowest with its name. Empty before the first scoring."""
         if not self._scores:
             return ""
         lowest = min(self._scores, key=self._scores.__getitem__)

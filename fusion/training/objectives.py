@@ -1,4 +1,4 @@
-"""How each kind of task is learned and scored: by its head, which serving reads with the same `Task`, or in words."""
+"""Loss and score of each task kind: by its head, which serving decodes with the same `Task`, or in words."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from fusion.plan.tasks import METRICS
 from fusion.training.text_metrics import overlap, token_f1
 from heads import TASKS, Grid, Task
 
-_OF_WORDS: dict[str, Callable[[str, str], float]] = {"token_f1": token_f1, "overlap": overlap}  # said, wanted
-_WORDS_WEIGHT = 1.0  # of the language model's loss beside a head's: less, and other heads push words out
+_OF_WORDS: dict[str, Callable[[str, str], float]] = {"token_f1": token_f1, "overlap": overlap}  # (answer, target)
+_WORDS_WEIGHT = 1.0  # of the language model's loss relative to a head's; with less, other heads displace words
 
 
 class Read(NamedTuple):
-    """What one forward tells of n samples.
+    """Outputs of one forward over n samples.
 
-    last: hidden states of the last prompt tokens [n, hidden]. images: those of each sample's image tokens [tokens,
-    hidden]. grids: how these lie, picture by picture; none where the model's tokens form no grid. words: the mean loss
-    of its answer's tokens [n], 0 where it has none. exact: whether greedy decoding gives the answer [n].
+    last: hidden states of the last prompt tokens [n, hidden]. images: hidden states of each sample's image tokens
+    [tokens, hidden]. grids: token grid of each picture; empty if the model's image tokens form no grid. words: mean
+    loss over the tokens of each answer [n], 0 without an answer. exact: whether greedy decoding gives the answer [n].
     """
 
     last: torch.Tensor
@@ -52,9 +52,12 @@ class Read(NamedTuple):
 
 
 class Objective(Protocol):
-    """num_outputs: rows of the head, 0 for none. metric_name: what the domain's promise is about (`fusion.plan.tasks`).
-    needs_text: whether that can only be told from the words that decoding gives. calibration_decides: whether how sure
-    it is changes what it answers (`heads.Task`)."""
+    """Loss, answers and metric of one domain.
+
+    num_outputs: rows of the head, 0 for none. metric_name: metric of the domain's threshold (`fusion.plan.tasks`).
+    needs_text: whether the metric needs decoded text. calibration_decides: whether calibration changes answers
+    (`heads.Task`).
+    """
 
     num_outputs: int
     metric_name: str
@@ -66,20 +69,20 @@ class Objective(Protocol):
     def calibration_decides(self) -> bool: ...
 
     def loss(self, read: Read, head: nn.Linear | None, targets: Sequence[Target]) -> torch.Tensor:
-        """A scalar to be made small."""
+        """A scalar to minimise."""
 
     def answers(self, read: Read, head: nn.Linear | None, targets: Sequence[Target]) -> list[object]:
-        """One answer per sample, as `metrics` compares them."""
+        """One answer per sample, in the form that `metric` compares."""
 
     def metric(self, answers: Sequence[object], targets: Sequence[Target]) -> float:
-        """How good they are by `metric_name`, 0 to 1. Not for no samples at all."""
+        """Score of the answers by `metric_name`, 0 to 1. Needs at least one sample."""
 
     def calibrated(self, reads: Sequence[Read], head: nn.Linear | None, targets: Sequence[Target]) -> Self:
-        """The same, its head as sure as it is right on samples that took no part in training."""
+        """A copy with a head calibrated on samples that took no part in training."""
 
 
 class HeadObjective:
-    """A head answers; where its domain has words, the language model learns to say the same."""
+    """A head answers; if its labels have words, the language model learns the same answers."""
 
     needs_text = False
 
@@ -108,7 +111,7 @@ class HeadObjective:
         return type(self)(task, self.metric_name)
 
     def logits(self, read: Read, head: nn.Linear | None) -> list[torch.Tensor]:
-        """One sample's each, as its task takes them. Raises ValueError for image tokens that form no grid."""
+        """The logits of each sample, as its task takes them. Raises ValueError if image tokens form no grid."""
         assert head is not None
         if not self.task.reads_images:
             return list(head(read.last))
@@ -118,8 +121,8 @@ class HeadObjective:
 
 
 class WordsObjective:
-    """The language model's own head answers. Right is word for word, which one forward over the right answer tells;
-    how many of its words are right takes decoding."""
+    """The language model answers. An exact match is found by one forward over the correct answer; metrics of single
+    words need decoding."""
 
     num_outputs = 0
     calibration_decides = False
@@ -135,11 +138,11 @@ class WordsObjective:
         return read.words.mean()
 
     def answers(self, read: Read, head: nn.Linear | None, targets: Sequence[Target]) -> list[object]:
-        """The right ones; None in the place of one that would come out otherwise."""
+        """The target if greedy decoding gives it, else None."""
         return [target if exact else None for target, exact in zip(targets, read.exact.tolist(), strict=True)]
 
     def metric(self, answers: Sequence[object], targets: Sequence[Target]) -> float:
-        """Accuracy is another name of exact match here."""
+        """Accuracy means exact match here."""
         pairs = list(zip(answers, targets, strict=True))
         if self.needs_text:
             worth = _OF_WORDS[self.metric_name]
@@ -151,8 +154,8 @@ class WordsObjective:
 
 
 def task_of(splits: Splits, metric: str | None = None) -> Objective:
-    """What a domain's samples are trained for, and scored by: a metric of its task, None for the first. Raises
-    ValueError for labels that its task cannot have."""
+    """The objective of a domain's samples. metric: one of its task, None for the first. Raises ValueError for labels
+    that its task does not allow."""
     chosen = metric or METRICS[splits.task][0]
     if splits.task not in TASKS:
         return WordsObjective(chosen)
@@ -161,7 +164,7 @@ def task_of(splits: Splits, metric: str | None = None) -> Objective:
 
 
 def metric_of_some(objective: Objective, answers: Sequence[object], targets: Sequence[Target]) -> float:
-    """The metric where some samples have no answer of the task (None): these are worth nothing."""
+    """The metric with samples that have no valid answer (None); these count as 0."""
     pairs = [(answer, target) for answer, target in zip(answers, targets, strict=True) if answer is not None]
     if not pairs:
         return 0.0
@@ -170,7 +173,7 @@ def metric_of_some(objective: Objective, answers: Sequence[object], targets: Seq
 
 
 def answer_in_words(splits: Splits, sample: Sample) -> str:
-    """What the language model should say; empty where words cannot."""
+    """The target answer of the language model; empty if the target has no words."""
     target = sample.target
     if splits.task == "multi_label" and isinstance(target, tuple):
         return " , ".join(splits.labels[each] for each in target if isinstance(each, int)) or "none"

@@ -1,5 +1,5 @@
-"""Work that leaves its results on disk, several jobs at a time: in forks, which share this process's memory as it is,
-the frozen base above all."""
+"""Jobs that store their results on disk, run in parallel in forks, which share this process's memory, mainly the frozen
+base."""
 
 from __future__ import annotations
 
@@ -21,27 +21,29 @@ from fusion.progress.progress import Event
 
 Job = Callable[[], object]
 Ahead = Callable[[Sequence[Job]], None]
-"""Has jobs done that are sure to be asked for, or does nothing: whoever asks later finds what was made."""
+"""Runs jobs in advance if their results will be needed, or does nothing; later calls find the stored results."""
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 _STOP = (signal.SIGINT, signal.SIGTERM)
 
 
 class Watcher(Protocol):
-    """Progress of jobs, which is made in forks and shown here (`fusion.progress.progress.Progress`)."""
+    """Progress of jobs in forks, shown by the parent (`fusion.progress.progress.Progress`)."""
 
     def forward(self, send: Callable[[Event], None]) -> None:
-        """Send what happens instead of showing it. Called in each fork before its job."""
+        """Send events instead of showing them. Called in each fork before its job."""
 
     def receive(self, fork: Hashable, event: Event | None) -> None:
-        """Show what a fork sent; None when it has ended."""
+        """Show an event of a fork; None when the fork has ended."""
 
 
 def side_by_side(jobs: Sequence[Job], at_once: int, watcher: Watcher) -> None:
-    """Run jobs in forks of one thread each, `at_once` at a time. What a job returns or raises is lost: who needs it
-    asks again here, which is quick where it was done, and raises where it cannot be.
+    """Run jobs in forks of one thread each, `at_once` at a time.
 
-    For CPUs only: CUDA does not live through a fork.
+    Return values and exceptions of a job are discarded. The parent calls the job again: it finds the stored result, or
+    raises the same error.
+
+    For CPUs only: CUDA does not work after a fork.
     """
     context = multiprocessing.get_context("fork")
     waiting = list(reversed(jobs))
@@ -54,17 +56,17 @@ def side_by_side(jobs: Sequence[Job], at_once: int, watcher: Watcher) -> None:
                     args = (waiting.pop(), watcher, sending, os.getpid())
                     running[receiving] = process = context.Process(target=_run, args=args, daemon=True)
                     process.start()
-                sending.close()  # the fork's own end is the only one, and closes with it
+                sending.close()  # leaves only the fork's end, which closes when the fork ends
             ready = wait(list(running))
             for fork in [fork for fork in running if fork in ready]:
                 try:
                     watcher.receive(fork, fork.recv())
-                except (EOFError, OSError, UnpicklingError):  # it has ended, perhaps in the middle of an event
+                except (EOFError, OSError, UnpicklingError):  # the fork has ended, possibly within an event
                     watcher.receive(fork, None)
                     running.pop(fork).join()
                     fork.close()
     except BaseException:
-        for left in running.values():  # before an interrupted run counts what is kept
+        for left in running.values():  # before an interrupted run counts its finished trainings
             left.kill()
             left.join()
         raise
@@ -72,7 +74,7 @@ def side_by_side(jobs: Sequence[Job], at_once: int, watcher: Watcher) -> None:
 
 @contextlib.contextmanager
 def one_thread() -> Iterator[None]:
-    """Compute with one thread, as forks do, so that it makes no difference which process computes what."""
+    """Compute with one thread, as forks do, so that results do not depend on which process computes them."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -91,17 +93,17 @@ def _signals_blocked() -> Iterator[None]:
 
 
 def _run(job: Job, watcher: Watcher, events: Connection, parent: int) -> None:
-    # With a parent that is killed, too: the run is resumed, and its folder is held as long as a fork lives.
+    # Also end with a killed parent: a living fork keeps the run's folder locked and would block a resumed run.
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
         return
-    # A terminal sends an interrupt to forks, too; the parent ends them.
+    # A terminal also sends interrupts to forks; the parent ends them.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _STOP)
-    # Bars replace these by what takes a lock, which a thread of the parent may have held at the fork.
+    # Progress bars replace these with streams that take a lock, which a parent thread may have held at the fork.
     sys.stdout, sys.stderr = sys.__stdout__, sys.__stderr__
     torch.set_num_threads(1)
     watcher.forward(events.send)
-    with contextlib.suppress(Exception):  # the parent meets it again
+    with contextlib.suppress(Exception):  # the parent raises it again
         job()

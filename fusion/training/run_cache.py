@@ -1,4 +1,4 @@
-"""Every training of a run, made at most once: what packing, its baselines and the oracle ask for by name."""
+"""Every training of a run, done at most once and looked up by packing, its baselines and the oracle."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from fusion.training.train import LoraTrainer, trained_at_once, trained_into
 
 
 class Trainings:
-    """`fusion.packing.algorithm.Train` by one trainer.
+    """`fusion.packing.algorithm.Train` with one trainer.
 
-    rehearsal: share of each batch for the domains an adapter holds already.
-
-    progress: is notified of trainings that are asked for and known already.
+    Args:
+        rehearsal: share of each batch for domains already in the adapter.
+        progress: notified of requested trainings that are already stored.
     """
 
     def __init__(
@@ -33,7 +33,7 @@ class Trainings:
         self._progress = progress or Progress()
 
     def __call__(self, adapter: Adapter) -> Trained:
-        """Train the last domain into the adapter of those before it."""
+        """Train the last domain into the adapter of the domains before it."""
 
         def train() -> tuple[float, ...]:
             *beside, domain = adapter
@@ -48,7 +48,7 @@ class Trainings:
         return self._made(self._key(adapter), adapter, trained_into(adapter[-1], adapter[:-1]), 1, train)
 
     def together(self, domains: Collection[str]) -> Trained:
-        """Train a set of domains into one adapter at once. Of one domain alone: the same as in sequence."""
+        """Train a set of domains jointly into one adapter. A single domain is the same training as in sequence."""
         names = tuple(sorted(domains))
         if len(names) == 1:
             return self(names)
@@ -60,7 +60,7 @@ class Trainings:
         return self._made(self._key_together(names), names, trained_at_once(names), len(names), train)
 
     def state(self, adapter: Adapter) -> State:
-        """Weights of an adapter that has been trained."""
+        """Weights of a trained adapter."""
         return self._checkpoint.state(self._key(adapter))
 
     def state_together(self, domains: Collection[str]) -> State:

@@ -1,4 +1,4 @@
-"""Training one adapter with its heads on a frozen base: PEFT LoRA, and image features made once where they stay."""
+"""Training of one adapter with its heads on a frozen base: PEFT LoRA, with image features cached if they are fixed."""
 
 from __future__ import annotations
 
@@ -44,28 +44,28 @@ from vlora.models.token_grids import image_grids
 from vlora.models.vision import VisionEncoder, VisionTask
 from vlora.types import VisionInput
 
-_ENCODE_AT_ONCE = 16  # samples; progress is shown as often
+_ENCODE_AT_ONCE = 16  # samples per batch and per progress update
 _SCORE_AT_ONCE = 50
 _WARM_UP_STEPS = 10
-_LOOKS = 12  # at samples kept from training, within all steps of it
+_LOOKS = 12  # evaluations on held-back samples within one training
 _CURVE_POINTS = 24
-_RECENT = 10  # steps whose mean loss is shown
+_RECENT = 10  # steps in the mean loss for display
 
-_LONGER = 2  # times the longest answer to be learned: what is decoded is cut off there
+_LONGER = 2  # decoding stops at this many times the length of the longest training answer
 
 State = dict[str, torch.Tensor]
 Made = TypeVar("Made")
 
 
 class Domain:
-    """A domain's plan, what it asks of training, and its samples, prepared once.
+    """A domain's plan, its objective and its samples, prepared once.
 
-    held_back: training samples that tell when to stop, and calibrate heads whose answers go by how sure they are;
-    others: the rest, which shares no group with them. Validation data stays untouched by all that, so that a bound
-    computed on it means what it says.
+    held_back: training samples that decide early stopping and calibrate heads with answers that depend on calibration.
+    others: the remaining training samples, which share no group with them. Validation data is used for neither, so
+    bounds computed on it are valid.
 
     Args:
-        most: how many samples of each part are prepared; all if not given.
+        most: number of samples of each part to prepare; all if None.
     """
 
     def __init__(self, plan: DomainPlan, splits: Splits, base: FrozenBase, *, most: int | None = None) -> None:
@@ -89,20 +89,23 @@ class Domain:
         self.others = [sample for place, sample in enumerate(self.train) if place not in kept]
 
     def features(self) -> np.ndarray:
-        """Mean of what the vision tower makes of its training pictures, [hidden]. Raises BadPlan where the vision side
-        is trained, so that this is nothing to go by."""
+        """Mean image features of its training pictures, [hidden]. Raises BadPlan if the vision side is trained, which
+        changes the features."""
         means = [sample.features.rows().float().mean(0) for sample in self.train if sample.features is not None]
         if not means:
-            raise BadPlan("order `similarity` goes by image features, which change where lora.vision is on")
+            raise BadPlan("order `similarity` compares image features, which change when lora.vision is on")
         return torch.stack(means).mean(0).cpu().numpy()
 
 
 class FrozenBase:
-    """The base model without gradients: image features, prompts, and the language model that adapters sit on.
+    """The base model without gradients: image features, prompts, and the language model that adapters modify.
 
-    weights: their hash. features: where to keep image features; None keeps them in memory, all of them.
-    train_vision: leave pictures as they are, since their features will change. progress: where work over samples is
-    shown.
+    weights: hash of the model's weights.
+
+    Args:
+        features: folder for image features; None keeps all of them in memory.
+        train_vision: do not precompute image features, since training changes them.
+        progress: display for work over samples.
 
     Raises:
         BadPlan: models of this family cannot be trained.
@@ -122,13 +125,13 @@ class FrozenBase:
         self.processor = processor
         self.progress = progress or Progress()
         self.seam = Seam(model)
-        # Features through the seam, exactly as serving makes them; training through the model's own attention. On a CPU
-        # the fused one spends 1.7 times as long per step, all of it backwards (docs/decisions.md, 2026-11-21).
+        # Features come from the seam, exactly as in serving; training uses the model's own attention. On a CPU the
+        # fused attention takes 1.7 times as long per step, all of it in the backward pass (docs/decisions/0012).
         model.set_attn_implementation({"text_config": "eager" if self.seam.device.type == "cpu" else "sdpa"})
         self.model = model
         self.train_vision = train_vision
         self.weights = hash_of_weights(model.named_parameters())
-        maker = f"{self.weights} on {self.seam.device.type}"  # another device rounds in another way
+        maker = f"{self.weights} on {self.seam.device.type}"  # another device rounds differently
         self._features = None if features is None else FeatureCache(features, maker)
         self._vision = VisionEncoder(self.seam, cache_bytes=0)
 
@@ -140,8 +143,11 @@ class FrozenBase:
         samples: Sequence[Sample],
         encoded: Callable[[int], None] = lambda count: None,
     ) -> list[Prepared]:
-        """Encode every sample's frames and its question, or else the domain's. encoded: called with the number of
-        samples that were, after each few."""
+        """Encode every sample's frames with its question, or the domain's.
+
+        Args:
+            encoded: called after each batch with its number of samples.
+        """
         prepared: list[Prepared] = []
         for first in range(0, len(samples), _ENCODE_AT_ONCE):
             part = samples[first : first + _ENCODE_AT_ONCE]
@@ -153,7 +159,7 @@ class FrozenBase:
                 if len(ids) + len(answer) > self.seam.max_positions:
                     raise BadPlan(
                         f"{_name(sample)}: its pictures, question and answer take {len(ids) + len(answer)} tokens; "
-                        f"the base model has room for {self.seam.max_positions}"
+                        f"the base model takes at most {self.seam.max_positions}"
                     )
                 grids = [
                     (item.kind, {k: to_tensor(v) for k, v in item.fields.items() if "pixel" not in k})
@@ -175,12 +181,12 @@ class FrozenBase:
         return prepared
 
     def encode(self, items: Sequence[VisionInput]) -> list[torch.Tensor]:
-        """Image features [num_tokens, hidden] of each, with gradients where they are on."""
+        """Image features [num_tokens, hidden] of each picture, with gradients if they are enabled."""
         return [one.rows for one in self._vision.encode([VisionTask(item, None) for item in items])]
 
     def features_of(self, samples: Sequence[Prepared]) -> list[torch.Tensor]:
-        """Image features of each sample [placeholders, hidden]: those that were kept, or made anew where they would
-        not stay, with gradients where they are on."""
+        """Image features of each sample [placeholders, hidden]: the stored ones, or recomputed if the vision side is
+        trained, with gradients if they are enabled."""
         if not self.train_vision:
             return [seen for sample in samples if (seen := sample.embeddings) is not None]
         made = iter(self.encode([item for sample in samples for item in sample.vision]))
@@ -188,13 +194,13 @@ class FrozenBase:
 
     @torch.no_grad()
     def said(self, samples: Sequence[Prepared], limit: int) -> list[str]:
-        """What the model as it is now says of each, token after token, as the engine would; in `limit` tokens."""
+        """Decode the current model's answer to each sample as the engine does, up to `limit` tokens."""
         rows = [embed(self.seam, one.ids, seen) for one, seen in zip(samples, self.features_of(samples), strict=True)]
         prompts = [Prompt(row, one.positions) for row, one in zip(rows, samples, strict=True)]
         return [self.processor.decode(tokens).strip() for tokens in greedy(self.seam, prompts, limit)]
 
     def _kept_features(self, encoded: Sequence[EncodedPrompt]) -> Sequence[Features]:
-        """Of each sample's pictures."""
+        """Features of each sample's pictures, from the cache if they are stored."""
         items = [item for one in encoded for item in one.vision]
         if self._features is None:
             made = iter(self.encode(items))
@@ -203,26 +209,26 @@ class FrozenBase:
         if (found := self._features.get(samples)) is None:
             self._features.put(samples, self.encode(items))
             found = self._features.get(samples)
-        assert found is not None, "what was just written is there"
+        assert found is not None, "the features were just written"
         return found
 
     def _answer(self, splits: Splits, sample: Sample) -> tuple[int, ...]:
-        """The tokens of its answer in words. Raises BadPlan where these are more than words to the base model."""
+        """Tokens of a sample's answer in words. Raises BadPlan if they include special tokens of the base model."""
         words = answer_in_words(splits, sample)
         if not words:
             return ()
         tokenizer = self.processor.tokenizer
         ids = tokenizer(words, add_special_tokens=False)["input_ids"]
         marks = {*tokenizer.all_special_ids, self.seam.image_token_id}
-        if splits.labels:  # a head answers, which tells labels apart that the model has no words for
+        if splits.labels:  # a head answers, which distinguishes labels outside the model's vocabulary
             marks.discard(tokenizer.unk_token_id)
         if found := sorted(marks.intersection(ids)):
             mark = tokenizer.convert_ids_to_tokens(found[0])
-            raise BadPlan(f"{_name(sample)}: the answer {words!r} becomes {mark}, a mark and no word to the base model")
+            raise BadPlan(f"{_name(sample)}: the answer {words!r} contains {mark}, a special token of the base model")
         return (*ids, tokenizer.eos_token_id)
 
     def _encode(self, question: str, sample: Sample) -> EncodedPrompt:
-        """Its question, or else the domain's. Raises BadPlan for pictures that the base model cannot be shown."""
+        """Encode a sample with its question or the domain's. Raises BadPlan for pictures that the processor refuses."""
         prompt = self.processor.chat(sample.question or question, len(sample.frames))
         try:
             return self.processor.encode(prompt, [Image.fromarray(frame) for frame in sample.frames])
@@ -233,8 +239,11 @@ class FrozenBase:
 class LoraTrainer:
     """Trains adapters over a frozen base, one at a time. A state is LoRA tensors by name, and heads by domain.
 
-    What a training gives depends on the state it began from, the plan and its seed only: draws are seeded by what is
-    trained. progress: where trainings and scorings are shown.
+    The result of a training depends only on its initial state, the plan and the seed: random draws are seeded by what
+    is trained.
+
+    Args:
+        progress: display for training and scoring.
     """
 
     def __init__(
@@ -255,7 +264,7 @@ class LoraTrainer:
             parameter.requires_grad_(False)
         config = LoraConfig(
             r=plan.lora.rank,
-            lora_alpha=scaled_alpha(plan.lora),  # type: ignore[arg-type]  # PEFT divides by it, whatever number it is
+            lora_alpha=scaled_alpha(plan.lora),  # type: ignore[arg-type]  # PEFT divides alpha, so a float works
             use_rslora=plan.lora.rslora,
             use_bdlora=block_config(plan.lora),
             target_modules=_targets(base.seam, plan),
@@ -267,7 +276,7 @@ class LoraTrainer:
         self._lora = {name: p for name, p in self._peft.named_parameters() if "lora_" in name}
 
     def fresh(self) -> None:
-        """A new adapter: A random, B zero, as LoRA starts; no heads."""
+        """Start a new adapter without heads: A random, B zero, as in LoRA."""
         self._heads = {}
         with torch.no_grad():
             for name, parameter in self._lora.items():
@@ -280,7 +289,7 @@ class LoraTrainer:
                     parameter.zero_()
 
     def snapshot(self) -> State:
-        """Adapter and heads as they are now."""
+        """Copy of the current adapter and heads."""
         state = {f"lora.{name}": p.detach().clone() for name, p in self._lora.items()}
         for domain, head in self._heads.items():
             state[f"head.{domain}.weight"] = head.weight.detach().clone()
@@ -289,7 +298,7 @@ class LoraTrainer:
 
     @torch.no_grad()
     def restore(self, state: State) -> None:
-        """Go back to a snapshot."""
+        """Restore a snapshot."""
         for name, parameter in self._lora.items():
             parameter.copy_(state[f"lora.{name}"])
         self._heads = {}
@@ -301,16 +310,20 @@ class LoraTrainer:
                 head.bias.copy_(state[f"head.{domain}.bias"])
 
     def train(self, domain: str, beside: Sequence[str], *, rehearsal: float | None = None) -> tuple[float, ...]:
-        """Train one more domain into the adapter, which holds those `beside` it; returns losses from beginning to end.
+        """Train one more domain into the adapter, which holds the domains in `beside`.
 
-        rehearsal: share of each batch drawn from those beside; None for the plan's.
+        Args:
+            rehearsal: share of each batch drawn from the domains in `beside`; None for the plan's.
+
+        Returns:
+            Losses from start to end.
         """
         settings = self._plan.training
         share = settings.rehearsal if rehearsal is None else rehearsal
         rehearsed = round(settings.batch_size * share) if beside else 0
 
         def rows(step: int) -> list[str]:
-            # In turn over all steps: where they are more than fit into a batch, each is rehearsed still.
+            # Round robin over all steps, so that each is rehearsed even if a batch cannot hold all of them.
             again = [beside[(step * rehearsed + place) % len(beside)] for place in range(rehearsed)]
             return [domain] * (settings.batch_size - rehearsed) + again
 
@@ -321,7 +334,7 @@ class LoraTrainer:
             )
 
     def train_together(self, domains: Sequence[str]) -> tuple[float, ...]:
-        """Train several domains into a fresh adapter at once, with as many steps for each as one alone would get."""
+        """Train several domains jointly into a new adapter, with as many steps per domain as for one alone."""
         settings = self._plan.training
         steps = settings.steps * len(domains)
 
@@ -345,8 +358,15 @@ class LoraTrainer:
         adapter: Adapter,
         moved: Moved,
     ) -> tuple[float, ...]:
-        """new: domains without a head so far. held: those whose loss tells when to stop. rows: the domain of each
-        sample of a step's batch. what: seeds the draws. adapter: all domains in it."""
+        """Run the training loop.
+
+        Args:
+            new: domains that get a head.
+            held: domains for the held-back loss that decides early stopping.
+            rows: returns the domain of each sample of a step's batch.
+            what: seeds the random draws.
+            adapter: all domains in the adapter.
+        """
         settings = self._plan.training
         for domain in new:
             if self.domains[domain].task.num_outputs:
@@ -373,7 +393,7 @@ class LoraTrainer:
             if self._progress.watched and looks.due and step + 1 < steps:
                 before = time.process_time()
                 self._look(looks)
-                started += time.process_time() - before  # whether somebody watches changes no training
+                started += time.process_time() - before  # displayed scores must not change a training
             moved(step + 1, _facts(losses, looks), max(done, (step + 1) / steps))
             if settings.patience is not None and (step + 1) % max(1, steps // _LOOKS) == 0:
                 held_back = self._held_back_loss(held)
@@ -388,7 +408,7 @@ class LoraTrainer:
         return _curve(losses)
 
     def _optimizer(self) -> torch.optim.Optimizer:
-        """Over the adapter and all heads there are."""
+        """An optimizer over the adapter and all current heads."""
         parameters = [*self._lora.values(), *(p for head in self._heads.values() for p in head.parameters())]
         for parameter in parameters:
             parameter.requires_grad_(True)
@@ -400,8 +420,8 @@ class LoraTrainer:
     def _step(
         self, optimizer: torch.optim.Optimizer, batch: Sequence[tuple[str, Prepared]], size: int
     ) -> tuple[float, int]:
-        """One step of the optimizer on a batch, `size` samples of it at once or, where memory runs out, fewer. Returns
-        the loss, and how many it was."""
+        """One optimizer step on a batch, in parts of `size` samples, or fewer if memory runs out. Returns the loss and
+        the size used."""
         loss, size = halving(
             size,
             lambda at_once: self._backward(batch, at_once),
@@ -413,8 +433,8 @@ class LoraTrainer:
         return loss, size
 
     def time_step(self, rows: Sequence[str]) -> float:
-        """Seconds that a step takes on a batch of samples of these domains. It changes the adapter, and makes heads for
-        all domains."""
+        """Seconds of one step on a batch with samples of these domains. Changes the adapter and creates heads for all
+        domains."""
         for name, domain in self.domains.items():
             if domain.task.num_outputs and name not in self._heads:
                 self._heads[name] = self._new_head(name)
@@ -444,7 +464,7 @@ class LoraTrainer:
 
     @torch.no_grad()
     def bounded_score(self, domain: str, samples: Sequence[Prepared]) -> Score:
-        """The same with its lower bound at the plan's confidence, or the score itself as bound where it has none."""
+        """Score with its lower bound at the plan's confidence, or with itself as bound if there is none."""
         with self._progress.work(f"scoring {domain}", len(samples), "samples") as moved:
             answers = self.answers(domain, samples, moved)
         targets = [sample.target for sample in samples]
@@ -458,15 +478,18 @@ class LoraTrainer:
 
     @torch.no_grad()
     def in_words(self, domain: str, samples: Sequence[Prepared]) -> float:
-        """Share of samples that the language model answers word for word; 0 where answers are no words."""
+        """Share of samples that the language model answers word for word; 0 for samples without an answer in words."""
         return sum(float(read.exact.sum()) for _, read in self._reads(domain, samples)) / len(samples)
 
     @torch.no_grad()
     def said(
         self, domain: str, samples: Sequence[Prepared], moved: Moved = lambda done, facts="", share=None: None
     ) -> list[str]:
-        """What the language model says of each, cut off at twice the length of the longest answer that it was to
-        learn. moved: called with the number of samples done."""
+        """The language model's answer to each sample, up to twice the length of the longest training answer.
+
+        Args:
+            moved: called with the number of samples done.
+        """
         limit = _LONGER * max(len(sample.answer) for sample in self.domains[domain].train)
 
         def decode(part: Sequence[Prepared]) -> list[str]:
@@ -483,8 +506,11 @@ class LoraTrainer:
     def answers(
         self, domain: str, samples: Sequence[Prepared], moved: Moved = lambda done, facts="", share=None: None
     ) -> list[object]:
-        """What is said of each sample, as the domain's metrics compare it. moved: called with the number of samples
-        done."""
+        """The answer to each sample, in the form that the domain's metric compares.
+
+        Args:
+            moved: called with the number of samples done.
+        """
         if self.domains[domain].task.needs_text:
             return list(self.said(domain, samples, moved))
         task = self.domains[domain].task
@@ -500,9 +526,11 @@ class LoraTrainer:
 
     @torch.no_grad()
     def calibrated(self, domain: str) -> Objective:
-        """The domain's objective as it will be served: as sure as it is right. Where that changes answers it is
-        found on samples kept from training, so that validation data judges what it had no part in; else on validation
-        data, which are more."""
+        """The domain's objective with a calibrated head, as it is served.
+
+        If calibration changes answers, it uses held-back training samples, so that validation data stays independent;
+        otherwise it uses validation data, which has more samples.
+        """
         own = self.domains[domain]
         samples = own.held_back if own.task.calibration_decides else own.validation
         reads = [read for _, read in self._reads(domain, samples)]
@@ -514,7 +542,7 @@ class LoraTrainer:
     def _in_parts(
         self, samples: Sequence[Prepared], make: Callable[[Sequence[Prepared]], Made]
     ) -> Iterator[tuple[Sequence[Prepared], Made]]:
-        """As many samples at once as memory has room for."""
+        """Process samples in parts as large as memory allows."""
         first = 0
         while first < len(samples):
 
@@ -527,7 +555,7 @@ class LoraTrainer:
 
     @torch.no_grad()
     def _held_back_loss(self, domains: Sequence[str]) -> float:
-        """Mean over domains of the loss on what is kept from training."""
+        """Mean over domains of the loss on held-back samples."""
         self._peft.eval()
         total = 0.0
         for domain in domains:
@@ -539,7 +567,7 @@ class LoraTrainer:
         return total / len(domains)
 
     def save(self, folder: Path, state: State) -> None:
-        """Write an adapter in PEFT's format with its heads beside it."""
+        """Write an adapter in PEFT's format with its heads."""
         self.restore(state)
         self._peft.save_pretrained(str(folder))
         heads = {}
@@ -579,11 +607,11 @@ class LoraTrainer:
         return backward_in_parts(batch, at_once, self._read, lambda read: self._loss_of(batch, read))
 
     def _after_too_much(self, optimizer: torch.optim.Optimizer, at_once: int) -> None:
-        optimizer.zero_grad(set_to_none=True)  # what parts before had added
-        self._progress.say(f"out of memory: going on with {at_once} samples at a time, and the same gradients")
+        optimizer.zero_grad(set_to_none=True)  # drop the gradients of earlier parts
+        self._progress.say(f"out of memory: continuing with {at_once} samples at a time; gradients do not change")
 
     def _loss_of(self, batch: Sequence[tuple[str, Prepared]], read: Read) -> torch.Tensor:
-        """Every domain's own loss on its part of the batch, and the language model's on answers in words."""
+        """Each domain's loss on its part of the batch, including the language model's loss on answers in words."""
         with self._autocast():
             loss = read.last.new_zeros((), dtype=torch.float32)
             for domain in dict.fromkeys(name for name, _ in batch):
@@ -606,7 +634,7 @@ class LoraTrainer:
 
 
 def _facts(losses: Sequence[float], looks: Looks) -> str:
-    """The loss of late, and what held-out samples scored when they were last looked at."""
+    """The mean recent loss, and the last scores of held-out samples."""
     recent = losses[-_RECENT:]
     loss = f"loss {sum(recent) / len(recent):.3f}"
     return f"{loss}, held-out {looks}" if str(looks) else loss
@@ -617,28 +645,28 @@ def _name(sample: Sample) -> object:
 
 
 def trained_into(domain: str, beside: Sequence[str]) -> str:
-    """How a training of one more domain into an adapter is called."""
+    """Display name of a training of one more domain into an adapter."""
     return f"training {domain} into {', '.join(beside) or 'a new adapter'}"
 
 
 def trained_at_once(domains: Sequence[str]) -> str:
-    """How a training of several domains into a fresh adapter is called."""
+    """Display name of a joint training of several domains into a new adapter."""
     return f"training {', '.join(domains)} at once"
 
 
 def _window(shown: Region) -> Window:
-    """What an image processor's crop, which is in the middle, leaves of a picture."""
+    """The window of a picture that the image processor's centre crop keeps."""
     width, height = shown.width + 2 * shown.left, shown.height + 2 * shown.top
     return shown.left / width, shown.top / height, shown.width / width, shown.height / height
 
 
 def _targets(seam: Seam, plan: Plan) -> str:
-    """What PEFT takes as `target_modules`: an expression over names of linear layers."""
+    """PEFT's `target_modules`: a regular expression over names of linear layers."""
     known = sorted({name.rpartition(".")[2] for name in seam.language_linears})
     wanted = plan.lora.targets or known
     if unknown := sorted(set(wanted) - set(known)):
         raise BadPlan(
-            f"lora.targets names {', '.join(unknown)}, which the base {plan.base} has not; it has {', '.join(known)}"
+            f"lora.targets names {', '.join(unknown)}, which the base {plan.base} lacks; it has {', '.join(known)}"
         )
     targeted = {name: layer for name, layer in seam.language_linears.items() if name.rpartition(".")[2] in wanted}
     if wrong := undivided(plan.lora, targeted):
@@ -650,5 +678,5 @@ def _targets(seam: Seam, plan: Plan) -> str:
 
 
 def _curve(losses: Sequence[float]) -> tuple[float, ...]:
-    """Means over equal parts of a training, few enough to draw."""
+    """Mean losses over equal parts of a training, few enough to plot."""
     return tuple(float(part.mean()) for part in np.array_split(losses, min(_CURVE_POINTS, len(losses))))

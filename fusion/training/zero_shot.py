@@ -1,4 +1,4 @@
-"""How good the base model is before any training: its words, read as an answer of the domain's task."""
+"""Score of the base model before training, with its text parsed as an answer of the domain's task."""
 
 from __future__ import annotations
 
@@ -12,20 +12,22 @@ from fusion.training.collator import Prepared
 from fusion.training.objectives import answer_in_words, metric_of_some, task_of
 from fusion.training.train import Domain
 
-_LONGEST_LABEL = 8  # tokens that the base model may take for a short answer
-MOST_ASKED = 100  # test samples of a domain: an answer in words takes many steps
-_AT_ONCE = 32  # of these, whose keys and values are in memory
+_LONGEST_LABEL = 8  # minimum token limit for an answer of the base model
+MOST_ASKED = 100  # test samples per domain, since decoding an answer takes many steps
+_AT_ONCE = 32  # samples per batch, with keys and values in memory
 
 
 def score_before_training(domain: Domain) -> float:
-    """The domain's metric on its first test samples, of what the base model says when asked its question. To be called
-    while that is what the domain's base is: before a trainer is made on it."""
+    """The domain's metric of the base model's answers on the first test samples.
+
+    Call it before a trainer is created on the domain's base, which adds an adapter to it.
+    """
     own = dataclasses.replace(domain.splits, test=domain.splits.test[:MOST_ASKED])
     return score_of_words(own, domain.plan.metric, said_before_training(domain))
 
 
 def said_before_training(domain: Domain) -> list[str]:
-    """What the base model says of the domain's first test samples, of those that are prepared."""
+    """The base model's answers to the domain's first prepared test samples."""
     tokenizer = domain.base.processor.tokenizer
     wanted = [answer_in_words(domain.splits, sample) for sample in domain.splits.test[:MOST_ASKED]]
     longest = max(_LONGEST_LABEL, *(len(tokenizer(words)["input_ids"]) for words in wanted))
@@ -33,7 +35,7 @@ def said_before_training(domain: Domain) -> list[str]:
 
 
 def _said(domain: Domain, samples: Sequence[Prepared], longest: int) -> list[str]:
-    """In `longest` tokens, of as many samples at once as memory has room for."""
+    """Decode at most `longest` tokens, with as many samples per batch as memory allows."""
     said: list[str] = []
     at_once = _AT_ONCE
     what = f"asking the base model about {domain.plan.name}"
@@ -50,8 +52,10 @@ def _said(domain: Domain, samples: Sequence[Prepared], longest: int) -> list[str
 
 
 def score_of_words(splits: Splits, metric: str | None, said: Sequence[str]) -> float:
-    """The domain's metric of what was said of every test sample, whatever its case; None for the task's first metric.
-    Words that are no answer of the task (boxes never are) count as samples that are worth nothing."""
+    """The domain's metric of one text per test sample, ignoring case. metric: None for the task's first.
+
+    A text that is not an answer of the task (which is every text for detection) counts as 0.
+    """
     read = _reader(splits)
     answers: list[object] = []
     for words in said:

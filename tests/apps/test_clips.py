@@ -1,4 +1,4 @@
-"""Clips at a chosen rate, and several heads that read a source once."""
+"""Clips at a chosen rate, and several heads that share the reading of a source."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def client(server: Running) -> Iterator[Client]:
 
 
 def write_ramp(path: Path, num_frames: int, fps: int = 10) -> Path:
-    """Each frame eight brighter than the one before, so that a frame is known by its shade."""
+    """Each frame is eight levels brighter than the previous one, so that its shade identifies it."""
     writer = cv2.VideoWriter(str(path), cv2.VideoWriter.fourcc(*"mp4v"), fps, (64, 48))
     for place in range(num_frames):
         writer.write(np.full((48, 64, 3), 8 * place, np.uint8))
@@ -50,7 +50,7 @@ def write_ramp(path: Path, num_frames: int, fps: int = 10) -> Path:
 
 
 def numbers(clip: Chunk) -> list[int]:
-    """Which frames of a ramp a clip has."""
+    """The indices of a clip's frames in a ramp."""
     pictures = [cv2.imdecode(np.frombuffer(frame, np.uint8), cv2.IMREAD_COLOR) for frame in clip.frames]
     return [round(float(picture.mean()) / 8) for picture in pictures if picture is not None]
 
@@ -60,7 +60,7 @@ def place_of(text: str) -> Frame:
 
 
 def count_openings(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The address of each video, as it is opened."""
+    """The address of each video as it is opened."""
     opened: list[str] = []
     capture = cv2.VideoCapture
 
@@ -105,7 +105,7 @@ def test_at_any_rate_clips_follow_each_other_and_frames_their_time(rate: float, 
     taken = [int(frame) for clip in clips for frame in clip.frames]
     assert len(taken) == len(set(taken)) and abs(len(taken) - 20 * fps) <= 5
     for number, index in enumerate(taken):
-        assert 0 <= number / fps - index / rate < 1 / rate, "the last frame that was there at its time"
+        assert 0 <= number / fps - index / rate < 1 / rate, "the last frame available at its time"
     shown = [int(picture) for clip in clips for picture in clip.shown]
     assert shown == sorted(set(shown)) and len(shown) <= 10 * (len(clips) * 4 / fps) + len(clips)
 
@@ -123,13 +123,13 @@ def test_heads_of_different_sizes_read_one_video_once(tmp_path: Path, monkeypatc
 
 def test_a_file_has_no_more_frames_than_it_has(tmp_path: Path) -> None:
     source = file_source(write_ramp(tmp_path / "ramp.mp4", 12))
-    with pytest.raises(BadImage, match=r"ramp\.mp4' at 25 frames a second: it has 10; give a lower --fps"):
+    with pytest.raises(BadImage, match=r"ramp\.mp4' at 25 frames per second: it has 10; give a lower --fps"):
         list(read_clips(source, [ClipShape(1, 25)]))
     said: list[str] = []
     camera = source._replace(kind="live")
     clips = itertools.islice(read_clips(camera, [ClipShape(1, 25), ClipShape(1, 25)], say=said.append), 24)
     assert [(place, numbers(clip)) for place, clip in clips] == [(n % 2, [n // 2]) for n in range(24)]
-    assert said == ["ramp: the camera has 10 frames a second, not 25; all of them are taken"], "once for all heads"
+    assert said == ["ramp: the camera has 10 frames per second, not 25; every frame is used"], "once for all heads"
 
 
 def test_a_video_that_names_no_rate_gives_at_most_the_assumed_one(
@@ -153,7 +153,7 @@ def test_a_video_that_names_no_rate_gives_at_most_the_assumed_one(
     clips = list(read_clips(source, [ClipShape(1, 60), ClipShape(2, 15)], say=said.append))
     assert [numbers(clip) for place, clip in clips if place == 0] == [[number] for number in range(20)]
     assert [numbers(clip) for place, clip in clips if place == 1] == [[n, n + 2] for n in range(0, 20, 4)]
-    assert said == ["ramp: the video names no frame rate; 30 frames a second are assumed, and 60 cannot be taken"]
+    assert said == ["ramp: the video has no frame rate; 30 frames per second are assumed, less than 60"]
 
 
 def test_pictures_of_a_folder_go_to_every_head(tmp_path: Path) -> None:
@@ -168,7 +168,7 @@ def test_pictures_of_a_folder_go_to_every_head(tmp_path: Path) -> None:
 
 
 def fed(monkeypatch: pytest.MonkeyPatch, kind: Any, number: int, pause_s: float = 0.0) -> Reading:
-    """A reading of two heads, each of so many clips."""
+    """A reading for two heads, with this many clips for each."""
 
     def clips(source: Source, shapes: Sequence[ClipShape], **_: object) -> Iterator[tuple[int, Chunk]]:
         for index in range(number):
@@ -183,9 +183,9 @@ def fed(monkeypatch: pytest.MonkeyPatch, kind: Any, number: int, pause_s: float 
 def test_a_slow_head_does_not_hold_up_the_others_of_a_camera(monkeypatch: pytest.MonkeyPatch) -> None:
     reading, gone = fed(monkeypatch, "live", 20, pause_s=0.01), threading.Event()
     taken = [clip.index for clip in iter(lambda: reading.take(0, gone), None)]
-    assert taken == list(range(20)), "the other head has taken nothing"
+    assert taken == list(range(20)), "the other head has taken no clip"
     left = [clip.index for clip in iter(lambda: reading.take(1, gone), None)]
-    assert left and left[-1] == 19 and len(left) <= 3, "of which the newest are left"
+    assert left and left[-1] == 19 and len(left) <= 3, "the newest clips are left"
     for head in range(2):
         reading.leave(head)
 
@@ -248,7 +248,7 @@ def test_a_head_that_ends_is_reported_while_the_others_go_on(client: Client, tmp
             reported.append(text)
             stop.set()
 
-    limit = threading.Timer(10, stop.set)  # the camera goes on for ever
+    limit = threading.Timer(10, stop.set)  # the camera continues without end
     limit.start()
     with pytest.raises(BadConfig):
         run(client, [camera], "cam", ("night", "one"), out=tmp_path / "out", stop=stop, say=say)

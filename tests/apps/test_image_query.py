@@ -71,8 +71,8 @@ def test_when_told_to_stop_no_more_is_asked(server: Running, pictures: Path) -> 
 def test_what_cannot_be_asked_is_told(server: Running, pictures: Path, tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     for path, message in (
-        (tmp_path / "empty", "holds no picture"),
-        (tmp_path / "nowhere", "there is no file or folder"),
+        (tmp_path / "empty", "contains no picture"),
+        (tmp_path / "nowhere", "no file or folder"),
     ):
         with pytest.raises(BadImage, match=message):
             find_pictures([path])

@@ -1,4 +1,4 @@
-"""Sources to answers over a scripted server: every second once, in order, whatever breaks on the way."""
+"""Sources to answers over a scripted server: every second once, in order, despite failures."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def test_addresses_become_sources_with_names_of_their_own(tmp_path: Path) -> Non
         (tmp_path.name, "pictures"),
     ]
     (tmp_path / "empty").mkdir()
-    with pytest.raises(BadImage, match="holds no video and no picture"):
+    with pytest.raises(BadImage, match="contains no video and no picture"):
         find_sources([str(tmp_path / "empty")])
 
 
@@ -118,17 +118,17 @@ def test_a_folders_pictures_are_chunks_of_as_many_as_the_head_reads(tmp_path: Pa
     assert [len(chunk.frames) for chunk in chunks] == [2, 2, 2] == [len(chunk.shown) for chunk in chunks]
     assert chunks[2].frames[0] == chunks[2].frames[1]  # the last is repeated
     (tmp_path / "5.png").write_bytes(b"no picture")
-    with pytest.raises(BadImage, match=r"5\.png' is no picture"):
+    with pytest.raises(BadImage, match=r"5\.png' is not a picture"):
         list(clips_of(source, 2))
 
 
 @pytest.mark.parametrize(
     ("address", "why"),
     [
-        ("99", "no camera of that number"),
-        ("rtsp://127.0.0.1:1/main", "nothing answers there"),
+        ("99", "no camera has that number"),
+        ("rtsp://127.0.0.1:1/main", "the address does not respond"),
         ("nowhere.mp4", "no such file or address"),
-        (__file__, "no video this machine can decode"),
+        (__file__, "not a video that this machine can decode"),
     ],
 )
 def test_why_a_source_cannot_be_read(address: str, why: str) -> None:
@@ -137,7 +137,7 @@ def test_why_a_source_cannot_be_read(address: str, why: str) -> None:
 
 
 def test_a_file_whose_name_is_no_text_is_told_of(tmp_path: Path) -> None:
-    """OpenCV ends the process over one."""
+    """OpenCV aborts the process for such a name."""
     folder = tmp_path / "pictures"
     folder.mkdir()
     for path in (tmp_path / "\udcff.mp4", folder / "\udcff.png"):
@@ -163,8 +163,8 @@ def test_a_camera_that_is_lost_is_opened_again(monkeypatch: pytest.MonkeyPatch) 
     assert [next(chunks).index for _ in range(6)] == [0, 1, 2, 3, 4, 5]
     stop.set()
     assert list(chunks) == [] and len(opened) == 4
-    assert said[0].startswith("camera-0: no picture any more; trying again")
-    assert said[1].startswith("camera-0: cannot read video; trying again")
+    assert said[0].startswith("camera-0: the camera sends no more frames; retrying")
+    assert said[1].startswith("camera-0: cannot read video; retrying")
 
 
 def test_a_camera_that_is_not_there_yet_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -211,7 +211,7 @@ def test_a_broken_connection_and_a_lost_stream_lose_no_second(
         found.append(result)
         if len(found) == 3:
             client.connection().close()
-        if len(found) == 6:  # as after a restart of the server: nobody knows the stream any more
+        if len(found) == 6:  # as after a restart of the server: the stream is unknown
             server.loop.call_soon_threadsafe(server.front_end.streams.close)
     assert [result.index for result in found] == list(range(12))
     assert [result.label for result in found] == labels(12)
@@ -245,7 +245,7 @@ def test_a_server_that_is_not_there_yet_is_waited_for(
     def stats() -> EngineStats:
         tries.append(len(tries))
         if len(tries) < 4:
-            raise Disconnected("nobody is there")
+            raise Disconnected("no server")
         return asked()
 
     monkeypatch.setattr(client, "stats", stats)
@@ -259,7 +259,7 @@ def test_a_server_that_is_not_there_yet_is_waited_for(
         run(client, sources, "cam", "night", wait_s=60, stop=stopped)
     assert len(tries) == 2
     assert run(client, sources, "cam", "night", wait_s=60, say=said.append) == {"street": 2}
-    assert said == ["nobody is there; it is waited for"]
+    assert said == ["no server; waiting for it"]
 
 
 def test_a_camera_waits_for_its_server_until_told_to_stop(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -292,7 +292,7 @@ def test_a_camera_waits_for_its_server_until_told_to_stop(server: Running, monke
         client.connection().close()
         with pytest.raises(Disconnected):
             list(answers)
-    assert len(tries) == 10 and 1 <= len(said) == len(set(said)) <= 2, "what lasts for hours is told once"
+    assert len(tries) == 10 and 1 <= len(said) == len(set(said)) <= 2, "a permanent problem is reported once"
 
 
 @pytest.mark.parametrize("lost", [UnknownAdapter("not loaded"), UnknownHead("not there"), OverCapacity("full")])
@@ -313,7 +313,7 @@ def test_a_server_that_came_back_otherwise_is_tried_until_it_is_as_before(
     said: list[str] = []
     video = file_source(write_video(tmp_path / "street.mp4", shades(3)))
     assert [pair[1].label for pair in analyse(client, video, "cam", "night", say=said.append)] == labels(3)
-    assert said == [f"street: {lost}; trying again"]
+    assert said == [f"street: {lost}; retrying"]
     tries.clear()
     with pytest.raises(type(lost)):
         list(analyse(client, video, "cam", "night", patience_s=0.0))
@@ -338,7 +338,7 @@ def test_seconds_refused_by_a_server_that_shuts_down_are_sent_again(
     video = file_source(write_video(tmp_path / "street.mp4", shades(9)))
     pairs = list(analyse(client, video, "cam", "night", say=said.append))
     assert [result.label for _, result in pairs] == labels(9) and not any(result.problem for _, result in pairs)
-    assert set(said) == {"street: not now; trying again"}
+    assert set(said) == {"street: not now; retrying"}
 
 
 # -- files ------------------------------------------------------------------------------------------------------------
@@ -405,7 +405,7 @@ def test_what_sources_say_is_heard_while_others_open_their_videos(
     leave.set()
     for thread in threads:
         thread.join(10)
-    assert os.path.samestat(os.fstat(2), before), "stderr is what it was"
+    assert os.path.samestat(os.fstat(2), before), "stderr is restored"
     assert [line[:7] for line in sorted(capfd.readouterr().err.splitlines())] == ["a ended", "b ended"]
 
 
@@ -414,7 +414,7 @@ def test_a_file_that_cannot_be_written_is_named(client: Client, tmp_path: Path, 
     video = write_video(tmp_path / "street.mp4", shades(3))
     (tmp_path / "taken" / f"street.{suffix}").mkdir(parents=True)
     (tmp_path / "full").mkdir()
-    (tmp_path / "full" / f"street.{suffix}").symlink_to("/dev/full")  # a disk without room
+    (tmp_path / "full" / f"street.{suffix}").symlink_to("/dev/full")  # a full disk
     for folder, why in (("taken", "Is a directory"), ("full", "No space left")):
         with pytest.raises(BadConfig, match=rf"cannot write '.*street\.{suffix}': {why}"):
             run(client, [file_source(video)], "cam", "night", out=tmp_path / folder)

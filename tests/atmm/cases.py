@@ -1,4 +1,4 @@
-"""Random groups, plans and the bound within which a result of a given dtype must agree with the float64 reference."""
+"""Random groups and plans, and the error bound of a result of a given dtype against the float64 reference."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from atmm import Factors, Lane, SegmentPlan, Site, SiteGroup, add_delta, add_deltas, reference
 
-# Calls per result are few, sums are kept in float32 at least: a few roundings of the absolute sum bound the error.
+# A result takes few calls, with sums in float32 or better: a few roundings of the absolute sum bound the error.
 ROUNDINGS = {torch.float64: 64, torch.float32: 16, torch.bfloat16: 1, torch.float16: 2}
 
 
@@ -57,7 +57,8 @@ def bound(y: Tensor, x: Tensor, site: Site, plan: SegmentPlan) -> Tensor:
 
 
 def check_against_reference(group: SiteGroup, plan: SegmentPlan, x: Tensor, outputs: Sequence[Tensor]) -> float:
-    """Run every site of the group and compare. Returns how far the reference moved y, in units of the bound."""
+    """Run every site of the group and compare. Returns the largest change of y by the reference, in units of the
+    bound."""
     moved = 0.0
     for site, y in zip(group.sites, outputs, strict=True):
         expected = reference.add_delta(y, x, site, plan)
@@ -74,7 +75,7 @@ def check_against_reference(group: SiteGroup, plan: SegmentPlan, x: Tensor, outp
 def check_group_against_reference(
     group: SiteGroup, plan: SegmentPlan, x: Tensor, outputs: Sequence[Tensor], transposed: bool = False
 ) -> None:
-    """The same for all sites at once, in one y inside a larger tensor. transposed: whose tokens are adjacent."""
+    """The same for all sites at once, in one y inside a larger tensor. transposed: y is column-major."""
     widths = [site.d_out for site in group.sites]
     shape = len(x), sum(widths) + 9
     room = torch.full(shape[::-1] if transposed else shape, float("nan"), dtype=x.dtype, device=x.device)
@@ -99,7 +100,7 @@ def segments(lengths: Mapping[str, int], *, start: int = 0) -> list[Lane]:
 
 
 def lay_in_arena(group: SiteGroup, gap: int) -> None:
-    """Move every factor to a place of its own in one arena per dtype, `gap` elements of NaN around each row."""
+    """Move every factor to separate memory, with `gap` elements of NaN around each row."""
     for site in group.sites:
         for key, factors in site.factors.items():
             site.factors[key] = Factors(*(_poisoned_around(rows, gap) for rows in factors))
@@ -125,8 +126,10 @@ class Batch(NamedTuple):
 
 @st.composite
 def batches(draw: st.DrawFn) -> Batch:
-    """1 to 64 adapters of ranks 1 to 256 in ragged segments, some of them empty, base tokens between them; perhaps one
-    adapter is taken off a stretch of all of them, and perhaps off its own tokens again."""
+    """1 to 64 adapters of ranks 1 to 256 in ragged segments, some of them empty, with base tokens between them.
+
+    In some cases, a lane with sign -1 subtracts one adapter from a range of tokens, which may include its own.
+    """
     count = draw(st.one_of(st.integers(1, 4), st.integers(5, 64)))
     rank = st.one_of(st.sampled_from((1, 8, 16, 64, 256)), st.integers(1, 256))
     ranks = {str(key): draw(rank) for key in range(count)}
@@ -146,11 +149,11 @@ def batches(draw: st.DrawFn) -> Batch:
 
 
 RELATIVE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
-"""Largest error that is allowed, as a share of the largest value."""
+"""Largest allowed error relative to the largest value."""
 
 
 def relative_error(batch: Batch, strategy: str | None, dtype: torch.dtype) -> float:
-    """Add a drawn batch's deltas and compare: the largest error of any site over its largest right value."""
+    """Add the deltas of a drawn batch. Returns the largest error of any site relative to its largest expected value."""
     group = make_group(batch.ranks, d_in=batch.d_in, d_outs=batch.d_outs, dtype=dtype)
     lay_in_arena(group, batch.gap)
     group.pack(batch.ranks)
@@ -161,7 +164,7 @@ def relative_error(batch: Batch, strategy: str | None, dtype: torch.dtype) -> fl
         right = reference.add_delta(y, x, site, plan)
         add_delta(y, x, site, plan)
         error = (y.double() - right).abs()
-        assert error.isfinite().all(), f"{site.name}: memory that belongs to nobody was read"
+        assert error.isfinite().all(), f"{site.name}: unused memory was read"
         if y.numel():
             worst = max(worst, (error.max() / right.abs().max()).item())
     return worst

@@ -1,6 +1,6 @@
-"""Compiled kernels launched through their handles, on a driver that only writes down what it is told to launch.
+"""Compiled kernels launched through their handles, on a driver that only records the launches.
 
-Run in a process of its own by `test_triton.py`: Triton has one driver per process.
+`test_triton.py` runs this file in a separate process, because Triton has one driver per process.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class _Launcher:
         self.name = metadata.name
 
     def __call__(self, *arguments: Any) -> None:
-        # grid and the kernel's own arguments; between them: stream, function, metadata and hooks
+        # grid, then stream, function, metadata and hooks, then the kernel's arguments
         launched.append((self.name, arguments[:3], arguments[9:]))
 
 
@@ -73,7 +73,7 @@ def _clean() -> None:
 
 
 def count_launches(patch: pytest.MonkeyPatch) -> list[str]:
-    """Kernels that go through Triton's own launch from now on."""
+    """The names of kernels launched by Triton's own launch after this call."""
     names: list[str] = []
     run = JITFunction.run
 
@@ -91,7 +91,7 @@ def asked(_clean: None, monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def serve(group: SiteGroup, y: torch.Tensor, x: torch.Tensor, tiling: str) -> None:
-    """A step's call for a whole group, as on a GPU."""
+    """The call of one step for a whole group, as on a GPU."""
     assert group.packed is not None
     plan = SegmentPlan(len(x), segments({"a": 3, "b": 5}))
     strategy = prepare(Survey(plan, group.packed.layout), Tiling.named(tiling))
@@ -116,13 +116,13 @@ def test_a_step_asks_once_and_every_later_one_launches_the_same(
     assert asked == names
     first = launched.copy()
     serve(group, y, x, tiling)
-    assert asked == names, "the second step asked again"
+    assert asked == names, "the second step used Triton's launch again"
     again = launched[len(first) :]
     assert len(again) == len(first) == len(names)
     for (name, grid, arguments), (other, other_grid, others) in zip(first, again, strict=True):
         assert (name, grid, len(arguments)) == (other, other_grid, len(others))
         for one, another in zip(arguments, others, strict=True):
-            # Tables of tiles and hidden values are a step's own.
+            # Each step has its own tile tables and hidden values.
             assert one is another or (torch.is_tensor(one) and one.shape == another.shape) or one == another
 
 
@@ -175,14 +175,14 @@ def test_no_step_asks_what_was_compiled_ahead(data: st.DataObject, ahead: list[s
 
 @pytest.fixture(scope="module")
 def ahead() -> Iterator[list[str]]:
-    """Kernels that went through Triton's own launch after all were compiled ahead."""
+    """The names of kernels launched by Triton's own launch after ahead-of-time compilation."""
     driver.set_active(_Driver())
     handle.cache_clear()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(atmm.operator, "choose", lambda survey, transposed: "tiled")
         patch.setattr(atmm.strategies.registry, "triton_interprets", lambda: True)
         group = make_group({}, d_in=256, d_outs=(128, 64), dtype=torch.bfloat16)
-        # A third of the space is compiled here, and as much of it drawn: all takes a minute.
+        # Compile and draw only a third of the space: the whole space takes a minute.
         patch.setattr(atmm.warmup, "_HIGHEST_RANK", 16)
         named = [tiling for tiling in all_usual(2) if tiling.block_m == 16]
         patch.setattr(atmm.warmup, "_measured", lambda *sites: named)

@@ -1,5 +1,4 @@
-"""The library of grouped products on the CPU: the same functions, given the same addresses, that read and write memory
-as the GPU would."""
+"""Emulation of the library of grouped products on the CPU: the same functions with the same addresses as on the GPU."""
 
 from __future__ import annotations
 
@@ -22,7 +21,7 @@ def point(
     problems: int, count: int, buffer: int, x: int, x_stride: int, d_in: int, pool: int, hidden: int,
     y: int, y_stride: int, column: int, stream: int,
 ) -> int:  # fmt: skip
-    """The twin of `problems.h`."""
+    """Python version of `point` in `problems.h`."""
     for index in range(count):
         token, num_tokens, rank, d_out, a, bt, y_column, start = _PROBLEM.unpack(
             ctypes.string_at(problems + _PROBLEM.size * index, _PROBLEM.size)
@@ -41,7 +40,7 @@ def point(
 
 
 class Product(NamedTuple):
-    """Addresses, elements between rows, and the sizes of left [m, k], right and out [m, n]."""
+    """Addresses, row strides in elements, and the sizes of left [m, k], right and out [m, n]."""
 
     left: int
     right: int
@@ -55,7 +54,7 @@ class Product(NamedTuple):
 
 
 def products(buffer: int, count: int, half: int) -> Iterator[Product]:
-    """What a launch finds in its arguments; half 0 is the shrink, 1 the expand."""
+    """The products in the argument buffer of a launch; half 0 is the shrink, 1 the expand."""
     begin = buffer + 64 * count * half
     for index in range(count):
         fields = [ctypes.c_int64.from_address(begin + 8 * (field * count + index)).value for field in range(6)]
@@ -64,7 +63,7 @@ def products(buffer: int, count: int, half: int) -> Iterator[Product]:
 
 
 class Emulated:
-    """Stands for `atmm.cutlass.Library`. calls: the launches so far, by name."""
+    """Replaces `atmm.cutlass.Library`. calls: the names of the launches so far."""
 
     def __init__(self) -> None:
         self.calls: list[str] = []
@@ -105,14 +104,14 @@ class Emulated:
 
 
 def matrix(address: int, rows: int, columns: int, stride: int, dtype: torch.dtype) -> Tensor:
-    """[rows, columns] of 16 bits each at an address, `stride` elements between rows."""
+    """A view [rows, columns] of 16-bit values at an address, with row stride `stride` in elements."""
     count = (rows - 1) * stride + columns
     memory = (ctypes.c_char * (2 * count)).from_address(address)
     return torch.frombuffer(memory, dtype=dtype).as_strided((rows, columns), (stride, 1))
 
 
 def _check(asked: list[Product], tile: Tile, num_tiles: int) -> None:
-    """What CUTLASS takes for granted: 128-bit accesses, and no value written twice in one launch."""
+    """The requirements of CUTLASS: 128-bit accesses, and no value written twice in one launch."""
     assert num_tiles == sum(tile.num_tiles(p.m, p.n) for p in asked)
     for p in asked:
         assert min(p.m, p.n, p.k) > 0

@@ -1,4 +1,4 @@
-"""`add_delta` against the float64 reference: every strategy, dtype, rank, kind of segment, overlap and missing site."""
+"""`add_delta` against the float64 reference: all strategies, dtypes, ranks, segments, overlaps and missing sites."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_every_strategy_agrees_with_the_reference(strategy: str, kind: str, dtyp
     group.pack("abc")
     x, outputs = make_input(num_tokens, group, dtype)
     moved = check_against_reference(group, SegmentPlan(num_tokens, lanes, strategy), x, outputs)
-    assert moved > 4 or not lanes  # the deltas are well above the bound: leaving one out would be seen
+    assert moved > 4 or not lanes  # the deltas are well above the bound: a missing one would be detected
 
 
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16), ids=str)
@@ -126,7 +126,7 @@ def test_strided_views(strategy: str, dtype: torch.dtype) -> None:
     assert check_against_reference(group, plan, x_wide[:, 5:53], inner) > 4
     for view, y in zip(wide, inner, strict=True):
         y.zero_()
-        assert (view == 0).all()  # nothing was written beside the outputs
+        assert (view == 0).all()  # nothing was written outside of the outputs
 
 
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16), ids=str)
@@ -217,7 +217,7 @@ def test_outputs_that_do_not_lie_side_by_side_are_refused() -> None:
     group = make_group({"a": 4})
     plan = SegmentPlan(3, [Lane("a", 0, 3)])
     for y in (torch.zeros(3, 71), torch.zeros(72, 3), torch.zeros(216)):
-        with pytest.raises(ValueError, match=r"a plan of 3 tokens make \[3, 72\]"):
+        with pytest.raises(ValueError, match=r"a plan of 3 tokens expects \[3, 72\]"):
             add_deltas(y, torch.zeros(3, 48), group, plan)
 
 

@@ -12,7 +12,7 @@ import atmm
 needs_compiler = pytest.mark.skipif(
     not atmm.serves_attention(torch.device("cpu"), torch.float32), reason="no C++ compiler here"
 )
-# Around the widths of a vector, a tile and a piece of a context, and several pieces.
+# Lengths around the sizes of a vector, a tile and a piece of a context, and lengths of several pieces.
 LENGTHS = (1, 2, 15, 16, 17, 31, 33, 255, 256, 257, 600)
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}  # rounding of the result
 
@@ -20,7 +20,7 @@ TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}  # rounding of the resul
 def reference(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, contexts: list[torch.Tensor], scale: float
 ) -> torch.Tensor:
-    """Attention of q [D, heads, dim], each row over its context, in float64; [D, heads, dim]."""
+    """Attention of q [D, heads, dim], each row over its context, in float64. Returns [D, heads, dim]."""
     _, heads, dim = q.shape
     out = torch.empty(q.shape, dtype=torch.float64)
     for n, rows in enumerate(contexts):
@@ -37,7 +37,7 @@ def reference(
 def make(
     heads: int, kv_heads: int, dim: int, dtype: torch.dtype, lengths: tuple[int, ...] = LENGTHS
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, list[torch.Tensor]]:
-    """Queries, keys, values, and contexts: their cache rows lie scattered, and rows that are in none hold NaN."""
+    """Queries, keys, values and contexts. The cache rows of a context are scattered; unused rows hold NaN."""
     generator = torch.Generator().manual_seed(heads * dim)
     num_rows = 2 * sum(lengths)
     k, v = (torch.randn(num_rows, kv_heads * dim, generator=generator).to(dtype) for _ in range(2))
@@ -51,7 +51,7 @@ def make(
 def attend(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, contexts: list[torch.Tensor], scale: float
 ) -> torch.Tensor:
-    """Every second row of a batch attends; the others must stay as they are."""
+    """Every second row of a batch attends; the other rows must not change."""
     batch = torch.full((2 * len(q), *q.shape[1:]), math.nan, dtype=q.dtype)
     places = torch.arange(len(q)) * 2 + 1
     batch[places] = q
@@ -84,7 +84,7 @@ def test_large_scores_are_exact_where_a_softmax_is_nearly_a_choice() -> None:
 def test_strided_queries_and_caches_inside_larger_tensors() -> None:
     q, k, v, contexts = make(4, 2, 16, torch.float32)
     expected = attend(q, k, v, contexts, 0.25)
-    wide = torch.stack([k, v], 1).view(len(k), -1)  # keys and values side by side: rows are further apart
+    wide = torch.stack([k, v], 1).view(len(k), -1)  # keys and values side by side: larger row strides
     places, starts = torch.arange(len(q)), torch.tensor([0, *(len(rows) for rows in contexts)]).cumsum(0)
     transposed = q.permute(2, 1, 0).contiguous().permute(2, 1, 0)
     out = torch.empty_like(q)
@@ -111,7 +111,7 @@ def test_results_do_not_depend_on_the_number_of_threads() -> None:
 def test_what_is_not_a_number_in_a_context_shows_there_and_nowhere_else(side: str) -> None:
     q, k, v, contexts = make(4, 2, 16, torch.bfloat16, lengths=(20, 300, 5))
     clean = attend(q, k, v, contexts, 0.25)
-    (k if side == "k" else v)[contexts[1][7], 3] = math.nan  # of the first KV head, which heads 0 and 1 read
+    (k if side == "k" else v)[contexts[1][7], 3] = math.nan  # in the first KV head, which heads 0 and 1 read
     found = attend(q, k, v, contexts, 0.25)
     assert found[1, :2].isnan().any(1).all() and torch.equal(found[1, 2:], clean[1, 2:])
     assert torch.equal(found[0], clean[0]) and torch.equal(found[2], clean[2])

@@ -1,4 +1,4 @@
-"""What does not fit is refused by the name of the argument, before anything is computed or written."""
+"""Invalid input raises an error with the argument's name before anything is computed or written."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.atmm.cases import make_group, make_input, segments
 
 @pytest.fixture(params=("compiled", "plain"), autouse=True)
 def _twin(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Everything holds for both, and for a machine without a compiler."""
+    """Run every test with the compiled kernels, and as on a machine without a compiler."""
     if request.param == "plain":
         for module in ("cpu.lanes", "operator"):
             monkeypatch.setattr(f"atmm.{module}.library", lambda: None)
@@ -68,7 +68,7 @@ BAD_FACTORS: dict[str, tuple[Callable[[Factors], Factors], str]] = {
 }
 
 
-@pytest.mark.parametrize("num_tokens", (5, 40))  # more than the compiled kernels take
+@pytest.mark.parametrize("num_tokens", (5, 40))  # 40 is more than the compiled kernels support
 @pytest.mark.parametrize("whole", (False, True), ids=("site", "group"))
 @pytest.mark.parametrize("bad", BAD_FACTORS)
 def test_factors_that_do_not_fit(bad: str, whole: bool, num_tokens: int) -> None:
@@ -84,7 +84,7 @@ def test_factors_that_do_not_fit(bad: str, whole: bool, num_tokens: int) -> None
             add_deltas(y, x, group, lanes)
         else:
             add_delta(y, x, group.sites[1], lanes)
-    assert torch.equal(y, before)  # of a group not even the sites before the bad one
+    assert torch.equal(y, before)  # in a group, the sites before the bad one are unchanged too
 
 
 @pytest.mark.parametrize("lane", (Lane("a", 3, 6), Lane("a", -1, 2), Lane("a", 4, 2)), ids=str)
@@ -124,9 +124,9 @@ def test_merges_that_do_not_fit(bad: str) -> None:
         (HeadRows(torch.zeros(3, 12), torch.zeros(4), torch.tensor([0])), r"rows\[1\]\.bias is \(4,\)"),
         (
             HeadRows(torch.zeros(3, 12), None, torch.tensor([2, 7])),
-            r"rows\[1\]\.index goes from 2 to 7; h has rows 0 to 6",
+            r"rows\[1\]\.index ranges from 2 to 7; h has rows 0 to 6",
         ),
-        (HeadRows(torch.zeros(3, 12), None, torch.tensor([-1])), r"rows\[1\]\.index goes from -1 to -1"),
+        (HeadRows(torch.zeros(3, 12), None, torch.tensor([-1])), r"rows\[1\]\.index ranges from -1 to -1"),
         (HeadRows(torch.zeros(3, 12), None, torch.tensor([0.5])), r"rows\[1\]\.index is \(1,\) in torch.float32"),
         (HeadRows(torch.zeros(3, 12, device="meta"), None, torch.tensor([0])), r"rows\[1\]\.weight .* on meta"),
     ),

@@ -1,6 +1,6 @@
-"""Where files cannot be kept the engine starts all the same, and its log names the variable that mends it.
+"""If files cannot be cached, the engine starts nevertheless, and its log names the environment variable to set.
 
-The folder of these tests lies below a file: it cannot be made, whoever runs them.
+The cache folder of these tests is below a regular file, so that it cannot be created by any user.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def unwritable(fresh: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def homeless(fresh: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A user without an entry in the system's list and without HOME, as in containers."""
+    """A user without a passwd entry and without HOME, as in containers."""
 
     def no_entry(user: int) -> pwd.struct_passwd:
         raise KeyError(user)
@@ -51,7 +51,7 @@ def test_a_user_without_a_home_has_no_folders(homeless: None) -> None:
         cache.folder()
     with pytest.raises(FileNotFoundError, match="no home folder and XDG_DATA_HOME is not set"):
         tables.user_folder()
-    with pytest.raises(BadConfig, match="XDG_DATA_HOME is not set; give --out"):
+    with pytest.raises(BadConfig, match="XDG_DATA_HOME is not set; set --out"):
         tune.tune(None, device="cpu", dtypes=["float32"], minutes=0, out=None)
 
 
@@ -75,8 +75,8 @@ def test_measured_products_serve_though_they_cannot_be_kept(
         matmul_choice.measure([torch.zeros(8, 4)])
     assert len(matmul.measured) == 1
     message = caplog.records[-1].getMessage()
-    assert message.startswith("products are measured at every start: the result cannot be kept: ")
-    assert message.endswith("set XDG_CACHE_HOME to a folder that can be written")
+    assert message.startswith("matrix products are measured at every start: the result cannot be cached: ")
+    assert message.endswith("set XDG_CACHE_HOME to a writable folder")
 
 
 @needs_compiler
@@ -86,7 +86,7 @@ def test_kernels_are_compiled_elsewhere_where_they_cannot_be_kept(
     kept = cpu._built
 
     def compile_a_stub(compiler: str, folder: Path) -> Path:
-        """One function in place of all kernels, which take seconds."""
+        """Compile one function instead of all kernels, which take seconds."""
         source = folder / "stub.c"
         source.write_text("int stub(void) { return 7; }")
         subprocess.run(

@@ -1,4 +1,4 @@
-"""Contention is the time in which this process had work and no core."""
+"""Contention is the time in which threads of this process were runnable but had no core."""
 
 from __future__ import annotations
 

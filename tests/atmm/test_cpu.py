@@ -1,4 +1,4 @@
-"""The compiled CPU kernels: the same answers as their plain twins, whatever the shape; absent without a fuss."""
+"""The compiled CPU kernels: the same results as their torch fallbacks for all shapes, and the fallback without them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ needs_compiler = pytest.mark.skipif(cpu.library() is None, reason="no C++ compil
 
 @pytest.fixture
 def fresh(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
-    """A cache folder of its own, and nothing loaded yet."""
+    """A separate cache folder, and no loaded library."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     cpu.library.cache_clear()
     yield tmp_path
@@ -60,7 +60,7 @@ def test_adapters_are_read_where_they_lie_now() -> None:
         lambda: None,
         lambda: site.factors.update(a=Factors(torch.randn(6, site.d_in), torch.randn(6, site.d_out))),
         lambda: site.factors.update(a=Factors(*(factor.t().contiguous().t() for factor in site.factors["a"]))),
-        lambda: site.factors["a"].a.mul_(2),  # in place, and not row by row in memory
+        lambda: site.factors["a"].a.mul_(2),  # in place, without contiguous rows
         lambda: site.factors.update(a=Factors(torch.empty(0, site.d_in), torch.empty(0, site.d_out))),
         lambda: site.factors.pop("a"),
         lambda: site.factors.update(c=Factors(torch.randn(2, site.d_in), torch.randn(2, site.d_out))),
@@ -173,7 +173,7 @@ def test_what_was_built_is_found_again(fresh: Path) -> None:
 
 @pytest.fixture(scope="module")
 def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A home directory that several machines share, so that a build of one test serves the others (8 s each)."""
+    """A home directory shared by several machines, so that tests share builds (8 s each)."""
     return tmp_path_factory.mktemp("home")
 
 
@@ -228,7 +228,7 @@ def test_processors_without_wide_vectors_agree_with_the_reference(another_proces
 
 def _rounded_as_torch_does() -> None:
     generator = torch.Generator().manual_seed(0)
-    # Products of two bfloat16 values are exact in float32, and one in 2^7 of them lies between two neighbours.
+    # Products of two bfloat16 values are exact in float32, and one in 2^7 of them is midway between two neighbours.
     a, bt = (torch.randn(1, 1, size, generator=generator).bfloat16() for size in (200, 100))
     a[0, 0, :4] = torch.tensor([float("nan"), float("inf"), 3e38, 0.0])
     bt[0, 0, 0] = 1.0
@@ -253,10 +253,10 @@ def test_without_a_compiler_the_twins_serve(
     fresh: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setenv("CXX", "no-such-compiler")
-    with caplog.at_level(logging.WARNING):  # seen where nobody asked for more
+    with caplog.at_level(logging.WARNING):  # visible at the default level
         assert cpu.library() is None
         assert cpu.library() is None
-    assert caplog.text.count("no C++ compiler") == 1  # said once
+    assert caplog.text.count("no C++ compiler") == 1  # logged once
     group = make_group({"a": 8})
     group.pack("a")
     plan = SegmentPlan(2, [Lane("a", 0, 2)], "compiled")

@@ -1,6 +1,6 @@
-"""Grouped products: what their kernels are told to read and write, where they are taken, and what their absence means.
+"""Grouped products: the addresses passed to their kernels, their selection, and the behaviour without a build.
 
-The products themselves are emulated, address by address; CUTLASS's own run on a GPU only.
+The products are emulated on the CPU with the same addresses; the CUTLASS kernels run on a GPU only.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ def use(found: Emulated, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lanes, "library", lambda: found)
     monkeypatch.setattr(lanes, "serves", lambda survey, name: legal(survey))
     monkeypatch.setattr(lanes, "_stream", lambda device: 0)
-    # Hidden values are rounded, and y once per round.
+    # Hidden values are rounded once, y once per round.
     monkeypatch.setitem(ROUNDINGS, torch.bfloat16, 2)
 
 
@@ -123,7 +123,7 @@ def test_one_plan_serves_every_layer(library: Emulated) -> None:
 
 
 class Batch(NamedTuple):
-    """A drawn case, all sizes multiples of 8. gap: elements before, between and behind the rows of x, y and factors."""
+    """A drawn case, all sizes multiples of 8. gap: elements before, between and after the rows of x, y and factors."""
 
     ranks: dict[str, int]
     missing: list[tuple[str, int]]
@@ -136,8 +136,10 @@ class Batch(NamedTuple):
 
 @st.composite
 def batches(draw: st.DrawFn) -> Batch:
-    """1 to 40 adapters in ragged segments, some of them empty, base tokens between; perhaps one adapter is taken off a
-    stretch of all, perhaps its own tokens too."""
+    """1 to 40 adapters in ragged segments, some of them empty, with base tokens between them.
+
+    In some cases, a lane with sign -1 subtracts one adapter from a range of tokens, which may include its own.
+    """
     ranks = {str(key): draw(st.sampled_from((0, 8, 16, 24, 64, 128))) for key in range(draw(st.integers(1, 40)))}
     drawn: list[Lane] = []
     at = 0
@@ -166,7 +168,7 @@ def test_drawn_batches(batch: Batch, dtype: torch.dtype, whole: bool) -> None:
         group = make_group(batch.ranks, d_in=batch.d_in, d_outs=batch.d_outs, missing=batch.missing, dtype=dtype)
         lay_in_arena(group, batch.gap)
         pack_into_poison(group, list(batch.ranks))
-        assume(group.packed is not None)  # else no adapter has factors anywhere
+        assume(group.packed is not None)  # at least one adapter has factors
         plan = SegmentPlan(batch.num_tokens, batch.lanes, NAME)
         prepare_poisoned(group, plan)
         x, outputs = make_input(batch.num_tokens, group, dtype)
@@ -179,7 +181,7 @@ def test_drawn_batches(batch: Batch, dtype: torch.dtype, whole: bool) -> None:
 
 def pack_into_poison(group: SiteGroup, keys: list[str]) -> None:
     num_bytes = group.packed_bytes(keys)
-    group.pack(keys, torch.full((num_bytes,), 0xFF, dtype=torch.uint8))  # NaN wherever nothing is written
+    group.pack(keys, torch.full((num_bytes,), 0xFF, dtype=torch.uint8))  # NaN in all bytes that are not written
 
 
 def prepare_poisoned(group: SiteGroup, plan: SegmentPlan) -> None:
@@ -255,11 +257,11 @@ def test_without_a_gpu_another_strategy_serves_what_a_table_names() -> None:
     assert all(isinstance(strategy, Batched) for strategy in plan.prepared.values())
 
 
-# -- where it is taken ------------------------------------------------------------------------------------------------
+# -- selection --------------------------------------------------------------------------------------------------------
 
 
 def on_gpu(ranks: dict[str, int], num_tokens: int, lengths: dict[str, int]) -> Survey:
-    """A survey of a GPU's sites; their tensors need not be there."""
+    """A survey of sites on a GPU, without their tensors."""
     group = make_group(ranks, d_in=64, d_outs=(64, 32), dtype=torch.bfloat16)
     group.pack(ranks)
     assert group.packed is not None
@@ -271,7 +273,7 @@ def on_gpu(ranks: dict[str, int], num_tokens: int, lengths: dict[str, int]) -> S
 
 @pytest.fixture
 def nowhere(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
-    """A cache folder of its own, with nothing in it."""
+    """A separate, empty cache folder."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     cutlass.library.cache_clear()
     yield tmp_path
@@ -296,7 +298,7 @@ def test_it_is_not_searched_where_it_is_not_built_which_is_said_once(
     for _ in range(2):
         found = search.candidates(on_gpu({"a": 8, "b": 64}, 512, {"a": 256, "b": 256}), False)
         assert not any(name.startswith("grouped") for name in found)
-    assert caplog.text.count("not built here") == 1
+    assert caplog.text.count("disabled: not built") == 1
 
 
 def test_a_row_that_names_it_is_another_strategys_where_it_cannot_serve(
@@ -307,10 +309,10 @@ def test_a_row_that_names_it_is_another_strategys_where_it_cannot_serve(
     rows = {Bucket.of(case).key(): NAME for case in (survey, odd)}
     monkeypatch.setattr(dispatch, "table_for", lambda _: rows)
     assert dispatch.choose(survey) == dispatch.choose(odd) == "tiled"
-    assert caplog.text.count("not built here") == 1
+    assert caplog.text.count("disabled: not built") == 1
     monkeypatch.setattr(lanes, "library", Emulated)
     assert dispatch.choose(survey) == NAME and dispatch.choose(odd) == "tiled"
-    assert served("grouped m8 n8 k8 s9", survey) == "tiled"  # of a table older than the space
+    assert served("grouped m8 n8 k8 s9", survey) == "tiled"  # from a table older than the tile space
 
 
 def test_names_are_known_and_differ() -> None:
@@ -332,7 +334,7 @@ def test_a_library_that_cannot_be_loaded_is_said(
     build.place().parent.mkdir()
     build.place().write_bytes(content)
     assert cutlass.library() is None
-    assert "no grouped products" in caplog.text
+    assert "grouped products are disabled" in caplog.text
 
 
 @pytest.mark.gpu
@@ -344,7 +346,7 @@ def test_what_was_built_agrees_with_the_reference(
 ) -> None:
     found = cutlass.library()
     if found is None or (dtype, name) not in found.launches:
-        pytest.skip("not built here")
+        pytest.skip("not built")
     monkeypatch.setitem(ROUNDINGS, torch.bfloat16, 2)
     for num_tokens, kinds in (*KINDS.values(), (900, segments({"a": 300, "b": 1, "c": 599}))):
         group = make_group({"a": 8, "b": 24, "c": 64}, d_in=456, missing=[("b", 1)], dtype=dtype, device="cuda")

@@ -1,4 +1,4 @@
-"""Building the grouped products: what is looked for, what ptxas is understood to say, and one tile with a real nvcc."""
+"""Building the grouped products: search for tools, parsing of the ptxas report, and one tile with a real nvcc."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_nvcc_is_looked_for_where_it_may_be(monkeypatch: pytest.MonkeyPatch, tmp
 def test_headers_are_found_without_importing_the_package(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     package = tmp_path / "cutlass_library"
     package.mkdir()
-    (package / "__init__.py").write_text("raise ImportError('its dependencies are not here')")
+    (package / "__init__.py").write_text("raise ImportError('a dependency is missing')")
     monkeypatch.syspath_prepend(str(tmp_path))
     with pytest.raises(FileNotFoundError, match=r"headers are not installed; pip install 'vlora\[cutlass\]'"):
         build._headers()
@@ -76,4 +76,4 @@ def test_one_tile_compiles_without_spilling(tmp_path: Path) -> None:
     build.link(tools, [build.compile_problems(tools, (80,), tmp_path), made.object], library)
     operands = tile.num_stages * (tile.block_m + tile.block_n) * tile.block_k * 2
     assert operands <= build.shared_bytes(tile, library) <= 166_912
-    assert {name for _, name in cutlass.Library(library).launches} <= {tile.name}  # none where there is no GPU
+    assert {name for _, name in cutlass.Library(library).launches} <= {tile.name}  # empty without a GPU

@@ -1,4 +1,4 @@
-"""Choosing a strategy: buckets and their keys, tables, the rule, and how often a choice is made."""
+"""Selection of a strategy: buckets and their keys, tables, the rule, and the number of selections."""
 
 from __future__ import annotations
 

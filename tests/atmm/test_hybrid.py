@@ -1,4 +1,4 @@
-"""Prompts beside those who decode, from adapters where they lie: short lanes and long ones are computed apart."""
+"""Batches of prefill and decode with unpacked adapters: short and long lanes are computed separately."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_short_and_long_lanes_agree_with_the_reference(
 ) -> None:
     group = make_group({"a": 3, "b": 8, "c": 17, "d": 64, "merged": 5}, missing=[("c", 0)], d_in=37, dtype=dtype)
     own = segments(dict(zip("abcd", lengths, strict=True)))
-    num_tokens = sum(lengths) + 5  # some are the base model's
+    num_tokens = sum(lengths) + 5  # the last five use the base model
     for lanes in (own, [*own, Lane("merged", 0, num_tokens, -1.0)], [*own, Lane("merged", 3, 5, -1.0)]):
         plan = SegmentPlan(num_tokens, lanes)
         x, outputs = make_input(num_tokens, group, dtype)
@@ -47,10 +47,10 @@ def test_short_and_long_lanes_agree_with_the_reference(
 @pytest.mark.parametrize("packed", (False, True))
 @pytest.mark.parametrize("together", (False, True))
 def test_decoding_passes_over_its_outputs_once_however_they_lie(together: bool, packed: bool) -> None:
-    """Where outputs lie transposed there are no products to bring them into rows for: nothing is copied."""
+    """Without long lanes, transposed outputs are not copied to row-major order."""
     group = make_group({"a": 4, "b": 8, "elsewhere": 0 if packed else 4})
     if packed:
-        group.pack(["elsewhere"])  # a plan of adapters that have nothing to add here
+        group.pack(["elsewhere"])  # the plan's adapters do not target this group
     plan = SegmentPlan(4, segments({"elsewhere": 4} if packed else {"a": 1, "b": 2, "elsewhere": 1}))
     x, outputs = make_input(4, group, torch.float32)
     y = torch.cat(outputs, 1).t().contiguous().t()
@@ -77,7 +77,7 @@ class _Called(TorchDispatchMode):
 
 
 def test_one_plan_serves_sites_of_several_dtypes() -> None:
-    """Also those that the kernels do not serve, after others that they do."""
+    """Including dtypes without compiled kernels, after others with them."""
     plan = SegmentPlan(49, segments({"short": 4, "long": 45}))
     for dtype in (torch.float32, torch.float64, torch.bfloat16, torch.float16):
         group = make_group({"short": 4, "long": 8}, dtype=dtype)
@@ -138,4 +138,4 @@ def test_copies_are_for_several_long_lanes() -> None:
     assert not gains_from_copies(decoding, cpu, torch.bfloat16)
     assert not gains_from_copies(beside_a_prompt, cpu, torch.bfloat16)
     assert gains_from_copies([*beside_a_prompt, Lane("c", 164, 164 + SHORT + 1)], cpu, torch.bfloat16)
-    assert gains_from_copies(decoding, meta, torch.bfloat16)  # where no kernel of ours reads adapters as they lie
+    assert gains_from_copies(decoding, meta, torch.bfloat16)  # no compiled kernels on this device

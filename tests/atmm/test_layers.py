@@ -1,4 +1,4 @@
-"""Packing: what lies where, in whose memory, and what is refused."""
+"""Packing: the layout of a packed copy, its buffer, and rejected input."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_groups_packed_alike_share_one_layout() -> None:
 @pytest.mark.parametrize(
     ("buffer", "words"),
     (
-        (torch.zeros(64, dtype=torch.uint8), "holds 64 bytes"),
+        (torch.zeros(64, dtype=torch.uint8), "has 64 bytes"),
         (torch.zeros(1 << 14, dtype=torch.float32), "uint8"),
         (torch.zeros(128, 128, dtype=torch.uint8), "one contiguous dimension"),
         (torch.zeros(1 << 14, dtype=torch.uint8)[1:], "align"),
@@ -81,7 +81,7 @@ def test_buffers_that_cannot_hold_a_copy_are_refused(buffer: torch.Tensor, words
 
 def test_a_key_given_twice_is_refused() -> None:
     group = make_group({"a": 4})
-    with pytest.raises(ValueError, match="twice"):
+    with pytest.raises(ValueError, match="duplicates"):
         group.pack("aa")
 
 

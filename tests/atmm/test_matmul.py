@@ -1,4 +1,4 @@
-"""Products of linear layers: every way against float64, any width, any number of rows, several layers at once."""
+"""Products of linear layers: every method against float64, for all widths, numbers of rows, and several layers."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ needs_kernels = pytest.mark.skipif(library() is None, reason="no C++ compiler he
 def layers_of(
     d_in: int, widths: list[int], dtype: torch.dtype, *, bias: bool, pitch: int = 0, seed: int = 0
 ) -> list[Weights]:
-    """Random weights [d_out, d_in], rows `pitch` elements further apart than they are wide."""
+    """Random weights [d_out, d_in], with `pitch` elements between the rows."""
     generator = torch.Generator().manual_seed(seed)
     found = []
     for width in widths:
@@ -34,10 +34,10 @@ def expected(x: Tensor, layers: list[Weights]) -> Tensor:
 
 
 def assert_near(found: Tensor, right: Tensor) -> None:
-    """Within what rounding the result, and float32 sums, can do."""
+    """Assert an error within the rounding of the result and of float32 sums."""
     error = 1e-5 + 2**-8 * right.abs() if found.dtype is torch.bfloat16 else 1e-5 + 1e-5 * right.abs()
     worst = ((found.double() - right).abs() - error * (1 + right.shape[1] ** 0.5)).max()
-    assert found.shape == right.shape and worst <= 0, f"off by {worst} more than rounding explains"
+    assert found.shape == right.shape and worst <= 0, f"error exceeds rounding by {worst}"
 
 
 @needs_kernels
@@ -91,7 +91,7 @@ def test_every_choice_gives_the_product(
 ) -> None:
     monkeypatch.setattr(processor, "flags", lambda: frozenset(["amx_bf16"] if tiles else []))
     monkeypatch.setattr(matmul, "multiplies_bfloat16", lambda: not emulated)
-    monkeypatch.setattr(matmul, "_BLOCK", 100)  # several blocks to a weight
+    monkeypatch.setattr(matmul, "_BLOCK", 100)  # several blocks per weight
     if not kernels:
         monkeypatch.setattr(matmul, "multiplies", lambda weight: False)
     chosen = set()
@@ -126,3 +126,26 @@ def test_autograd_follows_the_product() -> None:
     x = torch.randn(2, 5, requires_grad=True)
     matmul.linear(x, layer.weight, layer.bias).sum().backward()
     torch.testing.assert_close(x.grad, layer.weight.detach().sum(0).expand(2, 5))
+
+
+@pytest.mark.parametrize(
+    ("flags", "vendor", "supported", "fast"),
+    (
+        ({"avx512_bf16"}, "AuthenticAMD", True, True),
+        ({"avx512_bf16"}, "GenuineIntel", True, False),
+        ({"avx512_bf16", "amx_bf16"}, "GenuineIntel", True, True),
+        ({"avx2"}, "AuthenticAMD", False, False),
+        (set(), "", True, True),
+    ),
+)
+def test_bfloat16_products_count_as_fast_by_processor(
+    flags: set[str], vendor: str, supported: bool, fast: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(processor, "flags", lambda: frozenset(flags))
+    monkeypatch.setattr(processor, "_vendor", lambda: vendor)
+    monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: supported, raising=False)
+    processor.multiplies_bfloat16.cache_clear()
+    try:
+        assert processor.multiplies_bfloat16() is fast
+    finally:
+        processor.multiplies_bfloat16.cache_clear()

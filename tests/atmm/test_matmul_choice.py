@@ -1,4 +1,4 @@
-"""Ways of a product are chosen by what they take on this machine, once."""
+"""The method of a product is chosen by its measured time on this machine, once."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from atmm.tuning.contention import Contention
 
 
 class Machine:
-    """A clock that every way advances by what it is given to take."""
+    """A clock that every method advances by its configured time."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, seconds: dict[str, float]) -> None:
         self.now = 0.0
@@ -39,7 +39,7 @@ class Machine:
 
 @pytest.fixture(autouse=True)
 def apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """A cache folder of the test's own, no measured choices, and layers of any size measured."""
+    """A separate cache folder, no measured choices, and layers of all sizes measured."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(matmul, "measured", {})
     monkeypatch.setattr(matmul_choice, "_LARGE", 1)

@@ -11,7 +11,7 @@ from atmm import merge, reference
 
 @pytest.fixture(params=("compiled", "plain"), autouse=True)
 def twin(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Everything holds for both, and for a machine without a compiler."""
+    """Run every test with the compiled kernels, and as on a machine without a compiler."""
     if request.param == "plain":
         monkeypatch.setattr("atmm.operator.library", lambda: None)
 
@@ -44,10 +44,10 @@ def test_merge_rounds_once(dtype: torch.dtype, rank: int) -> None:
     merge(out, base, a, bt)
     expected = reference.merge(base, a, bt)
     nearest = expected.to(dtype)
-    # Only where the exact sum lies on the border between two neighbours may the product's own rounding decide.
+    # Only if the exact sum is midway between two neighbours, the product's own rounding may decide.
     assert (out != nearest).double().mean() < 2e-3
     twice = (base + torch.einsum("nro,nri->noi", bt.double(), a.double()).to(dtype)) != nearest
-    assert twice.double().mean() > 0.02  # what rounding the delta first would give
+    assert twice.double().mean() > 0.02  # rounding the delta first would differ
     error, best = (out.double() - expected).abs(), (nearest.double() - expected).abs()
     assert (error <= best * (1 + 1e-2) + 1e-7).all()
 

@@ -11,11 +11,11 @@ import atmm
 
 pytestmark = pytest.mark.skipif(not atmm.serves_norm(torch.device("cpu"), torch.float32), reason="no C++ compiler here")
 EPSILON = 1e-6
-WIDTHS = (1, 7, 8, 9, 31, 32, 33, 64, 100, 896)  # around a register, and around those summed up side by side
+WIDTHS = (1, 7, 8, 9, 31, 32, 33, 64, 100, 896)  # around one register, and around the registers of partial sums
 
 
 def eager(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """As the models' published code computes it."""
+    """The computation of the models' published code."""
     wide = x.float()
     wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + EPSILON)
     return weight * wide.to(x.dtype)
@@ -38,7 +38,7 @@ def test_bfloat16_rounds_as_eager_torch_does(width: int) -> None:
     x = torch.randn(3, 40, width, generator=generator).bfloat16()
     weight = torch.randn(width, generator=generator).bfloat16()
     got, want = atmm.rms_norm(x, weight, EPSILON), eager(x, weight)
-    # The order of a sum can turn a tie of the quotient's rounding, once in a few ten thousand values.
+    # The order of summation can flip a tie when the quotient is rounded, once in tens of thousands of values.
     assert float((got != want).float().mean()) < 1e-3
     torch.testing.assert_close(got, want, rtol=2**-6, atol=1e-6)
 

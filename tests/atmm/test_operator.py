@@ -29,7 +29,7 @@ BATCHES: dict[str, tuple[int, list[Lane]]] = {
 
 
 def make_group(dtype: torch.dtype, packed: bool, missing: bool = False) -> SiteGroup:
-    """Three sites on one input; adapter b does not target the second where `missing`."""
+    """Three sites on one input. missing: adapter b does not target the second site."""
     generator = torch.Generator().manual_seed(0)
     sites = tuple(Site(f"site{i}", D_IN, d_out) for i, d_out in enumerate(OUT))
     for index, site in enumerate(sites):
@@ -58,7 +58,7 @@ def expected(y: torch.Tensor, x: torch.Tensor, site: Site, lanes: list[Lane]) ->
 def check(group: SiteGroup, num_tokens: int, lanes: list[Lane], strategy: str | None, dtype: torch.dtype) -> None:
     generator = torch.Generator().manual_seed(1)
     plan = SegmentPlan(num_tokens, lanes, strategy)
-    # Twice: a plan serves every layer of a step, and the second input must not be answered with the first one's shrink.
+    # Twice: a plan serves every layer of a step, and the second input must not use the shrink of the first.
     for _ in range(2):
         x = torch.randn(num_tokens, D_IN, generator=generator).to(dtype)
         for site in group.sites:
@@ -142,13 +142,13 @@ def test_lanes_that_cannot_be(lane: Lane) -> None:
 def test_merge_is_rounded_once(dtype: torch.dtype, in_place: bool) -> None:
     generator = torch.Generator().manual_seed(2)
     base = torch.randn(3, 32, 24, generator=generator).to(dtype)
-    # Strided views, as the memory arena gives them.
+    # Strided views, as in the memory arena.
     a = torch.randn(3, 2, 8, 24, generator=generator).to(dtype)[:, 1]
     bt = torch.randn(3, 2, 8, 32, generator=generator).to(dtype)[:, 0] * 0.1
     want = base.double() + 0.5 * bt.double().transpose(1, 2) @ a.double()
     out = base if in_place else torch.empty_like(base)
     atmm.merge(out, base, a, bt, 0.5)
-    # One unit in the last place: the sum is formed in the product's own precision and rounded once.
+    # One unit in the last place: the sum has the product's precision and is rounded once.
     limit = torch.finfo(dtype).eps * want.abs().clamp(min=torch.finfo(dtype).tiny)
     assert bool(((out.double() - want).abs() <= limit + 4 * torch.finfo(torch.float32).eps).all())
 

@@ -1,4 +1,4 @@
-"""Candidates timed against each other: trimmed means, in an order drawn anew, without those who fall behind."""
+"""Timing of candidates against each other: trimmed means, shuffled order, and elimination of slow candidates."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from atmm.tuning.racing import race
 
 
 def scripted(*seconds: float, log: list[str] | None = None, name: str = "") -> Callable[[], float]:
-    """A candidate that takes these seconds, call by call, and then the last for ever."""
+    """A candidate that takes these seconds, call by call, and then repeats the last one."""
     rest = itertools.chain(seconds, itertools.repeat(seconds[-1]))
 
     def call() -> float:
@@ -50,7 +50,7 @@ def test_a_race_with_one_left_is_over() -> None:
 
 
 def test_a_lucky_call_does_not_win() -> None:
-    """Two thirds in one time of six: the least of nine would choose it or not, as luck has it."""
+    """One call in six takes two thirds of the time: the minimum of nine calls would be random."""
     draw = random.Random(1)
     lucky = [1.0, *(0.66 if draw.random() < 1 / 6 else 1.0 for _ in range(20))]
     seconds = run([], lucky=lucky, steady=(0.8,))

@@ -1,4 +1,4 @@
-"""The offline search: what it times, how it goes on, and what its tables promise."""
+"""The offline search: timed candidates, resumption, and the tables."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_every_candidate_is_timed_and_the_rule_among_them() -> None:
 def test_what_is_plainly_slower_is_not_timed() -> None:
     case = Case(Shape(896, (896,)), 64, "float32", 16, 2048, True)
     names = candidates(survey_of(case), transposed=False)
-    # 16 times the arithmetic of the others, and token by token.
+    # "stacked" has 16 times the arithmetic of the others, "compiled" processes one token at a time.
     assert "stacked" not in names and "compiled" not in names
     assert "batched" in names and rule(survey_of(case)) in names
 
@@ -113,7 +113,7 @@ def test_a_stopped_search_goes_on(tmp_path: Path) -> None:
     assert list(search(todo, "cpu", journal, seconds=0.0)) == []
     first = list(search(todo[:2], "cpu", journal, seconds=60.0))
     with journal.open("a") as file:
-        file.write('{"bucket": [1, 2')  # the machine went down while it wrote
+        file.write('{"bucket": [1, 2')  # the machine failed during the write
     assert read(journal) == first
     rest = list(search(todo, "cpu", journal, seconds=60.0))
     assert rest[:2] == [None, None] and len(rest) == 5
@@ -145,7 +145,7 @@ def test_a_tiling_is_found_again_by_its_name(tiling: Tiling) -> None:
 
 @pytest.mark.parametrize("name", ("tiled m16", "tiled", "tiled m16 n128 k128 s4 p3 w8", "loop"))
 def test_what_names_no_tiling_is_refused(name: str) -> None:
-    with pytest.raises(ValueError, match="names no tiling"):
+    with pytest.raises(ValueError, match="is not a tiling"):
         Tiling.named(name)
 
 

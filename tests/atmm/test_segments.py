@@ -1,4 +1,4 @@
-"""Plans: what they accept, and those that are given other lanes."""
+"""Plans: validation of lanes, and refill."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ ROOM_KEYS = "abc"
 
 @st.composite
 def fillings(draw: st.DrawFn) -> list[list[Lane]]:
-    """What a plan of nine tokens with room for six lanes may hold, one after the other."""
+    """Successive lanes of a plan of nine tokens with room for six lanes."""
     filled = []
     for _ in range(draw(st.integers(2, 4))):
         lanes, at = [], 0
@@ -76,14 +76,14 @@ def test_a_plan_with_room_computes_what_it_holds_now(
 def test_what_a_room_does_not_hold_is_refused_and_changes_nothing() -> None:
     plan = SegmentPlan(4, [Lane("a", 0, 2)], room=2)
     for lanes, words in (
-        ([Lane("a", 0, 1), Lane("b", 1, 2), Lane("c", 2, 3)], "3 lanes, up to 1 at a token; the plan has room for 2"),
+        ([Lane("a", 0, 1), Lane("b", 1, 2), Lane("c", 2, 3)], "3 lanes, up to 1 per token; the plan has room for 2"),
         ([Lane("a", 0, 5)], "batch of 4 tokens"),
     ):
         with pytest.raises(ValueError, match=words):
             plan.refill(lanes)
         with pytest.raises(ValueError, match=words):
             SegmentPlan(4, lanes, room=2)
-    with pytest.raises(ValueError, match="up to 3 at a token"):
+    with pytest.raises(ValueError, match="up to 3 per token"):
         SegmentPlan(4, [Lane(key, 0, 4) for key in "abc"], room=3)
     assert plan.lanes == (Lane("a", 0, 2),)
     with pytest.raises(ValueError, match="without room"):
@@ -95,6 +95,6 @@ def test_adapters_that_are_not_packed_cannot_be_refilled() -> None:
     group.pack("a")
     plan = SegmentPlan(4, [Lane("a", 0, 2)], room=2)
     check_against_reference(group, plan, *make_input(4, group, torch.float32))
-    with pytest.raises(ValueError, match="lanes of b, which are not packed"):
+    with pytest.raises(ValueError, match="adapters that are not packed: b"):
         plan.refill([Lane("b", 0, 2)])
     assert plan.lanes == (Lane("a", 0, 2),)

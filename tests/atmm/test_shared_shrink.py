@@ -1,4 +1,4 @@
-"""Sites of a group share one shrink, and what is shared is never stale."""
+"""Sites of a group share one shrink, and the shared result is never stale."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SHARING = ("stacked", "gathered")
 
 @pytest.fixture
 def shrinks(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
-    """The packed A of every shrink, by shape."""
+    """The shape of the packed A of every shrink."""
     shapes: list[tuple[int, ...]] = []
     linear: Callable[..., Tensor] = torch.nn.functional.linear
     mm: Callable[..., Tensor] = torch.mm
@@ -37,7 +37,7 @@ def shrinks(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
 
 
 def run(group: SiteGroup, index: int, x: Tensor, plan: SegmentPlan) -> None:
-    """Add at one site to zeros, and compare with the reference."""
+    """Add the deltas of one site to zeros, and compare with the reference."""
     site = group.sites[index]
     y = torch.zeros(x.shape[0], site.d_out, dtype=x.dtype)
     add_delta(y, x, site, plan)
@@ -61,7 +61,7 @@ def test_one_shrink_serves_a_group_once_per_layer(shrinks: list, strategy: str, 
             group = packed_group(seed=layer)
             x, _ = make_input(5, group, torch.float32)
             for index in range(3):
-                run(group, index, x[None][0], plan)  # a new view each time, as modules make them
+                run(group, index, x[None][0], plan)  # a new view each time, as modules create them
     assert shrinks == [(36, 48)] * 3
 
 
@@ -81,7 +81,7 @@ def test_another_input_is_computed_afresh(strategy: str, inference: bool) -> Non
     plan = SegmentPlan(5, segments({"a": 3, "b": 2}), strategy)
     group = packed_group()
     with torch.inference_mode(inference):
-        for _ in range(20):  # freed memory is handed out again: the address alone must not decide
+        for _ in range(20):  # freed memory is reused: the address alone must not decide
             run(group, 0, torch.randn(5, 48), plan)
             run(group, 1, torch.randn(5, 48), plan)
             run(group, 2, torch.randn(5, 48), plan)

@@ -1,4 +1,4 @@
-"""A delta in two halves is the delta, whoever computes them and however many share the hidden values."""
+"""Separate shrink and expand give the same delta, for all kernels and numbers of shares of the hidden values."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ RANKS = {"a": 4, "b": 8, "c": 24}
 
 @st.composite
 def plans(draw: st.DrawFn) -> SegmentPlan:
-    num_tokens = draw(st.sampled_from([1, 3, 31, 32, 33, 70]))  # compiled kernels serve up to 32
+    num_tokens = draw(st.sampled_from([1, 3, 31, 32, 33, 70]))  # the compiled kernels support up to 32
     lanes = []
     for _ in range(draw(st.integers(1, 4))):
         start = draw(st.integers(0, num_tokens - 1))
@@ -33,7 +33,7 @@ def plans(draw: st.DrawFn) -> SegmentPlan:
     transposed=st.booleans(),
 )
 def test_both_halves_make_the_delta(plan: SegmentPlan, num_shares: int, dtype: torch.dtype, transposed: bool) -> None:
-    """With several shares, each of some rank rows makes its own hidden values, which lie one share after the other."""
+    """Each share of the rank rows has separate hidden values, which are stored share after share."""
     group = make_group(RANKS, d_in=37, d_outs=(40, 16), dtype=dtype, missing=[("b", 1)])
     x, outputs = make_input(plan.num_tokens, group, dtype)
     if transposed:
@@ -55,7 +55,7 @@ def test_both_halves_make_the_delta(plan: SegmentPlan, num_shares: int, dtype: t
             if at is site
         ]
         wanted = reference.add_delta(y, x, site, plan)
-        # Hidden values are rounded once more than where both products are one.
+        # Hidden values are rounded once more than with a single call for both products.
         allowed = bound(y, x, site, plan) * (4 if dtype == torch.bfloat16 else 1)
         Expand(parts, plan.num_tokens)(y, hidden)
         assert bool(((y.double() - wanted).abs() <= allowed).all())

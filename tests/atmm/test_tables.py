@@ -1,4 +1,4 @@
-"""Which measured table is in use: the user's and the packaged ones, by processor and threads; broken files."""
+"""Selection of a measured table among the user's and the packaged ones, by processor and threads; broken files."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def described(threads: int) -> str:
 
 
 def test_the_nearest_processor_then_the_nearest_threads_then_the_users_folder(user: Put, package: Put) -> None:
-    """Each table added is better for two threads than all before it."""
+    """Each added table is a better match for two threads than the previous ones."""
     assert chosen(2) is None
     for add in (
         lambda: package("cpu-avx512-amx", device="cpu-avx512-amx", threads=2),
@@ -106,7 +106,7 @@ def test_processors_of_other_architectures_and_gpus_do_not_share_tables(
     assert tables.choose_table("cuda", 1).table is None
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA One")
     tables.choose_table.cache_clear()
-    table = tables.choose_table("cuda", 64).table  # whatever the host's threads
+    table = tables.choose_table("cuda", 64).table  # independent of the host's threads
     assert table is not None and table.rows[0][0].device_type == "cuda"
     assert tables.describe("cuda") == "NVIDIA One (packaged, measured on 2026-01-02)"
 
@@ -171,7 +171,7 @@ def test_a_broken_file_is_skipped_with_one_line(
     broken = user("broken", **(content if isinstance(content, dict) else {}))
     if not isinstance(content, dict):
         broken.write_bytes(content if isinstance(content, bytes) else content.encode())
-    with pytest.raises(ValueError, match="search again") as refused:
+    with pytest.raises(ValueError, match="is not a table of this version") as refused:
         tables.read_table(broken, "cpu")
     assert words in str(refused.value)
     with caplog.at_level(logging.WARNING, logger="atmm.tuning.tables"):

@@ -1,4 +1,4 @@
-"""The Triton kernels: in the interpreter on any machine, and compiled ahead for GPUs that are not there."""
+"""The Triton kernels: in the interpreter on any machine, and compiled without a GPU."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ pytest.importorskip("triton")
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.mark.timeout(1200)  # of a busy machine; some 100 s of a quiet one
+@pytest.mark.timeout(1200)  # for a busy machine; an idle one takes about 100 s
 @pytest.mark.parametrize("checks", ("check_tiled.py", "check_styles.py"))
 def test_kernels_agree_with_the_reference_in_the_interpreter(checks: str) -> None:
-    # The interpreter is chosen when the kernels are imported, for a whole process.
+    # The interpreter is selected for a whole process when the kernels are imported.
     _passes(f"interpreted/{checks}", {"TRITON_INTERPRET": "1"})
 
 
 def test_compiled_kernels_are_launched_as_they_are() -> None:
-    # A process has one driver, and this one has no GPU behind it.
+    # A process has one driver, and the driver of this test has no GPU.
     _passes("check_handles.py", {})
 
 
@@ -53,7 +53,7 @@ def test_kernels_compile_ahead_without_spilling(capability: int) -> None:
 @pytest.mark.parametrize(
     ("name", "warps", "itemsize", "changed", "words"),
     (
-        ("shrink", 8, 2, {"BLOCK_M": 128, "BLOCK_R": 16, "BLOCK_K": 64}, "loads of 64 bits, 0 are no factors"),
+        ("shrink", 8, 2, {"BLOCK_M": 128, "BLOCK_R": 16, "BLOCK_K": 64}, "loads of 64 bits, 0 allowed"),
         ("expand", 8, 2, {"BLOCK_M": 128, "BLOCK_R": 16, "MAX_RANK": 16, "BLOCK_N": 64}, "loads of 64 bits"),
         ("expand", 4, 2, {"LINE": 1}, "loads of 16 bits"),
         ("expand", 4, 4, {"BLOCK_M": 64, "LINE": 4}, "bytes spilled"),

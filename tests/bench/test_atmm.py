@@ -1,4 +1,4 @@
-"""`vlora bench atmm`: what a cell measures, what is promised of the cells, and the pictures."""
+"""`vlora bench atmm`: the measurements of a cell, the goals over cells, and the plots."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_a_cell_tells_what_was_chosen_and_how_far_the_others_are_behind() -> Non
 
 
 def calls(**seconds: list[float]) -> dict[str, Callable[[], float]]:
-    """What each takes, call by call; then for ever what it took last."""
+    """Calls that take the given times in turn, then repeat the last time."""
     return {
         name: functools.partial(next, itertools.chain(taken, itertools.repeat(taken[-1])))
         for name, taken in seconds.items()
@@ -55,7 +55,7 @@ def test_spread_is_of_all_cells_together_and_of_none_because_it_takes_longer() -
     cells += [{"chosen": steady, "a": steady}] * 3
     spread = bench.Spread.of(cells)
     assert spread[:2] == (1.0, 1.0)  # two of eighty calls
-    assert spread.error > 0.1  # but of other cells it might have been more
+    assert spread.error > 0.1  # resampled cells could have had more
 
 
 @pytest.mark.slow
@@ -77,7 +77,7 @@ def test_the_error_of_a_spread_is_how_much_it_varies_between_runs() -> None:
 @pytest.mark.parametrize("kept", sorted(RESULTS.glob("atmm_*.json")), ids=lambda path: path.stem)
 def test_what_is_stated_follows_from_the_cells_that_are_kept(kept: Path) -> None:
     found = json.loads(kept.read_text())
-    # Older ones took spread cell by cell, or told no error of it.
+    # Older reports computed the spread cell by cell, or had no error of it.
     told = "error" in found.get("spread", {})
     spread = bench.Spread(**found["spread"]) if told else bench.Spread(1.0, 1.0, 0.0)
     stated, kept_goals = [goal.as_dict() for goal in bench._goals(found["rows"], spread)], found["goals"]

@@ -1,4 +1,4 @@
-"""What `vlora bench policy` takes a machine for: the costs that its steps show."""
+"""The cost fit of `vlora bench policy`: the costs derived from an engine's steps."""
 
 from __future__ import annotations
 
@@ -40,8 +40,9 @@ def test_a_linear_machine_is_found_through_noise() -> None:
 
 
 def test_decoding_counts_as_much_as_prompts() -> None:
-    """A token costs less in a small step than in a large one. What is off by a third of a step of decoding is nothing
-    beside one of prompts, and it is steps of decoding that a run is made of."""
+    """A token costs less in a small step than in a large one. An error of a third of a decode step is negligible next
+    to a prefill step, but most steps of a run are decode steps.
+    """
     small, large = StepSize(16, (), 3200), StepSize(512, (), 0)
     samples = [Sample(small, 0.1), Sample(StepSize(32, (), 6400), 0.11)] * 3 + [Sample(large, 1.0)] * 3
     found = fitted(samples, 8)
@@ -58,10 +59,10 @@ def test_every_kind_of_step_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     found = fit(Model("small", small_config, 256 * 2**20), torch.device("cpu"), decode_steps=1)
     sizes = {sample.size for sample in found.samples}
     prompts = {size.lanes for size in sizes if size.num_tokens == 64}
-    assert {(), (16,) * 4, (32, 32)} <= prompts, "no lane, adapters of their own, shared ones"
-    assert (16, 16, 32) in prompts, "two with two lanes each beside two that are merged, whose adapter is read, too"
-    assert StepSize(4 + 16, (), 4 * 17) in sizes, "a prompt joins four who decode"
-    assert StepSize(4 + 16, (1, 1, 1, 17), 4 * 17) in sizes, "beside whose lanes its own is long"
+    assert {(), (16,) * 4, (32, 32)} <= prompts, "no lane, distinct adapters, shared adapters"
+    assert (16, 16, 32) in prompts, "two requests with two lanes each and two merged ones, with a read of their adapter"
+    assert StepSize(4 + 16, (), 4 * 17) in sizes, "a prompt joins four decoding requests"
+    assert StepSize(4 + 16, (1, 1, 1, 17), 4 * 17) in sizes, "with a longer lane than theirs"
     assert found.costs.short_lane == atmm.longest_short_lane(torch.device("cpu"), torch.bfloat16)
     assert found.costs.base_s > 0 and found.costs.merge_s > 0 and found.load_s > 0
     assert found.error < 0.5

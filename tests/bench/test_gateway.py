@@ -1,4 +1,4 @@
-"""The gateway bench counts pair by pair, knows when a stream has its first text, and asks one engine in both ways."""
+"""The gateway bench compares pairs, detects the first text of a stream, and measures one engine in both ways."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ pytestmark = pytest.mark.slow
 
 
 def test_what_is_added_is_counted_pair_by_pair() -> None:
-    """A machine that slows down in the middle slows both of a pair."""
+    """A slowdown of the machine affects both measurements of a pair."""
     pairs = [
         (Spent(0.1 * slow, 1.0 * slow), Spent(0.1 * slow + 0.001, 1.0 * slow + added), 0.25)
         for slow, added in ((1, 0.002), (1, 0.004), (5, 0.003), (5, 0.009), (5, 0.003))
@@ -49,7 +49,7 @@ def test_the_error_of_a_median_is_what_medians_scatter_by() -> None:
 
 
 def test_a_stream_begins_with_its_first_text_and_ends_with_its_last_chunk() -> None:
-    """The events of roles and empty text before it do not count."""
+    """Earlier events with roles and empty text do not count."""
     read = threading.Event()
 
     class Streaming(BaseHTTPRequestHandler):

@@ -1,4 +1,4 @@
-"""A bench that was stopped goes on where it was, and never with what belongs to another."""
+"""An interrupted bench resumes, but never with the values of another run."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def never() -> object:
 def test_what_was_found_is_not_made_again(tmp_path: Path) -> None:
     path = tmp_path / "results" / "policy.partial"
     first = Journal(path, OF)
-    assert first.once("cell 1", lambda: {"ms": (1.5, 2)}) == {"ms": [1.5, 2]}, "as a later run will read it"
+    assert first.once("cell 1", lambda: {"ms": (1.5, 2)}) == {"ms": [1.5, 2]}, "as a later run reads it"
     assert first.once("cell 1", never) == {"ms": [1.5, 2]}
     second = Journal(path, OF)
     assert second.once("cell 1", never) == {"ms": [1.5, 2]}
@@ -42,7 +42,7 @@ def test_what_belongs_to_another_commit_is_begun_anew(tmp_path: Path) -> None:
     Journal(path, OF).once("cell", lambda: 1)
     other = Journal(path, {**OF, "commit": "def"})
     assert other.once("cell", lambda: 2) == 2
-    assert Journal(path, OF).once("cell", lambda: 3) == 3, "and not what it was before that"
+    assert Journal(path, OF).once("cell", lambda: 3) == 3, "and not the value before that"
 
 
 def test_once_all_is_done_nothing_is_left(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""The models that benches know by name have the shapes they are named after, and room for what is measured."""
+"""The named models of benches have the shapes of their names, and memory for the measurements."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_unknown_names_are_told_with_the_known_ones() -> None:
 
 
 def num_parameters(config: Any) -> tuple[float, float]:
-    """Millions of the whole model, and of its vision tower."""
+    """Millions of parameters of the whole model, and of its vision tower."""
     with torch.device("meta"):
         built = AutoModelForImageTextToText.from_config(config, dtype=torch.bfloat16)
     return sum(p.numel() for p in built.parameters()) / 1e6, sum(

@@ -1,4 +1,4 @@
-"""The page of a folder of reports says what the reports say."""
+"""The page of a folder of reports agrees with the reports."""
 
 from __future__ import annotations
 

@@ -60,8 +60,9 @@ def test_video_is_pictures_that_a_head_answers_at_the_rate_asked_for() -> None:
 
 
 def test_capacity_is_a_full_batch_s() -> None:
-    """By a clock that counts steps: a request has its place for as many as its answer has tokens, sixteen in the
-    middle, whatever order the policy serves those in who wait."""
+    """With a clock that counts steps: a request keeps its place for as many steps as its answer has tokens, sixteen in
+    the median, for any order in which the policy serves waiting requests.
+    """
     worker = policy_engine._Engines(PAIR, 4, CPU, RETRIEVAL).workers["unmerged_only"]
     num_steps = 0
     run = worker.engine.step
@@ -75,12 +76,13 @@ def test_capacity_is_a_full_batch_s() -> None:
     worker.clock = WorkClock(lambda: float(num_steps))
     found = capacity(worker, lambda number: [each._replace(images=()) for each in RETRIEVAL.make(number, 1.0, 0)])
     assert found == pytest.approx(worker.engine.config.max_batch_size / 16, rel=0.1)
-    assert not worker.engine.has_work, "those under way were cancelled"
+    assert not worker.engine.has_work, "running requests were cancelled"
 
 
 def test_engines_side_by_side_are_at_the_same_place_of_the_same_arrivals() -> None:
-    """A machine that is ten times slower for a second is so for each of them: by a clock in which every step takes
-    its turn's time, none is ever ahead of another by more than a step, and idle time is skipped by each alone."""
+    """A tenfold slowdown of the machine for a second affects every engine: with a clock in which every step takes its
+    turn's time, no engine is ahead of another by more than a step, and each skips its own idle time.
+    """
     workers = policy_engine._Engines(PAIR, 4, CPU, RETRIEVAL).workers
     now = 0.0
     elapsed: dict[str, float] = dict.fromkeys(workers, 0.0)
@@ -91,7 +93,7 @@ def test_engines_side_by_side_are_at_the_same_place_of_the_same_arrivals() -> No
         def step(run: Callable[[], tuple[RequestOutput, ...]] = run, name: str = name) -> tuple[RequestOutput, ...]:
             nonlocal now
             behind = min(elapsed.values())
-            assert elapsed[name] == behind, "whoever is furthest behind goes on"
+            assert elapsed[name] == behind, "the engine with the earliest clock continues"
             now += 1.0 if 20.0 < now < 40.0 else 0.1
             outputs = run()
             elapsed[name] = workers[name].clock()
@@ -102,11 +104,11 @@ def test_engines_side_by_side_are_at_the_same_place_of_the_same_arrivals() -> No
     found = drive(workers, arrivals)
     assert all(len(each.finished) == 4 for each in found.values())
     assert max(elapsed.values()) - min(elapsed.values()) <= 1.0
-    assert sum(elapsed.values()) == pytest.approx(now), "a clock stands while another engine runs"
+    assert sum(elapsed.values()) == pytest.approx(now), "a clock stops while another engine runs"
 
 
 def test_the_twin_on_paper_has_the_same_past() -> None:
-    """Whoever begins without a past has to find out first what merging saves."""
+    """An engine without a history has to learn first what merging saves."""
     costs = Costs(
         base_s=0.1,
         token_s=1e-3,
@@ -134,7 +136,7 @@ def test_what_a_point_says() -> None:
     }
     point = Point("retrieval", 0.6, 1, 1.0, latency_ms, (0.75, 0.85, 0.86), ("merged_only",))
     assert point.ratio == 0.8 and point.floor == 0.5 and point.error == pytest.approx(0.05)
-    assert point.best == "dlora", "what broke the waiting bound is no rival"
+    assert point.best == "dlora", "a policy that broke the waiting bound does not compete"
     to_baseline, to_best, simulated = point.goals()
     assert to_baseline.holds and to_baseline.goal == 0.97
     assert to_best.value == 0.9 and to_best.goal == pytest.approx(1.0 + 1.0 - 0.875)

@@ -1,4 +1,4 @@
-"""The bench of prefill counts the work that the engine does."""
+"""The prefill bench counts the operations that the engine performs."""
 
 from __future__ import annotations
 

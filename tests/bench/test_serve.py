@@ -1,4 +1,6 @@
-"""The bench of a running server: its load, its figures, its reading of streams, its check of answers, and all of it."""
+"""The bench of a running server: its load, its statistics, its parsing of streams, its check of answers, and a whole
+run.
+"""
 
 from __future__ import annotations
 
@@ -105,7 +107,7 @@ def test_arrivals_are_poisson() -> None:
 
 
 class Counting:
-    """A server that counts. fails: the request, by its place, that does."""
+    """A server that counts requests. fails: the index of the request that fails."""
 
     def __init__(self, seconds: float = 0.0, fails: int | None = None) -> None:
         self.seconds, self.fails = seconds, fails
@@ -202,7 +204,7 @@ END = b"data: [DONE]\n\n"
 
 @asynccontextmanager
 async def answering(*answers: tuple[int, list[bytes]]) -> AsyncIterator[tuple[str, list[bytes]]]:
-    """A server with these answers (status, pieces of the body), and the requests that reached it."""
+    """A server with these answers (status, pieces of the body), and the requests it receives."""
     left, requests = iter(answers), []
 
     async def serve_one(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -273,7 +275,7 @@ def test_what_is_no_url_is_refused() -> None:
 
 
 def test_another_server_by_its_url() -> None:
-    """No baseline, model names as given; what fails is counted."""
+    """No baseline, model names unchanged; failures are counted."""
     loop = asyncio.new_event_loop()
     threading.Thread(target=loop.run_forever, daemon=True).start()
     whole = (200, [chunk("a"), USAGE, END])
@@ -288,9 +290,9 @@ def test_another_server_by_its_url() -> None:
     counts = [(found["case"], found["requests"], found["errors"]) for found in report.rows]
     assert counts == [("one", 1, 0), ("adapters", 2, 1)]
     assert [goal.holds for goal in report.goals] == [False]
-    with pytest.raises(BadConfig, match="needs its name"):
+    with pytest.raises(BadConfig, match="needs the name of the base model"):
         serve.run(False, url=url)
-    with pytest.raises(BadConfig, match="give its URL"):
+    with pytest.raises(BadConfig, match="give its --url"):
         serve.run(False, model="llava")
 
 

@@ -1,4 +1,4 @@
-"""The server of a bench does not outlive it."""
+"""The server of a bench ends with the bench."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from vlora.bench import served as bench_server
 
 
 def test_a_bench_that_is_terminated_takes_its_server_with_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """The server here is a script that says it is ready and sleeps."""
+    """The server here is a script that prints its ready line and sleeps."""
     script = tmp_path / "server"
     script.write_text("#!/bin/sh\necho 'ready: rpyc localhost:1 | http localhost:2 | model'\nexec sleep 60\n")
     script.chmod(0o700)

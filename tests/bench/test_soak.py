@@ -1,4 +1,6 @@
-"""The soak bench's own eyes: what is lost, doubled or cut does not pass as an answer; phases and growth add up."""
+"""Error detection of the soak bench: lost, duplicate or truncated answers are rejected; phases and growth are computed
+correctly.
+"""
 
 from __future__ import annotations
 

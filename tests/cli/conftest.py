@@ -1,4 +1,4 @@
-"""The `vlora` command in this process, and a scripted server that it asks."""
+"""The `vlora` command in this process, and a scripted server for it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A `vlora` command whose fusing writes canned test data and whose server follows a script, for the demo's test."""
+"""A `vlora` command that fuses by writing canned test data, and serves with a scripted engine, for the demo's test."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ from vlora.config import EngineConfig, ServerConfig
 
 
 def fuse(out: Path) -> None:
-    """Two domains of bright and dark pictures; every fourth label of `day` is wrong, and it has a video. A third has no
-    head, and half of its labels are what the engine says in words."""
+    """Two domains of bright and dark pictures; every fourth label of `day` is wrong, and it has a video. A third has
+    no head, and half of its labels equal the engine's text.
+    """
     import cv2
     import numpy as np
 

@@ -1,4 +1,4 @@
-"""The command line: help, flags that come from the configuration, answers, and errors of one line."""
+"""The command line: help, flags generated from the configuration, answers, and one-line errors."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_a_query_loads_no_model_libraries(address: str, image: str) -> None:
 @pytest.mark.parametrize("command", COMMANDS)
 def test_every_command_explains_itself_with_an_example(vlora_command: Vlora, command: str) -> None:
     code, out, _ = vlora_command(command, "--help")
-    assert code == 0 and f"  vlora {command}" in out.split("\n\n")[2], "what it does, and then what to type"
+    assert code == 0 and f"  vlora {command}" in out.split("\n\n")[2], "a summary, then an example"
 
 
 def test_without_a_command_help_is_shown(vlora_command: Vlora) -> None:
@@ -83,7 +83,7 @@ def test_every_setting_is_a_flag_with_its_own_default_and_a_help_text(config: ty
     options = {option.name: option for option in vlora.cli.cli.commands["serve"].params}
     for field in dataclasses.fields(config):
         if field.name == "tokens":
-            continue  # secrets never stand on a command line
+            continue  # secrets are never passed on a command line
         option = options[field.name]
         assert option.help, f"--{field.name} has no help text"
         if field.name != "model":
@@ -96,7 +96,7 @@ def test_what_is_on_by_default_can_be_switched_off() -> None:
         assert serve.make_context("serve", [flag]).params["prefix_cache"] is value
 
 
-# -- asking -----------------------------------------------------------------------------------------------------------
+# -- queries ----------------------------------------------------------------------------------------------------------
 
 
 def test_query_prints_the_answer_as_text_or_json(vlora_command: Vlora, address: str, image: str) -> None:
@@ -139,7 +139,7 @@ def test_adapters_are_loaded_pinned_and_unloaded(vlora_command: Vlora, tmp_path:
             code, out, err = vlora_command("adapters", *command, *server)
             assert (code, out) == (2, "") and err.startswith("error: ") and err.count("\n") == 1
         code, _, err = vlora_command("adapters", *server, "unload", "signs")
-        assert code == 2 and "write --server behind 'unload'" in err
+        assert code == 2 and "write --server after 'unload'" in err
 
 
 def test_adapters_that_were_only_registered_are_told_apart(vlora_command: Vlora, tmp_path: Path) -> None:
@@ -184,7 +184,7 @@ def test_several_heads_are_asked_at_a_chosen_rate(vlora_command: Vlora, address:
     assert [line[3] for line in words if line[0] == "day"] == ["dark"] * 4 + ["bright"] * 3
 
 
-# -- mistakes ---------------------------------------------------------------------------------------------------------
+# -- user errors ------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -195,7 +195,7 @@ def test_several_heads_are_asked_at_a_chosen_rate(vlora_command: Vlora, address:
         (["query", "IMAGE", "say:x", "--nonsense"], "no such option"),
         (["query", "IMAGE", "say:x", "--max-tokens", "many"], "invalid value for '--max-tokens'"),
         (["query", "IMAGE", "say:x", "--max-tokens", "0"], "max_tokens is 0; it must be at least 1"),
-        (["query", "IMAGE", " "], "the prompt has images and no text, and the base model has no question of its own"),
+        (["query", "IMAGE", " "], "the prompt has images but no text, and the base model has no default question"),
         (["query", "nowhere.png", "say:x"], "cannot read image 'nowhere.png': No such file or directory"),
         (["query", __file__, "say:x"], "image 1 ("),
         (["query", "IMAGE", "say:x", "--adapter", "zzz"], "no adapter named 'zzz'; registered: cam, signs"),
@@ -209,9 +209,9 @@ def test_several_heads_are_asked_at_a_chosen_rate(vlora_command: Vlora, address:
         (["query", "IMAGE", "say:x", "--server", "127.0.0.1:1"], "cannot reach a server at 127.0.0.1:1: "),
         (
             ["stream", "nowhere.mp4", "--adapter", "cam", "--head", "night"],
-            "cannot read video 'nowhere.mp4': there is no such",
+            "cannot read video 'nowhere.mp4': no such",
         ),
-        (["stream", __file__, "--adapter", "cam", "--head", "night"], "it is no video this machine can decode"),
+        (["stream", __file__, "--adapter", "cam", "--head", "night"], "it is not a video that this machine can decode"),
         (["stream", "IMAGE", "--adapter", "zzz", "--head", "night"], "no adapter named 'zzz'; registered: cam, signs"),
         (
             ["stream", "IMAGE", "--adapter", "cam", "--head", "zzz"],
@@ -221,32 +221,41 @@ def test_several_heads_are_asked_at_a_chosen_rate(vlora_command: Vlora, address:
             ["stream", "IMAGE", "--adapter", "signs", "--head", "day"],
             "its heads: none; head 'day' belongs to adapter 'cam'",
         ),
-        (["stream", "IMAGE", "--adapter", "cam", "--head", "day", "--head", "day"], "--head is given twice as 'day'"),
+        (
+            ["stream", "IMAGE", "--adapter", "cam", "--head", "day", "--head", "day"],
+            "--head 'day' is given more than once",
+        ),
         (["stream", "IMAGE", "--adapter", "cam", "--head", "day", "--fps", "0"], "invalid value for '--fps'"),
         (["stream", "IMAGE", "--adapter", "cam", "--head", "day", "--fps", "nan"], "--fps is nan; it must be a number"),
         (["serve", "--adapter", "cam"], "--adapter is 'cam'; write NAME=PATH"),
         (["serve", "--adapter", "a=x", "--adapter", "a=y"], "adapter 'a' is given twice"),
         (["serve", "--adapter", "a=x", "--served-model-name", "a"], "adapter 'a' has the base model's name; rename it"),
-        (["serve", "--adapters", "nowhere"], "nowhere: no folder with an adapter_config.json in it"),
+        (["serve", "--adapters", "nowhere"], "nowhere: contains no folder with an adapter_config.json"),
         (["serve", "--max-batch-size", "0"], "max_batch_size is 0; it must be at least 1"),
         (["serve", "--theta-s", "nan"], "theta_s is nan; it must be above 0"),
         (["serve", "--image-hosts", "https://pictures.example"], "image_hosts is 'https://pictures.example', which"),
         (["serve", "--image-hosts", "pictures.example:8080"], "image_hosts is 'pictures.example:8080', which"),
         (["serve", "--image-hosts", "*.example"], "image_hosts is '*.example', which"),
         (["serve", "--load-format", "zzz"], "invalid value for '--load-format'"),
-        (["adapters", "--tls-cert", "x.pem"], "--tls-cert is shown over TLS only; give --tls-ca as well"),
+        (["adapters", "--tls-cert", "x.pem"], "--tls-cert requires TLS; also give --tls-ca"),
         (["adapters", "--tls-ca", "nowhere.pem"], "--tls-key cannot be used ('nowhere.pem'): "),
         (["serve", "--token-file", "nowhere.yaml"], "cannot read the token file 'nowhere.yaml'"),
-        (["serve", "--tls-key", "x.pem"], "tls_cert and tls_key belong together"),
+        (["serve", "--tls-key", "x.pem"], "tls_cert and tls_key must be set together"),
         (["serve", "--host", "0.0.0.0"], "host is '0.0.0.0'; without authentication"),
         (["serve", "--model", "./nowhere"], "--model is './nowhere'; there is no such folder"),
         (["bench", "zzz"], "no bench named 'zzz'; choose one of "),
-        (["bench", "step", "--model", "llava-13b"], "are for `vlora bench policy` and `costs`, not 'step'"),
+        (
+            ["bench", "step", "--model", "llava-13b"],
+            "are valid for `vlora bench policy` and `costs` only, not for 'step'",
+        ),
         (
             ["bench", "step", "--surface", "rpyc"],
-            "--surface: for `vlora bench serve`, not 'step'",
+            "--surface: valid for `vlora bench serve` only, not for 'step'",
         ),
-        (["bench", "serve", "--model", "zzz"], "names of a model and of adapters are for another server; give its URL"),
+        (
+            ["bench", "serve", "--model", "zzz"],
+            "names of a model and of adapters require another server; also give its --url",
+        ),
         (
             ["bench", "serve", "--url", "localhost:1", "--model", "zzz"],
             "url is 'localhost:1'; write http://HOST:PORT/v1",
@@ -255,10 +264,10 @@ def test_several_heads_are_asked_at_a_chosen_rate(vlora_command: Vlora, address:
         (["bench", "costs", "--model", "zzz"], "no model named 'zzz' to measure; choose one of qwen2-0.5b"),
         (
             ["bench", "policy", "--device", "cuda:7"],
-            "device 'cuda:7' was asked for, but torch sees no CUDA device here",
+            "device 'cuda:7' was requested, but torch finds no CUDA device",
         ),
         (["fuse", "nowhere.yaml"], "nowhere.yaml: no such file, and no plan of that name in the package (demo, small)"),
-        (["fuse", "demo", "--out", "x", "--resume", "--restart"], "give one of the two"),
+        (["fuse", "demo", "--out", "x", "--resume", "--restart"], "give one of them"),
     ],
 )
 def test_mistakes_are_one_line_and_code_2(
@@ -276,7 +285,7 @@ def test_a_video_cut_short_is_one_line_too(address: str, video: str, tmp_path: P
     command = [sys.executable, "-m", "vlora.cli", "stream", str(broken), *NIGHT, "--server", address]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr == f"error: cannot read video {str(broken)!r}: it is no video this machine can decode\n"
+    assert done.stderr == f"error: cannot read video {str(broken)!r}: it is not a video that this machine can decode\n"
 
 
 def test_several_mistakes_of_a_plan_have_a_line_each(vlora_command: Vlora, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""The demo's own part: what it asks, counts and writes, with fusing and serving scripted."""
+"""The demo's own code: its queries, counts and output files, with fusing and serving scripted."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_the_report_counts_what_was_served(tmp_path: Path) -> None:
     assert (day["before"], day["after"], day["adapter"]) == (0.1, 0.9, "night-day")
     assert (day["stream"]["seconds"], day["stream"]["right"]) == (3, 2)
     counts = {kind: values["count"] for kind, values in result["latencies"].items()}
-    # Two questions of each domain, of the base model and of the adapter.
+    # Two questions per domain, to the base model and to the adapter.
     beside = counts.pop("words beside streams")
     assert counts == {"head": 24, "words": 12, "stream": 3, "words beside heads": 12} and beside > 0
     assert result["served"] == {"merged": 0, "mixed": 0, "unmerged": 51 + beside}

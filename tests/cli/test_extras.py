@@ -1,4 +1,4 @@
-"""The client's installation: what works without the engine's packages, and what is said where they are missing."""
+"""The client-only installation: the commands that work without the engine's packages, and the errors of the others."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def test_other_commands_name_the_extra_in_one_line(arguments: str, extra: str) -
 
 @pytest.mark.slow
 def test_the_client_alone_asks_from_a_fresh_environment(tmp_path: Path, address: str, image: str) -> None:
-    source = tmp_path / "source"  # pip leaves its build folder beside the sources
+    source = tmp_path / "source"  # pip leaves its build folder next to the sources
     source.mkdir()
     for folder in ("vlora", "atmm", "heads", "fusion", "apps"):
         shutil.copytree(ROOT / folder, source / folder, ignore=shutil.ignore_patterns("__pycache__"))
@@ -141,7 +141,9 @@ def test_the_client_alone_asks_from_a_fresh_environment(tmp_path: Path, address:
 
 
 def test_the_server_imports_nothing_of_the_other_extras() -> None:
-    """`vlora serve`, its engine process, `vlora tune` and the packaged model, without what only `fuse` installs."""
+    """`vlora serve`, its engine process, `vlora tune` and the packaged model, without the packages that only `fuse`
+    installs.
+    """
     code = (
         "from tests.cli.without_extras import hide\n"
         "from vlora.cli.extras import EXTRAS\n"

@@ -1,4 +1,4 @@
-"""What every command has in common: where options come from, completion, progress, and how it ends."""
+"""Behaviour common to all commands: sources of options, completion, progress, and exit."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ ROOT = Path(__file__).parents[2]
 COMMAND = (sys.executable, "-m", "vlora.cli")
 
 
-# -- where options come from ------------------------------------------------------------------------------------------
+# -- sources of options -----------------------------------------------------------------------------------------------
 
 
 def theta(monkeypatch: pytest.MonkeyPatch, *before: str, flags: tuple[str, ...] = ()) -> float:
-    """What `serve` would get."""
+    """The value that `serve` receives."""
     found: dict[str, float] = {}
     monkeypatch.setattr(cli.commands["serve"], "callback", lambda **settings: found.update(settings))
     assert cli.main([*before, "serve", *flags], prog_name="vlora", standalone_mode=False) is None
@@ -80,11 +80,11 @@ def test_the_file_may_be_named_by_the_environment_and_hold_lists(
 
 
 def test_every_option_is_known_in_the_environment_by_its_flag(monkeypatch: pytest.MonkeyPatch) -> None:
-    for variable in ("VLORA_LOG_LEVEL", "VLORA_LOG_JSON"):  # a server that was started in this process has set them
+    for variable in ("VLORA_LOG_LEVEL", "VLORA_LOG_JSON"):  # set by a server started earlier in this process
         monkeypatch.delenv(variable, raising=False)
     for name, command in commands(cli):
         prefix = f"VLORA_{name}".upper().replace("-", "_").replace(" ", "_")
-        # Called by itself before, as tests do: that is no name to keep.
+        # An earlier direct call, as in tests, must not fix the name.
         command.parse_args(click.Context(command, resilient_parsing=True), [])
         context = click.Context(command, auto_envvar_prefix=prefix, resilient_parsing=True)
         command.parse_args(context, [])
@@ -97,11 +97,11 @@ def test_every_option_is_known_in_the_environment_by_its_flag(monkeypatch: pytes
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("srve: {port: 1}", "there is no command 'srve'; did you mean 'serve'?"),
-        ("serve: {rpyc_port: 1}", "serve: there is no option 'rpyc_port'; did you mean 'rpyc-port'?"),
-        ("model: {eval: {quik: true}}", "model, eval: there is no option 'quik'; did you mean 'quick'?"),
+        ("srve: {port: 1}", "unknown command 'srve'; did you mean 'serve'?"),
+        ("serve: {rpyc_port: 1}", "serve: unknown option 'rpyc_port'; did you mean 'rpyc-port'?"),
+        ("model: {eval: {quik: true}}", "model, eval: unknown option 'quik'; did you mean 'quick'?"),
         ("serve: [1]", "serve: write options and their values, such as 'http-port: 8000'"),
-        ("just words", "holds no options; write"),
+        ("just words", "contains no options; write"),
         ("serve: {", "is not YAML: line 1: a bracket that is not closed"),
         ("serve: {theta-s: many}", "invalid value for '--theta-s'"),
         ("serve: {theta-s: [1, 2]}", "serve: theta-s is [1, 2]; write one value"),
@@ -189,7 +189,7 @@ def test_where_nobody_watches_nothing_is_shown(capsys: pytest.CaptureFixture[str
     assert capsys.readouterr() == ("", "")
 
 
-# -- ends -------------------------------------------------------------------------------------------------------------
+# -- exit -------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
@@ -205,7 +205,7 @@ def test_an_interrupt_finishes_what_is_under_way(server: Running, address: str, 
     began = time.monotonic()
     printed = child.stdout.read().splitlines()
     assert child.wait(20) == 130 and time.monotonic() - began < 15
-    assert child.stderr.read() == "stopping: what is under way is finished; once more ends at once\n"
+    assert child.stderr.read() == "stopping: finishing the work in progress; interrupt again to exit immediately\n"
     lines = [json.loads(line) for line in (tmp_path / "out" / "long.jsonl").read_text().splitlines()]
     assert [line["index"] for line in lines] == list(range(len(printed) + 1)) and len(lines) < 200
 
@@ -214,7 +214,7 @@ def test_an_interrupt_ends_waiting_for_a_server(tmp_path: Path) -> None:
     video = write_video(tmp_path / "long.mp4", shades(1))
     command = [*COMMAND, "stream", str(video), "--adapter", "cam", "--head", "night", "--server", "127.0.0.1:1"]
     child = subprocess.Popen([*command, "--wait-s", "60"], cwd=ROOT, stderr=subprocess.PIPE, text=True)
-    assert child.stderr is not None and "it is waited for" in child.stderr.readline()
+    assert child.stderr is not None and "waiting for it" in child.stderr.readline()
     child.send_signal(signal.SIGINT)
     assert child.wait(10) == 130
     told = child.stderr.read().splitlines()
@@ -287,7 +287,7 @@ def test_status_tells_a_server_at_a_glance(vlora_command: Vlora, address: str) -
     assert "threads    1\n" in out and "sized by   arena_bytes\n" in out
     *_, table, kernels = out.splitlines()
     assert table == "ATMM table unknown"
-    assert kernels == "kernels    plain torch, slower: there is no C++ compiler that works"
+    assert kernels == "kernels    plain torch (slower): no working C++ compiler found"
     code, out, _ = vlora_command("status", "--server", address, "--json")
     assert code == 0 and json.loads(out)["num_running"] == 0
 
@@ -322,11 +322,11 @@ def test_the_module_runs_as_the_command() -> None:
 
 @pytest.mark.parametrize(("number", "code", "word"), [("SIGINT", 130, "interrupted"), ("SIGTERM", 143, "terminated")])
 def test_a_command_that_ends_at_once_does_so_with_one_line(number: str, code: int, word: str) -> None:
-    """Whether it was stopped once or twice: the block here does not end by itself."""
+    """After one signal or two: the block here does not end by itself."""
     code_of = (
         "import sys, time\n"
         "from vlora.cli.interrupt import ends_with\n"
-        "with ends_with(lambda: 'go on with: that'):\n"
+        "with ends_with(lambda: 'resume with: that'):\n"
         "    try: print('begun', flush=True); time.sleep(30)\n"
         "    finally:\n"
         "        if sys.argv[1] == '2': print('left', flush=True); time.sleep(30)\n"
@@ -345,4 +345,4 @@ def test_a_command_that_ends_at_once_does_so_with_one_line(number: str, code: in
             assert child.stdout.readline() == "left\n"
             child.send_signal(getattr(signal, number))
         _, said = child.communicate(timeout=20)
-        assert (child.returncode, said) == (code, f"{word}: go on with: that\n")
+        assert (child.returncode, said) == (code, f"{word}: resume with: that\n")

@@ -61,7 +61,7 @@ def test_the_last_argument_is_the_question_unless_it_is_a_picture(
         lengths.append(json.loads(out)["num_prompt_tokens"])
     assert lengths[0] < lengths[1] == lengths[2], "the second picture is in the prompt"
     code, _, err = vlora_command("query", image, bright, *at)
-    assert code == 2 and "the base model has no question of its own" in err
+    assert code == 2 and "the base model has no default question" in err
     code, out, _ = vlora_command("query", image, "say:" + "x" * 5000, *at)
     assert code == 0 and json.loads(out)["text"].startswith("xxx"), "a question may be longer than a file's name"
 
@@ -83,7 +83,7 @@ def test_a_question_of_a_head_is_answered_by_the_head_and_says_so(
     vlora_command: Vlora, address: str, image: str, bright: str
 ) -> None:
     at = ("--adapter", "cam", "--server", address)
-    for question in (("is it day?",), (" is  it day?\n", "--max-tokens", "8"), ()):  # an adapter's own question, too
+    for question in (("is it day?",), (" is  it day?\n", "--max-tokens", "8"), ()):  # also an adapter's own question
         assert vlora_command("query", bright, *question, *at) == (0, "bright  98.0%  (head day)\n", "")
     code, out, _ = vlora_command("query", bright, "is it day?", *at, "--json")
     assert code == 0 and (json.loads(out)["head"], json.loads(out)["label"]) == ("day", "bright")
@@ -139,7 +139,7 @@ def test_a_picture_by_url_is_fetched(vlora_command: Vlora, server: Running, site
         (["http://127.0.0.1:1/a.png"], "the picture cannot be fetched from '127.0.0.1': Connection refused"),
         (["http://127.0.0.1:many/a.png"], "the picture cannot be fetched from 'http://127.0.0.1:many/a.png'; check"),
         (["http://[/a.png"], "the picture cannot be fetched from 'http://[/a.png'; check the URL"),
-        (["IMAGE", "--head", "day"], "--head is 'day'; give the --adapter that it belongs to"),
+        (["IMAGE", "--head", "day"], "--head is 'day'; also give its --adapter"),
         (
             ["IMAGE", "--head", "day", "--adapter", "cam", "--max-tokens", "8"],
             "--max-tokens has no effect on a task head's answer; leave out --max-tokens or --head",

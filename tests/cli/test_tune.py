@@ -1,4 +1,4 @@
-"""`vlora tune`: a table from a search, its check, a search that goes on, and what is built ahead."""
+"""`vlora tune`: a table from a search, its check, a resumed search, and prebuilt kernels."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_a_search_out_of_time_says_how_far_it_came_and_goes_on(tmp_path: Path) -
     out = tmp_path / "here.json"
     asked = ("--model", "embedded", "--dtype", "float32", "--out", str(out))
     code, told = tune(*asked, "--minutes", "0")
-    assert code == 0 and "0 of 8 cases" in told and "goes on" in told
+    assert code == 0 and "0 of 8 cases" in told and "run the same command to continue" in told
     code, told = tune(*asked, "--minutes", "0", "--json")
     facts = {"table": str(out), "num_measured": 0, "num_rows": 0, "num_done": 0, "num_cases": 8}
     assert code == 0 and json.loads(told.splitlines()[-1]) == facts
@@ -89,7 +89,7 @@ def test_the_engine_finds_the_table_of_a_search_by_its_threads(tmp_path: Path, m
         table = tables.choose_table("cpu", 2).table
         assert table is not None and table.path == written
         assert "tuned here on" in tables.describe("cpu") and "2 threads" in tables.describe("cpu")
-        # Without --out the table in use is checked.
+        # Without --out, the table in use is checked.
         code, output = tune("--check", "--threads", "2")
         assert code == 0 and str(written) in output
     finally:
@@ -103,14 +103,14 @@ def test_tables_of_other_threads_and_processors_are_not_mixed(tmp_path: Path, fi
     assert tune(*command)[0] == 0
     text = json.dumps({**json.loads(out.read_text()), field: value})
     out.write_text(text)
-    with pytest.raises(BadConfig, match=rf"measured on .*{value}.*give another --out"):
+    with pytest.raises(BadConfig, match=rf"measured on .*{value}.*set another --out"):
         CliRunner().invoke(cli, ["tune", *command], catch_exceptions=False)
     assert out.read_text() == text
 
 
 def test_a_table_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(BadConfig, match=r"cannot write the table .*here\.json.*give --out"):
+    with pytest.raises(BadConfig, match=r"cannot write the table .*here\.json.*set --out"):
         CliRunner().invoke(
             cli, ["tune", "--minutes", "0", "--out", str(tmp_path / "file" / "here.json")], catch_exceptions=False
         )
@@ -178,7 +178,7 @@ echo "$@" > "$made"
 
 @pytest.fixture
 def nvcc(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A compiler that is none, and a cache folder of its own."""
+    """A fake compiler, and a separate cache folder."""
     file = tmp_path / "nvcc"
     file.write_text(_NVCC % {"spills": SPACE[1].symbol, "breaks": SPACE[2].symbol})
     file.chmod(0o755)
@@ -218,5 +218,5 @@ def test_a_compiler_that_cannot_work_is_told(nvcc: Path) -> None:
 
 
 def test_capabilities_belong_to_a_build() -> None:
-    with pytest.raises(BadConfig, match="--capability says what --build-cutlass builds for"):
+    with pytest.raises(BadConfig, match="--capability requires --build-cutlass"):
         CliRunner().invoke(cli, ["tune", "--capability", "80"], catch_exceptions=False)

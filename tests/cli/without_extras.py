@@ -1,6 +1,6 @@
-"""The `vlora` command as it runs where some packages are not installed: their modules cannot be found.
+"""The `vlora` command as in an installation without some packages: their modules cannot be found.
 
-Run as `python -m tests.cli.without_extras EXTRA ARGUMENT...`; EXTRA is what is installed beside the client: one of
+Run as `python -m tests.cli.without_extras EXTRA ARGUMENT...`; EXTRA is installed in addition to the client: one of
 `vlora.cli.extras.EXTRAS`, or `nothing`.
 """
 
@@ -16,14 +16,14 @@ from vlora.cli.extras import EXTRAS
 
 
 def hide(modules: set[str]) -> None:
-    """Let the import system find no module of these top-level packages."""
+    """Hide the modules of these top-level packages from the import system."""
 
     class Finder(PathFinder):
         @classmethod
         def find_spec(
             cls, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
         ) -> ModuleSpec | None:
-            """As of PathFinder, for the others."""
+            """As PathFinder, for the other modules."""
             if fullname.partition(".")[0] in modules:
                 return None
             return super().find_spec(fullname, path, target)

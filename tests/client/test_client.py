@@ -156,12 +156,12 @@ def test_mistakes_come_back_as_typed_errors(client: Client) -> None:
     with pytest.raises(BadRequest, match="temperature is 'hot'; it must be a number"):
         client.generate("say:x", temperature="hot")
     with pytest.raises(BadRequest, match=r"the text cannot be sent: 'utf-8' codec"):
-        client.generate("half a character: \ud800")
+        client.generate("an unpaired surrogate: \ud800")
     with pytest.raises(BadRequest, match=r"refused the call 'generate': only values can be sent: .* tuples of them$"):
         client.generate(["a", "list"])  # type: ignore[arg-type]
     with pytest.raises(BadRequest, match="question is 7; it must be a string"):
         client.generate(7)  # type: ignore[arg-type]
-    with pytest.raises(VLoraError, match="the server made a mistake: ValueError: tripped"):
+    with pytest.raises(VLoraError, match=r"internal server error \(ValueError: tripped"):
         client.generate("trip")
     with pytest.raises(UnknownAdapter):
         next(client.stream("say:x", adapter="nobody"))
@@ -286,7 +286,7 @@ def test_asyncio_client(server: Running, tmp_path: Path) -> None:
             assert isinstance(last, Answer) and "".join(map(str, pieces)) == last.text == "streamed"
             with pytest.raises(UnknownAdapter):
                 await client.generate("say:x", adapter="nobody")
-            # Cancelling a task, and leaving a stream, cancel on the server.
+            # Cancelling a task, or leaving a stream, cancels the request on the server.
             task = asyncio.create_task(client.generate("never"))
             while not server.engine.engine.running:
                 await asyncio.sleep(0.01)
@@ -316,7 +316,7 @@ def test_asyncio_client_times_out() -> None:
 
 
 def _answering(data: bytes) -> tuple[socket.socket, int]:
-    """A listener that says one thing to everybody who connects, and leaves."""
+    """A listener that sends the same bytes to every client and closes the connection."""
     listener = socket.create_server(("127.0.0.1", 0))
 
     def answer() -> None:
@@ -335,8 +335,8 @@ def _answering(data: bytes) -> tuple[socket.socket, int]:
     "data",
     [
         b"HTTP/1.1 400 Bad Request\r\n\r\n",
-        struct.pack("!LB", 5, 0) + b"\xff" * 5 + b"\n",  # a message of no kind
-        struct.pack("!LB", 5, 1) + b"\xff" * 5 + b"\n",  # one that does not inflate
+        struct.pack("!LB", 5, 0) + b"\xff" * 5 + b"\n",  # an unknown message type
+        struct.pack("!LB", 5, 1) + b"\xff" * 5 + b"\n",  # a message that does not decompress
         struct.pack("!LB", 0, 0) + b"\n",
     ],
 )
@@ -363,7 +363,7 @@ def test_a_server_that_begins_to_talk_nonsense_is_lost(server: Running, monkeypa
             asking.result(5)
         for end in (near, far):
             with contextlib.suppress(OSError):
-                end.shutdown(socket.SHUT_RDWR)  # closing alone ends no connection that a thread still reads from
+                end.shutdown(socket.SHUT_RDWR)  # close() alone ends no connection that a thread still reads from
             end.close()
     assert not unheard and idle(server)
 

@@ -1,4 +1,4 @@
-"""Streams of frames against a running server: both clients, broken connections, hostile peers, others' tokens."""
+"""Streams of frames against a running server: both clients, broken connections, hostile peers, foreign tokens."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def wait_until(ready: Any) -> bool:
 
 
 def cut(client: Client) -> None:
-    with contextlib.suppress(EOFError, OSError):  # somebody else has cut it just now
+    with contextlib.suppress(EOFError, OSError):  # the connection may already be closed
         client.connection()._stream.sock.shutdown(socket.SHUT_RDWR)
 
 
@@ -125,7 +125,7 @@ def test_a_broken_frame_fails_alone_and_what_is_no_frame_is_not_sent(client: Cli
         ):
             with pytest.raises(error):
                 stream.send(frame)
-        with pytest.raises(BadRequest, match="reads 1 image per frame; 2 came"):
+        with pytest.raises(BadRequest, match="reads 1 image per frame; got 2"):
             stream.send(DARK, DARK)
         stream.send(b"no image")
         stream.send(BRIGHT)
@@ -187,7 +187,7 @@ def test_asyncio_breaks_and_goes_on(server: Running) -> None:
                     await stream.end()
 
                 sender = asyncio.create_task(send())
-                # Reading may be given up and taken up again.
+                # Reading may be cancelled and continued.
                 with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(anext(stream), 1e-6)
                 got = [result.number async for result in stream]

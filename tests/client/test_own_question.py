@@ -1,4 +1,4 @@
-"""Which head answers a question in words."""
+"""The task head that a text question selects."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The plain stream: whole, however little the socket takes at once, and without copying what is left each time."""
+"""The plain stream sends complete messages for any size of partial writes, without copying the remainder each time."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from vlora.client.plain import PlainStream
 
 
 class _Sparing:
-    """Takes a thousand bytes at a time, and keeps what it was given."""
+    """A socket that accepts a thousand bytes at a time, and records them."""
 
     def __init__(self) -> None:
         self.taken = b""

@@ -1,4 +1,4 @@
-"""Waiting for a server: until it answers, until the time is over, until somebody says stop."""
+"""Waiting for a server: until it answers, until the timeout, until `stop` is set."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from tests.server.running import running_server
 from vlora.client import Client, wait_for_server
 from vlora.errors import BadRequest, Disconnected, EngineDead, VLoraError
 
-NOBODY = 1  # a port that takes no connection
+NOBODY = 1  # a port that accepts no connection
 
 
 class Coming:
-    """A server that is there after some errors."""
+    """A server that is ready after some errors."""
 
     def __init__(self, *errors: VLoraError) -> None:
         self.errors = list(errors)
@@ -39,8 +39,8 @@ def test_a_server_that_is_there_is_not_waited_for() -> None:
 
 @pytest.mark.slow
 def test_one_that_comes_is_waited_for_and_that_is_told_once() -> None:
-    coming = Coming(Disconnected("nobody there"), EngineDead("its engine died"))
-    assert wait(coming, 30.0) == ["nobody there; it is waited for"] and coming.errors == []
+    coming = Coming(Disconnected("no server"), EngineDead("its engine died"))
+    assert wait(coming, 30.0) == ["no server; waiting for it"] and coming.errors == []
 
 
 def test_one_that_does_not_come_is_an_error_in_time() -> None:

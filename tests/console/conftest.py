@@ -21,7 +21,7 @@ def browser() -> Iterator[Browser]:
     from playwright.sync_api import sync_playwright
 
     with sync_playwright() as playwright:
-        # Who runs tests in a container is root there, and Chromium's own sandbox does not work for root.
+        # Tests in a container run as root, and Chromium's sandbox does not work for root.
         started = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
         yield started
         started.close()

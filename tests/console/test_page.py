@@ -40,7 +40,7 @@ def api(folders: dict[str, str]) -> Iterator[Api]:
 
 
 class Watched:
-    """A page, and what it did that it should not do."""
+    """A page, with a record of its errors and unwanted requests."""
 
     def __init__(self, browser: Browser, api: Api, *, width: int = 1280, height: int = 800, dark: bool = False) -> None:
         scheme = "dark" if dark else "light"
@@ -56,12 +56,12 @@ class Watched:
         self.page.goto(api.url)
 
     def _on_console(self, message: ConsoleMessage) -> None:
-        # A status that the page shows its reader is no mistake of the page.
+        # An error status that the page displays is not an error of the page.
         if message.type == "error" and not message.text.startswith("Failed to load resource"):
             self.complaints.append(message.text)
 
     def close(self) -> None:
-        """Nothing foreign was asked for, and nothing went wrong on the way."""
+        """Assert that the page requested no other origin and had no errors."""
         self.page.close()
         own = (self.url, "data:", f"blob:{self.url}")
         assert not [url for url in self.urls if not url.startswith(own)]
@@ -81,7 +81,7 @@ def ask(page: Page, question: str) -> None:
     page.press("#ask-question", "Enter")
 
 
-# -- watching ---------------------------------------------------------------------------------------------------------
+# -- live state -------------------------------------------------------------------------------------------------------
 
 
 def test_every_part_shows_what_the_engine_says(watched: Watched, api: Api) -> None:
@@ -96,7 +96,7 @@ def test_every_part_shows_what_the_engine_says(watched: Watched, api: Api) -> No
     expect(page.locator("#adapters-summary")).to_contain_text("of 2 on the device")
     expect(page.locator("#arena-legend")).to_contain_text("KV cached")
     page.click("#ask-stop")
-    expect(page.locator("#queue-rows")).to_have_text("nobody waits")
+    expect(page.locator("#queue-rows")).to_have_text("no requests")
     expect(page.locator("#ask-note")).to_have_text("stopped")
     assert api.idle() and len(api.engine.engine.cancelled) == 1
 
@@ -111,7 +111,7 @@ def test_canvases_are_drawn_and_explain_themselves(watched: Watched) -> None:
         for (let at = 0; at < data.length; at += 4) colours.add(data.slice(at, at + 4).join());
         return colours.size;
     }"""
-    assert page.locator("#timeline").evaluate(count) >= 5  # three modes, the ground and the words
+    assert page.locator("#timeline").evaluate(count) >= 5  # three modes, background and text
     assert page.locator("#arena-map").evaluate(count) >= 4  # adapters, packed, KV in use, cached; free
     tip = page.locator("#tip")
     box = page.locator("#timeline").bounding_box()
@@ -214,7 +214,7 @@ def test_an_engine_that_died_is_told_and_no_error_is_thrown(browser: Browser, ap
     watched.close()
 
 
-# -- asking -----------------------------------------------------------------------------------------------------------
+# -- requests ---------------------------------------------------------------------------------------------------------
 
 
 def test_an_answer_in_words_is_streamed(watched: Watched) -> None:
@@ -240,7 +240,7 @@ def test_a_head_answers_with_every_label(watched: Watched) -> None:
     expect(page.locator("#answer .scores")).to_have_text(re.compile(r"bright9\d\.\d %dark\d\.\d %"))
     page.select_option("#ask-head", label="head motion (classification, 2 images)")
     page.click("#ask-send")
-    expect(page.locator("#answer .problem")).to_contain_text("reads 2 images per request; 1 came")
+    expect(page.locator("#answer .problem")).to_contain_text("reads 2 images per request; got 1")
 
 
 # -- tokens -----------------------------------------------------------------------------------------------------------
@@ -260,7 +260,7 @@ def test_a_token_is_asked_for_and_never_stands_in_a_url(browser: Browser, folder
 
         expect(page.locator("#token-dialog")).to_be_visible()
         use("not-one-of-this-server")
-        expect(page.locator("#token-problem")).to_contain_text("not one of this server's")
+        expect(page.locator("#token-problem")).to_contain_text("not valid on this server")
         use(CAMERAS.secret)
         expect(page.locator("#status")).to_have_text("live")
         expect(page.locator("#streams-summary")).to_have_text("1 stream · 1 of others")
@@ -279,7 +279,7 @@ def test_a_token_is_asked_for_and_never_stands_in_a_url(browser: Browser, folder
         watched.close()
 
 
-# -- looks ------------------------------------------------------------------------------------------------------------
+# -- layout and colours -----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("width", "height"), [(1280, 800), (820, 1100), (390, 844)])

@@ -1,4 +1,4 @@
-"""An annotated video, as a browser plays it. `make console-test` runs it."""
+"""Playback of an annotated video in a browser. `make console-test` runs it."""
 
 from __future__ import annotations
 

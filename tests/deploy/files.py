@@ -1,4 +1,4 @@
-"""The files of deploy/, read."""
+"""Readers for the files of deploy/."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ DASHBOARD = DEPLOY / "grafana" / "dashboards" / "vlora.json"
 
 
 def read_yaml(path: str) -> Any:
-    """The one document of a file in deploy/."""
+    """The only document of a file in deploy/."""
     return yaml.safe_load((DEPLOY / path).read_text())
 
 
@@ -38,7 +38,7 @@ def dashboard() -> dict[str, Any]:
 
 
 def env_file(path: str) -> tuple[dict[str, str], dict[str, str]]:
-    """Variables of a file in deploy/: those that are set, and those that stand in comments."""
+    """Variables of a file in deploy/: the active ones, and the commented ones."""
     set_here: dict[str, str] = {}
     commented: dict[str, str] = {}
     for line in (DEPLOY / path).read_text().splitlines():
@@ -49,6 +49,6 @@ def env_file(path: str) -> tuple[dict[str, str], dict[str, str]]:
 
 
 def unit_settings() -> list[tuple[str, str]]:
-    """(key, value) of the systemd unit, in order; a key may come several times."""
+    """(key, value) of the systemd unit, in order; a key may occur several times."""
     lines = UNIT.read_text().splitlines()
     return [(key, value) for key, equals, value in (line.partition("=") for line in lines) if equals and key.isalnum()]

@@ -1,4 +1,4 @@
-"""Alert rules and dashboard ask for metrics, labels and values that /metrics has."""
+"""Alert rules and dashboard use only metrics, labels and values that /metrics has."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from vlora.config import Token
 from vlora.server.metrics import MAX_ADAPTERS, MAX_TENANTS, Metrics
 
 OF_PROMETHEUS = {"instance", "job"}  # labels that a scrape adds to every series
-OPEN = {"adapter", "tenant", *OF_PROMETHEUS}  # labels whose values are the operator's
+OPEN = {"adapter", "tenant", *OF_PROMETHEUS}  # labels with values set by the operator
 SELECTOR = re.compile(r"\b(?P<name>(?:vlora_\w+|up))(?:\{(?P<matchers>[^}]*)\})?")
 MATCHER = re.compile(r'(?P<label>\w+)\s*(?:=~|!~|!=|=)\s*"(?P<value>[^"]*)"')
 BY = re.compile(r"\bby\s*\((?P<labels>[^)]*)\)")
@@ -38,7 +38,7 @@ def expressions() -> Iterator[tuple[str, str]]:
 
 @pytest.fixture(scope="module")
 def series() -> Series:
-    """Of each sample's name its labels, and of each label the values, as a server says after one answer."""
+    """The labels of each sample, and the values of each label, in the metrics of a server after one answer."""
     secret = "0123456789abcdef"
     with running_api(tokens=(Token(name="cameras", secret=secret),)) as api:
         asked = api._replace(token=secret)
@@ -54,7 +54,7 @@ def series() -> Series:
 
 
 def problems(expression: str, series: Series) -> list[str]:
-    """What an expression asks for that no server has."""
+    """The parts of an expression that no server provides."""
     found = []
     grouped = set(OF_PROMETHEUS)
     for selector in SELECTOR.finditer(expression):

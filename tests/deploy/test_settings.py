@@ -1,4 +1,4 @@
-"""Settings in deploy/ are ones that `vlora serve` takes: options, environment variables, values, HTTP paths, ports."""
+"""The settings in deploy/ are valid for `vlora serve`: options, environment variables, values, HTTP paths, ports."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def image_environment() -> dict[str, str]:
 
 
 def compose_environment() -> dict[str, str]:
-    """The server's, with the defaults that compose.yaml names; required ones get a token."""
+    """The server's environment, with the defaults of compose.yaml; required variables get a token."""
     values = compose()["services"]["server"]["environment"]
     found = {}
     for name, value in values.items():
@@ -43,7 +43,7 @@ def compose_environment() -> dict[str, str]:
 
 
 def environments() -> Iterator[tuple[str, Mapping[str, str]]]:
-    """Every environment that these files give to `vlora serve`, comments taken as settings."""
+    """Every environment that these files pass to `vlora serve`, including commented settings."""
     yield "image", image_environment()
     yield "compose", compose_environment()
     yield "compose, CUDA", read_yaml("docker/compose.cuda.yaml")["services"]["server"]["environment"]
@@ -144,7 +144,7 @@ def test_the_image_is_built_from_what_the_build_context_has() -> None:
 
 
 def test_the_server_may_write_where_it_keeps_files() -> None:
-    """The image's, the unit's and the pod's folders agree, also with a read-only root."""
+    """The folders of the image, the unit and the pod agree, also with a read-only root."""
     image = image_environment()
     unit = dict(pair.split("=", 1) for key, value in unit_settings() if key == "Environment" for pair in value.split())
     assert unit == {name: image[name] for name in unit} and set(unit) >= {"XDG_CACHE_HOME", "XDG_DATA_HOME", "HF_HOME"}

@@ -1,4 +1,4 @@
-"""What the programs that read these files say of them, where they are installed."""
+"""The files pass the validators of the programs that read them, where these are installed."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ KUBERNETES = DEPLOY / "kubernetes" / "vlora.yaml"
 
 
 def check(*command: str) -> None:
-    """Raises AssertionError with what the program says; skips where it is not installed."""
+    """Raises AssertionError with the program's output; skips if it is not installed."""
     if shutil.which(command[0]) is None:
         pytest.skip(f"{command[0]} is not installed")
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
@@ -23,7 +23,7 @@ def check(*command: str) -> None:
 
 def test_systemd_takes_the_unit(tmp_path: Path) -> None:
     unit = tmp_path / UNIT.name
-    # The check wants a program that is there.
+    # The check requires an existing program.
     unit.write_text(UNIT.read_text().replace("/opt/vlora/bin/vlora", "/bin/echo"))
     drop_in = tmp_path / "vlora.service.d" / "gpu.conf"
     drop_in.parent.mkdir()

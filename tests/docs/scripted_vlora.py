@@ -1,7 +1,8 @@
-"""The `vlora` command with a scripted engine, and with fusing that writes at once what a fusion would:
-`python -m tests.docs.scripted_vlora ...`.
+"""The `vlora` command with a scripted engine, and with fusing that immediately writes canned results: `python -m
+tests.docs.scripted_vlora ...`.
 
-As in the real one, a command imports what it needs: guides run dozens of them, and torch takes seconds each time.
+As in the real one, a command imports only its own dependencies: guides run dozens of commands, and importing torch
+takes seconds each time.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import vlora.cli
 
 
 def fuse(plan: Path, out: Path, **options: object) -> None:
-    """The small plan's adapter, some test pictures and its video."""
+    """Write the small plan's adapter, some test pictures and its video."""
     from tests.apps.test_video_analytics import write_video
     from tests.server.running import png
     from tests.server.scripted import write_adapter

@@ -1,4 +1,4 @@
-"""docs/api.md, run as a reader would: every snippet, in order, in one shell; the engine behind it is scripted."""
+"""docs/api.md as run by a reader: every snippet, in order, in one shell, with a scripted engine."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def free_port() -> int:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """What the guide's reader has: a picture and an adapter with a head."""
+    """The reader's files: a picture and an adapter with a head."""
     (tmp_path / "photo.png").write_bytes(png(size=(64, 64)))
     write_adapter(tmp_path / "out" / "adapters" / "signs", {"kind": 1})
     commands = tmp_path / "bin"
@@ -41,7 +41,7 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-# A snippet that fails because the server is gone tells how that one ended; its words are in its log.
+# If a snippet fails because the server has exited, print its exit code; its output is in its log.
 _LAST_WORDS = """
 end() {
   code=$?
@@ -56,7 +56,7 @@ trap end EXIT
 
 
 def script(text: str) -> str:
-    """All snippets; each says where it begins, and the first that fails ends the run."""
+    """All snippets; each prints its number first, and the first failure ends the run."""
     lines = ["set -e", _LAST_WORDS]
     for number, match in enumerate(SNIPPET.finditer(text), 1):
         kind, code = match.groups()
@@ -78,7 +78,7 @@ def test_every_snippet_runs(folder: Path) -> None:
     text = GUIDE.read_text()
     for port in ("8000", "18861"):
         text = text.replace(port, str(free_port()))
-    # The ports that the text takes from the defaults.
+    # Ports that the text takes from the defaults.
     text = text.replace("vlora serve ", f"vlora serve --rpyc-port {(rpyc := free_port())} ")
     text = text.replace("vlora status --wait-s 60  ", f"vlora status --wait-s 60 --server 127.0.0.1:{rpyc} ")
     text = re.sub(r"--server localhost:\d+", f"--server localhost:{rpyc}", text)

@@ -1,4 +1,4 @@
-"""docs/guide.md, run as a reader would: every snippet, in order, in one shell; fusing and the engine are scripted."""
+"""docs/guide.md as run by a reader: every snippet, in order, in one shell; fusing and the engine are scripted."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ def test_every_snippet_runs(folder: Path) -> None:
         ["bash", "-c", script(text) + "\n"], cwd=folder, env=environment, capture_output=True, text=True, timeout=240
     )
     served = folder / "serve.log"
-    log = served.read_text() if served.exists() else "it did not come to serving"
+    log = served.read_text() if served.exists() else "the server did not start"
     assert done.returncode == 0, f"{done.stderr}\n{done.stdout}\n{log}"
-    assert log.count("\n") == 1, f"a quiet server says one line: {log}"
+    assert log.count("\n") == 1, f"a quiet server prints one line: {log}"
     assert "digits-photos-signs-actions  rank 8" in done.stdout and '"num_running":0' in done.stdout
     answers = [json.loads(line) for line in (folder / "signs.jsonl").read_text().splitlines()]
     assert [answer["text"] for answer in answers] == ["dark", "bright", "dark"]

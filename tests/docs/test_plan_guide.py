@@ -1,4 +1,4 @@
-"""docs/plan.md: its example can be read, and its tables name what there is."""
+"""docs/plan.md: its example is valid, and its tables match the code."""
 
 from __future__ import annotations
 

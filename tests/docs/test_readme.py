@@ -1,4 +1,4 @@
-"""README.md: the quickstart, run as a reader would, with a scripted engine; sizes and extras that it names."""
+"""README.md: the quickstart as run by a reader, with a scripted engine; the sizes and extras in the text."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ README = (ROOT / "README.md").read_text()
 def test_the_quickstart_runs(folder: os.PathLike[str]) -> None:
     text = README.partition("## Quickstart")[2].partition("\n## ")[0]
     assert "vlora serve --model Qwen/Qwen2-VL-2B-Instruct --adapters " in text
-    # What stands before the first command that is run installs.
+    # The commands before the first one that is run install the package.
     text = "```bash\n" + text.partition("```bash\n")[2]
     text = text.replace("8000", str(free_port())).replace(
         "vlora serve ", f"vlora serve --rpyc-port {(rpyc := free_port())} "

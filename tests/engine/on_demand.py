@@ -1,4 +1,4 @@
-"""An executor for tests: keeps what it is given until told to run it."""
+"""An executor for tests: queues its work until `run` is called."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class OnDemand(Executor):
         return future
 
     def run(self) -> bool:
-        """Run the oldest that was not cancelled; False when there is none."""
+        """Run the oldest task that was not cancelled; False if there is none."""
         while self.waiting:
             future, work = self.waiting.popleft()
             if future.set_running_or_notify_cancel():

@@ -1,8 +1,8 @@
-"""Counts the threads of an engine's process that Python did not start, stage by stage; run in a process of its own.
+"""Counts the native threads of an engine's process after each stage; runs in its own process.
 
     python -m tests.engine.pools FOLDER bounded|unbounded
 
-Prints JSON: the count after each stage. unbounded: the background threads have pools of their own, for comparison.
+Prints JSON: the count after each stage. unbounded: the background threads have their own OpenMP pools, for comparison.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _RANK = 32
 def num_native_threads() -> int:
     """Threads that belong to no `threading.Thread`: those of OpenMP pools and of other libraries."""
     counts = []
-    for _ in range(20):  # a thread that has ended stays in the list for a moment
+    for _ in range(20):  # an ended thread stays in the list briefly
         python = {thread.native_id for thread in threading.enumerate()}
         counts.append(len({int(task) for task in os.listdir("/proc/self/task")} - python))
         time.sleep(0.005)
@@ -49,7 +49,7 @@ def main(folder: Path, *, bounded: bool) -> None:
     shapes = language_shapes(model)
     paths = {name: write_adapter(folder / name, shapes, _RANK, seed) for seed, name in enumerate("abc")}
     config = EngineConfig(
-        # The folder's tokenizer is for grammars.
+        # The folder has the tokenizer, for grammars.
         model=str(checkpoint_path()),
         max_context=512,
         arena_bytes=256 * 2**20,

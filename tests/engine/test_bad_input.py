@@ -1,4 +1,4 @@
-"""Bad input gets a clear, typed error, and everybody else is served as if nothing had happened."""
+"""Bad input gets a clear, typed error, and all other requests are served normally."""
 
 from __future__ import annotations
 
@@ -288,7 +288,7 @@ def test_the_asyncio_side(local: LocalEngine, prompt: Prompt) -> None:
         stream = local.generate(request(prompt, "d", sampling=SamplingParams(max_tokens=200, ignore_eos=True)))
         await anext(stream)
         await stream.aclose()  # type: ignore[attr-defined]
-        # So does one that takes too long.
+        # A timeout cancels its request too.
         with pytest.raises(TimeoutError):
             long = request(prompt, "e", sampling=SamplingParams(max_tokens=200, ignore_eos=True))
             async for _ in local.generate(long, asyncio.get_running_loop().time() + 0.01):

@@ -1,4 +1,4 @@
-"""bfloat16 is judged by distance to the float32 truth: merged and mixed may not be much noisier than unmerged."""
+"""bfloat16 is compared with a float32 reference: merged and mixed must not be much noisier than unmerged."""
 
 from __future__ import annotations
 
@@ -20,11 +20,10 @@ PROMPTS = 24
 
 @pytest.fixture(scope="module")
 def reference(tmp_path_factory: pytest.TempPathFactory) -> Reference:
-    """Weights rounded to bfloat16 once, so that truth and test share them; many prompts for one and for two
-    adapters."""
+    """Weights rounded to bfloat16 once, shared by the reference and the test; many prompts for one and two adapters."""
     family = "qwen2_vl"
     rounded = build_model(family, torch.bfloat16).float()
-    # LoRA deltas of about a tenth of the weight, as training makes them.
+    # LoRA deltas of about a tenth of the weight, as after training.
     oracle = Oracle(family, rounded, scale=0.1)
     made = Reference.__new__(Reference)
     made.family = family
@@ -41,7 +40,7 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> Reference:
 
 
 def distance(reference: Reference, mode: Mode, merged: str | None, adapter: str) -> float:
-    """Relative RMS of the first token's logits to the float32 truth, over one adapter's prompts."""
+    """Relative RMS error of the first token's logits against float32, over one adapter's prompts."""
     cases = [i for i, (name, _) in enumerate(reference.cases) if mode is not Mode.MERGED or name == adapter]
     run = run_engine(reference, FixedModes(mode, merged), 1, only=cases, dtype=torch.bfloat16)
     assert mode in run.modes

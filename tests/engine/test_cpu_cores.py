@@ -1,4 +1,4 @@
-"""How many threads an engine takes by itself: physical cores, within what the process may use."""
+"""The default number of threads of an engine: physical cores, within the process's limits."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_two_hardware_threads_of_a_core_count_once(tmp_path: Path) -> None:
     machine(tmp_path, {cpu: (cpu % 8 // 4, cpu % 4) for cpu in range(16)})
     assert threads(tmp_path, range(16)) == 8
     assert threads(tmp_path, [0, 8]) == 1
-    assert threads(tmp_path, [0, 4]) == 2  # the same number in another package is another core
+    assert threads(tmp_path, [0, 4]) == 2  # the same core number in another package is another core
 
 
 def test_cpus_of_an_unknown_shape_count_each(tmp_path: Path) -> None:

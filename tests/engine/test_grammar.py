@@ -1,4 +1,4 @@
-"""Answers held to a grammar: what comes is in it, whatever the model wants to say and whoever else is in the batch."""
+"""Answers under a grammar match it, for any model output and any other requests in the batch."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ FAMILY = "qwen2_vl"
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A tokenizer of the tiny models' 200 tokens: printable ASCII, the newline, and longer ones of these."""
+    """A tokenizer of the tiny models' 200 tokens: printable ASCII, newline, and longer combinations of these."""
     letters = {chr(code): chr(code) for code in range(33, 127)} | {" ": "\u0120", "\n": "\u010a"}
     vocab = {"<pad>": 0, "<bos>": 1, "<eos>": EOS}
     for text in [*letters, *LONGER]:
@@ -200,7 +200,7 @@ def test_an_object_without_a_schema(local: LocalEngine, tokenizer: Any) -> None:
 
 
 def test_json_is_on_one_line_with_single_spaces(local: LocalEngine, tokenizer: Any) -> None:
-    """Blanks are what a random model writes forever where they are free."""
+    """A random model writes whitespace without end if it is allowed."""
     entries = {"type": "array", "items": {"type": "integer", "maximum": 99, "minimum": 0}, "minItems": 3, "maxItems": 3}
     schema = {"type": "object", "properties": {"aa": entries, "ab": entries}, "required": ["aa", "ab"]}
     grammar = schema_grammar({**schema, "additionalProperties": False})
@@ -233,11 +233,11 @@ def test_a_random_model_calls_tools_as_they_are_declared(local: LocalEngine, tok
     assert {call.name for call in found} == set(schemas)
 
 
-# -- against the naive way --------------------------------------------------------------------------------------------
+# -- against a naive implementation -----------------------------------------------------------------------------------
 
 
 class Prefixes:
-    """Whether a text is the beginning of something in the grammar: read anew, byte by byte, with no model's tokens."""
+    """Whether a text is a prefix of the grammar: parsed from scratch, byte by byte, without a model's tokens."""
 
     def __init__(self, grammar: str) -> None:
         self._tokenizer = LLTokenizer("byte")
@@ -258,7 +258,7 @@ class Prefixes:
 
 @torch.no_grad()
 def naive(model: Any, tokenizer: Any, prompt_ids: Sequence[int], grammar: str, max_tokens: int) -> list[int]:
-    """Greedy: of all tokens the likeliest whose whole text so far is the beginning of something in the grammar."""
+    """Greedy: the likeliest token that keeps the text a prefix of the grammar."""
     prefixes, tokens = Prefixes(grammar), []
     while len(tokens) < max_tokens:
         ids = torch.tensor([[*prompt_ids, *tokens]])
@@ -285,7 +285,7 @@ def naive(model: Any, tokenizer: Any, prompt_ids: Sequence[int], grammar: str, m
     ids=lambda schema: next(iter(schema.values())) if isinstance(schema, dict) else "",
 )
 def test_greedy_answers_are_those_of_the_naive_way(folder: str, tokenizer: Any, schema: Any) -> None:
-    # Where only one text can follow, the library otherwise takes the token that the tokenizer would.
+    # Where only one text can follow, the library otherwise forces the token that the tokenizer would produce.
     grammar = '%llguidance {"no_forcing": true}\n' + schema_grammar(schema)
     local, model = engine(folder), build_model(FAMILY).eval()
     requests = [ask(f"r{seed}", grammar, seed=seed, temperature=0.0, max_tokens=24) for seed in range(3)]
@@ -293,7 +293,7 @@ def test_greedy_answers_are_those_of_the_naive_way(folder: str, tokenizer: Any, 
         assert tokens_of(outputs) == naive(model, tokenizer, request.prompt_ids, grammar, 24)
 
 
-# -- company, preemption, modes ---------------------------------------------------------------------------------------
+# -- batches, preemption, modes ---------------------------------------------------------------------------------------
 
 PERSON = {
     "type": "object",
@@ -318,7 +318,7 @@ def test_nobody_in_the_batch_changes_anybody_else(local: LocalEngine) -> None:
 
 
 def test_scores_are_the_models_own(local: LocalEngine) -> None:
-    """A token that the grammar forced may have been unlikely: that is what the log probability says."""
+    """The log probability of a forced token is the model's own, so it may be low."""
     (outputs,) = local.run([ask("r", schema_grammar({"const": "zz"}), logprobs=1)]).values()
     scores = [score for output in outputs for score in output.scores]
     assert len(scores) == len(tokens_of(outputs)) and any(s.logprob < s.top[0][1] for s in scores)
@@ -360,7 +360,7 @@ def test_a_change_of_modes_changes_nothing(folder: str, tmp_path: Path) -> None:
     assert swapped == unmerged and num_switches > 2 and len({tuple(each) for each in unmerged}) > 1
 
 
-# -- what cannot be served --------------------------------------------------------------------------------------------
+# -- errors -----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -394,7 +394,7 @@ def test_a_schema_that_is_not_served_fails_its_request_with_the_reason(
 
 
 def test_what_the_tokenizer_cannot_write_is_told(tokenizer: Any) -> None:
-    """The embedded model's tokenizer has words: it puts a space before every one of them, and before a quote."""
+    """The embedded model's tokenizer has words: it puts a space before each word, and before a quote."""
     words = AutoTokenizer.from_pretrained(checkpoint_path())
     compiler = GrammarCompiler(str(checkpoint_path()), 480, [words.eos_token_id])
     random = np.random.default_rng(0)
@@ -412,10 +412,10 @@ def test_what_the_tokenizer_cannot_write_is_told(tokenizer: Any) -> None:
         jsonschema.validate(json.loads(say(schema)), schema)
         text = {"type": "array", "items": {"type": "string"}, "minItems": 1, "maxItems": 2}
         jsonschema.validate(json.loads(say(text)), text)
-        # At the top stands nothing before it: a piece that continues a word would keep its prefix.
+        # No prefix exists at the top: a continuation piece would keep its marker.
         number = {"type": "integer", "minimum": 0, "maximum": 999}
         jsonschema.validate(json.loads(say(number)), number)
-    with pytest.raises(BadRequest, match="no token of this model continues it"):
+    with pytest.raises(BadRequest, match="no token of this model fits"):
         say({"const": "yes"})
 
 
@@ -447,7 +447,7 @@ def test_any_schema_is_a_grammar_or_a_refusal(compiler: GrammarCompiler, schema:
 
 def test_a_model_without_a_tokenizer(tmp_path: Path) -> None:
     (answer,) = engine(str(tmp_path)).run([ask("r", schema_grammar({}))]).values()
-    assert answer[-1].error is not None and "no answer of this model can be held" in answer[-1].error.message
+    assert answer[-1].error is not None and "this model does not support grammars" in answer[-1].error.message
 
 
 def test_limits_of_the_value() -> None:
@@ -457,11 +457,11 @@ def test_limits_of_the_value() -> None:
         SamplingParams(grammar="start: /a/", ignore_eos=True)
 
 
-# -- waiting for it ---------------------------------------------------------------------------------------------------
+# -- compilation in the background ------------------------------------------------------------------------------------
 
 
 class Later(Executor):
-    """Does what it is given when it is told to."""
+    """Runs its tasks when the test asks for it."""
 
     def __init__(self) -> None:
         self.work: list[Any] = []
@@ -531,7 +531,7 @@ def test_sixteen_grammars_are_kept_and_a_wrong_one_is_not_compiled_again() -> No
     assert isinstance(told["r1"], BadRequest) and "RuntimeError: tripped" in str(told["r1"])
     grammars.wait_for("more", "14")
     grammars.wait_for("again", "trip")
-    assert compiled[-2:] == ["14", "trip"], "the one that was asked for longest ago made room"
+    assert compiled[-2:] == ["14", "trip"], "the least recently used one was evicted"
 
 
 def test_a_grammar_that_nobody_waits_for_any_more_holds_up_no_other() -> None:

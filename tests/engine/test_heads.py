@@ -1,5 +1,6 @@
-"""Heads of every task against plain transformers + PEFT + nn.Linear: the same logits in every mode, with prompts in
-chunks and behind a prefix cache, several adapters' heads and language-model rows in one batch."""
+"""Heads of every task against plain transformers + PEFT + nn.Linear: equal logits in every mode, with chunked prompts
+and prefix caching, and with several adapters' heads and language-model rows in one batch.
+"""
 
 from __future__ import annotations
 
@@ -47,7 +48,7 @@ TASKS: dict[str, dict[str, Any]] = {
 
 
 def heads_of(seed: int) -> dict[str, TaskHead]:
-    """A head of every task, with rows large enough that every part of the hidden state shows."""
+    """A head of every task, with rows large enough that every part of the hidden state has an effect."""
     generator = torch.Generator().manual_seed(seed)
     heads = {}
     for task, fields in TASKS.items():
@@ -61,7 +62,7 @@ def heads_of(seed: int) -> dict[str, TaskHead]:
 
 
 class Headed(Reference):
-    """A reference whose adapters have heads of every task."""
+    """A reference with adapters that have heads of every task."""
 
     def __init__(self, family: str, folder: Path) -> None:
         self.family = family
@@ -75,7 +76,7 @@ class Headed(Reference):
 
     @torch.no_grad()
     def logits(self, prompt: Prompt, adapter: str, task: str) -> torch.Tensor:
-        """Of the tokens that the head reads [tokens, outputs]."""
+        """Logits of the tokens that the head reads [tokens, outputs]."""
         assert self.oracle.peft is not None
         self.oracle.peft.set_adapter(adapter)
         hidden = self.oracle.peft.get_base_model().model(**prompt.kwargs).last_hidden_state[0]
@@ -101,7 +102,7 @@ def qwen(tmp_path_factory: pytest.TempPathFactory) -> Headed:
 
 @pytest.fixture
 def read_logits(monkeypatch: pytest.MonkeyPatch) -> dict[str, torch.Tensor]:
-    """The logits each head request was answered from, by request id."""
+    """The logits of each head request, by request id."""
     seen: dict[str, torch.Tensor] = {}
     answer = head_reading._answer
 
@@ -127,7 +128,7 @@ def asked(request_id: str, prompt: Prompt, adapter: str | None, head: str | None
 
 
 def requests_of(headed: Headed) -> tuple[list[Request], Mapping[str, Prompt]]:
-    """Every adapter's every head on two pictures and some words, and words of other adapters in between."""
+    """Every head of every adapter on two images and some text, and text requests of other adapters in between."""
     prompts: dict[str, Prompt] = {}
     requests = []
     for number, adapter in enumerate(HEADED):
@@ -160,10 +161,10 @@ def check(headed: Headed, prompts: Mapping[str, Prompt], outputs: Mapping[str, A
 
 
 def same(got: HeadAnswer, head: TaskHead, logits: torch.Tensor, grids: tuple[Grid, ...]) -> None:
-    """The answer is what the head's task makes of the oracle's logits."""
+    """The answer follows from the reference's logits by the head's task."""
     want = head.decode(logits, grids) if head.task.reads_images else head.decode(logits[0])
     assert (got.label_id, got.count, got.chosen) == (want.label_id, want.count, want.chosen)
-    assert got.label == want.label or got.values  # whose last digit may be rounded the other way
+    assert got.label == want.label or got.values  # the last digit may be rounded differently
     assert got.labels == head.task.labels and got.confidence == pytest.approx(want.confidence, abs=1e-3)
     assert got.scores == pytest.approx(want.scores, abs=1e-3)
     assert got.values == pytest.approx(want.values, abs=1e-2) and got.deviations == want.deviations
@@ -181,7 +182,7 @@ def test_every_head_of_two_adapters_beside_words(
 ) -> None:
     recorded = Recorded(headed, MODES[mode], max_step_tokens=max_step_tokens)
     requests, prompts = requests_of(headed)
-    if mode == "merged":  # which serves one adapter
+    if mode == "merged":  # it serves one adapter
         requests = [request for request in requests if request.adapter == "wide8"]
         prompts = {request.request_id: prompts[request.request_id] for request in requests}
     check(headed, prompts, recorded.local.run(requests), read_logits)
@@ -189,7 +190,7 @@ def test_every_head_of_two_adapters_beside_words(
 
 
 def test_boxes_were_found_in_both_pictures(headed: Headed) -> None:
-    """Else the tests above would compare nothing with nothing."""
+    """Otherwise the tests above would compare empty results."""
     recorded = Recorded(headed, MODES["unmerged"])
     requests, _ = requests_of(headed)
     outputs = recorded.local.run([request for request in requests if request.head == "detection"])
@@ -215,7 +216,7 @@ def test_a_head_over_image_tokens_reuses_nothing_from_its_first_one_on(
             reusable = first_image // BLOCK * BLOCK if request.head == "detection" else whole
             first = number == 0 and request.head == "classification"
             assert timings.num_cached_tokens == (0 if first else reusable)
-    assert first_image // BLOCK * BLOCK >= 3 * BLOCK, "there was something to reuse before the picture"
+    assert first_image // BLOCK * BLOCK >= 3 * BLOCK, "a prefix before the image is reused"
 
 
 def with_words_before(headed: Headed, count: int) -> Prompt:
@@ -223,12 +224,12 @@ def with_words_before(headed: Headed, count: int) -> Prompt:
 
 
 class Pausing(FixedModes):
-    """The detection head's prompt begins first, and waits until everybody else has been answered."""
+    """The detection head's prompt begins first and pauses until all other requests are answered."""
 
     def decide(self, ready: Sequence[Candidate], state: PolicyState) -> Decision:
         paused = [c.request_id for c in ready if c.request_id == "wide8 detection"]
         others = [c.request_id for c in ready if c.request_id != "wide8 detection"]
-        self.steps += bool(paused)  # before that its picture is being encoded
+        self.steps += bool(paused)  # before that its image is being encoded
         order = paused if paused and (self.steps <= 2 or not others) else others
         return Decision(Mode.UNMERGED, None, tuple(order[: state.max_batch_size]))
 
@@ -259,7 +260,7 @@ def test_frames_of_a_video_are_pictures_of_their_own(qwen: Headed, read_logits: 
 
 
 def test_what_a_head_over_image_tokens_cannot_read(tmp_path: Path) -> None:
-    """A model without a grid, and a prompt without a picture."""
+    """A model without a grid, and a prompt without an image."""
     for family, num_images, text in (("llava_next", 1, "tiles"), ("qwen2_vl", 0, "has no image")):
         headed = Headed(family, tmp_path / family)
         recorded = Recorded(headed, MODES["unmerged"])
@@ -306,7 +307,7 @@ def test_heads_written_by_an_older_version_still_answer(qwen: Headed, tmp_path: 
 
 
 def load_spec(folder: Path) -> HeadSpec:
-    """Rows to go with an older description."""
+    """Rows for an older description."""
     from safetensors.torch import save_file
 
     generator = torch.Generator().manual_seed(0)

@@ -1,4 +1,4 @@
-"""The same law with switching in place: every answer is the oracle's, whatever was merged before and in between."""
+"""In-place switching gives the reference answers, regardless of the sequence of merges."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def saved(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 @pytest.fixture(params=[False, True], ids=["rewriting", "subtracting"])
 def subtracting(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
-    """Both ways on any device."""
+    """Both variants on any device."""
 
     def made(*arguments: object, **_: object) -> InPlaceSwitcher:
         return InPlaceSwitcher(*arguments, subtracting=request.param)  # type: ignore[arg-type]
@@ -98,7 +98,7 @@ def test_bfloat16_weights_and_answers_are_the_shadow_s(saved: Saved, subtracting
         for engine in engines:
             key = None if name is None else engine._registry.get(name).key
             if name is not None:
-                engine.pin_adapter(name, True)  # which waits until it is there
+                engine.pin_adapter(name, True)  # blocks until it is resident
                 engine.pin_adapter(name, False)
             with torch.no_grad():
                 engine._switcher.switch(key)
@@ -118,7 +118,7 @@ def test_bfloat16_weights_and_answers_are_the_shadow_s(saved: Saved, subtracting
         ).answers[0]
         for switching in ("in_place", "shadow")
     ]
-    # The first merge starts from W0 either way.
+    # The first merge starts from W0 in both variants.
     assert answers[0][0] == answers[1][0] and torch.equal(answers[0][1], answers[1][1])
 
 
@@ -141,7 +141,7 @@ def request_of(saved: Saved, case: int, request_id: str = "r") -> Request:
 
 
 def merged_while_answering(engine: Engine, saved: Saved) -> str:
-    """Steps until a request's adapter is in the weights: reading and bringing it takes as many as it takes."""
+    """Step until a request's adapter is merged; reading and loading it takes several steps."""
     engine.add(request_of(saved, CASES.index(("wide8", 1))))
     while engine._switcher.merged_key is None:
         assert engine.has_work

@@ -1,4 +1,4 @@
-"""The border between adapters and KV moves both ways in a real engine."""
+"""The boundary between adapters and KV moves in both directions in a real engine."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_adapters_nobody_needs_make_room_for_kv(tmp_path_factory: pytest.TempPat
     prompt = make_prompt(FAMILY, build_model(FAMILY), 0, text=(30, 30))
     wanted = oracle.generate(prompt, None, NUM_TOKENS)[0]
     pages = {name: adapter_pages(folder) for name, folder in folders.items() if name in ADAPTERS}
-    # A block is a page here. Four requests need all that the pinned adapter leaves.
+    # A block is one page here. Four requests need all pages that the pinned adapter leaves.
     blocks = 4 * -(-(len(prompt.prompt_ids) + NUM_TOKENS) // 8)
     config = EngineConfig(
         model=FAMILY,

@@ -1,4 +1,4 @@
-"""How large the arena is where no setting says so, and that it says why."""
+"""The automatic arena size, and the text that explains it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ MIB = 2**20
 
 
 def seam(device: str = "cpu", max_positions: int = 32_768) -> Any:
-    """What is asked of a model: 12 layers, 2 KV heads of 64, bfloat16; 6 KiB a token."""
+    """The required attributes of a model: 12 layers, 2 KV heads of 64, bfloat16; 6 KiB per token."""
     return SimpleNamespace(
         max_positions=max_positions,
         num_layers=12,
@@ -37,7 +37,7 @@ def free(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def blocks(config: EngineConfig, tokens: int) -> int:
-    """Pages of the KV of so many tokens."""
+    """Pages for the KV of `tokens` tokens."""
     return -(-tokens // config.block_size) * block_pages(12, config.block_size, 128, torch.bfloat16)
 
 
@@ -61,7 +61,7 @@ def test_a_short_context_bounds_it_further() -> None:
 def test_the_longest_request_has_room_beside_adapters() -> None:
     config = EngineConfig(model="m", max_batch_size=2)
     limits = compute_limits(config, seam(), 0)
-    assert limits.arena_basis == "a request of 32,768 tokens in either half, and 256 MiB of adapters"
+    assert limits.arena_basis == "one request of 32,768 tokens in each half, and 256 MiB of adapters"
     assert limits.max_request_blocks * config.block_size >= 32_768
 
 
@@ -76,7 +76,7 @@ def test_on_a_gpu_a_full_batch_of_the_longest_requests_has_room() -> None:
 def test_free_memory_bounds_it(device: str, share: float, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("vlora.engine.limits._available", lambda device: 600 * MIB)
     limits = compute_limits(EngineConfig(model="m", device=device), seam(device), 100 * MIB)
-    assert limits.arena_basis == f"{share:.0%} of the memory that was free"
+    assert limits.arena_basis == f"{share:.0%} of free memory"
     assert limits.num_pages * PAGE_BYTES == pytest.approx(share * 500 * MIB, rel=0.01)
 
 
@@ -125,5 +125,5 @@ def test_a_setting_is_taken_as_it_is() -> None:
     config = EngineConfig(model="m", arena_bytes=64 * MIB)
     limits = compute_limits(config, seam(), 0)
     assert limits.arena_basis == "arena_bytes" and limits.num_pages * PAGE_BYTES == pytest.approx(64 * MIB, rel=0.01)
-    with pytest.raises(BadConfig, match="give arena_bytes of at least"):
+    with pytest.raises(BadConfig, match="set arena_bytes to at least"):
         compute_limits(dataclasses.replace(config, arena_bytes=PAGE_BYTES), seam(), 0)

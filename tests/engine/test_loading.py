@@ -1,5 +1,6 @@
-"""Adapters that an operator loads and pins while requests run: files are read beside the steps, and calls keep their
-order."""
+"""Adapters that are loaded and pinned while requests run: files are read in the background, and calls keep their
+order.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +36,7 @@ Answers = dict[str | None, list[int]]
 
 
 def settle(engine: Engine, background: OnDemand) -> None:  # noqa: F811
-    """Read and step until nothing is left to do."""
+    """Read and step until no work is left."""
     while engine.has_work:
         background.run()
         steps(engine, 1)
@@ -47,7 +48,7 @@ def names(engine: Engine) -> set[str]:
 
 
 def error_of(call: Future[AdapterStatus]) -> BaseException | None:
-    assert call.done(), "the call was to have ended by now"
+    assert call.done(), "the call should have ended by now"
     return call.exception()
 
 
@@ -61,7 +62,7 @@ def test_steps_go_on_while_a_folder_is_read_and_the_name_keeps_its_content(
     engine.load_adapter("mine", folders["narrow4"])
     first = engine.load_in_background("mine", folders["wide8"])
     new = engine.load_in_background("new", folders["narrow4"])
-    # Nothing is read: the name stands for its old content, and the other one is unknown.
+    # Nothing is read yet: the name keeps its old content, and the other name is unknown.
     engine.add(ask(prompt, "base", None))
     outputs = steps(engine, 6)
     assert tokens(outputs, "base") == answers[None] and not first.done() and names(engine) == {"mine"}
@@ -70,14 +71,14 @@ def test_steps_go_on_while_a_folder_is_read_and_the_name_keeps_its_content(
     engine.add(ask(prompt, "before", "mine"))
     assert len(background.waiting) == 1, "one folder is read at a time"
     assert background.run()
-    outputs = steps(engine, 1)  # the new content is accepted here
+    outputs = steps(engine, 1)  # the new content is registered here
     assert first.done() and first.result().loaded and not new.done()
     engine.add(ask(prompt, "after", "mine"))
     outputs += finish(engine, background)
-    assert tokens(outputs, "before") == answers["narrow4"], "who came before keeps the content of that time"
+    assert tokens(outputs, "before") == answers["narrow4"], "earlier requests keep the old content"
     assert tokens(outputs, "after") == answers["wide8"]
     assert new.result().name == "new" and names(engine) == {"mine", "new"}
-    assert len(engine._registry._known) == 2, "the old content is forgotten with its last request"
+    assert len(engine._registry._known) == 2, "the old content is dropped with its last request"
 
 
 def test_loads_of_one_name_take_effect_in_their_order(
@@ -105,7 +106,7 @@ def test_unloading_ends_the_loads_and_pins_before_it_and_none_after(
     for call in before:
         assert isinstance(error_of(call), Aborted) and "adapter 'old' was unloaded" in str(error_of(call))
     first = engine.load_in_background("fresh", folders["narrow4"])
-    engine.unload_adapter("fresh")  # it stood for nothing yet
+    engine.unload_adapter("fresh")  # it had no content yet
     assert isinstance(error_of(first), Aborted)
     with pytest.raises(UnknownAdapter):
         engine.unload_adapter("fresh")
@@ -126,7 +127,7 @@ def test_pinning_waits_for_the_load_before_it(
     loading, pinning = engine.load_in_background("mine", folders["wide8"]), engine.pin_in_background("mine")
     refused = engine.load_in_background("mine", folders["narrow4"])
     engine.add(ask(prompt, "base", None))
-    assert tokens(steps(engine, 5), "base") == answers[None], "steps wait for none of it"
+    assert tokens(steps(engine, 5), "base") == answers[None], "steps do not wait for it"
     settle(engine, background)
     assert loading.result().version == pinning.result().version
     assert pinning.result().pinned and pinning.result().resident
@@ -146,7 +147,7 @@ def test_what_is_pinned_while_other_content_is_read_keeps_its_own(
     engine.add(ask(prompt, "r", "mine"))
     finish(engine, background)
     loading = engine.load_in_background("mine", folders["wide8"])
-    assert engine.pin_adapter("mine", True).pinned  # the call of this process takes effect at once
+    assert engine.pin_adapter("mine", True).pinned  # the synchronous call takes effect at once
     settle(engine, background)
     assert isinstance(error_of(loading), BadRequest) and "adapter 'mine' is pinned" in str(error_of(loading))
     (status,) = engine.adapters()
@@ -162,10 +163,10 @@ def test_unpinning_ends_a_pin_that_is_under_way(
     pinning = engine.pin_in_background("mine")
     assert background.run()
     steps(engine, 1)
-    assert engine._bank.arriving, "it is on its way to the device"
+    assert engine._bank.arriving, "it is being loaded onto the device"
     assert not engine.pin_adapter("mine", False).pinned
     assert isinstance(error_of(pinning), Aborted) and "was unpinned" in str(error_of(pinning))
-    assert background.run() and not background.waiting, "the copy ends by itself"
+    assert background.run() and not background.waiting, "the copy finishes by itself"
     steps(engine, 1)
     (status,) = engine.adapters()
     assert status.resident and not status.pinned
@@ -216,7 +217,7 @@ def test_nobody_waits_for_a_folder_that_hangs(
     answers: Answers,  # noqa: F811
     tmp_path: Path,
 ) -> None:
-    """Its configuration is a pipe that nobody writes to, as a file system that does not answer."""
+    """Its configuration is a pipe without a writer, like an unresponsive file system."""
     slow = tmp_path / "slow"
     shutil.copytree(folders["wide8"], slow)
     config = (slow / "adapter_config.json").read_bytes()
@@ -234,10 +235,10 @@ def test_nobody_waits_for_a_folder_that_hangs(
         assert await answered(local, "one", "old") == answers["narrow4"]
         assert await answered(local, "two", None) == answers[None]
         assert (await local.stats()).num_adapters == 1 and not loading.done()
-        left.cancel()  # its caller leaves; the call goes on
+        left.cancel()  # its caller stops waiting; the call continues
         with (slow / "adapter_config.json").open("wb") as pipe:
             (tmp_path / "config").write_bytes(config)
-            os.replace(tmp_path / "config", slow / "adapter_config.json")  # for whoever opens it from now on
+            os.replace(tmp_path / "config", slow / "adapter_config.json")  # for later opens
             pipe.write(config)
         assert (await loading).version
         while not (await local.adapters())[0].pinned:

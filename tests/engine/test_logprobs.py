@@ -1,4 +1,4 @@
-"""Log probabilities of sampled tokens, against a plain float32 computation by transformers + PEFT."""
+"""Log probabilities of sampled tokens, compared with a plain float32 computation by transformers + PEFT."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def test_every_token_has_the_oracles_log_probability(tmp_path: Path) -> None:
     local = LocalEngine(EngineConfig(model=FAMILY, arena_bytes=64 * 2**20), model=model)
     adapters = oracle.save(tmp_path)
     local.engine.load_adapter("wide8", adapters["wide8"])
-    # adapter, how many alternatives, temperature: all in one batch.
+    # adapter, number of alternatives, temperature: all in one batch.
     cases = [("wide8", 5, 0.0), (None, 20, 0.0), ("wide8", None, 0.0), (None, 0, 1.0), ("wide8", 3, 2.0)]
     prompts = [make_prompt(FAMILY, model, seed, num_images=seed % 2) for seed in range(len(cases))]
     outputs = local.run(
@@ -47,7 +47,7 @@ def test_every_token_has_the_oracles_log_probability(tmp_path: Path) -> None:
             assert scores == [] and len(tokens) == NUM_TOKENS
             continue
         want_tokens, logits = oracle.generate(prompt, adapter, NUM_TOKENS)
-        # A drawn answer leaves the greedy path after its first token, and the oracle's logits with it.
+        # A sampled answer and the reference's logits diverge after its first token.
         comparable = NUM_TOKENS if temperature == 0 else 1
         if temperature == 0:
             assert tokens == want_tokens
@@ -61,5 +61,5 @@ def test_every_token_has_the_oracles_log_probability(tmp_path: Path) -> None:
 
 def test_more_than_the_limit_is_refused() -> None:
     for count in (-1, 21):
-        with pytest.raises(BadRequest, match=f"logprobs is {count}; it must lie between 0 and 20"):
+        with pytest.raises(BadRequest, match=f"logprobs is {count}; it must be between 0 and 20"):
             SamplingParams(logprobs=count)

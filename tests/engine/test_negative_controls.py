@@ -1,4 +1,4 @@
-"""The oracle tests must be able to fail: with one part of the machinery left out, they do."""
+"""Negative controls: the oracle tests fail if one part of the implementation is disabled."""
 
 from __future__ import annotations
 
@@ -24,8 +24,7 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> Reference:
 
 
 def worst(run: Run, reference: Reference) -> float:
-    """Largest logit difference over all requests, up to the first token that differs (after it the inputs differ
-    too)."""
+    """Largest logit difference over all requests, up to the first token that differs (later inputs differ too)."""
     out = 0.0
     for (tokens, logits), (want_tokens, want) in zip(run.answers, reference.answers, strict=True):
         same = 0
@@ -53,7 +52,7 @@ def test_without_the_de_lora_branch(reference: Reference, monkeypatch: pytest.Mo
 
 @pytest.fixture
 def unscaled(reference: Reference, tmp_path: Path) -> Iterator[Any]:
-    """The same adapters on disk, with rsLoRA's scale taken out of one of them."""
+    """The same adapters on disk, one of them without rsLoRA's scale."""
     import shutil
 
     folder = tmp_path / "wide8"
@@ -74,7 +73,7 @@ def test_with_a_wrong_adapter_scale(reference: Reference, unscaled: Any) -> None
 
 
 def test_with_image_embeddings_of_the_wrong_adapter(reference: Reference, monkeypatch: pytest.MonkeyPatch) -> None:
-    # As if the embedding cache forgot that an adapter touches the vision tower.
+    # As if the embedding cache ignored that an adapter targets the vision tower.
     from vlora.models.runner import ModelRunner
 
     add = ModelRunner.add

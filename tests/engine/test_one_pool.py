@@ -1,4 +1,4 @@
-"""An engine's process has one OpenMP pool, the step's: whatever runs beside the steps computes alone."""
+"""An engine's process has one OpenMP pool, for steps: background threads compute single-threaded."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_each_thread_has_the_number_that_was_meant_for_it() -> None:
     thread.start()
     thread.join()
     assert found == {"background": 1, "later": 1, "steps": 2, "before": found["before"]}
-    assert torch.get_num_threads() == before  # of a thread that had its number already
+    assert torch.get_num_threads() == before  # of a thread with its number already set
 
 
 @pytest.mark.parametrize("room", ["adapters", "engine", "memory", "models", "orchestrator", "parallel"])

@@ -1,4 +1,4 @@
-"""Whole answers: one message with every token, whoever else is answered. Streams: as many messages as can be read."""
+"""Whole answers: one message with every token, whatever else is answered. Streams: as many messages as can be read."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from vlora.types import ErrorValue, Request, RequestOutput, SamplingParams, Toke
 def test_tokens_come_once_and_in_order_whoever_else_answers(
     steps: list[tuple[str, list[int], int]], waits: list[float]
 ) -> None:
-    """a and b ask for whole answers, d stops at a string, c asks for nothing; steps cut what is said into groups."""
+    """a and b request whole answers, d has a stop string, c has no options; outputs are grouped by step."""
     now = [0.0]
     gathering = Gathering(lambda: now[0])
     for request in (_asked("a", whole=True), _asked("b", whole=True), _asked("c"), _asked("d", stop=("end",))):
@@ -58,8 +58,9 @@ def test_scores_and_errors_stay_with_their_answer_and_an_id_can_be_used_again() 
 
 
 def test_a_stream_of_short_steps_is_told_at_its_pace() -> None:
-    """Its first tokens and its end at once; in between as its pace says, the last step's length ahead. A stream
-    with stop strings has a pace of its own, and takes the others along."""
+    """Its first tokens and its end are sent at once; the others at its pace, minus the last step's length. A stream
+    with stop strings has its own pace, and flushes the other streams.
+    """
     for stop, pace_s, places in (((), PACE_S, [0, 18, 36]), (("end",), SEARCH_PACE_S, [0, 4, 8, 12, 16, 20])):
         now = [0.0]
         gathering = Gathering(lambda now=now: now[0])  # type: ignore[misc]
@@ -105,7 +106,7 @@ def test_a_stream_of_long_steps_is_told_after_each() -> None:
 
 
 def test_whatever_is_told_takes_along_what_streams_have() -> None:
-    """Who is woken anyway reads all; and before a long step all is told."""
+    """The reader wakes up anyway, so it gets everything; and all tokens are flushed before a long step."""
     gathering = Gathering(lambda: 0.0)
     gathering.expect(_asked("whole", whole=True))
     for name in "ab":

@@ -1,4 +1,4 @@
-"""More requests than the engine can answer in time: each gets its own answer, whole and right, or a typed refusal."""
+"""More requests than the engine can answer in time: each gets its own complete answer, or a typed refusal."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_a_crowd_with_bounds_is_answered_or_refused_and_nobody_is_lost(folders: 
     prompt = make_prompt(FAMILY, build_model(FAMILY), 0, num_images=1)
     local = make_engine(folders, policy=policy, weight=("*=1",))
     right = [tokens(local.run([ask(prompt, number)])[f"r{number}"]) for number in range(3)]
-    # What the engine learned above says that no step takes as little as the shortest bound.
+    # By the learned step times no step can meet the shortest bound.
     bounds = (None, 60.0, 1e-5, 0.03)
     crowd = [ask(prompt, i, max_ttft_s=bounds[i % 4], priority=i % 5 - 2) for i in range(60)]
     outputs = local.run(crowd)

@@ -1,4 +1,4 @@
-"""Greedy answers under penalties, min_tokens and a bias, against transformers + PEFT with its own logits processors."""
+"""Greedy answers with penalties, min_tokens and a bias, compared with transformers + PEFT and its logits processors."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_answers_are_those_of_transformers(tmp_path: Path, merged: bool) -> None
     prompts = [make_prompt(FAMILY, model, seed, num_images=seed % 2) for seed in range(4)]
     plain = [oracle.generate(prompts[i], "wide8", NUM_TOKENS)[0] for i in range(4)]
     favourite = plain[3][0]
-    # Of our parameter, and of transformers' for the same: all in one batch, with one that asks for nothing.
+    # Our parameter and its transformers equivalent: all in one batch, with one request that sets none.
     cases: list[tuple[dict[str, Any], dict[str, Any]]] = [
         ({"repetition_penalty": 1.7}, {"repetition_penalty": 1.7}),
         ({"repetition_penalty": 0.8}, {"repetition_penalty": 0.8}),

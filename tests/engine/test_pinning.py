@@ -1,4 +1,4 @@
-"""Adapters that an operator keeps on the device."""
+"""Pinned adapters."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_a_pinned_adapter_stays_while_others_come_and_go(folders: dict[str, str]
         pages[name] = -(-engine(400).engine.load_adapter(name, path).num_bytes // PAGE_BYTES)
     largest = max(pages, key=lambda name: pages[name])
     pinned, *others = sorted(set(pages) - {largest}, key=lambda name: pages[name])
-    # Room for the pinned one and the largest, and for no third.
+    # Room for the pinned adapter and the largest one, and no third one.
     local = engine(2 * (pages[pinned] + pages[largest]))
     for name, path in folders.items():
         local.engine.load_adapter(name, path)
@@ -58,8 +58,8 @@ def test_a_pinned_adapter_stays_while_others_come_and_go(folders: dict[str, str]
     stats = local.engine.stats()
     assert (stats.num_adapter_hits, stats.num_adapter_misses) == (hits, 6 - hits) and 2 <= hits < 6
     assert local.engine.stats().num_resident_adapters == len(residents(local))
-    # Another pin would leave the largest no room at all.
-    with pytest.raises(OverCapacity, match=f"would leave .* pages of the arena .* adapter '{largest}' needs"):
+    # A second pin would leave no room for the largest adapter.
+    with pytest.raises(OverCapacity, match=f"would leave .* pages of the arena, .* adapter '{largest}' needs"):
         local.engine.pin_adapter(others[0], True)
     with pytest.raises(BadRequest, match=f"'{pinned}' is pinned; unpin it"):
         local.engine.load_adapter(pinned, folders[largest])
@@ -90,7 +90,9 @@ def test_an_adapter_too_large_beside_pinned_ones_is_refused(folders: dict[str, s
     tight.engine.unload_adapter("everywhere64")
     tight.engine.load_adapter("narrow4", folders["narrow4"])
     tight.engine.pin_adapter("narrow4", True)
-    with pytest.raises(OverCapacity, match=f"needs {large} pages .* at most {large - 1} beside 1 pinned ones"):
+    with pytest.raises(
+        OverCapacity, match=f"needs {large} contiguous .* only {large - 1} are available .1 adapters are pinned"
+    ):
         tight.engine.load_adapter("everywhere64", folders["everywhere64"])
 
 

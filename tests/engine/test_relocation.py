@@ -1,4 +1,4 @@
-"""Whatever moves in the arena between two steps, nobody's answer changes."""
+"""Moves in the arena between steps change no answer."""
 
 from __future__ import annotations
 
@@ -25,8 +25,9 @@ def reference(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
 
 
 def shuffle(engine: Engine, draws: random.Random) -> int:
-    """Move every block and every adapter that may be moved to a place drawn by chance, as far as there is one, and
-    leave values that are not finite wherever nothing lies; how many moved."""
+    """Move each movable block and adapter to a random free place, if there is one, and fill free pages with NaN.
+    Returns the number of moves.
+    """
     books, residency, bank = engine._books, engine._residency, engine._bank
     moved = 0
     for block in sorted(books.taken_blocks | books.cached_blocks):
@@ -60,7 +61,7 @@ def page_map(engine: Engine, block: int) -> bytearray:
 
 
 def shuffled(recorded: Recorded) -> list[int]:
-    """Shuffle before every step from now on; how many moved in each."""
+    """Shuffle before every step from now on; returns the list of the number of moves per step."""
     counts: list[int] = []
     draws = random.Random(0)
     inner = recorded.engine.step
@@ -84,14 +85,14 @@ def test_answers_stay_the_same_when_all_moves_between_any_two_steps(reference: R
         if memory == "scarce"
         else Recorded(reference, policy, max_step_tokens=24)
     )
-    recorded.answer(reference.cases, 1)  # from now on images are known, so that all requests start at once
+    recorded.answer(reference.cases, 1)  # from now on images are cached, so that all requests start at once
     counts = shuffled(recorded)
     answers = recorded.answer(reference.cases, NUM_TOKENS)
     for got, want in zip(answers, reference.answers, strict=True):
         assert_same(got, want)
     assert len(counts) >= NUM_TOKENS and sum(counts) > 5 * len(counts)
     assert (recorded.engine.stats().num_preemptions > 0) == (memory == "scarce")
-    # What was kept of prompts moved as well, and is still found.
+    # Cached prompt blocks moved as well, and are still found.
     again = recorded.answer(reference.cases, 2)
     for (tokens, logits), want in zip(again, reference.answers, strict=True):
         assert_same((tokens, logits), (want[0][:2], want[1][:2]))
@@ -99,7 +100,7 @@ def test_answers_stay_the_same_when_all_moves_between_any_two_steps(reference: R
 
 
 def test_a_view_that_is_not_updated_is_noticed(reference: Reference) -> None:
-    """The negative control: an adapter moved without its views gives another answer, or none at all."""
+    """The negative control: an adapter moved without updating its views changes the answer or fails."""
     recorded = Recorded(reference, FixedModes(Mode.UNMERGED))
     recorded.engine._bank.follow = lambda name: None  # type: ignore[method-assign]
     shuffled(recorded)
@@ -114,7 +115,8 @@ def test_an_adapter_finds_room_where_another_is_in_the_way(reference: Reference)
         name: pages_for(status.num_bytes)
         for name, status in ((s.name, s) for s in Recorded(reference, None).engine.adapters())
     }
-    # Between two gaps, together just what the largest one needs, lies narrow4. What was used longest ago is larger.
+    # narrow4 is between two gaps, which together have exactly the pages that the largest adapter needs. The least
+    # recently used adapter is larger.
     gap = pages["everywhere64"] - pages["wide8"]
     share = pages["wide8"] + pages["narrow4"] + gap + pages["patterned16"]
     assert pages["patterned16"] > 2 * pages["narrow4"]
@@ -144,7 +146,7 @@ def test_an_adapter_finds_room_where_another_is_in_the_way(reference: Reference)
     local.engine.unload_adapter("wide8")
     ask("everywhere64")
     stats = local.engine.stats()
-    assert stats.num_resident_adapters == 3 and stats.num_adapter_loads == 4, "nobody was evicted"
+    assert stats.num_resident_adapters == 3 and stats.num_adapter_loads == 4, "no adapter was evicted"
     assert stats.relocated_bytes == pages["narrow4"] * PAGE_BYTES
     ask("narrow4")
-    assert local.engine.stats().num_adapter_loads == 4, "it is still there, elsewhere"
+    assert local.engine.stats().num_adapter_loads == 4, "it is still resident, at another place"

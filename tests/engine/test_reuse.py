@@ -1,5 +1,4 @@
-"""What the prefix cache reuses changes nothing: answers are plain transformers + PEFT's, and only what is new is
-computed."""
+"""Prefix caching changes no answer (compared with plain transformers + PEFT), and only new tokens are computed."""
 
 from __future__ import annotations
 
@@ -32,7 +31,7 @@ MODES = {
 
 
 class Reference:
-    """A family's model, adapters on disk, and the oracle for whatever is asked."""
+    """A family's model, adapters on disk, and reference answers."""
 
     def __init__(self, family: str, folder: Path) -> None:
         self.family = family
@@ -42,7 +41,7 @@ class Reference:
         self._told: dict[Any, tuple[list[int], torch.Tensor]] = {}
 
     def picture(self, seed: int, num_images: int = 1) -> Prompt:
-        """Pictures with some text before each of them; the same seed begins alike, however many there are."""
+        """Images, each after some text; the same seed gives the same beginning for any number of images."""
         return make_prompt(self.family, self.model, seed, num_images=num_images, text=(5, 0))
 
     def expect(self, got: tuple[list[int], torch.Tensor], adapter: str | None, prompt: Prompt) -> None:
@@ -63,7 +62,7 @@ def qwen(tmp_path_factory: pytest.TempPathFactory) -> Reference:
 
 
 def continued(prompt: Prompt, more: list[int]) -> Prompt:
-    """The prompt with more text behind it."""
+    """The prompt with more text appended."""
     count = len(more)
     kwargs = dict(prompt.kwargs)
     kwargs["input_ids"] = torch.cat([kwargs["input_ids"], torch.tensor([more])], 1)
@@ -80,7 +79,7 @@ def words(seed: int, count: int) -> list[int]:
 
 
 def found(prompt: Prompt) -> int:
-    """Tokens that asking a second time finds: whole blocks, and never the last token."""
+    """Tokens that a repeated request finds: whole blocks, and never the last token."""
     return (len(prompt.prompt_ids) - 1) // BLOCK * BLOCK
 
 
@@ -95,10 +94,10 @@ def test_two_turns_on_one_picture(reference: Reference, mode: str, max_step_toke
     second = continued(first, answer[0] + words(2, 7))
     (again,) = recorded.answer([("wide8", second)], NUM_TOKENS)
     reference.expect(again, "wide8", second)
-    # All of the first turn but what began a block; the last sampled token's KV was never computed.
+    # All of the first turn except a partial block; the last sampled token's KV was never computed.
     in_place = (len(first.prompt_ids) + NUM_TOKENS - 1) // BLOCK * BLOCK
     assert recorded.cached_tokens == [in_place]
-    assert recorded.engine.stats().num_vision_encoded == 1, "the picture lies wholly in what was reused"
+    assert recorded.engine.stats().num_vision_encoded == 1, "the image is entirely in the reused prefix"
 
 
 @pytest.mark.parametrize("adapter", ["everywhere64", None])
@@ -187,11 +186,11 @@ def test_lengths_around_a_block_s_end(qwen: Reference, over: int, adapter: str |
 
 
 def test_a_picture_cut_by_a_block_s_end_is_encoded_for_what_is_left_of_it(qwen: Reference) -> None:
-    """Two prompts with the same picture part in the block that the picture ends in."""
+    """Two prompts with the same image differ within the block in which the image ends."""
     recorded = Recorded(qwen, MODES["unmerged"], vision_cache_bytes=0)
     picture = qwen.picture(1)
     last = max(i for i, token in enumerate(picture.prompt_ids) if token == qwen.model.config.image_token_id)
-    assert last % BLOCK < BLOCK - 2 and len(picture.prompt_ids) > last + 2, "tokens behind the picture share its block"
+    assert last % BLOCK < BLOCK - 2 and len(picture.prompt_ids) > last + 2, "tokens after the image share its block"
     for seed in (1, 2):
         prompt = continued(picture, words(seed, 9))
         (answer,) = recorded.answer([("everywhere64", prompt)], NUM_TOKENS)
@@ -259,14 +258,14 @@ def test_nobody_reads_what_a_failed_step_left_behind(qwen: Reference, monkeypatc
     assert output.error is not None and output.error.code == "step_failed"
     (answer,) = recorded.answer([(None, prompt)], NUM_TOKENS)
     qwen.expect(answer, None, prompt)
-    assert recorded.cached_tokens == [16], "the step before it was in order"
+    assert recorded.cached_tokens == [16], "the step before it was correct"
 
 
-# -- the tests can fail -----------------------------------------------------------------------------------------------
+# -- negative controls ------------------------------------------------------------------------------------------------
 
 
 def worst(recorded: Recorded, reference: Reference, cases: list[tuple[str | None, Prompt]]) -> float:
-    """Largest difference of the first token's logits, over cases asked one after the other."""
+    """Largest difference of the first token's logits, over cases run one after the other."""
     out = 0.0
     for adapter, prompt in cases:
         (answer,) = recorded.answer([(adapter, prompt)], 1)
@@ -276,7 +275,7 @@ def worst(recorded: Recorded, reference: Reference, cases: list[tuple[str | None
 
 
 def test_without_pictures_in_the_keys(qwen: Reference, monkeypatch: pytest.MonkeyPatch) -> None:
-    # Seeds 3 and 7 draw pictures of one size; the text before them is made the same.
+    # Seeds 3 and 7 give images of one size; the text before them is made equal.
     one, other = (make_prompt("qwen2_vl", qwen.model, seed, num_images=1, text=(0, 0)) for seed in (3, 7))
     prompts = [continued(dataclasses.replace(p, prompt_ids=one.prompt_ids), words(1, 12)) for p in (one, other)]
     for prompt in prompts:

@@ -1,5 +1,4 @@
-"""The main law: every request gets the answer plain transformers + PEFT gives on the same weights, whatever the
-mode."""
+"""The main law: in every mode, each request gets the answer of plain transformers + PEFT on the same weights."""
 
 from __future__ import annotations
 
@@ -20,7 +19,7 @@ pytestmark = pytest.mark.gpu
 NUM_TOKENS = 16
 TOLERANCE = 1e-4
 
-# One prompt per adapter (None: the base model), images in most, several in one; texts of different lengths.
+# One prompt per adapter (None: the base model), most with images, some with several; texts of different lengths.
 CASES: Sequence[tuple[str | None, int]] = (
     ("everywhere64", 1),
     (None, 0),
@@ -34,7 +33,7 @@ CASES: Sequence[tuple[str | None, int]] = (
 
 
 class Reference:
-    """A family's model, adapters on disk, prompts, and what the oracle says to them."""
+    """A family's model, adapters on disk, prompts, and reference answers."""
 
     def __init__(self, family: str, folder: Path) -> None:
         self.family = family
@@ -67,7 +66,7 @@ def assert_same(got: tuple[list[int], torch.Tensor], want: tuple[list[int], torc
 
 def test_unmerged_batch_of_all_ranks(reference: Reference) -> None:
     run = run_engine(reference, FixedModes(Mode.UNMERGED), NUM_TOKENS)
-    # A step of base-model requests alone, whose images were encoded first, has nothing to add: it counts as merged.
+    # A step with only base-model requests, with images encoded before, needs no delta: it counts as merged.
     assert Mode.UNMERGED in run.modes and Mode.MIXED not in run.modes
     for got, want in zip(run.answers, reference.answers, strict=True):
         assert_same(got, want)
@@ -91,7 +90,7 @@ def test_merged_batch_of_one_adapter(reference: Reference, merged: str | None) -
 
 
 def test_modes_change_in_the_middle_of_requests(reference: Reference) -> None:
-    # Every few steps another adapter is merged, or none: chunks of one prompt and tokens of one answer run in every
+    # The merged adapter (or none) changes every few steps: chunks of one prompt and tokens of one answer run in every
     # mode.
     plan = [(Mode.MIXED, "wide8"), (Mode.UNMERGED, None), (Mode.MIXED, "everywhere64"), (Mode.MIXED, "patterned16")]
     run = run_engine(reference, FixedModes(*plan[0], plan=plan), NUM_TOKENS, max_step_tokens=24)
@@ -111,7 +110,7 @@ def test_prompts_run_in_chunks(reference: Reference) -> None:
 @pytest.mark.usefixtures("no_kv_admission")
 def test_preempted_requests_go_on_where_they_were(reference: Reference) -> None:
     policy = FixedModes(Mode.MIXED, "wide8")
-    # All images at once: requests that start one after the other never hold all the memory together.
+    # All images first: requests that start one after the other never fill the memory together.
     run = run_engine(reference, policy, NUM_TOKENS, scarce_memory=True, encode_share=1e9)
     assert run.num_preemptions > 0
     for got, want in zip(run.answers, reference.answers, strict=True):
@@ -121,7 +120,7 @@ def test_preempted_requests_go_on_where_they_were(reference: Reference) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("policy", [None, FixedModes(Mode.MIXED, "wide8-1")], ids=["paper", "mixed"])
 def test_adapters_come_and_go_in_a_tiny_arena(reference: Reference, policy: FixedModes | None) -> None:
-    """Every adapter under two names, of which the largest have no room side by side; read and brought by threads."""
+    """Every adapter under two names; the largest do not fit at the same time. Threads read and load them."""
     twice = copy.copy(reference)
     twice.adapters = {f"{name}-{i}": path for i in (0, 1) for name, path in reference.adapters.items()}
     cases = [(name and f"{name}-{i}", prompt) for i in (0, 1) for name, prompt in reference.cases]

@@ -1,4 +1,4 @@
-"""What who watches is told of a real engine: it must agree with the counters and with the books."""
+"""Snapshots of a real engine agree with its counters and its page bookkeeping."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def requests(count: int) -> list[Request]:
 
 
 def check(snapshot: EngineSnapshot) -> None:
-    """What holds of every snapshot that has all the engine's steps."""
+    """Invariants of every snapshot with all of the engine's steps."""
     stats, arena = snapshot.stats, snapshot.arena
     assert [step.number for step in snapshot.steps] == list(range(1, stats.num_steps + 1))
     # Steps without tokens encode images and have no mode.

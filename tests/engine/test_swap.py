@@ -1,4 +1,6 @@
-"""Adapters are read and brought beside the steps: nobody waits for another's, and what leaves leaves nothing behind."""
+"""Adapters are read and loaded in the background: requests wait only for their own adapter, and unloading frees all
+memory.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 @pytest.fixture(scope="module")
 def prompt() -> Prompt:
-    # Without images, which take steps of their own: some tests count steps.
+    # Without images, which take extra steps: some tests count steps.
     return make_prompt(FAMILY, build_model(FAMILY), 0, num_images=0)
 
 
@@ -63,7 +65,7 @@ def tokens(outputs: Iterable[RequestOutput], request_id: str) -> list[int]:
 
 
 def ends(outputs: Iterable[RequestOutput]) -> dict[str, str | None]:
-    """How each request ended: its finish reason, or its error's code."""
+    """The end of each request: its finish reason, or its error's code."""
     return {o.request_id: o.error.code if o.error else o.finish_reason for o in outputs if o.finished}
 
 
@@ -76,7 +78,7 @@ def steps(engine: Engine, number: int) -> list[RequestOutput]:
 
 
 def finish(engine: Engine, background: OnDemand | None = None) -> list[RequestOutput]:
-    """Step to the end of all work, running one thing in the background before each step."""
+    """Step until all work is done, running one background task before each step."""
     outputs: list[RequestOutput] = []
     while engine.has_work:
         if background is not None:
@@ -87,14 +89,14 @@ def finish(engine: Engine, background: OnDemand | None = None) -> list[RequestOu
 
 @pytest.fixture(scope="module")
 def answers(folders: dict[str, str], prompt: Prompt) -> dict[str | None, list[int]]:
-    """What every adapter says, loaded and asked one by one."""
+    """Every adapter's answer, loaded and run one at a time."""
     local = make_engine()
     for name, path in folders.items():
         local.engine.load_adapter(name, path)
     found = {}
     for name in (None, *folders):
         found[name] = tokens(local.run([ask(prompt, "r", name)])["r"], "r")
-    assert len({tuple(said) for said in found.values()}) == len(found), "answers that are alike would prove nothing"
+    assert len({tuple(said) for said in found.values()}) == len(found), "equal answers would prove nothing"
     return found
 
 
@@ -107,15 +109,15 @@ def test_a_cold_adapter_never_stalls_the_running_batch(
     assert not status.loaded and not status.version and not status.mergeable and not background.waiting
     engine.add(ask(prompt, "cold", "wide8"))
     engine.add(ask(prompt, "base", None))
-    # Nothing is read: every step is the running request's own.
+    # Nothing is read yet: every step is the running request's.
     outputs = steps(engine, 5)
     assert tokens(outputs, "base") == answers[None] and ends(outputs) == {"base": "length"}
     engine.add(ask(prompt, "next", None))
-    assert background.run(), "the adapter was to be read"
+    assert background.run(), "the adapter is queued for reading"
     outputs = steps(engine, 5)
     assert tokens(outputs, "next") == answers[None] and not engine._bank.resident
     assert engine.stats().host_adapter_bytes == engine._registry.get("wide8").num_bytes
-    assert background.run(), "the adapter was to be brought"
+    assert background.run(), "the adapter is queued for loading"
     assert not background.waiting
     outputs = finish(engine)
     assert tokens(outputs, "cold") == answers["wide8"]
@@ -134,8 +136,8 @@ def test_what_waits_to_be_let_in_is_read_meanwhile_and_not_brought(
     engine.add(ask(prompt, "outside", "wide8", max_ttft_s=1e6))
     engine.add(ask(prompt, "behind", "narrow4", max_ttft_s=1e6))
     outputs += steps(engine, 2)
-    assert not ends(outputs) and not engine._scheduler.needed_adapters, "one at a time is let in here"
-    assert background.run() and background.run() and not background.waiting, "both were to be read, and nothing else"
+    assert not ends(outputs) and not engine._scheduler.needed_adapters, "one at a time is admitted here"
+    assert background.run() and background.run() and not background.waiting, "only these two are queued for reading"
     outputs += steps(engine, 1)
     assert [s.loaded for s in engine.adapters() if s.name in ("narrow4", "wide8")] == [True, True]
     assert not engine._bank.resident and not engine._bank.arriving
@@ -153,7 +155,7 @@ def test_the_most_wanted_adapters_are_read_first(folders: dict[str, str], prompt
         engine.add(ask(prompt, name, name))
         now += 1.0
     engine.step()
-    assert len(background.waiting) == 8, "few are read ahead of all others"
+    assert len(background.waiting) == 8, "few are read ahead of the others"
     first: list[str] = []
     while len(first) < 10:
         background.run()
@@ -206,7 +208,7 @@ def test_a_reload_while_the_old_content_is_on_its_way(
     engine.add(ask(prompt, "after", "a"))
     outputs += finish(engine, background)
     assert tokens(outputs, "before") == answers["wide8"] and tokens(outputs, "after") == answers["narrow4"]
-    # Of the old registration nothing is left.
+    # The old registration holds no memory.
     assert len(engine._bank.resident) == 1 == engine.stats().num_adapters
     assert engine.stats().host_adapter_bytes == engine._registry.get("a").num_bytes
 
@@ -243,11 +245,11 @@ def test_registering_is_all_or_nothing(folders: dict[str, str], tmp_path: Path) 
     assert engine.adapters() == ()
 
 
-# -- what goes wrong --------------------------------------------------------------------------------------------------
+# -- errors -----------------------------------------------------------------------------------------------------------
 
 
 def spoiled(folders: dict[str, str], folder: Path) -> str:
-    """An adapter whose header is in order, with a value that is not finite."""
+    """An adapter with a valid header and a non-finite value."""
     shutil.copytree(folders["narrow4"], folder)
     tensors = load_file(str(folder / "adapter_model.safetensors"))
     tensors[min(tensors)][0, 0] = torch.inf
@@ -267,7 +269,7 @@ def test_an_adapter_that_turns_out_bad_fails_its_own_requests_only(
     assert tokens(outputs, "other") == answers["wide8"]
     (error,) = {o.error.message for o in outputs if o.error}
     assert "not finite" in error and "adapter_model.safetensors" in error
-    # From now on it is known; nothing is read again.
+    # From now on the error is known; the files are not read again.
     with pytest.raises(BadAdapter, match="not finite"):
         engine.add(ask(prompt, "three", "bad"))
     (status,) = (status for status in engine.adapters() if status.name == "bad")
@@ -280,7 +282,7 @@ def test_an_adapter_that_turns_out_bad_fails_its_own_requests_only(
 def test_files_that_changed_since_they_were_registered(
     folders: dict[str, str], prompt: Prompt, background: OnDemand, tmp_path: Path
 ) -> None:
-    """What was promised of an adapter (heads, vision side, size) must be what is served."""
+    """The served content must match the registered header (heads, vision side, size)."""
     engine = make_engine(background).engine
     path = shutil.copytree(folders["narrow4"], tmp_path / "a")
     engine.register_adapters({"a": str(path)})
@@ -315,7 +317,7 @@ def test_a_copy_that_fails_costs_its_requests_only(
 
 
 def held(engine: Engine) -> tuple[int, int, int, int]:
-    """Bytes an engine without requests holds for adapters: arena, host memory, vision cache; and KV."""
+    """Bytes that an engine without requests holds for adapters: arena, host memory, vision cache; and KV."""
     stats = engine.stats()
     return stats.adapter_bytes, stats.host_adapter_bytes, stats.vision_cache_bytes, stats.kv_bytes
 
@@ -367,7 +369,7 @@ def test_unloading_lets_go_of_host_memory(folders: dict[str, str], prompt: Promp
         local.engine.unload_adapter(name)
     gc.collect()
     assert not any(run() is not None for run in runs)
-    arena, host, _, kv = held(local.engine)  # the image as the base model sees it stays in the vision cache
+    arena, host, _, kv = held(local.engine)  # the image's base-model embeddings stay in the vision cache
     assert arena == host == kv == 0
 
 

@@ -1,4 +1,4 @@
-"""The socket to an engine process: whole messages in order, whatever their size; ends, and mistakes, are told."""
+"""The socket to an engine process: whole messages in order, of any size; ends and errors are reported."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from hypothesis import strategies as st
 
 from vlora.engine.ipc.transport import EngineLine, Line
 
-_LARGE = 3_000_001  # more than the system keeps for one end
+_LARGE = 3_000_001  # more than the kernel buffers for one end
 
 
 def run(main: Callable[[Line, EngineLine, asyncio.Queue[bytes]], Awaitable[None]]) -> None:
-    """With both ends of a line, and what the front end's hears."""
+    """Run with both ends of a line, and a queue of what the front end receives."""
 
     async def with_ends() -> None:
         here, there = socket.socketpair()
@@ -35,7 +35,7 @@ def run(main: Callable[[Line, EngineLine, asyncio.Queue[bytes]], Awaitable[None]
 
 
 def test_messages_cross_in_order_both_ways_at_once() -> None:
-    """Large ones both ways, too: an end that waits until its own is taken must still take the other's."""
+    """Large messages both ways, too: an end that is blocked in sending must still receive."""
     count = 200
 
     def message(number: int) -> bytes:
@@ -45,7 +45,7 @@ def test_messages_cross_in_order_both_ways_at_once() -> None:
         received: list[bytes] = []
 
         def other() -> None:
-            """Answers each message, and says something of its own after each: twice as much comes back."""
+            """Answers each message and sends another one after it: twice as much data returns."""
             for number in range(count):
                 received.append(bytes(engine.receive(block=True) or b""))
                 engine.send(message(2 * number))
@@ -81,7 +81,7 @@ def test_how_a_stream_is_cut_makes_no_difference(messages: list[bytes], cuts: li
 
 
 def test_a_read_that_a_signal_cuts_short_goes_on() -> None:
-    """As when the process is stopped for a while in the middle of a picture."""
+    """As when the process is suspended while it receives an image."""
     stream = bytearray(b"".join(struct.pack("<Q", len(word)) + word for word in (b"first word", b"second")))
 
     readable, other = socket.socketpair()
@@ -138,7 +138,7 @@ def test_what_was_said_before_an_end_is_heard_before_it() -> None:
 
 
 def test_a_front_end_that_is_gone_with_words_unread_hears_no_more() -> None:
-    """The system calls that a reset connection, not an end."""
+    """The kernel reports a reset connection, not an end of file."""
     for _ in range(20):
         here, there = socket.socketpair()
         with there:
@@ -151,7 +151,7 @@ def test_a_front_end_that_is_gone_with_words_unread_hears_no_more() -> None:
 
 
 def test_an_engine_far_ahead_waits_for_its_reader() -> None:
-    """Nothing is dropped, and nobody's memory grows."""
+    """No message is dropped, and memory does not grow."""
 
     async def main(line: Line, engine: EngineLine, heard: asyncio.Queue[bytes]) -> None:
         count, sent = 20_000, [0]
@@ -163,7 +163,7 @@ def test_an_engine_far_ahead_waits_for_its_reader() -> None:
 
         thread = threading.Thread(target=other, daemon=True)
         thread.start()
-        thread.join(0.5)  # the loop stands still
+        thread.join(0.5)  # the loop is blocked
         assert 0 < sent[0] < count
         assert [int(await heard.get()) for _ in range(count)] == list(range(count))
 
@@ -171,7 +171,9 @@ def test_an_engine_far_ahead_waits_for_its_reader() -> None:
 
 
 def test_a_token_that_is_read_wakes_nobody_in_the_engine() -> None:
-    """Else the thread that waits for requests runs after each token, often on the core that computes the next one."""
+    """Otherwise the thread that waits for requests runs after each token, often on the core that computes the next
+    one.
+    """
     here, there = socket.socketpair()
     others = set(threading.enumerate())
     with here, there:
@@ -181,11 +183,11 @@ def test_a_token_that_is_read_wakes_nobody_in_the_engine() -> None:
         for _ in range(200):
             engine.send(b"token")
             here.recv(64)
-            time.sleep(0.001)  # it has the time to wake, and to fall asleep again
-        assert _times_asleep(reader) - before < 20  # 200 of one that waits in recv
+            time.sleep(0.001)  # time for it to wake up and block again
+        assert _times_asleep(reader) - before < 20  # 200 for a thread blocked in recv
 
 
 def _times_asleep(thread: threading.Thread) -> int:
-    """How often a thread had nothing to do, so far."""
+    """Number of times that a thread has blocked so far."""
     status = Path(f"/proc/self/task/{thread.native_id}/status").read_text()
     return int(status.partition("\nvoluntary_ctxt_switches:")[2].split()[0])

@@ -1,4 +1,4 @@
-"""Small data sets on disk, for tests of what reads them."""
+"""Small data sets on disk, for tests of their readers."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def picture(file: Path, seed: int, size: tuple[int, int] = (24, 32)) -> Path:
 
 
 def video(file: Path, seed: int, num_frames: int = 12, fps: int = 6) -> Path:
-    """Frame i is everywhere about 20 * i bright, so that a frame tells its place."""
+    """Frame i has a brightness of about 20 * i everywhere, which identifies the frame."""
     file.parent.mkdir(parents=True, exist_ok=True)
     writer = cv2.VideoWriter(str(file), cv2.VideoWriter.fourcc(*"MJPG"), fps, (48, 32))
     assert writer.isOpened()
@@ -33,7 +33,7 @@ def video(file: Path, seed: int, num_frames: int = 12, fps: int = 6) -> Path:
 
 
 def write_plan(folder: Path, *domains: str, more: str = "") -> Path:
-    """A plan with these domains: each the lines behind its name, question and threshold."""
+    """A plan with these domains, each given as the lines after its name, question and threshold."""
     text = f"{more}domains:\n"
     for number, lines in enumerate(domains):
         text += f"  - name: domain{number}\n    question: what is it ?\n"
@@ -45,7 +45,7 @@ def write_plan(folder: Path, *domains: str, more: str = "") -> Path:
 
 
 def load_plan(file: Path) -> dict[str, DomainData]:
-    """What a plan's domains come to. Raises BadPlan with everything that is wrong in their data."""
+    """Load the data of a plan's domains. Raises BadPlan with all mistakes in it."""
     plan = read_plan_file(file)
     mistakes = Mistakes(plan.text)
     data = load_domains(plan.plan, mistakes)

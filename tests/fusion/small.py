@@ -1,4 +1,4 @@
-"""The embedded architecture in small with random weights, and domains it learns within a second."""
+"""The embedded architecture at reduced size with random weights, and domains that it learns within a second."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ COLORS = ("red", "green", "blue")
 
 
 def build_small() -> LlavaForConditionalGeneration:
-    """A quarter as wide and half as deep: training is what is tested, and not how much can be learned."""
+    """A quarter of the width and half of the depth: the tests check training, not final accuracy."""
     config = model_config()
     heads = {"num_hidden_layers": 2, "hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4}
     config.vision_config.update({**heads, "projection_dim": 64})
@@ -49,7 +49,7 @@ def picture(label: int, rng: np.random.Generator) -> np.ndarray:
 
 
 def colors(count: int, seed: int, told: Mapping[int, int] | None = None) -> list[Sample]:
-    """told: what is said of each colour; the truth if not given."""
+    """told: the label given to each colour; the correct one by default."""
     rng = np.random.default_rng(seed)
     labels = [int(rng.integers(3)) for _ in range(count)]
     return [Sample((picture(label, rng),), label if told is None else told[label]) for label in labels]
@@ -81,7 +81,7 @@ def trainer_of(plan: Plan, splits: Mapping[str, Splits], features: Path | None =
 
 
 class StepsReported(Progress):
-    """Remembers what trainings report; nothing is shown."""
+    """Records the progress of trainings and shows nothing."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -97,7 +97,7 @@ class StepsReported(Progress):
 
 
 def write_folders(folder: Path, told: tuple[str, ...] = COLORS, by_chance: bool = False) -> Path:
-    """The same pictures as an image folder, each colour under its name or under any."""
+    """The same pictures as an image folder, each with its colour's label or with a random one."""
     rng = np.random.default_rng(0)
     for part, count in (("train", 12), ("validation", 6), ("test", 4)):
         for label, name in enumerate(told):

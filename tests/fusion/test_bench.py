@@ -1,4 +1,4 @@
-"""`vlora bench fusion`, but for the training: its domains, its jobs, its counting and its pictures."""
+"""`vlora bench fusion` without training: its domains, jobs, counts and plots."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def test_a_domains_parts_share_no_picture_and_hold_every_label(made: Made) -> No
     if made.labels and made.task != "detection":
         told = [sample.target for part in parts for sample in part]
         assert set(told) == set(range(len(made.labels)))
-        assert max(map(told.count, set(told))) < 80  # no label tells it all
+        assert max(map(told.count, set(told))) < 80  # no label dominates
     again = made.splits(0, Sizes(2, 1, 1))
     assert np.array_equal(again.train[0].frames[0], splits.train[0].frames[0])
     assert not np.array_equal(made.splits(1, Sizes(2, 1, 1)).train[0].frames[0], splits.train[0].frames[0])
@@ -38,7 +38,7 @@ def test_the_digits_are_cut_so_that_five_hundred_test() -> None:
     splits = EVERY["digits"].splits(0, Sizes(1200, 500, 500))
     assert (len(splits.train), len(splits.validation), len(splits.test)) == (797, 500, 500)
     shown = [sample.frames[0].tobytes() for part in (splits.train, splits.validation, splits.test) for sample in part]
-    assert len(set(shown)) > 1780  # some scans are alike
+    assert len(set(shown)) > 1780  # some scans are identical
 
 
 def test_a_detector_of_one_class_is_told_of_that_class_only() -> None:
@@ -80,7 +80,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def test_broken_promises_are_counted_on_test_data(folder: Path) -> None:
-    """All jobs are done: nothing is trained again."""
+    """All results are stored, so nothing is trained."""
     found = jobs.run(False, folder, pytest.fail)
     packed = [row for row in found.rows if row["method"] == PACKED]
     assert [(row["seed"], row["broken"], round(row["worst"], 3)) for row in packed] == [

@@ -1,4 +1,4 @@
-"""Block-diagonal adapters: trained through PEFT, scaled by the paper's rule, read by plain PEFT and served the same."""
+"""Block-diagonal adapters: training through PEFT, the paper's scaling, loading in plain PEFT, and serving."""
 
 from __future__ import annotations
 
@@ -78,13 +78,13 @@ def test_plain_peft_and_the_engine_give_the_same_logits(trained: LoraTrainer, ba
             found = model(input_ids=ids, pixel_values=pixels).logits[0, len(prompt.prompt_ids) - 1 :]
             with model.disable_adapter():
                 without = model(input_ids=ids, pixel_values=pixels).logits[0, len(prompt.prompt_ids) - 1 :]
-        assert (found - without).abs().max() > 0.1, "the adapter does nothing, so that agreeing means nothing"
+        assert (found - without).abs().max() > 0.1, "the adapter has no effect, so the comparison is meaningless"
         torch.testing.assert_close(logits, found, atol=1e-4, rtol=0)
         assert found.argmax(-1).tolist() == tokens
 
 
 def test_a_block_is_a_lora_of_its_own_scaled_by_the_papers_rule(trained: LoraTrainer, adapter: Path) -> None:
-    """BD-LoRA section 3, taken literally: adapters of rank r / N on shards of the weight, scaled alpha sqrt(N/r)."""
+    """BD-LoRA section 3, done literally: adapters of rank r / N on shards of the weight, scaled alpha sqrt(N/r)."""
     config = json.loads((adapter / "adapter_config.json").read_text())
     assert config["use_bdlora"]["nblocks"] == 2 and config["lora_alpha"] == pytest.approx(8 * math.sqrt(2))
     factors = load_file(adapter / "adapter_model.safetensors")
@@ -129,7 +129,7 @@ def test_the_size_told_is_what_is_trained(trained: LoraTrainer, base: str) -> No
 @pytest.mark.parametrize(
     ("lora", "said"),
     [
-        ("{rank: 8, blocks: 3}", "3 blocks do not divide rank 8; 9 would do"),
+        ("{rank: 8, blocks: 3}", "3 blocks do not divide rank 8; 9 works"),
         ("{rank: 9, blocks: 3}", "3 blocks do not divide the 256 outputs of model.language_model.layers.0"),
         ("{rank: 8, blocks: 2, vision: true}", "not together with lora.vision"),
         ("{blocks: 0}", "is 0; it must be at least 1"),

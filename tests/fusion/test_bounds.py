@@ -1,4 +1,4 @@
-"""Confidence bounds, against their definition: how often they promise too much."""
+"""Confidence bounds against their definition: how often they exceed the true value."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def tail(right: int, number: int, p: float) -> float:
 
 @pytest.mark.parametrize(("right", "number"), [(1, 10), (8, 10), (270, 300), (300, 300)])
 def test_a_share_is_bounded_as_clopper_and_pearson_define_it(right: int, number: int) -> None:
-    """At the bound, as many right answers or more would come with just the probability that is left."""
+    """At the bound, at least this many right answers have a probability of 1 - confidence."""
     answers = [1] * right + [0] * (number - right)
     score = bounded(share, answers, [1] * number, mean=True, confidence=0.95)
     assert score.value == right / number
@@ -44,7 +44,7 @@ HERE, THERE = Box(0, 0.1, 0.1, 0.3, 0.3), Box(0, 0.6, 0.6, 0.9, 0.9)
 
 
 def boxes(found: float) -> Draw:
-    """One thing or two in each picture, the first found that often, by a detector that is surer of what is there."""
+    """One or two objects per picture; the detector finds the first with probability `found`, with higher confidence."""
 
     def draw(rng: np.random.Generator, number: int) -> tuple[list[object], list[object]]:
         answers: list[object] = []
@@ -59,7 +59,7 @@ def boxes(found: float) -> Draw:
 
 
 def labels(right: float) -> Draw:
-    """Of three labels one is rare; what is wrong is the next one."""
+    """Three labels, one of them rare; a wrong answer is the next label."""
 
     def draw(rng: np.random.Generator, number: int) -> tuple[list[object], list[object]]:
         truth = rng.choice(3, number, p=(0.5, 0.35, 0.15))
@@ -89,7 +89,7 @@ DRAWS: list[tuple[str, str, Draw]] = [
 
 @pytest.mark.parametrize(("task", "name", "draw"), DRAWS)
 def test_a_resampled_bound_holds_as_often_as_it_says(task: str, name: str, draw: Draw) -> None:
-    """Against what a large sample has, which is the metric's true value for all that matters here."""
+    """The metric of a large sample serves as its true value."""
     chosen = () if task == "captioning" else ("a", "b", "c")
     metric = task_of(Splits(task, chosen, (), (), (), real=True), name).metric
     rng = np.random.default_rng(0)
@@ -104,7 +104,7 @@ def test_a_resampled_bound_holds_as_often_as_it_says(task: str, name: str, draw:
 
 @pytest.mark.parametrize(("task", "name", "right"), [("detection", "map", (HERE,)), ("classification", "f1", 1)])
 def test_few_samples_that_are_all_right_promise_little(task: str, name: str, right: object) -> None:
-    """About what Clopper and Pearson allow; resampling only what was seen would promise 1."""
+    """About Clopper and Pearson's bound; resampling only the samples would give 1."""
     metric = task_of(Splits(task, ("a", "b", "c"), (), (), (), real=True), name).metric
     score = bounded(metric, [right] * 10, [right] * 10, mean=False, confidence=0.95)
     assert score.value == 1.0 and score.lower == pytest.approx(0.05**0.1, abs=0.06)

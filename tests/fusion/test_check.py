@@ -1,4 +1,4 @@
-"""`vlora fuse --check` tells what a plan comes to, or everything that is wrong with it, and trains nothing."""
+"""`vlora fuse --check` describes a plan, or lists all its mistakes, without training."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def animals(root: Path, count: int = 20) -> None:
 
 
 def run(*arguments: str) -> tuple[int, str]:
-    """Exit code, and what was said; the command line's entry point prints what an error says."""
+    """Exit code and output, with the error message that the command line's entry point prints."""
     result = CliRunner().invoke(cli, ["fuse", *arguments])
     told = str(result.exception) if isinstance(result.exception, BadPlan) else ""
     return result.exit_code, (result.output if result.exit_code else result.stdout) + told  # progress is on stderr
@@ -49,7 +49,7 @@ def test_a_plan_is_told_as_json(tmp_path: Path) -> None:
     assert found["step_s"] > 0 and found["measured_steps"] >= 1
     assert 1 <= found["measured_samples"] <= found["batch_size"]
     assert found["device"] == "cpu" and found["threads"] >= 1 and found["at_least_s"] == found["at_most_s"]
-    assert found["at_least_s"] > min(6, 100 * found["step_s"]), "of one domain, what it takes is one training"
+    assert found["at_least_s"] > min(6, 100 * found["step_s"]), "a single domain takes one training"
     (domain,) = told["domains"]
     assert domain["counts"] == {"train": 28, "validation": 6, "test": 6}
     assert domain["classes"]["dog"] == {"train": 14, "validation": 3, "test": 3}
@@ -63,12 +63,12 @@ def test_a_plan_is_told_in_words(tmp_path: Path) -> None:
     assert code == 0
     for said in (
         "what is it ?",
-        "a classification head (and in words, whose accuracy the report has beside the head's)",
-        "28 train, 6 validation, 6 test of one picture",
+        "a classification head (and in words; the report gives both accuracies)",
+        "28 train, 6 validation, 6 test, one picture each",
         "cat 14 / 3 / 3",
-        "share of samples answered right) of at least 0.500",
+        "share of samples answered correctly) of at least 0.500",
         "time      about ",
-        " measured here (cpu, ",
+        " measured on this machine (cpu, ",
     ):
         assert said in output
 
@@ -77,7 +77,7 @@ def test_domains_trained_at_once_are_told_so(tmp_path: Path) -> None:
     animals(tmp_path)
     lines = "data: {format: image_folder, path: pictures}"
     code, output = run(str(write_plan(tmp_path, lines, more="packing: jointly\ntraining: {seconds: 60}\n")), "--check")
-    assert code == 0 and "those of an adapter at once" in output and "packing   jointly, seed 0" in output
+    assert code == 0 and "all domains of an adapter at once" in output and "packing   jointly, seed 0" in output
     assert "rehears" not in output and "order" not in output
 
 
@@ -110,7 +110,7 @@ def test_what_cannot_be_run_is_refused_before_training(tmp_path: Path, more: str
 def test_a_base_that_is_broken_or_code_is_refused(tmp_path: Path, config: str) -> None:
     (tmp_path / "base").mkdir()
     (tmp_path / "base" / "config.json").write_text(config)
-    (tmp_path / "base" / "own.py").write_text("raise SystemExit('code was run that nobody allowed')")
+    (tmp_path / "base" / "own.py").write_text("raise SystemExit('code was run without permission')")
     with pytest.raises(BadPlan, match=r"line 1, field `base`: .* is neither"):
         check(read_plan_file(write_plan(tmp_path, "source: lfw-faces", more="base: base\n")))
 
@@ -131,10 +131,10 @@ def test_a_threshold_relative_to_a_teacher_becomes_a_number(tmp_path: Path) -> N
     assert teaching is not None and 0.9 < teaching.score <= 1
     assert threshold_before_training(checked.plan.domains[0], teaching.score) == teaching.score - 0.1
     (told,) = explain(checked)
-    assert told.threshold == teaching.score - 0.1 and f"its teacher's {teaching.score:.3f} less 0.1" in told.promise
-    # People of 128 pixels there are none: right about half of the pictures.
+    assert told.threshold == teaching.score - 0.1 and f"its teacher's {teaching.score:.3f} minus 0.1" in told.promise
+    # No person has 128 pixels, so about half of the answers are correct.
     unfit = "source: lfw-faces\nthreshold: {relative_to: teacher, minus: 0.9}\nteacher: {kind: hog, absent: no face}"
-    with pytest.raises(BadPlan, match="which everything keeps") as caught:
+    with pytest.raises(BadPlan, match="which every adapter meets") as caught:
         check(read_plan_file(write_plan(tmp_path, unfit)))
     assert "line 5, field `domains[0].threshold`: comes to -0." in str(caught.value)
 
@@ -143,7 +143,7 @@ def test_data_is_told_as_wrong_with_a_non_zero_exit(tmp_path: Path) -> None:
     animals(tmp_path)
     (tmp_path / "pictures" / "cat" / "0.png").write_bytes(b"")
     code, output = run(str(write_plan(tmp_path, "data: {format: image_folder, path: pictures}")), "--check")
-    assert code == 1 and "cat/0.png is none of JPEG" in output
+    assert code == 1 and "cat/0.png is not a valid picture (JPEG" in output
 
 
 def test_the_command_tells_each_mistake_on_a_line_of_its_own(

@@ -1,4 +1,4 @@
-"""Finished trainings on disk: all or nothing, and only for the run they came of."""
+"""Finished trainings on disk: written atomically, and used only by runs with the same identity."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_resuming_with_nothing_there_begins(tmp_path: Path) -> None:
 
 
 def test_a_process_that_dies_while_writing_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Killed before the last rename: as the next process sees it, the training was never made."""
+    """Killed before the last rename: for the next process the training does not exist."""
     checkpoint = Checkpoint(tmp_path, {"plan": "1"}, resume=False)
 
     def die(self: Path, target: Path) -> None:
@@ -100,7 +100,7 @@ def test_a_changed_plan_or_changed_data_is_refused_by_name(tmp_path: Path) -> No
         with pytest.raises(BadPlan, match="cannot be resumed") as refused:
             Checkpoint(tmp_path, changed, resume=True)
         assert told in str(refused.value)
-        assert len(str(refused.value).splitlines()) == 3  # this one, and nothing else
+        assert len(str(refused.value).splitlines()) == 3  # only this difference
     assert Checkpoint(tmp_path, identity, resume=True).trained("a") == TRAINED
 
 

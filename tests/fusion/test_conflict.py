@@ -1,4 +1,4 @@
-"""The real trainer on real conflicts: what contradicts is told apart, and what is the same shares."""
+"""The real trainer on real conflicts: contradictory domains are separated, equal domains share an adapter."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def in_words(told: dict[int, int] | None = None) -> Splits:
-    """The language model's own head answers: two domains then differ in nothing but what is right."""
+    """Answers in words, so that two domains differ only in the correct answers."""
     plain = color_splits(told)
 
     def words(samples: object) -> list[Sample]:
@@ -33,14 +33,14 @@ def in_words(told: dict[int, int] | None = None) -> Splits:
 
 @pytest.fixture(scope="module")
 def trainings(base: str, tmp_path_factory: pytest.TempPathFactory) -> Trainings:
-    """The same pictures and prompt three times; in one domain every colour is called by another's name."""
+    """The same pictures and prompt in three domains; in one of them every colour has another colour's name."""
     plan = plan_of(base, ("colors", "copy", "contrary"), steps=50, batch_size=10, learning_rate=4e-3)
     contrary = in_words({0: 1, 1: 2, 2: 0})
     trainer = trainer_of(plan, {"colors": in_words(), "copy": in_words(), "contrary": contrary})
     return Trainings(trainer, Checkpoint(tmp_path_factory.mktemp("made"), {}, resume=False), rehearsal=0.5)
 
 
-# What is right for one is wrong for the other: their shares can add up to 1 at most, chance is a third.
+# An answer is correct in one domain and wrong in the other: the accuracies sum to 1 at most; chance is a third.
 THRESHOLDS = {"colors": 0.6, "copy": 0.6, "contrary": 0.6}
 
 

@@ -1,4 +1,4 @@
-"""`vlora convert-bd`: the nearest block-diagonal adapter, held against numpy, plain PEFT and the adapter it came of."""
+"""`vlora convert-bd`: the nearest block-diagonal adapter, compared with numpy, plain PEFT and the original."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ QUERY = "model.language_model.layers.1.self_attn.q_proj"
 
 
 def dense_of(a: torch.Tensor, b: torch.Tensor, blocks: Blocks) -> np.ndarray:
-    """The delta of factors as PEFT stores them."""
+    """The delta of factors in PEFT's format."""
     if blocks.side == "a":
         a = torch.block_diag(*a.chunk(blocks.num))
     else:
@@ -144,7 +144,7 @@ def logits(base: str, adapter: Path) -> torch.Tensor:
 
 
 def deltas(base: str, adapter: Path) -> dict[str, np.ndarray]:
-    """By layer, as plain PEFT would add them to the weights."""
+    """Deltas by layer, as plain PEFT adds them to the weights."""
     model = PeftModel.from_pretrained(AutoModelForImageTextToText.from_pretrained(base), str(adapter))
     found = {}
     for name, module in model.base_model.model.named_modules():
@@ -182,7 +182,7 @@ def test_at_as_many_times_the_rank_nothing_is_lost(base: str, adapter: Path, tmp
     assert zeros[f"base_model.model.{QUERY}.lora_B.weight"].shape == (64, 8)
 
 
-# -- what cannot be ---------------------------------------------------------------------------------------------------
+# -- refused conversions ----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -202,17 +202,17 @@ def test_blocks_that_do_not_divide_are_refused(
 
 
 def test_what_is_no_adapter_or_block_diagonal_already_is_refused(adapter: Path, tmp_path: Path) -> None:
-    with pytest.raises(BadAdapter, match="is no folder"):
+    with pytest.raises(BadAdapter, match="is not a folder"):
         convert(tmp_path / "none", tmp_path / "bd", blocks=2)
     (tmp_path / "empty").mkdir()
     with pytest.raises(BadAdapter, match=r"no adapter_config\.json"):
         convert(tmp_path / "empty", tmp_path / "bd", blocks=2)
     convert(adapter, tmp_path / "bd", blocks=2)
-    with pytest.raises(BadAdapter, match="block-diagonal already"):
+    with pytest.raises(BadAdapter, match="already block-diagonal"):
         convert(tmp_path / "bd", tmp_path / "again", blocks=2)
-    with pytest.raises(BadConfig, match="exists already"):
+    with pytest.raises(BadConfig, match="already exists"):
         convert(adapter, tmp_path / "bd", blocks=2)
-    with pytest.raises(BadConfig, match="cannot be loaded; name another with --model"):
+    with pytest.raises(BadConfig, match="cannot be loaded; choose another with --model"):
         convert(adapter, tmp_path / "other", blocks=2, base=str(tmp_path / "nowhere"))
 
 
@@ -221,7 +221,7 @@ def test_factors_that_are_not_finite_are_named(adapter: Path, tmp_path: Path) ->
     factors = load_file(adapter / "adapter_model.safetensors")
     factors[f"base_model.model.{QUERY}.lora_A.weight"][0, 0] = torch.nan
     save_file(factors, tmp_path / "broken" / "adapter_model.safetensors")
-    with pytest.raises(BadAdapter, match=rf"the factors of {QUERY} hold values that are not finite"):
+    with pytest.raises(BadAdapter, match=rf"the factors of {QUERY} contain values that are not finite"):
         convert(tmp_path / "broken", tmp_path / "bd", blocks=2)
     assert [path.name for path in tmp_path.iterdir()] == ["broken"]
 
@@ -232,7 +232,7 @@ def test_a_vision_layer_that_peft_would_take_for_one_with_blocks_is_named(base: 
         LoraConfig(r=2, target_modules=["q_proj"], base_model_name_or_path=base),
     )
     model.save_pretrained(str(tmp_path / "everywhere"))
-    with pytest.raises(BadAdapter, match=r"adapts .*vision_tower.*q_proj, which ranks do not share"):
+    with pytest.raises(BadAdapter, match=r"adapts .*vision_tower.*q_proj, which is not sharded"):
         convert(tmp_path / "everywhere", tmp_path / "bd", blocks=2)
 
 

@@ -1,5 +1,5 @@
-"""Pictures of which an image processor keeps the middle, as LLaVA 1.5's does: boxes are learned where the model sees
-them, and answers are judged where they are."""
+"""Image processors with a centre crop, such as LLaVA 1.5's: training boxes are relative to the crop, and answers are
+scored relative to the whole picture."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_what_is_shown_of_a_box_comes_back(a: float, b: float, c: float, d: floa
 
 
 def test_boxes_are_learned_where_serving_finds_them(tmp_path: Path) -> None:
-    """A picture of 200 x 100 pixels, of which the model sees the middle 100 x 100."""
+    """A picture of 200 x 100 pixels, of which the model sees the central 100 x 100."""
     path = write_base(tmp_path)
     processor = InputProcessor.from_pretrained(path)
     image_processor = processor.image_processor
@@ -60,7 +60,7 @@ def test_boxes_are_learned_where_serving_finds_them(tmp_path: Path) -> None:
     (sample,) = domain.train
     first, second = sample.learned
     assert first[1:5] == pytest.approx((0.1, 0.2, 0.5, 0.6)) and second[1:5] == pytest.approx((0, 0, 0.5, 1))
-    assert sample.target == (inside, cut, outside)  # what cannot be seen counts as missed
+    assert sample.target == (inside, cut, outside)  # invisible boxes count as missed
     edges_found = dict(zip(("left", "top", "right", "bottom"), first[1:5], strict=True))
     found = FoundBox(label_id=0, label="car", score=1.0, image=0, **edges_found)
     answer = HeadAnswer(task="detection", label="1 car", labels=("car", "bus"), confidence=1.0, boxes=(found,))

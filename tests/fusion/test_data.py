@@ -1,4 +1,4 @@
-"""Data of the user's own: read, checked and cut; whatever is wrong is told with line, field and file."""
+"""User data: reading, checking and splitting; mistakes are reported with line, field and file."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def test_an_image_folder_without_parts_is_cut_alike_for_a_seed(tmp_path: Path) -
 
 @pytest.mark.parametrize("parts", [{"": 60}, {"train": 42, "validation": 9, "test": 9}])
 def test_the_first_samples_of_a_part_stand_for_all_of_it(tmp_path: Path, parts: dict[str, int]) -> None:
-    """Training keeps the first ones back to know when to stop: of files in their order, all of one label."""
+    """Training holds back the first samples for early stopping; in file order they would all have one label."""
     image_folder(tmp_path / "pictures", parts)
     for part in load(write_plan(tmp_path, IMAGES)).splits.parts.values():
         assert {sample.target for sample in part[:8]} == {0, 1}
@@ -151,7 +151,7 @@ def test_coco_captions(tmp_path: Path) -> None:
     splits = load(write_plan(tmp_path, f"{COCO}\ntask: captioning")).splits
     assert all(sample.target == f"picture {file_of(sample).stem}" for sample in splits.test)
     seen = [{file_of(sample) for sample in part} for part in splits.parts.values()]
-    assert sum(map(len, seen)) == 9  # both captions of a picture in one part
+    assert sum(map(len, seen)) == 9  # both captions of a picture are in one part
 
 
 def test_videos_in_folders(tmp_path: Path) -> None:
@@ -174,7 +174,7 @@ def test_videos_with_a_table(tmp_path: Path) -> None:
     splits = load(write_plan(tmp_path, lines)).splits
     for name, part in splits.parts.items():
         for sample in part:
-            # Six frames a second: the middle of the first second is frame 3, of the second one frame 9.
+            # At 6 frames per second, the middle of the first second is frame 3, that of the second is frame 9.
             assert float(sample.frames[0].mean()) == pytest.approx(61.5 if sample.target == 0 else 181.5, abs=8)
         assert Counter(file_of(sample) for sample in part).most_common(1)[0][1] == 2, name
 
@@ -236,7 +236,7 @@ def test_sixteen_bits_and_rotations_are_read_as_the_server_reads_them(tmp_path: 
     Image.fromarray(grey).save(tmp_path / "deep.png")
     assert np.array_equal(Picture(tmp_path / "deep.png")[0][..., 0], grey // 256)
     exif = Image.Exif()
-    exif[0x0112] = 6  # to be turned by 90 degrees
+    exif[0x0112] = 6  # rotation by 90 degrees
     Image.new("RGB", (8, 4)).save(tmp_path / "turned.jpg", exif=exif)
     assert Picture(tmp_path / "turned.jpg")[0].shape == (8, 4, 3)
 
@@ -276,7 +276,7 @@ def test_every_label_is_in_every_part_in_its_share(counts: list[int], seed: int)
 
 
 def test_samples_know_what_they_belong_with(tmp_path: Path) -> None:
-    """Groups of the file, and pictures of the same bytes: what is kept from training goes by them, too."""
+    """Groups come from the file and from identical pictures; held-back samples respect them."""
     rows = []
     for number in range(24):
         picture(tmp_path / f"{number}.png", 3 if number == 20 else number)
@@ -293,7 +293,7 @@ def test_samples_know_what_they_belong_with(tmp_path: Path) -> None:
 def test_patience_needs_samples_to_look_at(tmp_path: Path) -> None:
     image_folder(tmp_path / "pictures", {"train": 4, "validation": 1, "test": 1})
     (told,) = mistakes_of(write_plan(tmp_path, IMAGES, more="training: {patience: 3}\n"))
-    assert "field `domains[0]`: `training.patience`" in told and "of these 8 none can be kept back" in told
+    assert "field `domains[0]`: `training.patience`" in told and "none of these 8 can be held back" in told
 
 
 # -- mistakes ---------------------------------------------------------------------------------------------------------
@@ -318,13 +318,13 @@ def cut(file: str) -> Callable[[Path], None]:
 @pytest.mark.parametrize(
     ("lines", "spoil", "field", "says"),
     [
-        ("data: {format: image_folder, path: nowhere}", None, "data.path", "nowhere is no folder"),
+        ("data: {format: image_folder, path: nowhere}", None, "data.path", "nowhere is not a folder"),
         ("source: nowhere", None, "source", "neither a folder nor built in"),
-        (f"{IMAGES}\nmetric: map", None, "metric", "classification by a head knows accuracy, f1"),
-        (f"{IMAGES}\nmetric: mae", None, "metric", "share of 1"),
-        (f"{IMAGES}\nmetric: f1\nhead: words", None, "metric", "in words knows exact_match"),
+        (f"{IMAGES}\nmetric: map", None, "metric", "classification by a head supports accuracy, f1"),
+        (f"{IMAGES}\nmetric: mae", None, "metric", "score from 0 to 1"),
+        (f"{IMAGES}\nmetric: f1\nhead: words", None, "metric", "in words supports exact_match"),
         (f"{IMAGES}\nhead: detection", None, "head", "is answered by classification, words"),
-        (f"{IMAGES}\ntask: detection", None, "task", "serves classification"),
+        (f"{IMAGES}\ntask: detection", None, "task", "supports classification"),
         (f"{IMAGES}\nlabels: [cat, bird]", None, "data", "the label 'dog' is unknown; known: cat, bird"),
         (
             f"{IMAGES}\nlabels: [cat, dog, bird]",
@@ -332,30 +332,30 @@ def cut(file: str) -> Callable[[Path], None]:
             "data.path",
             "'bird' is missing from train and validation and test",
         ),
-        (IMAGES, cut("pictures/train/cat/1.png"), "data.path", "pictures/train/cat/1.png is none of JPEG"),
+        (IMAGES, cut("pictures/train/cat/1.png"), "data.path", "pictures/train/cat/1.png is not a valid picture (JPEG"),
         (IMAGES, remove("pictures/test/dog/0.png"), "data.path", "'dog' is missing from test: 2 in train"),
         (
             IMAGES,
             copy("pictures/train/cat/0.png", "pictures/test/cat/copy.png"),
             "data.path",
-            "copy.png in test has the bytes of",
+            "copy.png in test is identical to",
         ),
         (
             "source: pictures",
             copy("pictures/train/cat/0.png", "pictures/test/cat/copy.png"),
             "source",
-            "what is tested must not have been trained on",
+            "parts must not share a picture",
         ),
-        (IMAGES, copy("pictures/train/cat/0.png", "pictures/test/loose.png"), "data.path", "lies in no label's folder"),
+        (IMAGES, copy("pictures/train/cat/0.png", "pictures/test/loose.png"), "data.path", "is in no label folder"),
         (IMAGES, link("pictures/train/cat/9.png", "gone.png"), "data.path", "9.png cannot be read: No such file"),
         (IMAGES, link("pictures/train/cat/9.png", "9.png"), "data.path", "9.png cannot be read: Too many levels"),
         (IMAGES, link("pictures/train/cat/clip", "../dog"), "data.path", "clip is a link to a folder, which is not"),
-        (IMAGES, link("pictures/train/\udcff", "cat"), "data.path", "a label is text of one line, in UTF-8"),
-        (IMAGES, link("pictures/train/a\nb", "cat"), "data.path", "a label is text of one line, in UTF-8"),
-        (IMAGES.replace("}", ", split: {test: 0.3}}"), None, "data.split", "says its parts itself"),
+        (IMAGES, link("pictures/train/\udcff", "cat"), "data.path", "a label must be one line of UTF-8 text"),
+        (IMAGES, link("pictures/train/a\nb", "cat"), "data.path", "a label must be one line of UTF-8 text"),
+        (IMAGES.replace("}", ", split: {test: 0.3}}"), None, "data.split", "defines its own parts"),
         ("source: lfw-faces\ntask: action", None, "task", "is for 'classification'"),
-        ("source: lfw-faces\nlabels: [a, b]", None, "labels", "brings its own"),
-        ("source: lfw-faces\nmetric: token_f1", None, "metric", "knows accuracy"),
+        ("source: lfw-faces\nlabels: [a, b]", None, "labels", "has its own labels"),
+        ("source: lfw-faces\nmetric: token_f1", None, "metric", "supports accuracy"),
     ],
 )
 def test_mistakes_in_a_folder(
@@ -385,8 +385,8 @@ def test_a_part_that_is_missing_or_empty(tmp_path: Path) -> None:
 def test_a_threshold_that_so_few_samples_cannot_prove(tmp_path: Path) -> None:
     image_folder(tmp_path / "pictures", {"train": 2, "validation": 10, "test": 1})
     (told,) = mistakes_of(write_plan(tmp_path, f"{IMAGES}\nthreshold: 0.9", more="confidence: 0.95\n"))
-    # Clopper and Pearson: 20 of 20 right show 0.05 ** (1 / 20).
-    assert "`domains[0].threshold`: 0.9 can never be proven: 20 validation samples" in told and "0.861" in told
+    # Clopper and Pearson: the bound of 20 correct out of 20 is 0.05 ** (1 / 20).
+    assert "`domains[0].threshold`: 0.9 cannot be reached: with 20 validation samples" in told and "0.861" in told
     load(write_plan(tmp_path, f"{IMAGES}\nthreshold: 0.86", more="confidence: 0.95\n"))
 
 
@@ -397,7 +397,7 @@ def test_a_threshold_that_so_few_samples_cannot_prove(tmp_path: Path) -> None:
         ({"annotations": [{"category_id": 5}]}, "annotation 2: category 5 is unknown; known: 3 (car), 8 (van)"),
         (
             {"annotations": [{"bbox": [20, 6, 20, 12]}]},
-            "annotation 2: bbox [20.0, 6.0, 20.0, 12.0] stands out of its picture",
+            "annotation 2: bbox [20.0, 6.0, 20.0, 12.0] extends beyond its picture",
         ),
         ({"annotations": [{"bbox": [20, 6, 0, 12]}]}, "has no area"),
         (
@@ -408,7 +408,7 @@ def test_a_threshold_that_so_few_samples_cannot_prove(tmp_path: Path) -> None:
         ({"images": [{"file_name": "gone.jpg"}]}, "image 1: there is no picture"),
         ({"images": [{"width": 10**400}]}, "`images[0].width`: is a whole number of 1329 bits; it must be below"),
         ({"categories": [{"name": ""}]}, "`categories[0].name`: has 0 characters; it must have at least 1"),
-        ({"images": [{"width": 64}]}, "image 1 is of size (64, 24), but"),
+        ({"images": [{"width": 64}]}, "image 1 has size (64, 24), but"),
     ],
 )
 def test_mistakes_in_coco(tmp_path: Path, change: dict[str, list[dict[str, Any]]], says: str) -> None:
@@ -442,12 +442,12 @@ def test_coco_files_put_together_without_new_ids(tmp_path: Path, key: str, says:
         ("image,words\n0.png,cat\n1.png,cat", "rows.csv, line 2: lacks `answer`; has image, words"),
         ("image,answer\n0.png,cat,dog\n", "line 2: has more cells than the first line"),
         ("image,answer,split\n0.png,cat,dev\n", "line 2: `split` is 'dev'; choose train, validation, test"),
-        ("image,answer,split\n0.png,cat,train\n1.png,dog,\n", "1 of 2 samples say no split"),
+        ("image,answer,split\n0.png,cat,train\n1.png,dog,\n", "1 of 2 samples have no split"),
         ("image,answer\n0.png,cat\n1.png,cow\n", "line 3: the label 'cow' is unknown; known: cat, dog"),
         ("", "train is empty"),
-        ('image,answer\n0.png,"cat\n1.png,dog\n', "line 2: what begins here is not CSV (unexpected end of data)"),
-        ('image,answer\n0.png,cat\n1.png,"cat"s\n', "line 3: what begins here is not CSV (',' expected after"),
-        (f"image,answer\n0.png,{'c' * 200_000}\n", "line 2: what begins here is not CSV (field larger than field"),
+        ('image,answer\n0.png,"cat\n1.png,dog\n', "line 2: invalid CSV from this line on (unexpected end of data)"),
+        ('image,answer\n0.png,cat\n1.png,"cat"s\n', "line 3: invalid CSV from this line on (',' expected after"),
+        (f"image,answer\n0.png,{'c' * 200_000}\n", "line 2: invalid CSV from this line on (field larger than field"),
         ("image,answer,answer\n0.png,cat,dog\n", "line 1: names a column twice: image, answer, answer"),
     ],
 )
@@ -462,9 +462,9 @@ def test_mistakes_in_a_table(tmp_path: Path, text: str, says: str) -> None:
 @pytest.mark.parametrize(
     ("task", "labels", "says"),
     [
-        ("vqa", "[it is, it is not]", "vqa has none to choose from; leave them out"),
-        ("regression", "[metres, feet]", "regression has none to choose from"),
-        ("binary", "['no', maybe, 'yes']", "binary has two: if not, and if so"),
+        ("vqa", "[it is, it is not]", "vqa takes no labels; remove them"),
+        ("regression", "[metres, feet]", "regression takes no labels"),
+        ("binary", "['no', maybe, 'yes']", "binary takes two labels: negative, then positive"),
     ],
 )
 def test_labels_that_a_task_cannot_have(tmp_path: Path, task: str, labels: str, says: str) -> None:
@@ -485,7 +485,7 @@ def test_a_count_of_more_digits_than_python_reads(tmp_path: Path) -> None:
 def test_lines_that_are_no_json(tmp_path: Path) -> None:
     (tmp_path / "rows.jsonl").write_text('{"image": "0.png", "answer"\n[1]\n' + "[" * 100_000)
     told = mistakes_of(write_plan(tmp_path, "data: {format: questions, path: rows.jsonl}"))
-    assert "line 1: is not JSON" in told[0] and "line 2: is list; a row is an object" in told[1]
+    assert "line 1: is not JSON" in told[0] and "line 2: is list; a row must be an object" in told[1]
     assert "line 3: is not JSON" in told[2]
     (tmp_path / "rows.jsonl").write_text('{"image": "0.png", "answer": "\\ud83d"}')
     told = mistakes_of(write_plan(tmp_path, "data: {format: questions, path: rows.jsonl}"))
@@ -497,16 +497,16 @@ def test_videos_that_do_not_open(tmp_path: Path) -> None:
         (tmp_path / "videos" / label).mkdir(parents=True)
         (tmp_path / "videos" / label / "a.mp4").write_bytes(b"no video " + label.encode())
     told = mistakes_of(write_plan(tmp_path, "data: {format: video_folder, path: videos}"))
-    assert len(told) == 2 and "left/a.mp4 is no video that this machine can decode" in told[0]
+    assert len(told) == 2 and "left/a.mp4 is not a video that this machine can decode" in told[0]
     video(tmp_path / "b.avi", 0)
     write_csv(tmp_path / "labels.csv", ["video", "label", "start_s"], [["b.avi", "x", "7"], ["b.avi", "x", "soon"]])
     told = mistakes_of(write_plan(tmp_path, "data: {format: video_folder, path: ., labels: labels.csv}"))
     assert "labels.csv, line 3: `start_s` is 'soon'" in told[0]
-    assert "has no frame from second 7 to its end; it lasts 2.00 s" in told[1]
+    assert "has no frame from second 7 to its end; its duration is 2.00 s" in told[1]
     for start in ("nan", "inf", "1e308", "-1"):
         write_csv(tmp_path / "labels.csv", ["video", "label", "start_s"], [["b.avi", "x", start]])
         told = mistakes_of(write_plan(tmp_path, "data: {format: video_folder, path: ., labels: labels.csv}"))
-        assert f"labels.csv, line 2: `start_s` is '{start}'; it counts seconds" in told[0]
+        assert f"labels.csv, line 2: `start_s` is '{start}'; it must be seconds" in told[0]
 
 
 def test_every_domain_s_mistakes_are_told(tmp_path: Path) -> None:

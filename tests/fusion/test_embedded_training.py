@@ -1,4 +1,4 @@
-"""The embedded model's training: what is stopped goes on to the same end, and what comes out loads like any other."""
+"""The embedded model's training: a resumed run gives the same result, and the checkpoint loads in transformers."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_the_checkpoint_loads_like_any_other(whole: Path) -> None:
     assert sum(file.stat().st_size for file in whole.glob("*.safetensors")) < 12e6
     assert model.config.model_type == "llava" and processor.tokenizer.chat_template
     found = accuracy_by_skill(whole, num_scenes=8, seed=1)
-    assert found["overall"].num_questions > 30 and found["overall"].share < 0.5  # three steps teach nothing
+    assert found["overall"].num_questions > 30 and found["overall"].share < 0.5  # three steps are not enough to learn
 
 
 def test_each_part_learns_until_its_own_end(tmp_path: Path) -> None:
@@ -83,9 +83,9 @@ def test_what_the_projector_drops_is_missed() -> None:
         probes.kept.weight.copy_(torch.eye(4, 6))
         probes.kept.bias.zero_()
     states = torch.randn(2, 36, 4)
-    # Lengths of vectors do not count: the language model's first layer norms what it is given.
+    # Vector norms do not count, since the language model's first layer normalises its input.
     given = torch.cat([states * 7, torch.zeros(2, 36, 2)], -1)
-    scale = (4 / 6) ** 0.5  # norms are taken over six values here, over four there
+    scale = (4 / 6) ** 0.5  # the norms are over six values here and over four there
     with torch.no_grad():
         assert probes.kept_loss(given, states).item() == pytest.approx((1 - 1 / scale) ** 2, abs=1e-4)
         assert probes.kept_loss(given * torch.tensor([1, 1, 1, 0, 0, 0]), states).item() > 0.2
@@ -94,11 +94,11 @@ def test_what_the_projector_drops_is_missed() -> None:
 @pytest.mark.parametrize(
     "arguments, told",
     (
-        (["--steps", "-3"], "-3 was given; it must be above 0"),
+        (["--steps", "-3"], "-3 was given; it must be finite and above 0"),
         (["--minutes", "nan"], "nan was given"),
         (["--minutes", "soon"], "invalid float value: 'soon'"),
         (["--workers", "0"], "0 was given"),
-        (["--device", "cuda:9"], "'cuda:9' was asked for"),
+        (["--device", "cuda:9"], "'cuda:9' was requested"),
     ),
 )
 def test_bad_arguments_are_told_before_anything_is_made(
@@ -112,7 +112,7 @@ def test_bad_arguments_are_told_before_anything_is_made(
 
 
 @pytest.mark.parametrize(
-    "name, told", (("nowhere/page.jpg", "is its folder there"), ("page.txt", "no kind of picture"))
+    "name, told", (("nowhere/page.jpg", "check that its folder exists"), ("page.txt", "no supported picture suffix"))
 )
 def test_a_contact_sheet_that_cannot_be_written_is_told(
     name: str, told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

@@ -1,4 +1,4 @@
-"""How long a plan would take here: by steps that were measured, and by how many trainings its packing may need."""
+"""Time estimates of a plan, from measured steps and the number of trainings that its packing may need."""
 
 from __future__ import annotations
 
@@ -38,12 +38,12 @@ def test_an_estimate_is_near_what_steps_take(tmp_path: Path, monkeypatch: pytest
     assert taken[:5] == [2, 2, 2, 2, 4] and set(taken[4:]) == {4}, "a few samples first, then whole batches"
     assert found.step_s == pytest.approx(0.4) and found.measured_samples == 4 and 1 <= found.measured_steps <= 8
     assert found.at_least_s > 2 * 1000 * 0.4 and found.at_most_s > 3 * 1000 * 0.4
-    assert found.at_most_s < 3 * 1000 * 0.4 * 1.5, "scoring and encoding of a hundred small pictures are little"
+    assert found.at_most_s < 3 * 1000 * 0.4 * 1.5, "scoring and encoding a hundred small pictures takes little time"
 
 
 def test_a_step_that_takes_long_is_measured_on_a_few_samples(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     plan = made(tmp_path, "a", steps=10, batch_size=12)
-    seconds = itertools.chain([90.0, 3.0], itertools.repeat(2.0))  # the first of a process, and those behind it
+    seconds = itertools.chain([90.0, 3.0], itertools.repeat(2.0))  # the first step of a process, then later ones
     monkeypatch.setattr(LoraTrainer, "time_step", lambda self, rows: next(seconds))
     found = estimate(plan, data("a"), frozen_base(plan, "cpu", Progress()))
     assert (found.measured_steps, found.measured_samples, found.step_s) == (1, 1, pytest.approx(24.0))
@@ -67,7 +67,7 @@ def test_real_steps_are_measured_and_change_no_training(tmp_path: Path) -> None:
     [
         ("naive", ("given",), (), 3, 5),
         ("first_fit", ("given", "random"), (), 6, 9),
-        ("first_fit", ("given",), ("a", "b", "c"), 5, 6),  # the first one alone is the first adapter already
+        ("first_fit", ("given",), ("a", "b", "c"), 5, 6),  # the first domain alone is already the first adapter
         ("jointly", ("given",), (), 3, 18),
     ],
 )

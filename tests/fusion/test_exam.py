@@ -1,4 +1,4 @@
-"""`vlora model eval` from end to end, on a model that knows nothing and with as little of everything as will do."""
+"""`vlora model eval` end to end, with an untrained model and minimal settings."""
 
 from __future__ import annotations
 

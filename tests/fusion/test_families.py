@@ -1,4 +1,4 @@
-"""Every served family is trained as transformers would train it, or refused by name before anything is loaded."""
+"""Every served family trains as in transformers, or is refused by name before loading."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ PLAN = DomainPlan(name="asked", source="made", question="what is shown ?", thres
 
 def processor_of(family: str, config: object) -> InputProcessor:
     tokens = tokenizer()
-    if family.startswith("qwen"):  # between these marks, positions of one picture end and those of the next begin
+    if family.startswith("qwen"):  # these tokens separate the positions of two pictures
         tokens.chat_template = str(tokens.chat_template).replace("<image>", "<vs><image><ve>")
     return InputProcessor(config, tokens, image_processor(family))
 
@@ -48,7 +48,7 @@ def clips(num_frames: int) -> Splits:
 
 
 def loss_of_transformers(model: object, processor: InputProcessor, sample: Sample, answer: tuple[int, ...]) -> float:
-    """Mean negative log-likelihood of an answer's tokens, by the unmodified model's own forward."""
+    """Mean negative log-likelihood of an answer's tokens from the unmodified model's forward."""
     encoded = processor.encode(
         processor.chat(PLAN.question, len(sample.frames)), [Image.fromarray(frame) for frame in sample.frames]
     )
@@ -86,7 +86,7 @@ def test_a_family_that_trains_has_the_loss_of_transformers(family: str, num_fram
             for sample, one in zip(splits.train, domain.train, strict=True)
         ]
     assert read.words.tolist() == pytest.approx(expected, abs=1e-4)
-    assert len({round(loss, 3) for loss in expected}) == len(expected)  # so that agreeing means something
+    assert len({round(loss, 3) for loss in expected}) == len(expected)  # otherwise the comparison is meaningless
 
 
 @pytest.mark.parametrize("vision", [False, True])
@@ -100,14 +100,14 @@ def test_a_family_that_trains_reaches_every_layer_it_adapts(family: str, vision:
     trainer.fresh()
     trainer.train(PLAN.name, ())
     still = {name for name, p in trainer._lora.items() if "lora_B" in name and not p.abs().max()}
-    # A LLaVA that reads the features of its tower's last layer but one has deltas without use on the last.
+    # LLaVA reads the tower's second-to-last layer, so deltas on the last layer are unused.
     last = rf"vision_tower\.encoder\.layers\.{getattr(model.config.vision_config, 'num_hidden_layers', 0) - 1}\."
     assert not {name for name in still if not re.search(last, name)}, still
     assert trainer.said(PLAN.name, trainer.domains[PLAN.name].test)
 
 
 def write_base(folder: Path, family: str) -> None:
-    """Its config only: weights and processor are not reached."""
+    """Write only the config; weights and processor are not needed."""
     build_model(family).config.save_pretrained(str(folder))
 
 
@@ -141,10 +141,10 @@ def test_every_family_but_those_refused_passes_the_check(tmp_path: Path) -> None
 
 
 def test_a_head_that_needs_a_grid_is_refused_where_tokens_form_none(tmp_path: Path) -> None:
-    """Detection on a family that cuts pictures into tiles."""
+    """Detection on a family that splits pictures into tiles."""
     write_base(tmp_path / "base", "llava_next")
     kinds = ("source: drawn-signs", "source: drawn-traffic-detection")
     plan = write_plan(tmp_path, *kinds, more="base: base\n")
-    with pytest.raises(BadPlan, match=r"detection cannot be trained on .*llava_next cuts a picture") as error:
+    with pytest.raises(BadPlan, match=r"detection cannot be trained on .*llava_next divides an image") as error:
         fuse(plan, tmp_path / "out")
     assert "field `domains[1]`" in str(error.value) and "domains[0]" not in str(error.value)

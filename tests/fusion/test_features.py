@@ -1,4 +1,4 @@
-"""Image features on disk: those of a few samples are in memory, however many there are."""
+"""Image features on disk: memory does not grow with the number of samples."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_pictures_of_a_sample_come_back_together(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("number", [16, 48])
 def test_features_held_do_not_grow_with_samples(number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Bytes of features that are alive at once: while samples are prepared, and while they train and are scored."""
+    """Peak bytes of features in memory while samples are prepared, trained and scored."""
     alive: dict[int, int] = {}
     most = 0
     shape: list[int] = []

@@ -1,4 +1,4 @@
-"""From a plan to its packing, over trainings that are written down."""
+"""From a plan to its packing, with scripted trainings."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ TURNS = {"a": 0.0, "b": 150.0, "c": 40.0}
 
 
 class Shown:
-    """A domain that is known by its features only."""
+    """A domain with features only."""
 
     def __init__(self, degrees: float) -> None:
         self.degrees = np.radians(degrees)
@@ -29,7 +29,7 @@ DOMAINS: Any = {name: Shown(turn) for name, turn in TURNS.items()}
 
 
 def train(adapter: Adapter) -> Trained:
-    """Beside others each loses six points, and `c` another ten beside `a`."""
+    """Each domain loses six points next to others, and `c` another ten next to `a`."""
     lost = {name: 0.06 * (len(adapter) > 1) + 0.1 * (name == "c" and "a" in adapter) for name in adapter}
     return Trained({name: Score(ALONE[name] - lost[name], ALONE[name] - lost[name] - 0.02) for name in adapter}, 1.0)
 
@@ -44,7 +44,7 @@ def test_a_threshold_relative_to_itself_is_what_it_reaches_alone_less_something(
     assert thresholds_of(plan(minus=0.05), train, {}) == pytest.approx({"a": 0.9, "b": 0.65, "c": 0.8})
     told: list[str] = []
     assert thresholds_of(plan(minus=0.75), train, {}, told.append)["b"] == 0.0
-    assert len(told) == 1 and told[0].startswith("b reaches 0.700 alone, and 0.75 less is nothing")
+    assert len(told) == 1 and told[0].startswith("b reaches 0.700 alone; minus 0.75, its threshold is 0")
 
 
 def test_a_threshold_relative_to_a_teacher_needs_no_training() -> None:
@@ -73,5 +73,5 @@ def test_first_fit_goes_on_where_the_papers_variant_has_closed() -> None:
     assert pack("naive") == [("a", "b"), ("c",)]
     assert pack("naive", "similarity") == [("a",), ("c", "b")]
     assert pack("first_fit", "similarity") == [("a", "b"), ("c",)]
-    # Both orders need two adapters; what has more room to spare wins, whichever was named first.
+    # Both orders need two adapters; the larger margin wins, whichever is named first.
     assert pack("first_fit", "given", "similarity") == pack("first_fit", "similarity", "given")

@@ -1,5 +1,5 @@
-"""Heads of two tasks in one adapter with words: each is calibrated and served as it was trained, and what the
-adapter says in words of another domain holds when a task without words comes beside it."""
+"""Heads of two tasks in one adapter with words: each is calibrated and served as trained, and the accuracy in words of
+one domain is kept when a task without words is added."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ COLORS = ("red", "green", "blue")
 
 
 class Shown(NamedTuple):
-    """A picture of noise whose left or right half is coloured, more or less."""
+    """A noise picture with a left or right half coloured to some degree."""
 
     color: int
     right: bool
@@ -41,7 +41,7 @@ class Shown(NamedTuple):
         return picture.astype(np.uint8)
 
 
-# What is to be said of a picture, by task, and the labels for it. Detection has no words.
+# Target answer of a picture by task, and its labels. Detection has no words.
 TARGETS: dict[str, tuple[tuple[str, ...], Callable[[Shown], Target]]] = {
     "classification": (COLORS, lambda shown: shown.color),
     "detection": (COLORS, lambda shown: (Box(shown.color, 0.5 * shown.right, 0, 0.5 + 0.5 * shown.right, 1),)),
@@ -55,7 +55,7 @@ def samples(task: str, count: int, seed: int) -> list[Sample]:
 
 
 class Trained(NamedTuple):
-    """words: shares of test samples of colours named right in words, before and after detection came beside them."""
+    """words: accuracy in words on the colour test samples, before and after detection is added."""
 
     trainer: LoraTrainer
     words: tuple[float, float]
@@ -111,12 +111,12 @@ def test_every_task_learns(trained: Trained) -> None:
 
 def test_words_hold_beside_a_task_without_any(trained: Trained) -> None:
     before, after = trained.words
-    assert before > 0.8  # there was something to lose
+    assert before > 0.8  # otherwise nothing could be lost
     assert after >= before - 0.15
 
 
 def test_without_rehearsal_words_would_not_hold(trained: Trained) -> None:
-    """So that the test above can fail: the same training with nothing of colours beside it."""
+    """Negative control for the test above: the same training without rehearsal of colours."""
     trainer = trained.trainer
     state = trainer.snapshot()
     plan = trainer._plan
@@ -157,7 +157,7 @@ def test_heads_are_saved_with_what_calibration_found_and_served_so(trained: Trai
         told = [outputs[f"{task} {number}"][-1].head for number in range(len(domain.splits.test))]
         found = [value_of(answer) for answer in told]
         metrics = heads[task].task.metrics(found, [sample.target for sample in domain.splits.test])
-        # Training evaluates in bfloat16 autocast, serving in float32: two samples may fall on the other side.
+        # Training evaluates in bfloat16 autocast, serving in float32: two samples may be answered differently.
         assert abs(metrics[domain.task.metric_name] - trainer.score(task, domain.test)) < 2.1 / len(found)
 
 

@@ -1,4 +1,4 @@
-"""What is kept from training shares nothing with what is trained on, and is calibrated on where that decides."""
+"""Held-back samples share no group with training samples, and calibrate heads if calibration changes answers."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ FRAME = (np.zeros((1, 1, 3), np.uint8),)
 
 @given(st.lists(st.integers(0, 12), max_size=150))
 def test_groups_are_kept_whole(numbers: list[int]) -> None:
-    """Group 0 is no group: samples that stand alone."""
+    """Group 0 means no group: independent samples."""
     samples = [Sample(FRAME, 0, group=str(number or "")) for number in numbers]
     kept = held_back(samples)
     inside = {samples[place].group for place in kept} - {""}

@@ -36,7 +36,7 @@ def test_who_comes_second_is_told_who_was_first(tmp_path: Path) -> None:
 def test_a_folder_that_cannot_be_made_is_told(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     for folder in (tmp_path / "file", tmp_path / "file" / "out"):
-        with pytest.raises(BadConfig, match=rf"^{tmp_path}/file\S* cannot be made: .*; take another"), held(folder):
+        with pytest.raises(BadConfig, match=rf"^{tmp_path}/file\S* cannot be created: .*; choose"), held(folder):
             pass
 
 

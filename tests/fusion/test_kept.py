@@ -1,4 +1,4 @@
-"""An interrupted run says in one line what is kept and how to go on, and going on does so."""
+"""An interrupted run prints one line with its finished trainings and the command to resume, and the command works."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     domains = ""
     for name in ("colors", "others", "more"):
         write_folders(folder / name)
-        promise = "{relative_to: alone, minus: 0.99}"  # asks for a training of each alone, which forks make
+        promise = "{relative_to: alone, minus: 0.99}"  # each domain is trained alone, in forks
         domains += f'  - {{name: {name}, source: {name}, question: "what is it ?", threshold: {promise}}}\n'
     (folder / "a plan.yaml").write_text(
         f"base: base\nlora: {{rank: 2}}\ntraining: {{steps: 50, batch_size: 4}}\ndomains:\n{domains}"
@@ -100,10 +100,10 @@ def test_a_run_that_is_stopped_goes_on_by_the_line_it_ends_with(
     assert run.returncode == code, told
     finished = trained(out)
     count = "1 finished training" if len(finished) == 1 else f"{len(finished)} finished trainings"
-    assert told.startswith(f"{word}: {count} kept in {word}/checkpoint; go on with: ") and told.count("\n") == 1, told
-    again = told.partition("; go on with: ")[2].rstrip()
+    assert told.startswith(f"{word}: {count} kept in {word}/checkpoint; resume with: ") and told.count("\n") == 1, told
+    again = told.partition("; resume with: ")[2].rstrip()
     assert again.endswith(" --resume") and "--restart" not in again
     done = subprocess.run(again, shell=True, cwd=made, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    assert trained(out).items() > finished.items()  # three alone, and at least two more; none of them again
+    assert trained(out).items() > finished.items()  # three alone and at least two more, none repeated
     assert len(trained(out)) == 5 and (out / "report.json").exists()

@@ -1,4 +1,4 @@
-"""Every metric that a plan may name is the one that decides, on answers of heads and on words."""
+"""The metric named in a plan decides, for answers of heads and for answers in words."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from vlora.models.hf_adapter import Seam
 
 BOX, MISSED = Box(0, 0.1, 0.1, 0.4, 0.4), Box(1, 0.6, 0.6, 0.9, 0.9)
 LABELS = {"binary": ("no", "yes"), "regression": ("value",), "counting": tuple("0123456789")}
-# By task: answers, targets, and what each metric has to say of them.
+# By task: answers, targets, and the expected value of each metric.
 WORKED: dict[str, tuple[list[object], list[object], dict[str, float]]] = {
     "classification": ([0, 0, 1], [0, 1, 1], {"accuracy": 2 / 3, "f1": 2 / 3}),
     "action": ([0, 0, 0], [0, 1, 2], {"accuracy": 1 / 3, "f1": 1 / 6}),
@@ -71,7 +71,7 @@ def test_f1_of_words_is_symmetric_and_blind_to_order_and_case(one: list[str], ot
 
 
 def test_words_are_read_as_answers_of_the_task() -> None:
-    """Of the base model before training: what is no answer is worth nothing, in any metric."""
+    """Answers of the base model before training; an invalid answer counts as 0 in every metric."""
     splits = splits_of("classification", ("Red", "green"), [0, 1, 1, 0])
     assert score_of_words(splits, None, ["red", "a green thing", "GREEN", "green"]) == 0.5
     assert score_of_words(splits, "f1", ["red", " Green", "green", "Red"]) == 1.0
@@ -107,7 +107,7 @@ def test_decoding_says_what_transformers_generates(family: str) -> None:
 
 
 def embeddings_of(model: torch.nn.Module, kwargs: dict[str, torch.Tensor]) -> Prompt:
-    """What the model itself hands to its language model, read off a forward of its own."""
+    """The inputs that the model passes to its language model, captured from its forward."""
     seen: dict[str, torch.Tensor] = {}
 
     def look(_: object, args: object, given: dict[str, torch.Tensor]) -> None:
@@ -124,7 +124,7 @@ def embeddings_of(model: torch.nn.Module, kwargs: dict[str, torch.Tensor]) -> Pr
 
 
 def test_a_domain_in_words_is_scored_by_what_is_decoded(tmp_path: Path) -> None:
-    """Trained to say colours: words that are right one by one count, and are the same that one forward calls exact."""
+    """Trained to name colours: single correct words count, and agree with the exact matches of one forward."""
     torch.set_num_threads(1)
     plan = plan_of(write_base(tmp_path), ("colors",), steps=50, learning_rate=4e-3)
     named = plan.domains[0].model_copy(update={"metric": "token_f1"})

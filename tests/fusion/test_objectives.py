@@ -1,4 +1,4 @@
-"""Tasks: what each learns from and how it is scored, without a model."""
+"""Loss and score of each task, without a model."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ def test_the_hardest_comes_first() -> None:
 
 
 def test_the_most_alike_follow_one_another() -> None:
-    common = np.array([100.0, 0.0])  # in every picture, and telling nothing
+    common = np.array([100.0, 0.0])  # common to all pictures, so without information
     angles = {"a": 0.0, "b": 180.0, "c": 60.0, "d": 130.0}
     turns = {name: np.radians(angle) for name, angle in angles.items()}
     features = {name: common + np.array([np.cos(turn), np.sin(turn)]) for name, turn in turns.items()}

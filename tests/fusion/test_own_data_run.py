@@ -1,5 +1,5 @@
-"""Whole runs on data of the user's own: pictures decoded as they are needed, videos, a teacher's labels; and a head of
-every task that answers in the engine as it did in training."""
+"""Complete runs on user data: pictures decoded on demand, videos, a teacher's labels; and a head of every task that
+answers in the engine as in training."""
 
 from __future__ import annotations
 
@@ -52,19 +52,19 @@ def test_from_files_to_adapters(tmp_path: Path) -> None:
     report = fuse(plan, tmp_path / "out", console=Console(quiet=True))
     assert [(domain.task, domain.num_test) for domain in report.domains] == [("action", 2), ("captioning", 1)]
     action, captioning = report.domains
-    assert action.words is not None and 0 <= action.words <= 1 and captioning.words is None, "of heads only"
+    assert action.words is not None and 0 <= action.words <= 1 and captioning.words is None, "heads only"
     labels = json.loads((tmp_path / "out" / "test" / "domain0" / "labels.json").read_text())
     assert {entry["label"] for entry in labels} == {"left", "right"} and len(labels[0]["frames"]) == 2
     assert sorted(path.name for path in (tmp_path / "out" / "adapters").iterdir())
 
 
 def half(frames: list[object]) -> tuple[str, float]:
-    """A teacher that knows one answer, and half believes it."""
+    """A teacher that always gives the same answer with a confidence of 0.5."""
     return "a red thing", 0.5
 
 
 def squares(folder: Path, number: int) -> dict[str, object]:
-    """A picture with up to two squares, and what is to be said of it by task; boxes are [left, top, size]."""
+    """Write a picture with up to two squares; return the target answer by task. Boxes are [left, top, size]."""
     rng = np.random.default_rng(number)
     names = [name for place, name in enumerate(("blue", "green")) if (number >> place) % 2]
     pixels = rng.integers(0, 60, (64, 64, 3)).astype(np.uint8)
@@ -80,8 +80,8 @@ def squares(folder: Path, number: int) -> dict[str, object]:
 
 
 def test_every_head_answers_in_the_engine_as_in_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In float32, so that no answer may differ: the report's scores of test data are the engine's, and so is what the
-    calibrated head says of each sample, and how sure it is."""
+    """In float32, so that no answer may differ: the engine gives the report's test scores, and the calibrated head's
+    answer and confidence for each sample."""
     answers: dict[str, list[Answer]] = {}
     answer = LoraTrainer.answers
 
@@ -116,7 +116,7 @@ def test_every_head_answers_in_the_engine_as_in_training(tmp_path: Path, monkeyp
     (tmp_path / "boxes.json").write_text(json.dumps(content))
     domains.append("data: {format: coco, path: boxes.json, images: pictures, SPLIT}")
     split = "split: {validation: 0.25, test: 0.25}"
-    # No head learns this much in so few steps, so that each domain has an adapter of its own.
+    # No head reaches its threshold in so few steps, so each domain has its own adapter.
     plan = write_plan(
         tmp_path,
         *(

@@ -1,4 +1,4 @@
-"""Packing, against a trainer whose accuracies are written down beforehand, and against simulated forgetting."""
+"""Packing with scripted accuracies, and with simulated forgetting."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from fusion.packing.oracle import MOST_DOMAINS, Oracle
 
 
 class Scripted:
-    """Accuracy of a domain depends on which domains share the adapter, as told by `table`."""
+    """The accuracy of a domain depends on the other domains in its adapter, as given by `table`."""
 
     def __init__(self, table: dict[tuple[str, str], float], default: float = 0.9, slack: float = 0.0) -> None:
         self.table = table
@@ -63,7 +63,7 @@ def test_a_domain_that_harms_another_is_rolled_back_into_an_adapter_of_its_own()
     assert list(packing.adapters) == [("a", "c"), ("b",)]
     (rollback,) = packing.rollbacks
     assert (rollback.domains, rollback.into, rollback.broken) == (("b",), ("a",), {"a": Score(0.5, 0.5)})
-    # Rolled back and trained again from nothing, not on top of what failed.
+    # Rolled back and trained again from scratch, not from the failed state.
     assert trainer.trainings == [("a",), ("a", "b"), ("b",), ("a", "c")]
 
 
@@ -137,9 +137,9 @@ def test_adapters_whose_domains_read_alike_have_names_of_their_own() -> None:
 
 
 class World:
-    """A model of sequential training: capacity shared out, two-by-two conflicts, older domains forget more.
+    """A model of sequential training: shared capacity, pairwise conflicts, older domains forget more.
 
-    Accuracies are a function of the training order alone, as with the real trainer.
+    Accuracies depend only on the training order, as with the real trainer.
     """
 
     def __init__(self, skill: Sequence[float], conflict: Mapping[frozenset[str], float], forget: float) -> None:
@@ -158,7 +158,7 @@ class World:
         return Trained({name: Score(value, value - 0.02) for name, value in values.items()}, 1.0)
 
     def together(self, domains: frozenset[str]) -> Trained:
-        # Jointly trained nothing is forgotten: as if each had come last.
+        # Joint training forgets nothing, as if each domain were the last.
         values = {name: self.accuracy(name, [*sorted(domains - {name}), name]) for name in domains}
         return Trained({name: Score(value, value) for name, value in values.items()}, 1.0)
 
@@ -194,7 +194,7 @@ def test_no_promise_is_broken_and_adapters_never_outnumber_domains(world: World)
         for name, score in trained.scores.items():
             assert (score.lower >= thresholds[name]) == (name not in packing.missed)
         assert len(adapter) == 1 or not set(adapter) & packing.missed.keys()
-    # What is reported as missed does miss, even alone.
+    # Domains reported as missed also miss alone.
     assert all(world.train((name,)).scores[name].lower < thresholds[name] for name in packing.missed)
 
 
@@ -220,7 +220,7 @@ class Paper:
     def __init__(self, world: World, thresholds: Mapping[str, float]) -> None:
         self.world = world
         self.thresholds = thresholds
-        self.weights: list[str] = []  # all that training leaves behind in this world
+        self.weights: list[str] = []  # the whole result of training in this world
 
     def run(self) -> list[list[str]]:
         generated = []
@@ -255,7 +255,7 @@ def test_the_naive_variant_is_the_papers_algorithm(world: World) -> None:
 
 @functools.cache
 def every_partition(names: str) -> set[frozenset[frozenset[str]]]:
-    """By colouring: each name one of n colours."""
+    """All partitions, by assigning one of n colours to each name."""
     found = set()
     for colors in itertools.product(range(len(names)), repeat=len(names)):
         groups = {color: frozenset(n for n, c in zip(names, colors, strict=True) if c == color) for color in colors}
@@ -293,7 +293,7 @@ def test_the_optimum_is_what_trying_everything_finds(world: World) -> None:
 @given(worlds())
 @settings(max_examples=100)
 def test_the_lower_bound_is_below_the_optimum(world: World) -> None:
-    # In this world conflicts only add up, as the bound presumes.
+    # In this world conflicts only accumulate, as the bound assumes.
     oracle = Oracle(world.names, thresholds_of(world), world.together)
     bound = oracle.bound()
     assert bound.adapters <= len(oracle.optimum().adapters)

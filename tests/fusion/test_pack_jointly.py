@@ -18,7 +18,7 @@ THRESHOLDS = dict.fromkeys(NAMES, 0.8)
 
 
 class Conflicts:
-    """A domain of a set scores 0.5 where a conflicting group lies in the set whole, and 0.9 elsewhere."""
+    """A domain of a set scores 0.5 if the set contains a whole conflicting group, and 0.9 otherwise."""
 
     def __init__(self, *groups: Collection[str]) -> None:
         self.groups = [frozenset(group) for group in groups]
@@ -50,7 +50,7 @@ def test_what_fits_together_is_one_training() -> None:
 def test_who_breaks_a_promise_goes_and_finds_company() -> None:
     train = Conflicts("ab")
     assert sets("abcd", train) == ["acd", "b"]
-    # All; those unhurt; the two that hurt each other, one by one; and then a beside those unhurt.
+    # All; the unaffected ones; the two in conflict, one at a time; then a with the unaffected ones.
     assert ["".join(sorted(names)) for names in train.trained] == ["abcd", "ab", "a", "b", "cd", "acd"]
 
 
@@ -75,7 +75,7 @@ def test_every_promise_that_can_be_is_kept(groups: list[set[str]]) -> None:
     assert set(packing.missed) == hopeless
     for adapter, trained in packing.adapters.items():
         assert len(adapter) == 1 or all(score.lower >= 0.8 for score in trained.scores.values())
-    # No two of them could have been one.
+    # No two of them could be merged.
     for one, other in itertools.combinations(packing.adapters, 2):
         union = frozenset(one + other)
         assert hopeless & union or any(group <= union for group in train.groups)
@@ -95,5 +95,5 @@ def test_whatever_two_of_five_domains_conflict_one_adapter_more_than_needed_is_t
 
 
 def test_with_six_it_may_be_two() -> None:
-    """Uniting the smallest first may close a way: of all 32,768 graphs on six domains, in 18."""
+    """Merging the smallest first can be suboptimal: in 18 of all 32,768 graphs on six domains."""
     assert more_than_needed("abcdef", "af", "bc", "be", "cf", "de", "ef") == 2

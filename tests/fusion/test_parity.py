@@ -1,4 +1,4 @@
-"""`vlora bench bd`, but for the training: ranks of as many numbers, going on, and what is made of the runs."""
+"""`vlora bench bd` without training: matched ranks, resuming, and the table of the runs."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from vlora.errors import BadConfig
 
 
 def numbers(lora: LoraPlan) -> int:
-    """Two layers of the embedded model's widths: one cut by outputs, one by inputs."""
+    """Two layers of the embedded model's widths: one sharded by outputs, one by inputs."""
     return lora.rank * (256 + 640 // lora.blocks) + lora.rank * (640 // lora.blocks + 256)
 
 
@@ -50,13 +50,13 @@ def folder(tmp_path: Path) -> Path:
 
 
 def test_mean_and_spread_are_over_seeds_and_a_gap_falls_short(folder: Path) -> None:
-    """All runs are done: nothing is trained again."""
+    """All results are stored, so nothing is trained."""
     found = compare(False, folder, lambda told: None)
     assert [row["method"] for row in found.rows] == ["LoRA", "BD-LoRA, 2 blocks", "BD-LoRA, 4 blocks"]
     two = found.rows[1]
     assert two["digits"] == pytest.approx(0.9) and two["digits +-"] == pytest.approx(0.1 * (2 / 3) ** 0.5)
     assert two["mean"] == pytest.approx(0.7)
-    # Seed by seed: a third of -0.1, 0 and 0.1 behind, whose spread says how sure the mean is.
+    # Per seed the differences are a third of -0.1, 0 and 0.1; their spread gives the standard error.
     assert two["less LoRA"] == pytest.approx(0) and two["standard error"] == pytest.approx(0.1 / 3 / 3**0.5)
     near, far = found.goals
     assert near.value == pytest.approx(0) and far.value == pytest.approx(-0.05)
@@ -84,4 +84,6 @@ def test_the_command_takes_a_number_of_seeds(folder: Path, tmp_path_factory: pyt
     assert len(json.loads(two.output.splitlines()[-1])["runs"]) == 6
     for wrong in (["bench", "step", "--seeds", "2"], ["bench", "bd", "--quick", "--seeds", "2"]):
         refused = CliRunner().invoke(cli, wrong)
-        assert isinstance(refused.exception, BadConfig) and "--seeds is for `vlora bench bd`" in str(refused.exception)
+        assert isinstance(refused.exception, BadConfig) and "--seeds is valid for `vlora bench bd`" in str(
+            refused.exception
+        )

@@ -1,4 +1,4 @@
-"""A plan with a mistake is answered with file, line and field."""
+"""Mistakes in a plan are reported with file, line and field."""
 
 from __future__ import annotations
 
@@ -78,12 +78,24 @@ def test_the_plan_that_ships() -> None:
             "domains[1].labels[1]",
             "at least 1",
         ),
-        ("source: library-photos", "source: library-photos\n    labels: [a, a]", 9, "domains[1]", "stand there once"),
+        (
+            "source: library-photos",
+            "source: library-photos\n    labels: [a, a]",
+            9,
+            "domains[1]",
+            "labels must be unique",
+        ),
         ("steps: 10", "learning_rate: .inf", 3, "training.learning_rate", "finite"),
-        ("steps: 10", "batch_size: 8\n  rehearsal: 0.95", 2, "training", "leaves the domain that is learned no sample"),
-        ("steps: 10", "batch_size: 1", 2, "training", "leaves the domains before it no sample"),
-        ("base: embedded", "packing: jointly\norder: random", 2, "order", "in no order"),
-        ("base: embedded\ntraining:", "packing: jointly\ntraining:\n  rehearsal: 0.3", 2, "training", "rehearses none"),
+        ("steps: 10", "batch_size: 8\n  rehearsal: 0.95", 2, "training", "leaves no sample for the new domain"),
+        ("steps: 10", "batch_size: 1", 2, "training", "leaves no sample for the domains before it"),
+        ("base: embedded", "packing: jointly\norder: random", 2, "order", "without an order"),
+        (
+            "base: embedded\ntraining:",
+            "packing: jointly\ntraining:\n  rehearsal: 0.3",
+            2,
+            "training",
+            "without rehearsal",
+        ),
     ],
 )
 def test_mistakes_are_located(tmp_path: Path, old: str, new: str, line: int, field: str, text: str) -> None:
@@ -140,15 +152,15 @@ def test_paths_count_from_the_plan(tmp_path: Path) -> None:
         ("domains: [", "line 1: not YAML"),
         ("- 1\n- 2\n", "a plan is a mapping"),
         ("", "a plan is a mapping"),
-        ("seed: 0\nbase: 2026-02-30\n", "line 2: not YAML: 2026-02-30 cannot be read .*quotes around what is text"),
+        ("seed: 0\nbase: 2026-02-30\n", "line 2: not YAML: 2026-02-30 cannot be read .*quote the value if it is text"),
         (f"seed: {'9' * 5000}\n", "line 1: not YAML: 9{40}... cannot be read"),
         ("seed: 0b_\n", "line 1: not YAML: 0b_ cannot be read"),
-        ("seed: 1\nbase: a\nseed: 2\n", "line 3: not YAML: the field `seed` stands here for the second time"),
-        (f"seed: {'[' * 600}\n", "too deep to be read"),
+        ("seed: 1\nbase: a\nseed: 2\n", "line 3: not YAML: duplicate field `seed`"),
+        (f"seed: {'[' * 600}\n", "too deeply to be read"),
         ("domains: &all [*all]\n", r"field `domains\[0\]"),
         ("lora: &lora {rank: 4, targets: *lora}\n", "field `lora.targets`"),
         ("a: &a [x, x]\nb: &b [*a, *a]\nc: &c [*b, *b]\ndomains: [*c, *c]\n", r"field `domains\[0\]"),
-        ("? [1, 2]\n: 3\n", "line 1: not YAML: a list or a mapping where a name belongs"),
+        ("? [1, 2]\n: 3\n", "line 1: not YAML: a list or a mapping in place of a name"),
         ("seed: !!python/object/apply:os.getpid []\n", "line 1: not YAML: a tag"),
         ('base: "\\0"\ndomains: []\n', "`domains` is empty"),
     ],

@@ -1,4 +1,4 @@
-"""Which type training computes in."""
+"""The dtype of training computations."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is shown of a run that takes long: bars on a terminal, elsewhere a line a minute."""
+"""Display of a long run: bars on a terminal, elsewhere one line per minute."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def clock() -> Clock:
 
 
 def log(clock: Clock) -> tuple[Progress, io.StringIO]:
-    """Progress into a log."""
+    """Progress that is written to a log."""
     shown = io.StringIO()
     return Progress(Console(file=shown, width=200), clock=clock), shown
 
@@ -91,7 +91,7 @@ def test_what_is_known_from_an_earlier_run_is_done_and_costs_no_time(clock: Cloc
     progress, _ = log(clock)
     progress.expect(4)
     progress.known("training a", 1)
-    progress.known("training a", 1)  # asked for twice, counted once
+    progress.known("training a", 1)  # requested twice, counted once
     with progress.work("training b, c at once", 10, "steps", trainings=2) as moved:
         clock.now += 10
         moved(5)
@@ -219,7 +219,7 @@ def test_whether_anybody_watches_changes_no_training(tmp_path: Path, monkeypatch
 
 
 def test_the_log_of_a_real_run_names_every_stage(tmp_path: Path) -> None:
-    """Through forks as well: their lines are printed by the parent, once each."""
+    """Also with forks: the parent prints each of their lines once."""
     from fusion.training.parallel_jobs import one_thread, side_by_side
 
     plan = plan_of(write_base(tmp_path / "base"), ("a", "b"), steps=2, batch_size=4)

@@ -1,4 +1,4 @@
-"""Samples of different lengths are read apart from each other, and nothing but the time it takes tells."""
+"""Samples of different lengths are read in separate forwards, which changes only the run time."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def mixed(tmp_path_factory: pytest.TempPathFactory) -> LoraTrainer:
 
 
 def gradients(trainer: LoraTrainer) -> tuple[list[float], dict[str, torch.Tensor]]:
-    """What is read of each sample of a mixed batch, and the gradients of its loss."""
+    """The outputs for each sample of a mixed batch, and the gradients of its loss."""
     rng = np.random.default_rng(0)
     batch = [pair for _ in range(4) for name in ("clips", "colors") for pair in trainer._draw(rng, name, 1)]
     parameters = {**trainer._lora, **{f"head {n}": p for n, h in trainer._heads.items() for p in h.parameters()}}

@@ -1,4 +1,4 @@
-"""Referring expressions in RefCOCO's form: read with the boxes they name, said in words, counted by overlap."""
+"""Referring expressions in RefCOCO's format: read with their boxes, answered in words, scored by overlap."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SPLITS = ("train", "train", "val", "testA", "testB")
 
 
 def write(folder: Path, question: str = "where is {expression} ?", lines: str = LINES) -> Path:
-    """Five pictures of 40 x 20 with a thing each, which two people call differently."""
+    """Five pictures of 40 x 20 with one object each, which two annotators name differently."""
     things: dict[str, Any] = {"images": [], "annotations": [], "categories": [{"id": 7, "name": "cow"}]}
     refs = []
     for number, split in enumerate(SPLITS):
@@ -49,7 +49,7 @@ def test_an_expression_asks_for_the_box_that_it_names(tmp_path: Path) -> None:
     asked = {sample.question: sample.target for part in splits.parts.values() for sample in part}
     assert asked["where is cow 0 ?"] == asked["where is Other 0 ?"] == "[250, 250, 750, 750]"
     assert asked["where is cow 4 ?"] == "[250, 250, 750, 950]"
-    for part in splits.parts.values():  # what is said of one picture belongs together
+    for part in splits.parts.values():  # expressions about one picture stay together
         assert all(part[0].group != other.group or part[0].target == other.target for other in part)
     assert len({sample.group for sample in splits.train}) == 2
 
@@ -96,9 +96,9 @@ def test_a_pickle_is_not_opened(tmp_path: Path) -> None:
 
 
 def test_what_references_need(tmp_path: Path) -> None:
-    with pytest.raises(BadPlan, match=r"field `domains.0..question`: does not say where the expression goes"):
+    with pytest.raises(BadPlan, match=r"field `domains.0..question`: must contain {expression} in place of"):
         load_plan(write(tmp_path, question="where ?"))
-    with pytest.raises(BadPlan, match=r"has no `metric`; .* `overlap` is meant"):
+    with pytest.raises(BadPlan, match=r"has no `metric`; .* use `overlap`"):
         load_plan(write(tmp_path, lines=LINES.replace("metric: overlap", "task: referring")))
     with pytest.raises(BadPlan, match=r"ref 0: .*things.json has no image 100"):
         plan = write(tmp_path)

@@ -1,4 +1,4 @@
-"""What a run says of itself."""
+"""The report of a run."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def test_the_table_has_lower_bounds_where_a_confidence_is_set_and_cuts_nothing_o
     assert "2 domains in 2 adapters, 6 s" in shown(made) and "1 domain in 1 adapter, 6 s" in shown(one)
     assert "0.850" in shown(made) and "0.850" not in shown(one)
     assert "…" not in shown(made)
-    assert made.in_words() == "right in words, where heads answer: signs 0.700, digits 0.700"
+    assert made.in_words() == "accuracy in words, for domains with heads: signs 0.700, digits 0.700"
     said = dataclasses.replace(made, domains=tuple(dataclasses.replace(d, words=None) for d in made.domains))
     assert said.in_words() == ""
 

@@ -1,4 +1,4 @@
-"""The report as one page: what it says, and that it asks nothing of anyone."""
+"""The report page: its content, and that it loads nothing from the network."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def test_lanes_follow_adapters_through_rollbacks() -> None:
 
 
 def test_lanes_are_those_of_the_adapters_that_came_of_it() -> None:
-    """Trained at once: what did not fit has no lane of its own, and what was united later has the union's."""
+    """Joint training: a failed set has no lane of its own, and a merged set has the lane of the union."""
     bad = {"a": 0.9, "b": 0.4, "c": 0.9, "d": 0.9}
     tried = ("abcd", False), ("cd", True), ("ab", False), ("a", True), ("b", True), ("acd", True), ("bcd", False)
     steps = [StepReport(tuple(names), (), kept, 0.0, 1.0, bad, bad, (1.0,)) for names, kept in tried]

@@ -1,4 +1,4 @@
-"""What a run leaves in its folder is of one run, and is never deleted unasked."""
+"""Results in a folder belong to one run, and are never deleted without --restart."""
 
 from __future__ import annotations
 
@@ -80,6 +80,6 @@ def test_the_folder_is_looked_at_before_the_plans_data(tmp_path: Path) -> None:
     write(out, "first")
     with pytest.raises(BadConfig, match="results of a run that finished"):
         fuse(plan, out)
-    with pytest.raises(BadConfig, match="one of the two"):
+    with pytest.raises(BadConfig, match="only one of the two"):
         fuse(plan, out, resume=True, restart=True)
     assert found(out) >= {"first"}

@@ -1,4 +1,4 @@
-"""A fusion run that is killed over and over ends with the adapters of one that never was."""
+"""A fusion run that is killed repeatedly gives the same adapters as one that is never killed."""
 
 from __future__ import annotations
 
@@ -48,13 +48,13 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     write_base(folder / "base")
     write_folders(folder / "colors")
     write_folders(folder / "others", tuple(reversed(COLORS)))
-    write_folders(folder / "chance", by_chance=True)  # cannot be learned: rolled back, and missed alone
+    write_folders(folder / "chance", by_chance=True)  # cannot be learned: rolled back, and misses its threshold alone
     yield folder
     forkserver._forkserver._stop()  # type: ignore[attr-defined]  # it would outlive these tests
 
 
 def command(told: Path, *arguments: str) -> None:
-    """The command line, in a process of its own; what it says goes to a file."""
+    """Run the command line in a process of its own, with its output in a file."""
     torch.set_num_threads(1)
     sys.argv = ["vlora", *arguments]
     with told.open("w") as file, contextlib.redirect_stdout(file), contextlib.redirect_stderr(file):
@@ -63,7 +63,7 @@ def command(told: Path, *arguments: str) -> None:
 
 @contextlib.contextmanager
 def fuse(plan: Path, out: Path, *flags: str) -> Iterator[tuple[BaseProcess, Path]]:
-    """A process that runs, and where it says what it does. Forked from a server that has imported everything."""
+    """A running process and its output file. It is forked from a server that has imported everything."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([__name__])
     told = out.with_suffix(".txt")
@@ -74,7 +74,7 @@ def fuse(plan: Path, out: Path, *flags: str) -> Iterator[tuple[BaseProcess, Path
 
 
 def finished(plan: Path, out: Path, *flags: str) -> str:
-    """What a run says that nobody kills."""
+    """The output of a run that is not killed."""
     with fuse(plan, out, *flags) as (process, told):
         process.join()
     assert process.exitcode == 0, told.read_text()
@@ -90,7 +90,7 @@ def files(folder: Path) -> dict[str, bytes]:
 
 
 def report(out: Path) -> dict[str, Any]:
-    """All but the time it took."""
+    """The report without durations."""
     told = json.loads((out / "report.json").read_text())
     del told["seconds"]
     for step in told["timeline"]:
@@ -107,7 +107,7 @@ def num_trained(out: Path) -> int:
     ("packing", "trainings"),
     [
         ("first_fit", 6),  # four to pack; one more alone and one together for the oracle
-        ("jointly", 5),  # all at once, the two that go together, the one that does not; two more alone for the oracle
+        ("jointly", 5),  # all at once, the two that fit together, the other one; two more alone for the oracle
     ],
 )
 def test_a_run_killed_at_any_moment_gives_the_same_adapters(made: Path, packing: str, trainings: int) -> None:
@@ -116,12 +116,12 @@ def test_a_run_killed_at_any_moment_gives_the_same_adapters(made: Path, packing:
     finished(plan, whole)
     assert num_trained(whole) == trainings
     rng = random.Random(0)
-    # Before or within the first training, the second and the last; each begins with what was there before.
+    # Before or during the first, the second and the last training; each run starts from the stored trainings.
     for stop_at in (0, 1, trainings - 1):
         with fuse(plan, out, "--resume") as (process, _):
             while process.is_alive() and not ((out / "checkpoint/run.json").exists() and num_trained(out) >= stop_at):
                 time.sleep(0.002)
-            time.sleep(rng.random() * 0.2)  # somewhere within what comes next
+            time.sleep(rng.random() * 0.2)  # at a random point of the next work
             process.kill()
         assert process.exitcode in (-signal.SIGKILL, 0)
         assert num_trained(out) >= stop_at
@@ -159,8 +159,8 @@ def test_a_plan_that_is_refused_takes_nothing_from_an_earlier_run(made: Path) ->
         run(plan, out)
     good = plan.read_text()
     for asked, instead, told in (
-        ("{rank: 2}", "{rank: 2, targets: [p_proj]}", "p_proj"),  # a linear layer it has not
-        ('"what color ?"', f'"{"what " * 5000}?"', "tokens"),  # more than it has positions for
+        ("{rank: 2}", "{rank: 2, targets: [p_proj]}", "p_proj"),  # a linear layer that the base lacks
+        ('"what color ?"', f'"{"what " * 5000}?"', "tokens"),  # more tokens than the base has positions
     ):
         plan.write_text(good.replace(asked, instead))
         with pytest.raises(BadPlan, match=told):

@@ -1,4 +1,4 @@
-"""Training where memory is short, in other precisions, with features from disk, on the vision side too."""
+"""Training with little memory, in other precisions, with features from disk, and on the vision side."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def boxes(count: int, seed: int) -> list[Sample]:
-    """One to three bright squares: their loss is no mean over samples, but over the tokens that hold one."""
+    """One to three bright squares: the loss is a mean over the tokens with a square, not over samples."""
     rng = np.random.default_rng(seed)
     samples = []
     for _ in range(count):
@@ -91,13 +91,13 @@ def test_activations_computed_twice_give_the_same_gradient(mixed: LoraTrainer) -
 
 
 def test_boxes_are_judged_as_they_are_served(mixed: LoraTrainer, tmp_path: Path) -> None:
-    """By the calibrated head, whose temperature is found on what neither trains nor validates."""
+    """With the calibrated head; its temperature comes from samples used neither for training nor for validation."""
     before = mixed.snapshot()
-    mixed.save(tmp_path, {**before, "head.squares.weight": before["head.squares.weight"] * 5})  # far too sure
+    mixed.save(tmp_path, {**before, "head.squares.weight": before["head.squares.weight"] * 5})  # far too confident
     served, plain = load_heads(tmp_path)["squares"].task, mixed.domains["squares"].task
     own = mixed.domains["squares"]
     assert isinstance(plain, HeadObjective)
-    with torch.no_grad():  # with gradients, norms are computed by other code
+    with torch.no_grad():  # with gradients, torch computes norms with other code
         ((part, read),) = mixed._reads("squares", own.validation)
         logits = list(zip(part, plain.logits(read, mixed._heads["squares"]), read.grids, strict=True))
     answers = mixed.answers("squares", own.validation)
@@ -149,16 +149,17 @@ def test_out_of_memory_goes_on_with_smaller_parts_to_the_same_adapter(
         trainer.fresh()
         assert trainer.train("colors", ()) == pytest.approx(roomy_losses, rel=1e-4)
         assert trainer.score("colors", trainer.domains["colors"].validation) >= 0
-    assert short.sizes[:4] == [12, 6, 3, 3]  # halved until it fits, and not tried too large again
+    assert short.sizes[:4] == [12, 6, 3, 3]  # halved until it fits; larger sizes are not tried again
     assert short.sizes.count(12) == 1
-    assert told == [f"out of memory: going on with {size} samples at a time, and the same gradients" for size in (6, 3)]
+    line = "out of memory: continuing with {} samples at a time; gradients do not change"
+    assert told == [line.format(6), line.format(3)]
     for name, value in trainer.snapshot().items():
-        # Adam divides by the gradient's size: where that is next to nothing, rounding decides its sign.
+        # Adam divides by the gradient's magnitude: if that is near 0, rounding decides the sign.
         assert (value - roomy[name]).abs().mean() < 1e-5, name
 
 
 def no_room_on_a_cpu() -> RuntimeError:
-    """As torch itself tells it: three times the address space that a process has."""
+    """The error that torch raises for an allocation of three times the address space of a process."""
     with pytest.raises(RuntimeError) as caught:
         torch.empty(3 * 2**46, dtype=torch.uint8)
     return caught.value
@@ -184,7 +185,7 @@ def test_other_errors_are_no_lack_of_memory() -> None:
 
 
 def test_a_half_done_batch_leaves_nothing_behind() -> None:
-    """Memory may run out in the second part, when the first has added its gradient."""
+    """Memory may run out in the second part, after the first has added its gradient."""
     weight = torch.zeros(1, requires_grad=True)
     calls = 0
 
@@ -224,7 +225,7 @@ def test_the_vision_side_learns_and_peft_gives_the_same_logits(base: str, tmp_pa
 
 
 def logits_agree(trainer: LoraTrainer, base: str, folder: Path) -> None:
-    """Train, save, and ask plain transformers and PEFT, from pixels to logits."""
+    """Train, save, and compare with plain transformers and PEFT, from pixels to logits."""
     trainer.fresh()
     trainer.train("colors", ())
     trainer.save(folder, trainer.snapshot())
@@ -240,32 +241,32 @@ def logits_agree(trainer: LoraTrainer, base: str, folder: Path) -> None:
             with with_adapter.disable_adapter():
                 without = with_adapter(input_ids=ids, pixel_values=pixels).logits[0, -1]
         assert torch.allclose(got, wanted, atol=1e-4), (got - wanted).abs().max()
-        assert (without - wanted).abs().max() > 1e-3  # so that agreeing means something
+        assert (without - wanted).abs().max() > 1e-3  # otherwise the comparison is meaningless
 
 
 def test_a_picture_that_the_base_cannot_be_shown_is_named(base: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: object) -> None:
-        raise BadImage("the image processor refuses the images (5000 x 1)")
+        raise BadImage("the image processor rejects the images (5000 x 1)")
 
     plan = plan_of(base, ("colors",))
     monkeypatch.setattr(InputProcessor, "encode", refuse)
     wide = [Sample(Picture(Path("wide.png")), 0)] * 2
     monkeypatch.setattr(Picture, "__iter__", lambda self: iter([np.zeros((1, 1, 3), np.uint8)]))
-    with pytest.raises(BadPlan, match=r"^wide.png: the image processor refuses"):
+    with pytest.raises(BadPlan, match=r"^wide.png: the image processor rejects"):
         trainer_of(plan, {"colors": Splits("classification", COLORS, wide, wide, wide, real=True)})
 
 
 def test_what_is_longer_than_the_base_reads_is_named(base: str) -> None:
     splits = color_splits(labels=("red", "green", "blue " * 1100))
-    with pytest.raises(BadPlan, match=r"^a drawn picture: .* answer take \d{4,} tokens; .* has room for 1024$"):
+    with pytest.raises(BadPlan, match=r"^a drawn picture: .* answer take \d{4,} tokens; .* takes at most 1024$"):
         trainer_of(plan_of(base, ("colors",)), {"colors": splits})
 
 
 @pytest.mark.parametrize(("words", "mark"), [("a <image>", "<image>"), ("<eos>", "<eos>"), ("\U0001f697", "<unk>")])
 def test_answers_that_are_no_words_to_the_base_are_refused(base: str, words: str, mark: str) -> None:
-    """Two that it knows no word of would be one to it, and each be right for the other."""
+    """Two answers of unknown words only would have the same tokens, and each would count as correct for the other."""
     splits = color_splits(labels=(words, "green", "blue"))
-    with pytest.raises(BadPlan, match=rf"the answer '{words}' becomes {mark}, a mark and no word to the base model"):
+    with pytest.raises(BadPlan, match=rf"the answer '{words}' contains {mark}, a special token of the base model"):
         trainer_of(plan_of(base, ("colors",)), {"colors": splits.in_words()})
     if mark == "<unk>":
         assert trainer_of(plan_of(base, ("colors",)), {"colors": splits}).domains["colors"].task.num_outputs == 3
@@ -290,7 +291,7 @@ def test_features_come_from_disk_the_second_time(base: str, tmp_path: Path, monk
     for one, other in zip(first.train, second.train, strict=True):
         assert one.embeddings is not None and other.embeddings is not None
         assert torch.equal(one.embeddings, other.embeddings)
-    # Other pictures are other contents; a torn file is no file.
+    # Other pictures have other hashes; a truncated file does not count.
     with pytest.raises(AssertionError, match="ran again"):
         trainer_of(plan, {"colors": color_splits({0: 1, 1: 2, 2: 0})}, tmp_path / "elsewhere")
     next(tmp_path.glob("*.safetensors")).write_bytes(b"torn")
@@ -299,7 +300,7 @@ def test_features_come_from_disk_the_second_time(base: str, tmp_path: Path, monk
 
 
 def test_training_stops_when_nothing_more_is_learned(base: str) -> None:
-    """It looks four times without finding anything better than at the second look, and goes back to that."""
+    """Four evaluations are not better than the second one, so training stops and restores its state."""
     trainer = trainer_of(plan_of(base, ("colors",), steps=24, patience=4, batch_size=2), {"colors": color_splits()})
     told = iter((3.0, 2.0, 2.0, 2.5, 2.1, 2.0, 1.0))
     looks: list[dict[str, torch.Tensor]] = []
@@ -312,7 +313,7 @@ def test_training_stops_when_nothing_more_is_learned(base: str) -> None:
     trainer._progress = reported = StepsReported()
     trainer.fresh()
     trainer.train("colors", ())
-    assert len(looks) == 6 and reported.steps[-1] == 12  # twelve looks in 24 steps
+    assert len(looks) == 6 and reported.steps[-1] == 12  # twelve evaluations in 24 steps
     assert all(torch.equal(value, looks[1][name]) for name, value in trainer.snapshot().items())
     held_back = trainer.domains["colors"].held_back
     assert len(held_back) == 6
@@ -321,7 +322,7 @@ def test_training_stops_when_nothing_more_is_learned(base: str) -> None:
 
 
 def test_patience_lasts_as_long_for_domains_that_are_trained_at_once(base: str) -> None:
-    """Twelve looks in all of their steps: as many of each domain's own samples between two looks as alone."""
+    """Twelve evaluations over all steps: the same number of samples per domain between two of them as alone."""
     plan = plan_of(base, ("a", "b", "c"), steps=24, patience=12, batch_size=3)
     trainer = trainer_of(plan, dict.fromkeys(("a", "b", "c"), color_splits()))
     looks: list[int] = []

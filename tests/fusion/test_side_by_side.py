@@ -1,4 +1,4 @@
-"""Several trainings at a time: in forks that leave what they made, and nothing else."""
+"""Parallel trainings in forks that store only their results."""
 
 from __future__ import annotations
 
@@ -40,12 +40,12 @@ def test_so_many_at_a_time_and_failures_are_left_to_the_parent(tmp_path: Path) -
         (tmp_path / f"{number}.begun").touch()
         assert len(list(tmp_path.glob("*.begun"))) - len(list(tmp_path.glob("*.ended"))) <= 2
         assert torch.get_num_threads() == 1
-        if number == 0:  # waits for one that is beside it
+        if number == 0:  # waits for a parallel job
             until(lambda: (tmp_path / "1.begun").exists())
         (tmp_path / f"{number}.ended").touch()
         if number == 1:
             os.kill(os.getpid(), signal.SIGKILL)
-        raise ValueError("meant for nobody")
+        raise ValueError("ignored by the parent")
 
     with one_thread():
         side_by_side([partial(job, number) for number in range(5)], 2, Progress())
@@ -64,7 +64,7 @@ def test_what_forks_report_is_shown_by_the_parent() -> None:
                     os.kill(os.getpid(), signal.SIGKILL)
 
         side_by_side([partial(job, "a", False), partial(job, "b", True), partial(job, "c", False)], 2, progress)
-        assert progress._totals.made == 2 and not progress._totals.open, "one was killed before it was whole"
+        assert progress._totals.made == 2 and not progress._totals.open, "one was killed before it finished"
     lines = shown.getvalue().splitlines()
     for name in "ac":
         assert any(line.startswith(f"training {name}: 3 steps in ") and line.endswith(", loss 2") for line in lines)

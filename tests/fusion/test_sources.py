@@ -1,4 +1,4 @@
-"""Sources: parts that share no picture, labels that mean something, folders of the user's own."""
+"""Sources: parts that share no picture, correct labels, user folders."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from fusion.synthetic.streets import draw_street, look_for_person
 
 @pytest.fixture(scope="module", params=sorted(BUILT_IN))
 def source(request: pytest.FixtureRequest) -> tuple[str, Splits]:
-    """Drawn once for all tests; one source is in memory at a time."""
+    """Each source is drawn once for all tests; one is in memory at a time."""
     return request.param, load_source(request.param, 0)
 
 
@@ -30,7 +30,7 @@ def test_parts_share_no_picture(source: tuple[str, Splits]) -> None:
     ]
     for i, part in enumerate(pictures):
         for other in pictures[i + 1 :]:
-            # Two people may have written pixel-identical digits; nothing else may coincide.
+            # Two handwritten digits may be pixel-identical; other pictures must differ.
             assert len(part & other) <= (1 if name == "sklearn-digits" else 0)
     if splits.task in ("classification", "action", "binary", "counting"):
         assert {sample.target for sample in splits.train} == set(range(len(splits.labels)))

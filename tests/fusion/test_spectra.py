@@ -1,4 +1,4 @@
-"""The texture of patches in numbers, against plain Fourier sums in float64; random textures."""
+"""Texture features of patches against plain Fourier sums in float64; random textures."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def grating(direction: float, period: float) -> np.ndarray:
 
 
 def plain_spectra(frame: np.ndarray) -> np.ndarray:
-    """Patch by patch, frequency by frequency, as the docstring says it. float64 [36, PATCH_FEATURES]."""
+    """Patch by patch and frequency by frequency, as documented. float64 [36, PATCH_FEATURES]."""
     grey = (frame.astype(np.float64).mean(-1) / 127.5 - 1) / 2
     edges = np.geomspace(0.05, 0.75, SCALES + 1)
     window = np.array([0.5 - 0.5 * math.cos(2 * math.pi * (i + 1) / (PATCH + 1)) for i in range(PATCH)])

@@ -1,4 +1,4 @@
-"""Teachers know their one task, from the training part alone."""
+"""Built-in teachers learn their task from the training part alone."""
 
 from __future__ import annotations
 

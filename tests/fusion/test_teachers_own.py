@@ -1,4 +1,4 @@
-"""Teachers of the user's own: small real models of every kind label what has no labels; code runs only if allowed."""
+"""User teachers: small real models of every kind label unlabelled data; code runs only if it is allowed."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ PLAN = "data: {format: unlabelled, path: pictures}\n"
 
 
 def shades(folder: Path, count: int = 10) -> None:
-    """Pictures of one grey each, half of them dark; the file's name tells its shade."""
+    """Pictures of one grey each, half of them dark; the file name gives the shade."""
     folder.mkdir()
     for number in range(count):
         for shade in (DARK + number, BRIGHT - number):
@@ -78,11 +78,11 @@ class Brightness(nn.Module):
         return self.linear(pixels.mean((2, 3)))
 
 
-# -- what can run code ------------------------------------------------------------------------------------------------
+# -- code execution ---------------------------------------------------------------------------------------------------
 
 
 def explode(*_: object) -> None:
-    raise AssertionError("code was run that nobody allowed")
+    raise AssertionError("code was run without permission")
 
 
 class Trap:
@@ -109,7 +109,7 @@ def test_code_is_refused_unless_allowed(tmp_path: Path, teacher: str, field: str
 
 
 def test_a_pickle_that_is_allowed_does_run(tmp_path: Path) -> None:
-    """What the refusal is good for: the trap is real."""
+    """Negative control for the refusal: the pickle does run code."""
     (tmp_path / "trap").write_bytes(pickle.dumps(Trap()))
     assert "code was run" in refused(tmp_path, "{kind: sklearn, file: trap, size: 8, allow_code: true}")
 
@@ -152,7 +152,7 @@ def test_an_estimator_in_a_file_that_cannot_run_code(tmp_path: Path, forest: Any
     linear = LogisticRegression(C=100).fit(shades, np.where(shades[:, 0] > 0.5, "bright", "dark"))
     skops.dump(linear, tmp_path / "linear.skops")
     assert all_right(teach(tmp_path, "{kind: sklearn, file: linear.skops, size: 4}"))
-    # Of trees skops itself says that a file made for it could crash the process.
+    # skops warns that a crafted file with trees could crash the process.
     skops.dump(forest, tmp_path / "tree.skops")
     assert "allow_code" in refused(tmp_path, "{kind: sklearn, file: tree.skops, size: 4}")
     assert all_right(teach(tmp_path, "{kind: sklearn, file: tree.skops, size: 4, allow_code: true}"))
@@ -177,7 +177,7 @@ def test_a_torch_module(tmp_path: Path, form: str) -> None:
 
 
 def test_an_onnx_model(tmp_path: Path) -> None:
-    """Mean over the picture, then a linear layer: written node by node, as no exporter is needed for it."""
+    """Mean over the picture, then a linear layer, written node by node without an exporter."""
     onnx = pytest.importorskip("onnx")
     from onnx import TensorProto, helper, numpy_helper
 
@@ -229,14 +229,14 @@ def image_classifier(folder: Path) -> Path:
 
 
 def preprocessor(folder: Path, kind: str, **settings: object) -> None:
-    """As published folders have it: no word of the library that shall do the work."""
+    """As in published folders: without the name of the preprocessing library."""
     (folder / "preprocessor_config.json").write_text(json.dumps({"image_processor_type": kind, **settings}))
 
 
 def test_a_pretrained_image_classifier(tmp_path: Path) -> None:
     image_classifier(tmp_path / "vit")
     data = teach(tmp_path, "{kind: transformers, path: vit, rename: {LABEL_A: dark, LABEL_B: bright}}", "captioning")
-    # The model's own forward is the oracle for what was said.
+    # The model's own forward is the oracle for the labels.
     model = vit()
     for sample in data.splits.train:
         pixels = torch.from_numpy(cv2.resize(sample.frames[0], (16, 16))).permute(2, 0, 1).float() / 127.5 - 1
@@ -325,14 +325,14 @@ def test_a_function(tmp_path: Path) -> None:
     left = [sample.frames.file.stem for part in sure.splits.parts.values() for sample in part]  # type: ignore[attr-defined]
     assert sorted(map(int, left)) == [30, 31, 32, 33, 34, 35, 36, 37, 217, 218, 219, 220]
     assert sure.teaching is not None and sure.teaching.dropped == 8
-    assert "nothing is left" in refused(tmp_path, teacher + ", min_confidence: 0.9}")
+    assert "no sample is left" in refused(tmp_path, teacher + ", min_confidence: 0.9}")
 
 
-# -- teachers that know more than is asked ----------------------------------------------------------------------------
+# -- teachers with more labels than the domain ------------------------------------------------------------------------
 
 
 def by_three(frames: Sequence[np.ndarray]) -> tuple[str, float]:
-    """Dark and bright, and a third kind in between."""
+    """Dark, bright, and a third label in between."""
     mean = float(frames[0].mean())
     return "grey" if 36 <= mean <= 39 else by_mean(frames)[0], 1.0
 
@@ -355,7 +355,7 @@ def test_labels_that_are_not_asked_for_are_left_out(tmp_path: Path) -> None:
     assert found.teaching is not None and found.teaching.beyond == 20
     told = refused(tmp_path, f"{three}\nlabels: [black, bright]")
     assert (
-        "domains[0].teacher`: tests.fusion.test_teachers_own:by_three: it says dark, grey, and has no word for black"
+        "domains[0].teacher`: tests.fusion.test_teachers_own:by_three: it answers dark, grey and has no label for black"
         in told
     )
 
@@ -374,13 +374,13 @@ def test_an_answer_beyond_the_labels_is_wrong_where_the_teacher_is_a_measure(tmp
 
 
 def test_what_a_teacher_could_have_said_tells_other_names_from_bad_luck() -> None:
-    """One of a thousand classes that never comes up is no misnomer; one that it has no word for is."""
+    """A known label that never occurs is allowed; a label that the teacher lacks is refused."""
     said = ["tench", "cat", "tench"]
     assert narrowed("classification", ("cat", "dog"), said, ("tench", "cat", "dog")) == ([None, "cat", None], 2)
     for knows in ((), ("tench", "cat")):
-        with pytest.raises(ValueError, match="it says tench, and has no word for dog"):
+        with pytest.raises(ValueError, match="it answers tench and has no label for dog"):
             narrowed("classification", ("cat", "dog"), said, knows)
-    assert narrowed("classification", ("cat", "dog"), ["cat"], ()).beyond == 0  # nothing unknown was said
+    assert narrowed("classification", ("cat", "dog"), ["cat"], ()).beyond == 0  # no answer was unknown
     assert narrowed("multi_label", ("a", "b"), [("a", "c"), ("b",)], ()) == ([("a",), ("b",)], 1)
     assert narrowed("binary", ("no", "yes"), ["true", "0", "maybe"], ()) == (["true", "0", None], 1)
     assert narrowed("counting", ("0", "1"), ["7"], ()) == (["7"], 0)
@@ -450,7 +450,7 @@ def opened(lines: dict[str, Any], task: str) -> Teacher:
 def test_a_cascade_finds_a_face() -> None:
     (found,) = opened({"kind": "cascade", "min_confidence": 0.9}, "detection").label([[face()]])
     ((label, left, top, right, bottom, confidence),) = found.answer
-    # The face lies about (177 to 270, 70 to 170) of 512 x 512 pixels.
+    # The face is at about (177 to 270, 70 to 170) of 512 x 512 pixels.
     assert label == "face" and left < 0.4 < 0.46 < right and top < 0.18 < 0.28 < bottom
     assert confidence == found.confidence > 0.9
 
@@ -473,7 +473,7 @@ def test_what_a_cascade_says_for_other_tasks(task: str, with_face: object, witho
 
 
 def test_the_people_detector_finds_a_person() -> None:
-    """An upright figure in one clear shade: what its histograms are made for."""
+    """An upright figure in one uniform shade, which suits the detector's histograms."""
     frame = np.full((300, 200, 3), 200, np.uint8)
     cv2.ellipse(frame, (100, 75), (14, 18), 0, 0, 360, (40, 40, 40), -1)
     cv2.ellipse(frame, (100, 135), (26, 48), 0, 0, 360, (40, 40, 40), -1)
@@ -503,7 +503,7 @@ def test_unsure_boxes_are_dropped_and_counted() -> None:
     assert found.answer == (NamedBox("b", 0, 0, 1, 1, 0.8),) and found.num_dropped == 1 and found.confidence == 0.8
 
 
-# -- teachers as a measure --------------------------------------------------------------------------------------------
+# -- teachers as a reference ------------------------------------------------------------------------------------------
 
 
 def test_logits_and_probabilities_mean_the_same() -> None:
@@ -521,15 +521,15 @@ def test_a_teacher_is_measured_where_there_are_labels(tmp_path: Path) -> None:
     (data,) = load_plan(plan).values()
     assert data.teaching is not None and 0.4 < data.teaching.score <= 1
     plan = write_plan(tmp_path, ["source: lfw-faces\nteacher: {kind: cascade, absent: no face}", "uestion: x"][0])
-    with pytest.raises(BadPlan, match="it says face, and has no word for a face; give both the same names"):
+    with pytest.raises(BadPlan, match="it answers face and has no label for a face; use the same names in both"):
         load_plan(plan)
 
 
 def test_a_built_in_teacher_needs_its_source(tmp_path: Path) -> None:
-    assert "only these have one" in refused_source(
+    assert "only these sources have" in refused_source(
         tmp_path, "source: drawn-traffic-captions\nteacher: {kind: built_in}"
     )
-    assert "there only" in refused(tmp_path, "{kind: built_in}")
+    assert "only with a built-in source" in refused(tmp_path, "{kind: built_in}")
 
 
 def refused_source(tmp_path: Path, lines: str) -> str:

@@ -1,5 +1,5 @@
-"""A small real run: the embedded architecture learns, adapters are saved as PEFT reads them, serving gives the same
-answer."""
+"""A small real run: the embedded architecture learns, PEFT can load the saved adapters, and serving gives the same
+answers."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def test_restoring_a_snapshot_brings_the_accuracy_back(trained: tuple[LoraTraine
 
 
 def test_words_are_scored_as_greedy_decoding_says_them(base_folder: str, tmp_path: Path) -> None:
-    """One forward over the right answer finds what the engine finds token by token."""
+    """One forward over the correct answer agrees with the engine's token-by-token decoding."""
     question = DomainPlan(name="colors", source="made", question="what color is the image ?", threshold=0.9)
     plan = Plan(
         base=base_folder,
@@ -131,7 +131,7 @@ def test_words_are_scored_as_greedy_decoding_says_them(base_folder: str, tmp_pat
     for number, sample in enumerate(domain.splits.test):
         said = processor.decode([token for output in outputs[str(number)] for token in output.token_ids])
         hits += said.strip() == sample.target
-    assert hits > 0.4 * len(domain.test)  # it has learned to say them, so that agreeing means something
+    assert hits > 0.4 * len(domain.test)  # it has learned the words, so the comparison is meaningful
     assert abs(hits / len(domain.test) - trainer.in_words("colors", domain.test)) <= 1 / len(domain.test) + 1e-9
 
 
@@ -165,5 +165,5 @@ def test_the_saved_adapter_is_read_by_peft_and_served_the_same(
         answer = outputs[str(number)][-1].head
         assert answer is not None
         hits += answer.label == LABELS[sample.target]
-    # Training evaluates in bfloat16 autocast, serving in float32: one sample may fall on the other side.
+    # Training evaluates in bfloat16 autocast, serving in float32: one sample may be answered differently.
     assert abs(hits / len(domain.test) - trainer.score("colors", domain.test)) <= 1 / len(domain.test) + 1e-9

@@ -1,4 +1,4 @@
-"""The rendered world: seeded, fast enough, balanced, and every answer told by what was drawn."""
+"""The rendered world: seeded, fast enough, balanced, and every answer follows from the drawing."""
 
 from __future__ import annotations
 
@@ -91,10 +91,10 @@ def test_questions_of_a_row_do_not_see_one_another() -> None:
             assert set(visible.tolist()) == {0, int(mine)}
             assert seen[row, place, :start].all() and not seen[row, place, place + 1 :].any()
         for turn in range(1, int(turns.max()) + 1):
-            # Every question stands right behind the image, where it will stand when it is asked alone.
+            # Every question has the positions right after the image, as when it is asked alone.
             own = rows.positions[row][turns == turn]
             assert own.tolist() == list(range(start, start + len(own)))
-    # A name's place: the token at which what is asked about ends.
+    # The place of a name is its last token.
     named = rows.meant[..., 0] >= 0
     assert int((rows.present >= 0).sum()) > 0 and int(named.sum()) > 0
     assert bool((rows.meant[named] >= 0).all()) and bool((rows.turns[named] > 0).all())

@@ -1,4 +1,4 @@
-"""What the base model says before training: the engine's own words, from the one model that is trained afterwards."""
+"""Answers of the base model before training: equal to the engine's, and from the same model instance as training."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def clips() -> Splits:
 
 @pytest.mark.parametrize("make", [color_splits, clips])
 def test_it_says_what_the_engine_would(make: Callable[[], Splits]) -> None:
-    splits, base = make(), checkpoint_path()  # random weights have nothing to say
+    splits, base = make(), checkpoint_path()  # random weights give no meaningful answers
     domain = trainer_of(plan_of(base, ("asked",)), {"asked": splits}).domains["asked"]
     processor = InputProcessor.from_pretrained(base)
     engine = LocalEngine(EngineConfig(model=base, dtype="float32", arena_bytes=64 * 2**20))
@@ -62,7 +62,7 @@ def test_it_says_what_the_engine_would(make: Callable[[], Splits]) -> None:
     ]
     said = _said(domain, domain.test, LIMIT)
     assert said == expected
-    assert len(set(said)) > 1  # so that agreeing means something
+    assert len(set(said)) > 1  # otherwise the comparison is meaningless
 
 
 def test_what_does_not_fit_is_asked_in_smaller_parts(base: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""Temperatures against scipy's own search, and confidences against what they promise."""
+"""Temperatures against scipy's optimizer, and calibrated confidences against accuracy."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from heads.calibration import sigmoid_temperature, softmax_temperature
 
 
 def drawn(seed: int, num: int, classes: int, sure: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """Logits, `sure` times too large, of labels that were drawn from their softmax."""
+    """Logits, `sure` times too large, and labels drawn from the softmax of the correct logits."""
     generator = torch.Generator().manual_seed(seed)
     logits = torch.randn(num, classes, generator=generator, dtype=torch.float64) * 2
     ids = torch.multinomial(torch.softmax(logits, -1), 1, generator=generator)[:, 0]
@@ -54,7 +54,7 @@ def test_samples_that_are_all_right_do_not_make_it_endlessly_sure() -> None:
 @pytest.mark.parametrize("sure", [0.3, 4.0])
 @pytest.mark.parametrize("kind", ["classification", "counting", "multi_label", "binary"])
 def test_calibrated_confidences_mean_what_they_say(kind: str, sure: float) -> None:
-    """Too sure or not sure enough before; on samples it has not seen, far less so afterwards."""
+    """Over- or underconfident before calibration; far better calibrated afterwards, on other samples."""
     generator = torch.Generator().manual_seed(1)
     labels = ("a", "b") if kind == "binary" else ("a", "b", "c")
     task = make_task(kind, labels, {})
@@ -75,7 +75,7 @@ def test_calibrated_confidences_mean_what_they_say(kind: str, sure: float) -> No
     calibrated = task.calibrated(rows[:2000], values[:2000], [])
     assert calibrated.parameters["temperature"] == pytest.approx(sure, rel=0.15)
     assert error(calibrated) < 0.05 < error(task)
-    # Only how sure it is has changed: the answers have not.
+    # Calibration changes only the confidences, not the answers.
     assert [task.decode(row).value for row in rows[:50]] == [calibrated.decode(row).value for row in rows[:50]]
 
 

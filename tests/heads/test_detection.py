@@ -1,4 +1,4 @@
-"""Detection heads: what they are taught, what they answer, and the metric, against what can be said by hand."""
+"""Detection heads: targets, decoding and metrics, against values computed by hand."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _random_boxes = st.lists(
 
 
 def logits_of(boxes: list[Box], num_labels: int) -> torch.Tensor:
-    """The logits of a head that has learned its targets by heart."""
+    """The logits of a head that predicts its targets exactly."""
     classes, edges = detection.targets(boxes, GRID)
     sure = torch.nn.functional.one_hot(classes, 1 + num_labels).double() * 20
     return torch.cat([sure, edges.double()], -1)
@@ -34,7 +34,7 @@ def logits_of(boxes: list[Box], num_labels: int) -> torch.Tensor:
 
 @st.composite
 def scenes(draw: st.DrawFn) -> list[Box]:
-    """Boxes with centres in different cells, at most a cell and a half wide, so that none hides another."""
+    """Boxes with centres in different cells, at most a cell and a half wide, so that none suppresses another."""
     cells = draw(st.lists(st.integers(0, 35), unique=True, max_size=6))
     boxes = []
     for cell in cells:
@@ -59,7 +59,7 @@ def test_two_answers_for_one_thing_become_the_surer_one() -> None:
     logits = logits_of([box], 2)
     token = int(logits[:, 2].argmax())
     beside = token + 1
-    # The neighbour claims the same box, less surely.
+    # The neighbour predicts the same box with a lower score.
     logits[beside] = 0.0
     logits[beside, 2] = 3.0
     middle = torch.tensor([(beside % 6 + 0.5) / 6, (beside // 6 + 0.5) / 6])
@@ -68,7 +68,7 @@ def test_two_answers_for_one_thing_become_the_surer_one() -> None:
     )
     (found,) = detection.decode(logits, GRID)
     assert found.score > 0.99 and found.label == 1
-    # Of another label it is another thing.
+    # With another label, it is another object.
     logits[beside, 1], logits[beside, 2] = 3.0, 0.0
     assert len(detection.decode(logits, GRID)) == 2
 
@@ -79,10 +79,10 @@ def test_nothing_is_found_where_nothing_is_sure() -> None:
 
 def test_f1_by_hand() -> None:
     truth = [Box(0, 0.0, 0.0, 0.2, 0.2), Box(1, 0.5, 0.5, 0.7, 0.7)]
-    right, shifted = truth[0], Box(1, 0.6, 0.5, 0.8, 0.7)  # half of it overlaps: a third of the union
+    right, shifted = truth[0], Box(1, 0.6, 0.5, 0.8, 0.7)  # overlaps by half, which is a third of the union
     assert f1([[right, shifted]], [truth]) == pytest.approx(0.5)
     assert f1([[right, shifted]], [truth], overlap=0.3) == pytest.approx(1.0)
-    assert f1([[right, right]], [truth]) == pytest.approx(0.5)  # the second one takes nothing
+    assert f1([[right, right]], [truth]) == pytest.approx(0.5)  # the second one matches no box
     assert f1([[right._replace(label=1)]], [truth]) == 0.0
     assert f1([[]], [truth]) == 0.0
     assert iou(truth[0], truth[1]) == 0.0
@@ -107,10 +107,10 @@ def test_average_precision_by_hand() -> None:
     truth = [Box(0, 0.0, 0.0, 0.2, 0.2), Box(0, 0.5, 0.5, 0.7, 0.7)]
     wrong = Box(0, 0.8, 0.0, 0.9, 0.1)
     found = [truth[0]._replace(score=0.9), wrong._replace(score=0.8), truth[1]._replace(score=0.7)]
-    # Right at once for the first half of what is wanted; two of three right where the second half is reached.
+    # Precision is 1 up to half of the labelled boxes, and two thirds at full recall.
     assert mean_average_precision([found], [truth]) == pytest.approx(0.5 * 1 + 0.5 * 2 / 3)
     assert mean_average_precision([found[:1]], [truth]) == pytest.approx(0.5)
-    # A label that nobody found counts as 0, one that nobody wanted does not count.
+    # A label without predicted boxes counts as 0; a label without labelled boxes does not count.
     assert mean_average_precision([found[:1]], [[truth[0], truth[1]._replace(label=1)]]) == pytest.approx(0.5)
     assert mean_average_precision([[wrong._replace(label=5), *truth]], [truth]) == 1.0
     assert mean_average_precision([[]], [[]]) == 1.0 and mean_average_precision([[wrong]], [[]]) == 0.0
@@ -121,14 +121,14 @@ def test_average_precision_by_hand() -> None:
 def test_average_precision_is_the_area_under_the_best_precision_still_to_be_had(
     samples: list[tuple[list[Box], list[Box]]],
 ) -> None:
-    """PASCAL VOC's definition, step by step: at every recall the best precision at this or a higher one."""
+    """PASCAL VOC's definition: at every recall, the best precision at this or a higher recall."""
     found, wanted = [s[0] for s in samples], [s[1] for s in samples]
     labels = {box.label for boxes in wanted for box in boxes}
     areas = []
     for label in labels:
         total = sum(box.label == label for boxes in wanted for box in boxes)
         scores = sorted({box.score for boxes in found for box in boxes if box.label == label}, reverse=True)
-        points = []  # recall and precision when everything from a score on is told
+        points = []  # recall and precision of the boxes with at least a given score
         for least in scores:
             told = [[b for b in boxes if b.label == label and b.score >= least] for boxes in found]
             true = [[b for b in boxes if b.label == label] for boxes in wanted]
@@ -137,7 +137,7 @@ def test_average_precision_is_the_area_under_the_best_precision_still_to_be_had(
         levels = sorted({recall for recall, _ in points})
         widths = [level - below for below, level in zip([0.0, *levels], levels, strict=False)]
         areas.append(sum(w * max(p for r, p in points if r >= level) for w, level in zip(widths, levels, strict=True)))
-    # Boxes of one score come in some order, which the definition leaves open.
+    # The definition does not specify the order of boxes with equal scores.
     ties = len({b.score for boxes in found for b in boxes}) < sum(map(len, found))
     if labels and not ties:
         assert mean_average_precision(found, wanted) == pytest.approx(sum(areas) / len(areas))

@@ -1,4 +1,4 @@
-"""Heads on disk: that they come back as they were, and what cannot be read."""
+"""Heads on disk: round trips, and invalid files."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_heads_come_back_from_disk(tmp_path: Path) -> None:
         ({"name": ""}, "name is empty"),
         ({"task": "alchemy"}, "'alchemy'; known: action, binary, classification, counting, detection"),
         ({"labels": ("one",)}, "two or more"),
-        ({"labels": ("same", "same")}, "different"),
+        ({"labels": ("same", "same")}, "distinct"),
         ({"prompt": " "}, "prompt is empty"),
         ({"num_frames": 0}, "num_frames is 0"),
         ({"hidden_size": 0}, "hidden_size is 0"),
@@ -81,7 +81,7 @@ def test_heads_come_back_from_disk(tmp_path: Path) -> None:
         ({"labels": ("cat", 3)}, "every label"),
         ({"hidden_size": True}, "hidden_size is True; expected int"),
         ({"parameters": {"threshold": 0.5}}, "head 'kind': parameter 'threshold' is not one of a classification head"),
-        ({"parameters": [1]}, r"parameters are \[1\]; expected values by name"),
+        ({"parameters": [1]}, r"parameters are \[1\]; expected a mapping"),
     ],
 )
 def test_specs_that_cannot_work(changes: dict[str, object], text: str) -> None:
@@ -109,12 +109,15 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
             json.dumps({**good, "heads": [{k: v for k, v in good["heads"][0].items() if k != "prompt"}]}),
             "no field 'prompt'",
         ),
-        (json.dumps({**good, "heads": [{**good["heads"][0], "labels": 5}]}), "labels is 5; it must be a list of words"),
+        (
+            json.dumps({**good, "heads": [{**good["heads"][0], "labels": 5}]}),
+            "labels is 5; it must be a list of strings",
+        ),
         (json.dumps({**good, "heads": ["kind"]}), "heads.json"),
         (json.dumps({**good, "heads": 5}), "heads.json"),
         (json.dumps({**good, "heads": [{**good["heads"][0], "parameters": {"temperature": -1}}]}), "temperature is -1"),
         (json.dumps({**good, "heads": [{**good["heads"][0], "parameters": None}]}), "parameters are None"),
-        (json.dumps({**good, "heads": [{**good["heads"][0], "task": "binary"}]}), "has two"),
+        (json.dumps({**good, "heads": [{**good["heads"][0], "task": "binary"}]}), "needs two"),
     ):
         (tmp_path / "heads.json").write_text(spoiled)
         with pytest.raises(ValueError, match=text):

@@ -1,4 +1,4 @@
-"""Every task alike: what it is taught is what it answers, its metrics by hand, and what cannot be its labels."""
+"""All tasks: training towards the labels, metrics computed by hand, and invalid labels."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ SAMPLES: dict[str, tuple[tuple[str, ...], list[Value]]] = {
 
 
 def taught(kind: str) -> tuple[Task, list[torch.Tensor], list[Value]]:
-    """A task, and logits that were moved down its loss."""
+    """A task, and logits optimized for its loss."""
     labels, values = SAMPLES[kind]
     task = TASKS[kind].for_training(labels, values)
     rows = (sum(r * c for r, c in GRIDS),) if task.reads_images else ()
@@ -66,7 +66,7 @@ def test_what_is_taught_is_what_is_answered(kind: str) -> None:
     assert measured[task.metric_names[0]] == 1.0
     assert all(task.right(one, other) for one, other in zip(found, values, strict=True))
     assert all(answer.label and 0 <= answer.confidence <= 1 for answer in answers)
-    # Values in another order are wrong for most samples.
+    # Permuted values are wrong for most samples.
     assert task.metrics(found, [*values[1:], values[0]])[task.metric_names[0]] < 1.0
 
 
@@ -129,7 +129,7 @@ def test_metrics_by_hand() -> None:
     assert task.metrics([1.0, 2.0], [1.4, 4.0]) == {"within": 0.5, "mae": pytest.approx(1.2)}
     boxes = (Box(0, 0, 0, 0.5, 0.5), Box(0, 0.5, 0.5, 1, 1, image=1))
     unsure = boxes[1]._replace(score=0.2)
-    # The second picture's box is below the threshold: F1 does not see it, mean average precision does.
+    # The box of the second image is below the threshold: F1 ignores it, mean average precision does not.
     assert metrics("detection", [(boxes[0], unsure)], [boxes]) == {"f1": pytest.approx(2 / 3), "map": 1.0}
     assert metrics("detection", [(boxes[0]._replace(image=1),)], [boxes[:1]]) == {"f1": 0.0, "map": 0.0}
 
@@ -146,7 +146,7 @@ def test_far_counts_cost_more_than_near_ones() -> None:
 
 @given(st.lists(st.floats(0.02, 1.0), min_size=3, max_size=5))
 def test_the_true_distribution_of_counts_has_the_smallest_loss(weights: list[float]) -> None:
-    """Both parts of the loss are proper: no other logits are better over samples drawn from a distribution."""
+    """Both parts of the loss are proper: no other logits have a smaller expected loss under the true distribution."""
     true = torch.tensor(weights) / sum(weights)
     task = make_task("counting", tuple(map(str, range(len(weights)))), {})
 
@@ -175,8 +175,8 @@ def test_a_number_that_never_changes_can_be_learned() -> None:
     ("kind", "labels", "parameters", "text"),
     [
         ("classification", ("a",), {}, "two or more"),
-        ("binary", ("a", "b", "c"), {}, "has two"),
-        ("binary", ("a", "b"), {"threshold": 1.5}, "threshold is 1.5; it must lie between 0 and 1"),
+        ("binary", ("a", "b", "c"), {}, "needs two"),
+        ("binary", ("a", "b"), {"threshold": 1.5}, "threshold is 1.5; it must be between 0 and 1"),
         ("binary", ("a", "b"), {"threshold": "high"}, "threshold is 'high'"),
         ("classification", ("a", "b"), {"temperature": 0}, "temperature is 0; it must be a finite number above 0"),
         ("classification", ("a", "b"), {"temperature": float("nan")}, "temperature is nan"),
@@ -192,7 +192,7 @@ def test_a_number_that_never_changes_can_be_learned() -> None:
         ("regression", ("x",), {**MEASURES, "scale": (0.0,)}, "scale is 0.0"),
         ("regression", ("x",), {**MEASURES, "offset": 1.0}, "for each of 1"),
         ("regression", ("x",), {**MEASURES, "offset": ("1",)}, "offset is '1'"),
-        ("detection", ("car", "car"), {}, "different"),
+        ("detection", ("car", "car"), {}, "distinct"),
         ("detection", ("car",), {"overlap": 0}, "overlap is 0"),
     ],
 )
@@ -204,14 +204,14 @@ def test_tasks_that_cannot_be(kind: str, labels: tuple[str, ...], parameters: di
 @pytest.mark.parametrize(
     ("kind", "value", "text"),
     [
-        ("classification", 3, "3 is no number of a label; they run from 0 to 2"),
-        ("counting", "three", "'three' is no number"),
-        ("binary", True, "True is no number"),
-        ("multi_label", (7,), "7 is no number of a label"),
-        ("multi_label", 1, "1 is no tuple"),
+        ("classification", 3, "3 is not a label id; label ids are 0 to 2"),
+        ("counting", "three", "'three' is not a label id"),
+        ("binary", True, "True is not a label id"),
+        ("multi_label", (7,), "7 is not a label id"),
+        ("multi_label", 1, "1 is not a tuple of label ids"),
         ("regression", (1.0,), "is not 2 finite numbers"),
         ("regression", (1.0, float("inf")), "is not 2 finite numbers"),
-        ("detection", (1, 2), "is no tuple of boxes"),
+        ("detection", (1, 2), "is not a tuple of boxes"),
     ],
 )
 def test_values_that_are_none_of_the_task(kind: str, value: Value, text: str) -> None:
@@ -245,7 +245,8 @@ def test_calibration_changes_answers_only_where_a_task_says_so(
 
 
 def test_where_a_task_says_so_calibration_does_change_answers() -> None:
-    unsure = torch.tensor([[0.5, 0.0, 0.0, *[0.1] * 4]] * 10)  # surer of nothing than of each thing, not of both
+    # "nothing" is more probable than each label, but less than both together.
+    unsure = torch.tensor([[0.5, 0.0, 0.0, *[0.1] * 4]] * 10)
     for kind, parameters, logits in (
         ("binary", {"threshold": 0.7}, torch.tensor([0.8])),
         ("multi_label", {"threshold": 0.7}, torch.tensor([0.8, -1.0, -1.0])),

@@ -1,4 +1,4 @@
-"""Adapters made from factors, as reading a folder would have made them."""
+"""Adapters built from factors, as if they were read from a folder."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from vlora.lora.layout import FactorShape, run_bytes
 
 
 def factors_of(adapter: HostAdapter) -> dict[str, HostFactors]:
-    """By layer."""
+    """The adapter's factors by layer."""
     return carve(adapter.run, adapter.shapes, adapter.dtype)
 
 
 def host_adapter(key: str, given: Mapping[str, HostFactors]) -> HostAdapter:
-    """given: by layer, in the order in which factors are laid out."""
+    """An adapter with the given factors by layer, in the order in which factors are laid out."""
     dtype = next(iter(given.values())).a.dtype
     shapes = {name: FactorShape(len(a), a.shape[1], bt.shape[1]) for name, (a, bt) in given.items()}
     run = torch.zeros(run_bytes(shapes, dtype), dtype=torch.uint8)

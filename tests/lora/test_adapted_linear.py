@@ -1,4 +1,4 @@
-"""Lanes of a scope: one plan for as long as steps look alike, and never another step's."""
+"""Lanes of a scope: consecutive steps with equal lanes share one plan, and other steps never use it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def test_a_plan_serves_the_steps_that_look_alike_and_reads_what_is_loaded_now() 
         for lanes, fresh in (
             ([Lane("a", 0, 2)], True),
             ([Lane("a", 0, 2)], False),
-            ([Lane("a", 0, 2)], True),  # the same name, other weights
+            ([Lane("a", 0, 2)], True),  # the same key with other weights
             ([Lane("a", 1, 3)], False),
             ([Lane("a", 1, 3, -1.0)], False),
             ([], False),
@@ -52,8 +52,10 @@ def test_lanes_in_proportion_follow_their_plan() -> None:
 
 
 def siblings(scope: LaneScope, *, bias: bool) -> list[AdaptedLinear]:
-    """Three layers over six features, and adapter a of rank 2 at the first and last; bfloat16, so that a CPU with
-    matrix tiles joins them."""
+    """Three layers with six inputs, and adapter a of rank 2 on the first and the last.
+
+    The type is bfloat16, so that a CPU with matrix tiles joins them.
+    """
     generator = torch.Generator().manual_seed(0)
     layers = [adapt(nn.Linear(6, d_out, bias=bias, dtype=torch.bfloat16), str(d_out), scope) for d_out in (4, 2, 5)]
     for layer in (layers[0], layers[2]):
@@ -87,7 +89,7 @@ def test_siblings_answer_as_each_would_alone(bias: bool) -> None:
             for turn, order in enumerate(orders):
                 with scope.lanes(6, lanes):
                     for index in order:
-                        # A new view every time, as a model's code may make.
+                        # A new view each time, as a model's code may create.
                         found = layers[index](inputs[turn % 2].view(2, 3, 6))
                         torch.testing.assert_close(found, expected[turn % 2][index])
             for layer in layers:
@@ -124,6 +126,6 @@ def test_siblings_compute_once_for_all_and_hold_nothing_after(monkeypatch: pytes
             layer(x)
         assert len(calls) == 1 and not together._held.is_same(x) and not together._outputs
         layers[0](x)
-        other = x + 1  # what waits for the old input must not be taken for the new one's
+        other = x + 1  # outputs kept for the old input must not be used for the new one
         torch.testing.assert_close(layers[1](other), nn.functional.linear(other, layers[1].weight, layers[1].bias))
     assert len(calls) == 3

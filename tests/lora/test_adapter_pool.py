@@ -1,4 +1,4 @@
-"""Adapters come and go in any order, with copies under way at any time: books add up and no byte is written over."""
+"""Adapters load and evict in any order, with concurrent copies: page accounting is right, no byte is overwritten."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def linears() -> dict[str, AdaptedLinear]:
 
 
 def check_packed(layers: dict[str, AdaptedLinear], resident: Set[str]) -> bool:
-    """Whether there is a packed copy, after proving that it holds what its adapters do."""
+    """Whether there is a packed copy, after checking that its content equals its adapters' factors."""
     groups = [group for layer in layers.values() if (group := layer.site.group) is not None]
     for (site, _), group in zip(layers.items(), groups, strict=True):
         if (packed := group.packed) is not None:
@@ -68,13 +68,13 @@ def test_a_packed_copy_is_not_given_up_for_an_adapter_that_finds_no_room_anyway(
         bank.pack_for(("a@1", "b@1"))
     assert check_packed(layers, bank.resident) and residency.num_pages == 9
     assert not bank.bring(ADAPTERS["e"]), (
-        "with the two pages of the packed copy there would be three, and it takes four"
+        "freeing the packed copy's two pages would give three, but the adapter needs four"
     )
     assert check_packed(layers, bank.resident)
 
 
 class Another:
-    """Another rank's bank, told at once what would be told with the next step."""
+    """Another rank's bank, which gets every order at once instead of with the next step."""
 
     def __init__(self, layers: dict[str, AdaptedLinear]) -> None:
         self.appointed = Appointed()
@@ -90,7 +90,7 @@ class Another:
         return brought
 
     def move(self, key: str, run: Run) -> None:
-        raise AssertionError("nothing has to move here")
+        raise AssertionError("unexpected move")
 
     def drop(self, key: str) -> None:
         self.bank.drop(key)
@@ -149,7 +149,7 @@ def test_any_order_of_loads_keeps_books_and_bytes(actions: list[tuple[str, str]]
     residency = Residency(books, MAX_PAGES)
     layers = linears()
     bank = AdapterBank(arena, residency, HostTransfer(background), layers, {}, tuple(layers))
-    blocks: dict[int, int] = {}  # what it is filled with, by number
+    blocks: dict[int, int] = {}  # fill value by block number
     books.on_renamed(lambda block, target: blocks.update({target: blocks.pop(block)}))
     for filling, (action, name) in enumerate(actions, 1):
         adapter = ADAPTERS[name]
@@ -157,16 +157,16 @@ def test_any_order_of_loads_keeps_books_and_bytes(actions: list[tuple[str, str]]
         if action == "bring":
             if bank.bring(adapter):
                 assert adapter.key in bank.resident | bank.arriving
-                assert arriving <= bank.arriving, "what is on its way stays"
+                assert arriving <= bank.arriving, "loading adapters stay"
             else:
-                assert (bank.resident, bank.arriving) == (before, arriving), "nothing leaves in vain"
+                assert (bank.resident, bank.arriving) == (before, arriving), "a refused load evicts nothing"
         elif action == "copy":
             background.run()
-            assert bank.resident == before, "a step may use it only once it was collected"
+            assert bank.resident == before, "an adapter is usable only after it is collected"
         elif action == "fail" and background.waiting:
             future, _ = background.waiting.popleft()
             if not future.cancelled():
-                future.set_exception(RuntimeError("the bus is down"))
+                future.set_exception(RuntimeError("copy failed"))
         elif action == "collect":
             failed = bank.collect()
             assert bank.arriving == arriving - bank.resident - failed.keys()
@@ -179,7 +179,7 @@ def test_any_order_of_loads_keeps_books_and_bytes(actions: list[tuple[str, str]]
         elif action == "return" and blocks:
             books.return_block(blocks.popitem()[0])
         elif action == "pack":
-            for _ in range(3):  # what steps keep using together
+            for _ in range(3):  # consecutive steps use these adapters together
                 bank.pack_for(bank.resident)
         residency.check_integrity()
         books.check_integrity()
@@ -191,7 +191,7 @@ def test_any_order_of_loads_keeps_books_and_bytes(actions: list[tuple[str, str]]
         assert all(layer.site.factors.keys() == bank.resident for layer in layers.values())
         check_packed(layers, bank.resident)
         for block, filled in blocks.items():
-            assert (arena.buffer(2 * block, 2) == filled).all(), "a copy ran into a KV block"
+            assert (arena.buffer(2 * block, 2) == filled).all(), "a copy overwrote a KV block"
     for name in RANKS:
         bank.drop(ADAPTERS[name].key)
     assert residency.num_pages == 0 and not bank.pending

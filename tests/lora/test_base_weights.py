@@ -1,4 +1,4 @@
-"""What in-place switching goes back to: the checkpoint's own bytes, proven to be those that were loaded."""
+"""In-place switching restores the checkpoint's bytes, which are verified to equal the loaded weights."""
 
 from __future__ import annotations
 
@@ -34,7 +34,9 @@ def test_every_family_s_weights_are_found_whatever_their_names(family: str, dtyp
     folder = saved(tmp_path, family)
     slabs = loaded(folder, dtype)
     names = set(load_file(checkpoint_files(folder)[0]))
-    assert any(f"{name}.weight" in names for name in slabs.slots) == (family == "qwen3_vl"), "all others are renamed"
+    assert any(f"{name}.weight" in names for name in slabs.slots) == (family == "qwen3_vl"), (
+        "the other families rename their tensors"
+    )
     originals = CheckpointOriginals(checkpoint_files(folder), slabs)
     for name in slabs.slots:
         found = originals.weight(name)

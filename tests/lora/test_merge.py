@@ -1,4 +1,4 @@
-"""Switching is exact: W0 is never written, so nothing can drift however often adapters come and go."""
+"""Switching with a shadow copy is exact: W0 is never written, so weights never drift."""
 
 from __future__ import annotations
 
@@ -56,12 +56,12 @@ def test_weights_are_bit_identical_after_a_thousand_switches(engine: LocalEngine
 
 
 def test_the_first_merge_costs_what_every_merge_does(engine: LocalEngine, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Memory for merged weights is there when the engine has started, and a merge draws none."""
+    """Memory for merged weights is allocated at startup, and a merge allocates none."""
     inner = engine.engine
     switcher = ShadowSwitcher(inner._slabs, inner._bank)
 
     def refuse(*_: object) -> torch.Tensor:
-        raise AssertionError("a merge draws memory for weights")
+        raise AssertionError("a merge allocates memory for weights")
 
     monkeypatch.setattr("vlora.lora.merge_shadow.empty", refuse)
     with torch.no_grad():

@@ -1,4 +1,4 @@
-"""Switching in place: drift bounded at all times, 0 where weights come from their originals, whatever was merged."""
+"""Switching in place: drift is always bounded, and 0 for weights rewritten from the originals."""
 
 from __future__ import annotations
 
@@ -26,14 +26,13 @@ from vlora.memory.host_to_device import Inline, make_transfer
 
 pytestmark = pytest.mark.slow
 
-# The last one is more than what is looked at after each switch.
+# The last shape has more values than the sample that is checked after each switch.
 SHAPES = {"self_attn.q_proj": (96, 128), "self_attn.k_proj": (96, 128), "mlp.down_proj": (160, 256)}
 LAYERS = 2
 
 
 class Box:
-    """Slabs of random weights, an in-place switcher over them, and adapters whose deltas are `ratio` of the weights'
-    size."""
+    """Slabs of random weights, an in-place switcher over them, and adapters with deltas of `ratio` times their norm."""
 
     def __init__(self, dtype: torch.dtype, *, subtracting: bool, ratio: float, ranks: Sequence[int]) -> None:
         self.generator = torch.Generator().manual_seed(1)
@@ -61,7 +60,7 @@ class Box:
         self.adapters: dict[str, HostAdapter] = {}
         self.known: dict[tuple[str, str], torch.Tensor] = {}
         for number, rank in enumerate(ranks):
-            # Every third adapter leaves a kind of layer alone.
+            # Every third adapter skips one kind of layer.
             names = [name for name in self.slabs.order if number % 3 or "k_proj" not in name]
             scale = (ratio * 0.02 / rank**0.5) ** 0.5
             factors = {
@@ -79,7 +78,7 @@ class Box:
         return torch.randn(*shape, generator=self.generator)
 
     def wanted(self, name: str) -> torch.Tensor:
-        """What an exact switch would have put under a layer: W0, or W0 + delta rounded once."""
+        """The weights of a layer after an exact switch: W0, or W0 + delta rounded once."""
         weight, key = self.before[name], self.switcher.merged_key
         if key is None or name not in self.adapters[key].shapes:
             return weight
@@ -89,7 +88,7 @@ class Box:
         return self.known[key, name]
 
     def drift(self) -> float:
-        """The worst layer's relative root mean square distance from that."""
+        """The largest relative root mean square error of any layer against `wanted`."""
         return max(
             float((linear.weight.float() - self.wanted(name).float()).norm() / self.wanted(name).float().norm())
             for name, linear in self.slabs.linears.items()
@@ -99,7 +98,7 @@ class Box:
         return all(torch.equal(linear.weight, self.before[name]) for name, linear in self.slabs.linears.items())
 
 
-ROUNDING = {torch.bfloat16: 2e-4, torch.float32: 1e-6}  # a sum on the border between two neighbours may go either way
+ROUNDING = {torch.bfloat16: 2e-4, torch.float32: 1e-6}  # a sum halfway between two values may round either way
 
 
 @pytest.mark.parametrize(
@@ -159,11 +158,11 @@ def test_any_sequence_of_switches_losses_and_failures(
             assert box.switcher.merged_key is None and box.is_original()
         assert box.drift() <= (MAX_DRIFT if subtracting else ROUNDING[dtype])
         for name, weight in box.before.items():
-            assert torch.equal(box.switcher.base_rows(name, 7), weight[::7]), "W0 is known whatever is merged"
+            assert torch.equal(box.switcher.base_rows(name, 7), weight[::7]), "W0 is available whatever is merged"
 
 
 def fail_after(box: Box, num_calls: int, key: str | None) -> None:
-    """Switch to `key` with a merge that breaks down after a few layers."""
+    """Switch to `key` with a merge that fails after a few layers."""
     merge_for_real = atmm.merge
     calls = 0
 
@@ -190,7 +189,7 @@ def test_what_cannot_even_be_restored_is_restored_before_anything_else(monkeypat
     with pytest.raises(ZeroDivisionError):
         box.switcher.switch(None)
     monkeypatch.undo()
-    assert box.switcher.switch(None), "half-written weights do not pass for W0"
+    assert box.switcher.switch(None), "half-written weights do not count as W0"
     assert box.is_original()
     box.switcher.switch(second)
     assert box.drift() <= ROUNDING[torch.bfloat16]

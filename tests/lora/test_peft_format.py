@@ -1,4 +1,4 @@
-"""Adapters are read exactly as PEFT means them, or refused by name with the reason."""
+"""Adapters are read with PEFT's semantics, or rejected by name with the reason."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def registry(sites: dict[str, SiteShape]) -> AdapterRegistry:
 
 @pytest.fixture
 def copied(folders: dict[str, str], tmp_path: Path) -> Path:
-    """A good adapter that a test may spoil."""
+    """A valid adapter that a test may corrupt."""
     return Path(shutil.copytree(folders["wide8"], tmp_path / "adapter"))
 
 
@@ -76,7 +76,7 @@ def test_what_collections_walk_through_does_not_grow_with_an_adapters_layers(
     folders: dict[str, str], sites: dict[str, SiteShape]
 ) -> None:
     def objects(folder: str) -> float:
-        """Of each adapter more, registered and read."""
+        """Tracked objects per additional adapter, registered and read."""
         registry = AdapterRegistry(sites, torch.float32, 64)
         counts = []
         for number in range(3):
@@ -87,7 +87,7 @@ def test_what_collections_walk_through_does_not_grow_with_an_adapters_layers(
 
     narrow, wide = (len(read_header(Path(folders[name]), sites, 64).targets) for name in ("narrow4", "wide8"))
     assert wide > 2 * narrow
-    # A registration, its header, the content and their dicts and tensors; nothing for each layer.
+    # A registration, its header, the content, and their dicts and tensors; none per layer.
     assert objects(folders["wide8"]) <= objects(folders["narrow4"]) <= 16
 
 
@@ -148,7 +148,7 @@ BAD_BLOCKS = {
     ),
     "no divisor of the inputs": (
         {"nblocks": 3, "target_modules_bd_a": ["q_proj"]},
-        "declared to have 3 blocks, which do not divide the 64 inputs",
+        "has 3 blocks in its configuration, which do not divide the 64 inputs",
     ),
     "other shapes": ({"nblocks": 2, "target_modules_bd_b": ["q_proj"]}, r"expected \[r, in\] and \[out, r / 2\]"),
 }
@@ -171,7 +171,7 @@ def test_blocks_that_do_not_divide_a_layer(copied: Path, registry: AdapterRegist
 
     edit_tensors(copied, spoil)
     edit_config(copied, use_bdlora={"nblocks": 3, "target_modules_bd_b": ["q_proj"]})
-    with pytest.raises(BadAdapter, match="has rank 6 and 64 outputs, which cannot be cut into its 3 blocks"):
+    with pytest.raises(BadAdapter, match="has rank 6 and 64 outputs, which cannot be divided into its 3 blocks"):
         load(registry, "a", str(copied))
 
 
@@ -201,7 +201,7 @@ def test_values_too_large_for_the_model_s_precision(copied: Path, sites: dict[st
 def test_truncated_weights(copied: Path, registry: AdapterRegistry) -> None:
     file = copied / "adapter_model.safetensors"
     file.write_bytes(file.read_bytes()[:1000])
-    with pytest.raises(BadAdapter, match="cut short"):
+    with pytest.raises(BadAdapter, match="may be truncated"):
         load(registry, "a", str(copied))
 
 
@@ -278,7 +278,7 @@ def test_configuration_that_is_no_json(copied: Path, registry: AdapterRegistry) 
 
 @pytest.mark.parametrize("name", ["", " a", "a@b", "a/b", "a\nb"])
 def test_names_that_would_confuse(name: str, copied: Path, registry: AdapterRegistry) -> None:
-    with pytest.raises(BadAdapter, match="not usable"):
+    with pytest.raises(BadAdapter, match="is invalid"):
         load(registry, name, str(copied))
 
 

@@ -1,4 +1,4 @@
-"""Adapters stay while they are used or pinned, leave least recently used first, and never leave in vain."""
+"""Adapter residency: LRU eviction, pinning, reservations, and no eviction without a successful allocation."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_nobody_is_evicted_for_an_adapter_that_does_not_fit_anyway() -> None:
     residency.bring("cold", 2)
     residency.bring("pinned", 4)
     residency.pin("pinned")
-    assert residency.bring("large", 5) is None, "2 free before and 4 after the pinned one are no run of 5"
+    assert residency.bring("large", 5) is None, "2 free pages before the pinned run and 4 after it hold no run of 5"
     assert residency.bring("larger", 11) is None
     assert residency.resident == {"cold", "pinned"} and residency.drain_evicted() == ()
 
@@ -91,7 +91,7 @@ def test_adapters_never_cross_their_line() -> None:
     residency = make(num_pages=20, max_pages=6)
     residency.bring("a", 4)
     residency.pin("a")
-    assert residency.bring("b", 3) is None, "pages 6 to 19 are free, but not for adapters"
+    assert residency.bring("b", 3) is None, "pages 6 to 19 are free but beyond the adapters' share"
     assert residency.books.num_free_blocks == 8
 
 
@@ -109,7 +109,7 @@ def test_reserved_pages_count_in_the_share_and_are_not_evicted() -> None:
     residency.bring("a", 3)
     reserved = residency.reserve(2)
     assert reserved == Run(3, 2)
-    assert residency.reserve(2) is None, "reserving evicts nobody"
+    assert residency.reserve(2) is None, "reserving evicts no adapter"
     assert residency.bring("b", 4) is None
     assert residency.num_pages == 5
     residency.release(reserved)
@@ -135,7 +135,7 @@ def test_the_proof_fails_when_a_run_is_not_accounted_for() -> None:
     residency.bring("a", 2)
     residency.check_integrity()
     residency.books.allocate_run(1)
-    with pytest.raises(AssertionError, match="the books list 2"):
+    with pytest.raises(AssertionError, match="ArenaBooks lists 2"):
         residency.check_integrity()
 
 
@@ -165,7 +165,7 @@ def test_any_sequence_of_use_keeps_the_sums_and_the_promises(
             run = residency.bring(name, sizes.get(name, number))
             evicted = residency.drain_evicted()
             assert not set(evicted) & set(pins), "a pinned adapter was evicted"
-            assert list(evicted) == [n for n in recency if n not in pins][: len(evicted)], "not the coldest first"
+            assert list(evicted) == [n for n in recency if n not in pins][: len(evicted)], "not evicted in LRU order"
             if run is None:
                 assert residency.resident == before
             else:

@@ -1,4 +1,4 @@
-"""Every page is in exactly one place: runs from the low end, blocks from the high end, and a proof that can fail."""
+"""Page ownership: runs from the low end, blocks from the high end, and an integrity check that can fail."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ def test_runs_take_the_lowest_gap_that_fits() -> None:
 
 
 def test_blocks_are_taken_from_the_high_end_and_are_aligned() -> None:
-    books = ArenaBooks(11, 3)  # blocks 0, 1, 2; pages 9 and 10 are too few for one
+    books = ArenaBooks(11, 3)  # blocks 0, 1, 2; pages 9 and 10 are too few for a block
     assert [books.take_block() for _ in range(4)] == [2, 1, 0, None]
-    assert books.allocate_run(2) == Run(9, 2), "what is no block can still be a run"
+    assert books.allocate_run(2) == Run(9, 2), "pages that form no block can form a run"
     books.check_integrity()
 
 
@@ -39,7 +39,7 @@ def test_a_run_makes_every_block_it_touches_unavailable_until_it_goes() -> None:
     assert low is not None and straddling is not None
     assert books.num_free_blocks == 1
     books.free_run(low)
-    assert books.num_free_blocks == 1, "block 0 still lends page 3 to the other run"
+    assert books.num_free_blocks == 1, "the other run still owns page 3 of block 0"
     books.free_run(straddling)
     assert books.num_free_blocks == 3
     books.check_integrity()
@@ -75,9 +75,9 @@ def test_the_proof_fails_when_the_books_are_wrong() -> None:
     books.take_block()
     for spoil in (
         lambda: books._runs.add(Run(2, 2)),  # overlaps the run at 0
-        lambda: books._taken.add(1),  # lies in the run too
-        lambda: books._taken.clear(),  # a block is lost
-        lambda: books._pages.__setitem__(5, 1),  # a page nobody owns
+        lambda: books._taken.add(1),  # also in the run
+        lambda: books._taken.clear(),  # all blocks are lost
+        lambda: books._pages.__setitem__(5, 1),  # a page without an owner
         lambda: setattr(books, "_num_free_blocks", 3),
     ):
         books.check_integrity()
@@ -89,7 +89,7 @@ def test_the_proof_fails_when_the_books_are_wrong() -> None:
 
 
 class Ledger:
-    """The slow, obvious twin: a name for each page, gaps found by trying every place."""
+    """A slow reference implementation: an owner name per page; finds gaps by trying every position."""
 
     def __init__(self, num_pages: int, pages_per_block: int) -> None:
         self.pages: list[object] = [None] * num_pages
@@ -156,7 +156,7 @@ def test_a_table_grows_by_whole_blocks_and_keeps_its_order() -> None:
     assert tables.table("a") == (9, 8)
     assert tables.grow("b", 1)
     assert tables.grow("a", 8)
-    assert tables.table("a") == (9, 8), "eight tokens still fit"
+    assert tables.table("a") == (9, 8), "eight tokens fit into two blocks"
     assert tables.grow("a", 9)
     assert tables.table("a") == (9, 8, 6)
     assert tables.holders == {"a", "b"}

@@ -1,4 +1,4 @@
-"""What is in the way moves: to where there is room, with all it holds, for as few bytes as another way would cost."""
+"""Compaction: runs and blocks move with their content, and the cheapest plan is used."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from vlora.memory.prefix_cache import PrefixCache, TokenChain
 
 
 class Bytes:
-    """A twin of the arena: a label for each page, copied as the books ask."""
+    """A model of the arena's content: a label per page, copied as `ArenaBooks` requests."""
 
     def __init__(self, num_pages: int) -> None:
         self.pages: list[object] = [None] * num_pages
@@ -40,7 +40,7 @@ def make(num_pages: int, max_pages: int, pages_per_block: int = 1) -> tuple[Resi
     return Residency(ArenaBooks(num_pages, pages_per_block, copy=content.copy), max_pages), content
 
 
-# -- one story each ---------------------------------------------------------------------------------------------------
+# -- single scenarios -------------------------------------------------------------------------------------------------
 
 
 def test_a_small_adapter_moves_where_a_large_one_finds_no_gap() -> None:
@@ -51,7 +51,7 @@ def test_a_small_adapter_moves_where_a_large_one_finds_no_gap() -> None:
     content.write(residency.run("small"), "small")
     residency.drop("a")
     residency.drop("b")
-    # Free: 0 to 2 and 4 to 6. Without moving, the three pages of c would have to leave.
+    # Free: pages 0 to 2 and 4 to 6. Without moving, the three pages of c would have to be evicted.
     assert residency.bring("large", 6) == Run(0, 6)
     assert residency.resident == {"small", "c", "large"} and residency.drain_evicted() == ()
     assert residency.drain_moved() == ("small",) and residency.drain_moved() == ()
@@ -96,11 +96,11 @@ def test_what_is_pinned_or_in_use_with_nowhere_to_go_stays_and_the_newcomer_wait
     residency.bring("pinned", 2)
     residency.pin("pinned")
     residency.drop("gone")
-    assert residency.bring("a", 2) is None, "one free page on either side of the pinned one"
+    assert residency.bring("a", 2) is None, "one free page on each side of the pinned one"
     residency.unpin("pinned")
     blocks = [residency.books.take_block() for _ in range(6)]
     assert blocks == [7, 6, 5, 4, 3, 0]
-    assert residency.bring("b", 3) is None, "block 0 has nowhere to go"
+    assert residency.bring("b", 3) is None, "no free place for block 0"
     assert residency.resident == {"pinned"} and content.num_copied == 0
     residency.books.return_block(7)
     assert residency.bring("b", 3) == Run(0, 3) and residency.drain_evicted() == ("pinned",)
@@ -112,7 +112,7 @@ def test_the_way_that_costs_fewer_pages_is_taken() -> None:
     for name, pages in (("cold", 1), ("x", 1), ("large", 8), ("y", 2)):
         residency.bring(name, pages)
     residency.drop("x")
-    # Free: page 1. Moving the cold one's page would make room, and letting it go costs less.
+    # Free: page 1. Moving the cold adapter's page would make room, but evicting it is cheaper.
     assert residency.bring("b", 2) == Run(0, 2)
     assert residency.drain_evicted() == ("cold",) and content.num_copied == 0
 
@@ -137,11 +137,11 @@ def test_a_cached_block_in_the_way_keeps_what_it_holds() -> None:
     assert content.holds(books.pages_of(tables.table("again")[0]), "first")
     tables.check_integrity()
     books.check_integrity()
-    # Where nothing is free, the least recently used gives way to what is in use, and is forgotten.
+    # With no free block, a block in use replaces the least recently used cached block, which is discarded.
     residency.drop("a")
     tables.free("again")
     tables.grow("all", 12)
-    assert residency.bring("b", 3) is None, "six blocks in use and three pages are more than eight"
+    assert residency.bring("b", 3) is None, "six blocks in use and three pages exceed eight pages"
     assert residency.bring("c", 2) is not None and len(prefix.keys) == 0
     tables.check_integrity()
     books.check_integrity()
@@ -173,7 +173,7 @@ def test_contents_follow_wherever_things_go(
     residency, tables = Residency(books, max_pages), BlockTables(books, 2, prefix)
     sizes = dict(zip("abcdef", (1, 2, 3, 4, 5, 7), strict=True))
     pins: list[str] = []
-    known: dict[bytes, object] = {}  # what a cached block must hold
+    known: dict[bytes, object] = {}  # expected content of the cached blocks
     for number, (action, name, size) in enumerate(actions):
         before = {other: residency.run(other) for other in residency.resident}
         if action == "bring":
@@ -185,7 +185,9 @@ def test_contents_follow_wherever_things_go(
             assert {n for n in before if n not in evicted and residency.run(n) != before[n]} == set(moved)
             assert all(len(tables.table(r)) == len(table) for r, table in tables_before.items())
             if run is None:
-                assert copied == content.num_copied and not evicted and cached == prefix._blocks, "moved in vain"
+                assert copied == content.num_copied and not evicted and cached == prefix._blocks, (
+                    "a failed allocation moved, evicted or discarded content"
+                )
             elif name not in before:
                 content.write(run, name)
         elif action == "drop" and name in before and name not in pins:
@@ -200,7 +202,7 @@ def test_contents_follow_wherever_things_go(
             for place, block in enumerate(tables.table(name)):
                 content.write(books.pages_of(block), (name, place))
         elif action == "free" and tables.table(name):
-            # Some of what was computed is kept, under prompts of its own.
+            # Keep some of the computed blocks in the cache, under distinct prompts.
             table = tables.table(name)
             chain = TokenChain(make_request("r", prompt=tuple(range(number + 1, number + 2 + 2 * len(table)))), 2, {})
             if size > 3:
@@ -208,19 +210,19 @@ def test_contents_follow_wherever_things_go(
                 known.update({chain.key(place): (name, place) for place in range(len(table))})
             tables.free(name)
         for other in residency.resident:
-            assert content.holds(residency.run(other), other), f"{other} lost its bytes"
+            assert content.holds(residency.run(other), other), f"the content of {other} is lost"
         for holder in tables.holders:
             for place, block in enumerate(tables.table(holder)):
-                assert content.holds(books.pages_of(block), (holder, place)), "KV is gone"
+                assert content.holds(books.pages_of(block), (holder, place)), "KV content is lost"
         for key, block in prefix._blocks.items():
-            assert content.holds(books.pages_of(block), known[key]), "a known block holds something else"
+            assert content.holds(books.pages_of(block), known[key]), "a known block has other content"
         residency.check_integrity()
         tables.check_integrity()
         books.check_integrity()
 
 
 def test_nobody_who_fits_in_pages_waits_while_nothing_is_pinned() -> None:
-    """Adapters of one page less than what is free find room, whatever lies where."""
+    """Adapters of at most one page less than the free pages always fit, for any fragmentation."""
     for seed in range(40):
         draws = random.Random(seed)
         residency, _ = make(40, 20)
@@ -246,7 +248,7 @@ def test_the_arena_copies_over_itself(first: int, target: int, size: int) -> Non
     arena.copy(first, target, size)
     assert torch.equal(arena.buffer(target, size), wanted)
     outside[target * PAGE_BYTES : (target + size) * PAGE_BYTES] = wanted
-    assert torch.equal(arena.bytes, outside), "something else was written to"
+    assert torch.equal(arena.bytes, outside), "pages outside the target were modified"
     assert arena.num_copied == (size if first != target else 0)
 
 

@@ -1,4 +1,4 @@
-"""Bytes arrive whole and in time, whatever the GPU does; here the GPU is a queue that runs when waited for."""
+"""Transfers are complete and ordered for any timing of the GPU; the fake GPU is a queue that runs when waited for."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from vlora.memory.host_to_device import HostTransfer, Inline, RingTransfer, make
 
 
 class LazyStream:
-    """A stream that does nothing before it must: every copy reads its source as late as the caller allows."""
+    """A stream that delays all work: every copy reads its source as late as the caller allows."""
 
     def __init__(self) -> None:
         self.queue: deque[tuple[int, Callable[[], object]]] = deque()
@@ -63,17 +63,17 @@ def test_a_ring_of_any_size_brings_every_byte(num_bytes: int, slot_bytes: int, n
     stream.caller.append("the step before")
     ring = RingTransfer(Inline(), stream, slot_bytes, num_slots)
     ring.start(source, target).result()
-    assert torch.equal(target, source), "done means that all is there"
-    assert stream.log[0] == "the step before", "pages are not written while kernels queued before may read them"
+    assert torch.equal(target, source), "a finished transfer is complete"
+    assert stream.log[0] == "the step before", "pages must not be written while earlier kernels may read them"
     assert stream.log.count("copy") == -(-num_bytes // slot_bytes)
-    # Slots of the adapter before are free again, whatever they held.
+    # The slots of the previous adapter are free again, whatever their content.
     other = torch.randint(0, 256, (num_bytes,), dtype=torch.uint8)
     ring.start(other, target).result()
     assert torch.equal(target, other)
 
 
 def test_a_slot_that_is_not_waited_for_would_be_seen() -> None:
-    """The check on the check: the lazy stream notices a ring that reuses its slots too early."""
+    """Negative control: the lazy stream detects a ring that reuses its slots too early."""
 
     class Careless(LazyStream):
         def copy(self, target: torch.Tensor, source: torch.Tensor) -> LazyEvent:

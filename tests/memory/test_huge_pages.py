@@ -1,4 +1,4 @@
-"""Large buffers: tensors like any other, in huge pages where the system gives them."""
+"""Large buffers: ordinary tensors, in huge pages where the system provides them."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_a_view_keeps_the_memory_and_the_last_one_gives_it_back() -> None:
         assert mapping_of(address) is None
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="Linux tells what was asked for")
+@pytest.mark.skipif(sys.platform != "linux", reason="Linux reports the requested advice")
 def test_huge_pages_are_asked_for() -> None:
     tensor = empty([2**24], torch.uint8, CPU)
     mapping = mapping_of(tensor.data_ptr())
@@ -63,14 +63,14 @@ def test_huge_pages_are_asked_for() -> None:
 
 
 def test_a_kernel_without_huge_pages_serves_as_well(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(huge_pages, "_ADVICE", 9999)  # no such advice: madvise refuses it
+    monkeypatch.setattr(huge_pages, "_ADVICE", 9999)  # invalid advice: madvise fails
     assert empty([2**22], torch.uint8, CPU).fill_(1).sum() == 2**22
     monkeypatch.setattr(huge_pages, "_ADVICE", None)
     assert empty([2**22], torch.uint8, CPU).fill_(1).sum() == 2**22
 
 
 def mapping_of(address: int) -> str | None:
-    """What the system says of the mapping that holds an address; None where nothing is mapped."""
+    """The system's description of the mapping that contains an address; None if nothing is mapped there."""
     for entry in re.split(r"^(?=[0-9a-f]+-[0-9a-f]+ )", SMAPS.read_text(), flags=re.MULTILINE):
         bounds = re.match(r"([0-9a-f]+)-([0-9a-f]+) ", entry)
         if bounds and int(bounds.group(1), 16) <= address < int(bounds.group(2), 16):

@@ -1,4 +1,4 @@
-"""Keys tell apart whatever makes KV different, and shared blocks are counted, kept, and given up in the right order."""
+"""Prefix cache: keys cover all inputs of the KV; shared blocks are counted, cached and evicted in order."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ PLACEHOLDERS = {"image": IMAGE, "video": VIDEO}
 
 
 def make_request(*tokens: int, adapter: str | None = None, shown: tuple[tuple[str, str, int], ...] = ()) -> Request:
-    """shown: (kind, content, placeholders) of each image or video."""
+    """`shown`: (kind, content, placeholders) of each image or video."""
     vision = tuple(
         VisionInput(kind=kind, content_hash=content, num_tokens=count, fields={})  # type: ignore[arg-type]
         for kind, content, count in shown
@@ -37,7 +37,7 @@ def tables_of(num_blocks: int, block_size: int = 2) -> BlockTables:
 
 
 def start(tables: BlockTables, name: str, *tokens: int) -> tuple[int, TokenChain]:
-    """Reuse what is known, compute the rest, make it known; returns how much was found."""
+    """Reuse known blocks, compute and register the rest; return the number of reused tokens."""
     request = make_request(*tokens)
     chain = tables.chain(request)
     assert chain is not None
@@ -54,9 +54,9 @@ def start(tables: BlockTables, name: str, *tokens: int) -> tuple[int, TokenChain
 def test_a_key_stands_for_all_tokens_up_to_its_block_s_end() -> None:
     one = keys(make_request(1, 2, 3, 4, 5, 6, 7, 8, 9))
     assert len(one) == 2 and all(len(key) == 16 for key in one)
-    assert one == keys(make_request(1, 2, 3, 4, 5, 6, 7, 8, 0)), "what begins a block is no part of it"
+    assert one == keys(make_request(1, 2, 3, 4, 5, 6, 7, 8, 0)), "a partial block has no key"
     other = keys(make_request(0, 2, 3, 4, 5, 6, 7, 8, 9))
-    assert not set(one) & set(other), "the second block has the same tokens, but other ones before it"
+    assert not set(one) & set(other), "the second blocks have the same tokens but different prefixes"
 
 
 def test_adapters_and_their_versions_share_nothing() -> None:
@@ -73,7 +73,7 @@ def test_placeholders_stand_for_what_they_show() -> None:
     assert cat == shown(("image", "cat", 6))
     assert cat[0] != shown(("image", "dog", 6))[0]
     twice = shown(("image", "cat", 3), ("image", "cat", 3))
-    assert cat[0] == twice[0] and cat[1] != twice[1], "the same tokens of one picture, and the beginning of another"
+    assert cat[0] == twice[0] and cat[1] != twice[1], "the second blocks: the rest of one image, the start of another"
     assert shown(("image", "cat", 3), ("image", "dog", 3))[1] != twice[1]
     split = (shown(("image", "cat", 2), ("image", "dog", 4)), shown(("image", "cat", 1), ("image", "dog", 5)))
     assert split[0][0] != split[1][0]
@@ -113,7 +113,7 @@ def test_a_second_request_shares_full_blocks_and_computes_its_last_token() -> No
     assert start(tables, "a", 1, 2, 3, 4, 5)[0] == 0
     assert start(tables, "b", 1, 2, 3, 4, 9)[0] == 4
     assert tables.table("a")[:2] == tables.table("b")[:2] and tables.table("a")[2] != tables.table("b")[2]
-    assert start(tables, "c", 1, 2, 3, 4)[0] == 2, "all four are known, and the last one is computed all the same"
+    assert start(tables, "c", 1, 2, 3, 4)[0] == 2, "all four tokens are known, but the last one is always computed"
     assert tables.num_free_blocks == 8 - 3 - 1 - 1
     assert [tables.num_users(block) for block in tables.table("a")] == [3, 2, 1]
 
@@ -171,13 +171,13 @@ def test_cached_blocks_give_way_to_an_adapter_s_run() -> None:
     books = ArenaBooks(6, 1, displaced=prefix.drop)
     tables, residency = BlockTables(books, 2, prefix), Residency(books, 3)
     start(tables, "a", *range(12))
-    assert residency.bring("x", 2) is None, "they are in use"
+    assert residency.bring("x", 2) is None, "the blocks are in use"
     tables.free("a")
     assert tables.num_cached_blocks == 6
     run = residency.bring("x", 2)
     assert run is not None and residency.drain_evicted() == ()
     assert tables.num_cached_blocks == tables.num_free_blocks == 4
-    # The beginning lies at the high end, where blocks are taken first.
+    # The beginning is at the high end, where blocks are allocated first.
     assert start(tables, "a", *range(8))[0] == 6
     books.check_integrity()
     residency.check_integrity()
@@ -205,7 +205,7 @@ def test_forgetting_a_version_leaves_nothing_to_be_found() -> None:
         tables.learn(adapter, chain, 0, 4)
     tables.free("a@1")
     tables.forget("a@1")
-    tables.forget("a@2")  # still in use: not found any more, and free afterwards
+    tables.forget("a@2")  # still in use: no longer found, and freed afterwards
     tables.check_integrity()
     assert tables.num_cached_blocks == 0 and not tables.known
     tables.free("a@2")
@@ -241,7 +241,7 @@ def test_the_proof_fails_when_sharing_is_counted_wrongly(spoilt: str) -> None:
     if spoilt == "users":
         tables._num_users[shared] += 1
     elif spoilt == "known":
-        tables._prefix.learn(b"x", 0, None)  # nobody has computed it
+        tables._prefix.learn(b"x", 0, None)  # a key of a block that was not computed
     else:
         tables._prefix.drop(cached)
     with pytest.raises(AssertionError):
@@ -265,7 +265,10 @@ def test_the_proof_fails_when_sharing_is_counted_wrongly(spoilt: str) -> None:
 def test_no_block_is_lost_doubled_or_taken_for_another(
     num_blocks: int, block_size: int, actions: list[tuple[str, int, list[int]]]
 ) -> None:
-    """Requests of two adapters start, go on and end while adapters come and go; a twin knows what each block holds."""
+    """Requests of two adapters start, continue and end while adapters are loaded and evicted.
+
+    A model tracks the content of each block.
+    """
     prefix = PrefixCache({})
     books = ArenaBooks(num_blocks, 1, displaced=prefix.drop)
     tables, residency = BlockTables(books, block_size, prefix), Residency(books, num_blocks // 2)
@@ -289,7 +292,7 @@ def test_no_block_is_lost_doubled_or_taken_for_another(
             found = tables.reuse(name, chain, 0, len(text))
             assert found < len(text) and found % block_size == 0
             for place, block in enumerate(tables.table(name)):
-                assert holds[block] == (adapter, *text[: (place + 1) * block_size]), "found what it is not"
+                assert holds[block] == (adapter, *text[: (place + 1) * block_size]), "wrong content found"
             if tables.grow(name, len(text)):
                 chains[name], tokens[name] = chain, list(text)
                 written(name, found)

@@ -1,4 +1,4 @@
-"""Decoding over paged KV: what a request may not see cannot touch it."""
+"""Decoding over paged KV: the KV of other requests cannot affect a request."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Layer(torch.nn.Module):
 
 
 def attend(matrix: torch.Tensor, contexts: list[list[int]]) -> torch.Tensor:
-    """One new token for each context, whose last row is the new token's own; [requests, heads, dim]."""
+    """Attention of one new token per context, [requests, heads, dim]; a context ends with the new token's own row."""
     generator = torch.Generator().manual_seed(1)
     num = len(contexts)
     query = torch.randn(1, HEADS, num, DIM, generator=generator)
@@ -36,7 +36,7 @@ def attend(matrix: torch.Tensor, contexts: list[list[int]]) -> torch.Tensor:
 def test_what_is_not_a_number_in_anothers_kv_stays_there(
     lengths: tuple[int, int], compiled: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Two requests in blocks of their own, and nothing but NaN in all rows that are not theirs."""
+    """Two requests in separate blocks, with NaN in all other rows."""
     if not compiled:
         monkeypatch.setattr(atmm, "serves_attention", lambda device, dtype: False)
     elif not atmm.serves_attention(CPU, torch.float32):

@@ -1,4 +1,4 @@
-"""The order of a packed batch: which requests' tokens lie side by side."""
+"""The order of a packed batch: which requests' tokens are adjacent."""
 
 from __future__ import annotations
 

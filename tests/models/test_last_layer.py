@@ -1,4 +1,4 @@
-"""The last layer computes what is read of it, and nothing else changes."""
+"""The last layer computes only the rows that are read, and results do not change."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def reference(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
 
 
 class CountedRows:
-    """How many rows some modules computed, over all steps. Kept: one number for each call."""
+    """Count the rows that modules compute, with one number per call, over all steps."""
 
     def __init__(self, modules: Sequence[nn.Module]) -> None:
         self.calls: list[list[int]] = [[] for _ in modules]
@@ -52,8 +52,8 @@ class CountedRows:
 def answers_of(
     reference: Reference, cases: list[tuple[str | None, Prompt]], mode: str, step_tokens: int
 ) -> tuple[list[torch.Tensor], CountedRows]:
-    """Logits of every answer, and rows computed in the last layer: by k_proj, gate_proj and down_proj."""
-    policy = FixedModes(Mode.UNMERGED, plan=PLANS[mode])  # each run goes through its modes from the first one on
+    """Logits of every answer, and the rows that k_proj, gate_proj and down_proj compute in the last layer."""
+    policy = FixedModes(Mode.UNMERGED, plan=PLANS[mode])  # each run starts with its first mode
     recorded = Recorded(reference, policy, max_step_tokens=step_tokens, prefix_cache=False)
     layer: Any = recorded.engine._seam.text_model.layers[-1]
     counted = CountedRows([layer.self_attn.k_proj, layer.mlp.gate_proj, layer.mlp.down_proj])
@@ -79,7 +79,7 @@ def test_rows_that_are_read_are_as_if_all_were_computed(
     monkeypatch.setattr(runner, "queries_of", of_all_rows)
     full, everything = answers_of(reference, cases, mode, step_tokens)
     for one, other in zip(limited, full, strict=True):
-        # Fewer rows take other kernels, which round otherwise: logits differed by 4e-6 at most.
+        # Fewer rows use other kernels with different rounding: logits differed by 4e-6 at most.
         torch.testing.assert_close(one, other, atol=1e-5, rtol=1e-5)
     computed = sum(len(prompt.prompt_ids) + NUM_TOKENS - 1 for _, prompt in cases)
     assert everything.totals == [computed] * 3

@@ -1,4 +1,4 @@
-"""Bias, penalties and no early end: transformers' logits processors and the definitions as oracles."""
+"""Logit bias, penalties and min_tokens, checked against transformers' logits processors and the definitions."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def test_min_p_leaves_the_tokens_that_transformers_leaves(seed: int, min_p: floa
 
 
 def test_min_p_is_applied_before_top_p() -> None:
-    """Of what min_p leaves top_p takes its share: 0.5 and 0.3 of 0.8 are 0.625 and 0.375."""
+    """top_p applies to the probabilities that min_p keeps: 0.5 and 0.3 of 0.8 are 0.625 and 0.375."""
     logits = torch.tensor([[0.5, 0.3, 0.15, 0.05]]).log()
     both = SamplingParams(temperature=1.0, min_p=0.4, top_p=0.6)
     assert {sample(logits, [both], [0], [place])[0] for place in range(100)} == {0}

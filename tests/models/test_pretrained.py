@@ -1,4 +1,4 @@
-"""Code that lies beside weights is never run: what needs it is refused by name, and nobody is asked on a terminal."""
+"""Code in a checkpoint is never run: a model that needs it is rejected by name, without a prompt on the terminal."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ from vlora.models.loading import load_model, read_config
 from vlora.models.pretrained import from_pretrained
 from vlora.tune import shapes_of
 
-_OWN = "raise SystemExit('code was run that nobody allowed')"
+_OWN = "raise SystemExit('code was run without permission')"
 
 
 @pytest.fixture(autouse=True)
 def nobody_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     def asked(text: str = "") -> str:
-        raise AssertionError(f"asked on a terminal: {text}")
+        raise AssertionError(f"prompt on the terminal: {text}")
 
     monkeypatch.setattr(builtins, "input", asked)
 
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """The embedded model, and code beside it."""
+    """The embedded model, with a code file in its folder."""
     made = tmp_path / "model"
     shutil.copytree(checkpoint_path(), made)
     (made / "own.py").write_text(_OWN)
@@ -59,11 +59,9 @@ def change(file: Path, **fields: Any) -> None:
 )
 def test_a_model_that_only_its_own_code_can_read_is_refused(folder: Path, read: Any) -> None:
     change(folder / "config.json", model_type="own", auto_map={"AutoConfig": "own.Config", "AutoModel": "own.Model"})
-    with pytest.raises(
-        BadConfig, match=r"model' brings code of its own \(auto_map\) for what AutoConfig reads"
-    ) as told:
+    with pytest.raises(BadConfig, match=r"model' needs custom code \(auto_map\) for AutoConfig,") as told:
         read(str(folder))
-    assert "trust_remote_code" not in str(told.value), "a setting that does not exist here"
+    assert "trust_remote_code" not in str(told.value), "this setting does not exist here"
 
 
 def test_a_model_that_the_hub_does_not_give_is_refused_with_what_mends_it(folder: Path) -> None:
@@ -72,7 +70,7 @@ def test_a_model_that_the_hub_does_not_give_is_refused_with_what_mends_it(folder
     (folder / "config.json").unlink()
     with pytest.raises(BadConfig, match="cannot load model") as refused:
         read_config(str(folder))
-    assert "HF_ENDPOINT" not in str(refused.value), "a folder is not looked for on the hub"
+    assert "HF_ENDPOINT" not in str(refused.value), "a folder is not searched for on the hub"
 
 
 @pytest.mark.parametrize(
@@ -87,7 +85,7 @@ def test_so_is_a_tokenizer_or_processor(tmp_path: Path, kind: Any, file: str, fi
     (tmp_path / "own.py").write_text(_OWN)
     own = ["own.Own", "own.Own"] if kind is AutoTokenizer else "own.Own"
     change(tmp_path / file, auto_map={kind.__name__: own}, **fields)
-    with pytest.raises(BadConfig, match=f"brings code of its own .* for what {kind.__name__} reads"):
+    with pytest.raises(BadConfig, match=f"needs custom code .* for {kind.__name__},"):
         from_pretrained(kind, tmp_path)
 
 

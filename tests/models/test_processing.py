@@ -1,4 +1,4 @@
-"""Prompts and images become what the model takes: as many placeholders as the vision tower makes embeddings, always."""
+"""Prompts and images become model inputs, with as many placeholders as the vision tower has embeddings."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which norms of a model the compiled kernel takes over."""
+"""Selection of the norms that the compiled kernel replaces."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ pytestmark = pytest.mark.skipif(not atmm.serves_norm(torch.device("cpu"), torch.
 
 
 class OffsetRMSNorm(nn.Module):
-    """A formula of its own under the same name."""
+    """A different formula under the same name."""
 
     def __init__(self) -> None:
         super().__init__()

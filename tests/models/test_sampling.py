@@ -1,4 +1,4 @@
-"""Token choice: greedy, filters, and draws that depend on seed and place only."""
+"""Sampling: greedy, filters, and draws that depend only on the seed and the token's index."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The vision tower in pieces gives bit for bit what it gives in one call, and what the published code gives."""
+"""The vision tower in pieces gives bit-identical results to one call, and the results of the published code."""
 
 from __future__ import annotations
 
@@ -39,12 +39,12 @@ def encode(seam: Seam, kind: str, fields: Fields, lanes: list[atmm.Lane]) -> lis
 
 
 def in_steps(call: PacedCall[list[VisionFeatures]], flops: float) -> int:
-    """Run it to its end, with other work of the same model in between; how many steps it took."""
+    """Run a call to its end, with other work of the same model between steps. Returns the number of steps."""
     for number in range(1, 100_000):
         with torch.inference_mode():
             if call.advance(flops):
                 return number
-    raise AssertionError("it never ends")
+    raise AssertionError("the call does not finish")
 
 
 def assert_equal(found: list[VisionFeatures], wanted: list[VisionFeatures]) -> None:
@@ -58,7 +58,7 @@ def assert_equal(found: list[VisionFeatures], wanted: list[VisionFeatures]) -> N
 @pytest.mark.parametrize("kind", ["image", "video"])
 def test_in_steps_and_at_once_are_bit_equal(family: str, kind: str, small_pieces: None) -> None:
     if kind == "video" and family not in VIDEO_FAMILIES:
-        pytest.skip("it takes no videos")
+        pytest.skip("the family does not accept videos")
     model = build_model(family)
     items = images_of(family, model) if kind == "image" else images_of(family, model, 0, 1)
     seam, fields = Seam(model), fields_of(items)
@@ -136,5 +136,5 @@ def test_patches_are_counted_as_the_operations_that_are_spent(family: str, count
     call = PacedCall(lambda: encode(seam, "image", fields_of(items), []))
     in_steps(call, 1e15)
     expected = sum(encode_patches(model.config, item) for item in items)
-    # Class tokens and tiles that only fill a batch up are not counted.
+    # Class tokens and tiles that only pad a batch are not counted.
     assert call.flops / patch_flops(model.config) == pytest.approx(expected, rel=0.25)

@@ -1,6 +1,6 @@
-"""An engine on paper: real scheduler, books and residency; a clock that only steps move; a runner that runs no model.
+"""A simulated engine: real scheduler, page bookkeeping and residency; a fake clock; a runner without a model.
 
-The runner keeps what every KV slot holds, so it notices a context that is not where the scheduler says it is.
+The runner tracks the content of every KV slot, so it detects a context that is not where the scheduler expects it.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ EOS = 0
 VOCABULARY = 40
 IMAGE = 1000  # placeholder token
 SHORT_LANE = 4  # tokens
-PIECE = 4  # patches that are encoded at least, once any are
+PIECE = 4  # minimum patches per encoding
 
 
 class FakeClock:
@@ -60,7 +60,7 @@ class FakeClock:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Speed:
-    """Seconds of the fake machine. long_lane: of each lane of more than `SHORT_LANE` tokens."""
+    """Seconds of the simulated machine. `long_lane` applies to each lane of more than `SHORT_LANE` tokens."""
 
     step: float = 0.01
     token: float = 0.001
@@ -72,12 +72,12 @@ class Speed:
 
 
 def token_at(request_id: str, place: int) -> int:
-    """The token the fake model answers at that place; it depends on nothing else."""
+    """The token that the fake model samples at that position; it depends on nothing else."""
     return zlib.crc32(f"{request_id}/{place}".encode()) % VOCABULARY
 
 
 def expected_tokens(request: Request) -> list[int]:
-    """What a request must be answered, whatever happens to it on the way."""
+    """The expected answer of a request, independent of scheduling."""
     tokens = []
     for place in range(request.sampling.max_tokens):
         tokens.append(token_at(request.request_id, place))
@@ -87,9 +87,9 @@ def expected_tokens(request: Request) -> list[int]:
 
 
 class Content:
-    """What the KV of each of a request's tokens is made of: its adapter, all tokens up to it, the images they show.
+    """The inputs of the KV of each token: the adapter, all tokens up to it, and the images they show.
 
-    owner: the request alone, where nothing may be shared.
+    `owner`: the request id where blocks must not be shared.
     """
 
     def __init__(self, request: Request, owner: str | None) -> None:
@@ -106,7 +106,7 @@ class Content:
 
 
 class FakeRunner:
-    """Answers batches after proving that each may run: its KV context in place, its mode right, its answer due."""
+    """Executes batches after checking each item: KV context in place, mode correct, answer due."""
 
     def __init__(
         self, clock: FakeClock, speed: Speed, block_size: int, failing: Mapping[str, int], *, sharing: bool
@@ -114,17 +114,17 @@ class FakeRunner:
         self.clock = clock
         self.speed = speed
         self.block_size = block_size
-        self.failing = dict(failing)  # request_id -> the how manieth of its steps fails
+        self.failing = dict(failing)  # request_id -> number of the step that fails
         self.requests: dict[str, Request] = {}
         self.num_sampled: dict[str, int] = {}
         self.slots: dict[tuple[int, int], object] = {}
         self.sharing = sharing
         self.contents: dict[str, Content] = {}
         self.merged: str | None = None
-        self.shadow: str | None = None  # merged last: putting it back is free, as with shadow weights
-        self.num_cached = 1  # of a call's images, how many the cache keeps
+        self.shadow: str | None = None  # merged last: restoring it is free, as with shadow weights
+        self.num_cached = 1  # images per call that the cache keeps
         self.cached: set[str] = set()  # contents
-        self.broken: set[str] = set()  # contents that cannot be encoded
+        self.broken: set[str] = set()  # contents that fail to encode
         self.held: set[tuple[str, int]] = set()  # embeddings, by request and place
         self.calls: dict[int, tuple[tuple[tuple[str, int], ...], float]] = {}  # items and patches left
         self.num_encoded: Counter[str] = Counter()
@@ -155,7 +155,7 @@ class FakeRunner:
             content = self.contents[item.request_id]
             self._prove_images(item, request)
             for index in range(item.start):
-                assert self.slots[self._slot(item.block_table, index)] == content.at(index), "KV is gone"
+                assert self.slots[self._slot(item.block_table, index)] == content.at(index), "KV content is lost"
             for index in range(item.start, stop):
                 self.slots[self._slot(item.block_table, index)] = content.at(index)
             context += item.start
@@ -163,7 +163,7 @@ class FakeRunner:
                 lanes += item.num_tokens * ((item.adapter is not None) + (batch.merged_adapter is not None))
             self.failing[item.request_id] = self.failing.get(item.request_id, 0) - 1
             if self.failing[item.request_id] == 0:
-                # Whatever a failed step left behind, nobody may read it.
+                # No request may read KV from a failed step.
                 for index in range(item.start, stop):
                     self.slots[self._slot(item.block_table, index)] = "spoilt"
                 errors[item.request_id] = ErrorValue("bad_image", "this one fails alone")
@@ -193,10 +193,10 @@ class FakeRunner:
         )
 
     def _encode(self, encode: Encode) -> tuple[Encoded, dict[str, ErrorValue]]:
-        """Do a call's share in pieces of `PIECE` patches. What a call is made of never changes."""
+        """Encode a call's share in pieces of `PIECE` patches. The items of a call never change."""
         images = {self.image(request_id, place).content_hash: place for request_id, place in encode.items}
         if encode.number not in self.calls:
-            assert not self.calls or encode.number > max(self.calls), "calls come one after the other"
+            assert not self.calls or encode.number > max(self.calls), "calls are sequential"
             total = sum(
                 {
                     self.image(request_id, place).content_hash: self.image(request_id, place).num_patches
@@ -228,7 +228,7 @@ class FakeRunner:
         return self.requests[request_id].vision[place]
 
     def _prove_images(self, item: BatchItem, request: Request) -> None:
-        """Embeddings of every image whose tokens are computed are held; cached ones are held from now on."""
+        """Assert that embeddings of every image with computed tokens are held; cached ones are held from now on."""
         shown = [(place, i) for place, image in enumerate(request.vision) for i in range(image.num_tokens)]
         at = [index for index, token in enumerate(request.prompt_ids) if token == IMAGE]
         for index, (place, _) in zip(at, shown, strict=True):
@@ -258,7 +258,7 @@ class FakeRunner:
 
 
 class Watched:
-    """A policy that remembers what it was asked."""
+    """A policy that records its inputs."""
 
     def __init__(self, policy: Policy) -> None:
         self.policy = policy
@@ -273,7 +273,7 @@ class Watched:
 
 @dataclasses.dataclass(frozen=True)
 class Step:
-    """One line of the log: when it ran, what the policy was told, what ran. ready: the requests it could choose."""
+    """One line of the log: time, policy inputs and batch. `ready`: the requests that the policy could select."""
 
     start_s: float
     end_s: float
@@ -288,9 +288,12 @@ class Step:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Machine:
-    """The box a simulation runs on. adapters: pages by name. Adapters named in `lossy` may not be merged.
+    """The simulated machine.
 
-    load_s: seconds until an adapter brought into memory may be used.
+    Attributes:
+        adapters: pages by name.
+        lossy: adapters that may not be merged.
+        load_s: seconds to load an adapter.
     """
 
     num_pages: int = 256
@@ -310,7 +313,7 @@ class Machine:
 
 
 class Simulation:
-    """Runs requests as the engine does: bring adapters, decide, run, record. All books are proved in every step."""
+    """Runs requests as the engine does: load adapters, schedule, run, record. Every step checks all invariants."""
 
     def __init__(
         self, machine: Machine, *, policy: Policy | None = None, failing: Mapping[str, int] | None = None
@@ -387,7 +390,13 @@ class Simulation:
         cancels: Sequence[tuple[int, str]] = (),
         max_steps: int = 5000,
     ) -> None:
-        """Until nothing is left to do. arrivals: in order of time, in seconds; cancels: before which step, whom."""
+        """Run until no work is left.
+
+        Args:
+            arrivals: (seconds, request), in order of time.
+            cancels: (number of the step before which to cancel, request id).
+            max_steps: steps after which the test fails.
+        """
         waiting = list(arrivals)
         for step in range(max_steps):
             while waiting and waiting[0][0] <= self.clock.now:
@@ -410,7 +419,7 @@ class Simulation:
         self.scheduler.check_integrity()
 
     def _copy(self, first_page: int, target: int, num_pages: int) -> None:
-        """What a KV block holds goes where its pages go; nobody reads an adapter here."""
+        """Move the content of a KV block with its pages; adapter content is not simulated."""
         size = self.machine.pages_per_block
         self.num_copied += num_pages
         if num_pages == size and first_page % size == target % size == 0:
@@ -438,7 +447,10 @@ def make_request(
     priority: int = 0,
     tenant: str | None = None,
 ) -> Request:
-    """A request with a prompt of that many tokens, or of these. images: (content, placeholders) in their order."""
+    """A request with a prompt of the given length, or with the given tokens.
+
+    `images`: (content, placeholders), in order.
+    """
     return Request(
         request_id=request_id,
         prompt_ids=tuple(range(1, prompt + 1)) if isinstance(prompt, int) else prompt,

@@ -1,4 +1,4 @@
-"""The policy against a literal transcription of the paper's Algorithm 1, and each repair on its own."""
+"""Algorithm 1 against a literal transcription from the paper, and each change on its own."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ ADAPTERS = ("a", "b", "c")
 
 
 def paper(requests: list[Candidate], max_batch_size: int) -> Decision:
-    """Algorithm 1 of the paper, line by line (its numbers on the right)."""
+    """Algorithm 1 of the paper, line by line; trailing comments give its line numbers."""
     starve = [r for r in requests if r.credit > THETA_S]  # 4
     length = max_batch_size - len(starve)  # 5
     merge = max(([r for r in requests if r.adapter == lora] for lora in ADAPTERS), key=len)  # 6
@@ -53,9 +53,11 @@ with_the_base = st.lists(st.tuples(st.sampled_from([None, *ADAPTERS]), st.floats
 def test_decisions_equal_the_paper_s_wherever_no_repair_applies(
     queue: list[tuple[str, float]], max_batch_size: int, merged: str | None
 ) -> None:
-    """No repair applies when at least MaxBS requests wait, at most MaxBS starve, the largest group is the only largest,
-    nobody asks for the base model and every adapter may be merged. The paper does not say in which order starving
-    requests go; ours go in order of their turn.
+    """Decisions match the paper where none of the changes applies.
+
+    None applies when at least MaxBS requests wait, at most MaxBS starve, there is a single largest group, no request is
+    for the base model, and every adapter may be merged. The paper does not define the order of starving requests; here
+    they run in scheduling order.
     """
     requests = [Candidate(f"r{i}", adapter, credit) for i, (adapter, credit) in enumerate(queue)]
     starving = [r for r in requests if r.credit > THETA_S]
@@ -80,40 +82,40 @@ def test_every_decision_can_be_run(
     adapter_of = {r.request_id: r.adapter for r in requests}
     decision = decide(requests, max_batch_size, merged=merged, mergeable=frozenset(mergeable))
     assert len(set(decision.order)) == len(decision.order) <= max_batch_size
-    assert decision.order, "somebody always runs"
+    assert decision.order, "at least one request must run"
     assert decision.merged_adapter is None or decision.merged_adapter in mergeable
     if decision.mode is Mode.MERGED:
         assert {adapter_of[request_id] for request_id in decision.order} == {decision.merged_adapter}
     if decision.mode is Mode.UNMERGED:
         assert decision.merged_adapter is None
-        assert len(decision.order) == min(max_batch_size, len(requests)), "unmerged leaves no place empty"
+        assert len(decision.order) == min(max_batch_size, len(requests)), "unmerged mode fills the batch"
     starving = sorted((r for r in requests if r.credit > THETA_S), key=lambda r: -r.credit)[:max_batch_size]
     in_turn = [r for r in requests if r in starving]
-    assert decision.order[: len(starving)] == ids(in_turn), "whoever starves goes first"
+    assert decision.order[: len(starving)] == ids(in_turn), "starving requests run first"
 
 
 def test_low_load_merges_because_the_batch_is_only_as_large_as_the_queue() -> None:
     assert decide(requests_of("a"), 32) == Decision(Mode.MERGED, "a", ("r0",))
-    assert paper(requests_of("a"), 32).mode is Mode.UNMERGED, "without the repair it would not"
+    assert paper(requests_of("a"), 32).mode is Mode.UNMERGED, "without the change it does not merge"
 
 
 def test_starving_requests_are_served_by_credit_and_cut_to_the_batch() -> None:
     ready = [Candidate(f"r{i}", "a", credit) for i, credit in enumerate((1.5, 3.0, 2.0, 2.5))]
     assert decide(ready, 2) == Decision(Mode.UNMERGED, None, ("r1", "r3"))
-    assert len(paper(ready, 2).order) > 2, "without the repair the batch would overflow"
+    assert len(paper(ready, 2).order) > 2, "without the change the batch overflows"
 
 
 def test_a_tie_keeps_what_is_merged_now() -> None:
     ready = requests_of("a", "b", "a", "b", "a", "b")
     assert decide(ready, 4, merged="b") == Decision(Mode.MERGED, "b", ("r1", "r3", "r5"))
     assert decide(ready, 4, merged="a").merged_adapter == "a"
-    assert decide(ready, 4, merged="c").merged_adapter == "a", "the earliest group, when neither is merged"
+    assert decide(ready, 4, merged="c").merged_adapter == "a", "the earliest group wins if neither is merged"
 
 
 def test_base_model_requests_are_a_group_whose_merged_form_is_w0() -> None:
     assert decide(requests_of(None, None, "a")) == Decision(Mode.MERGED, None, ("r0", "r1"))
     tie = requests_of("a", None, "a", None)
-    assert decide(tie, 2, merged=None).order == ("r1", "r3"), "a tie keeps W0 in place"
+    assert decide(tie, 2, merged=None).order == ("r1", "r3"), "a tie keeps W0"
     assert decide(tie, 2, merged="a").order == ("r0", "r2")
 
 

@@ -1,4 +1,4 @@
-"""What `vlora_cost` weighs: on a machine whose lanes are dear, small situations with one right answer each."""
+"""The cost-based policy on a machine with expensive lanes: small situations with a single optimal decision."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def decoding(adapter: str, number: int, waited_s: float = 0.0) -> list[Candidate
 
 
 def chunk(adapter: str, waited_s: float = 0.0) -> Candidate:
-    """A video chunk that a head answers: three steps' worth of prompt, of which its credit counts one."""
+    """A video chunk for a head: a prompt of three steps, of which its credit counts one."""
     return Candidate(f"chunk-{adapter}", adapter, waited_s + 0.8, 1536, head=True, waited_s=waited_s)
 
 
@@ -47,11 +47,11 @@ def test_chunks_of_many_adapters_are_merged_one_after_the_other() -> None:
     ready = [chunk("a"), chunk("b"), chunk("c")]
     first = decide(ready, state())
     assert (first.mode, first.merged_adapter, first.order) == (Mode.MERGED, "a", ("chunk-a",))
-    assert decide(ready[1:], state("a")).merged_adapter == "b", "with a's done, b's turn"
+    assert decide(ready[1:], state("a")).merged_adapter == "b", "a's requests are done, so b's are next"
 
 
 def test_a_batch_of_one_adapter_has_nobody_to_take_turns_with() -> None:
-    """Whatever is cheapest by an ulp: where merging is written over W0, whose price the turns of heads may hide."""
+    """Regardless of rounding, where merging overwrites W0: alternating plans for heads may hide the merge cost."""
     draws = random.Random(0)
     for _ in range(500):
         base_s, token_s, merge_s, back_s = (draws.uniform(1e-6, 0.5) for _ in range(4))
@@ -62,7 +62,7 @@ def test_a_batch_of_one_adapter_has_nobody_to_take_turns_with() -> None:
 
 @pytest.mark.parametrize("oldest", ["a", "b"])
 def test_whoever_is_merged_is_finished_before_another_takes_its_place(oldest: str) -> None:
-    """To merge b in a's place now and a again later costs a merge more, whoever came first."""
+    """Merging b now and a again later costs one more merge, independent of arrival order."""
     ready = [chunk(oldest), chunk("ab".replace(oldest, "")), chunk("c")]
     at = state("a")
     for _ in range(20):
@@ -72,7 +72,7 @@ def test_whoever_is_merged_is_finished_before_another_takes_its_place(oldest: st
 
 
 def test_a_guest_comes_as_late_as_the_bound_allows() -> None:
-    """By credit it starves already, which counts the step to come as well; a token now would cost it two lanes."""
+    """By credit, which includes the next step, the prompt already starves; a token now would cost two lanes."""
     early, late = chunk("b", waited_s=THETA_S - 0.1), chunk("b", waited_s=THETA_S + 0.1)
     assert early.credit > THETA_S
     alone = decide([chunk("a"), early], state("a"))
@@ -84,7 +84,7 @@ def test_a_guest_comes_as_late_as_the_bound_allows() -> None:
 def test_guests_are_served_in_the_order_they_have_waited_and_fill_no_more_than_the_batch() -> None:
     late = [Candidate(f"r{i}", "b", THETA_S + i, 1536, head=True, waited_s=THETA_S + i) for i in range(1, 41)]
     chosen = decide([*decoding("a", 8), *late], state("a")).order
-    assert set(chosen) == {f"r{i}" for i in range(9, 41)}, "the 32 that have waited longest"
+    assert set(chosen) == {f"r{i}" for i in range(9, 41)}, "the 32 requests with the longest waits"
 
 
 def test_an_urgent_request_runs_at_once_however_short_it_has_waited() -> None:
@@ -93,7 +93,7 @@ def test_an_urgent_request_runs_at_once_however_short_it_has_waited() -> None:
 
 
 def test_a_prompt_is_no_reason_to_put_its_half_off() -> None:
-    """Sixteen against fifteen take turns, and the merged half goes first although one of it brings a prompt."""
+    """Sixteen alternate with fifteen, and the merged half runs first although one of its requests has a prompt."""
     prompt, dear = Candidate("prompt", "a", 0.0, 256), COSTS._replace(base_s=0.05, short_lane=512)
     chosen = decide([*decoding("a", 16), prompt, *decoding("b", 15)], state("a", dear))
     assert (chosen.mode, chosen.merged_adapter) == (Mode.MERGED, "a")
@@ -101,7 +101,7 @@ def test_a_prompt_is_no_reason_to_put_its_half_off() -> None:
 
 
 def test_an_adapter_is_read_once_however_many_want_it() -> None:
-    """Ten want a, which is at hand: mixed mode saves them ten lanes for two more, but not the reading of a."""
+    """Ten requests use the available adapter a: mixed mode saves ten lanes for two more, but a is still read."""
     ready = [*decoding("a", 10), *decoding("b", 1), *decoding("c", 1)]
     lanes, reads = COSTS._replace(short_lane=512), COSTS._replace(lane_s=0.0, adapter_s=0.01, short_lane=512)
     assert decide(ready, state("a", lanes)).mode is Mode.MIXED
@@ -109,13 +109,13 @@ def test_an_adapter_is_read_once_however_many_want_it() -> None:
 
 
 def test_a_long_prompt_reads_its_adapter_in_every_step_it_takes() -> None:
-    """Three readings are dearer than a merge: it is merged for at once, not after a step without."""
+    """Three reads cost more than a merge, so the adapter is merged in the first step."""
     reads = COSTS._replace(long_lane_s=0.0, long_adapter_s=0.1)
     assert decide([chunk("a")], state("b", reads)).merged_adapter == "a"
 
 
 def test_decoding_is_not_split_for_the_sake_of_those_who_would_be_first() -> None:
-    """Whoever decodes needs the next round, too: two rounds for one are no gain, even for half of them."""
+    """Decoding requests need the next round too: two rounds instead of one gain nothing, even for half of them."""
     assert decide([*decoding("a", 3), *decoding("b", 3)], state("a")).mode is not Mode.MERGED
 
 
@@ -141,7 +141,7 @@ def test_adapters_alike_in_overload_are_not_behind_a_policy_with_a_bound(skew: f
 
 
 def test_only_a_batch_counts_of_those_whose_turn_it_is() -> None:
-    """Beyond it wait a hundred who would have halves take turns."""
+    """A hundred further requests, beyond the batch, would favor a split plan."""
     first = [each for name in "abcd" for each in decoding(name, 8)]
     behind = [each._replace(request_id=f"behind-{i}") for i, each in enumerate(decoding("a", 100))]
     alone, crowd = decide(first, state("a")), decide([*first, *behind], state("a"))

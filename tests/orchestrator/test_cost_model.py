@@ -1,4 +1,4 @@
-"""The cost model learns a machine from its steps, follows it when it changes, and never promises less than nothing."""
+"""The cost model learns a machine from its steps, follows changes, and never predicts negative times."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def step(tokens: int, lanes: tuple[int, ...] = (), context: int = 0) -> StepSize
 
 
 def some_step(draws: random.Random) -> StepSize:
-    """A few requests decode, or one of them brings a prompt, unmerged, mixed or merged alone."""
+    """Decoding requests, possibly with one prompt; unmerged, mixed or merged."""
     requests, num_adapters = draws.randint(1, 16), draws.randint(1, 16)
     each = [1] * requests
     if draws.random() < 0.4:
@@ -97,7 +97,7 @@ def test_what_cannot_be_told_apart_is_put_down_to_lanes_until_a_merged_step_tell
     unmerged, merged = step(512, (512,)), step(512)
     for _ in range(50):
         learn(cost, unmerged)
-    assert cost.costs.step_s(unmerged) > 2 * cost.costs.step_s(merged), "so that merging is tried"
+    assert cost.costs.step_s(unmerged) > 2 * cost.costs.step_s(merged), "so that the policy tries merging"
     for _ in range(20):
         learn(cost, merged)
     assert relative_error(cost, merged) < 0.05
@@ -105,7 +105,7 @@ def test_what_cannot_be_told_apart_is_put_down_to_lanes_until_a_merged_step_tell
 
 
 def test_an_adapter_that_many_want_is_read_once() -> None:
-    """Eight requests decode with as many adapters, or with one, or merged: three prices, each learned."""
+    """Eight requests decode with eight adapters, with one adapter, or merged: three learned costs."""
     cost = CostModel(8)
     steps = [step(8, (1,) * 8), step(8, (8,)), step(8), step(300, (150, 150))]
     for _ in range(100):
@@ -117,7 +117,7 @@ def test_an_adapter_that_many_want_is_read_once() -> None:
 
 
 def test_long_lanes_have_prices_of_their_own() -> None:
-    """Learned from prompts that join those who decode, and expected of steps that were never seen."""
+    """Learned from steps with prompts and decoding requests; predicted for steps that were never observed."""
     draws = random.Random(3)
     cost = CostModel(8)
     for _ in range(300):
@@ -174,7 +174,7 @@ sizes = st.builds(
 def test_estimates_are_never_negative_and_never_fall_as_steps_grow(
     samples: list[tuple[StepSize, float]], asked: StepSize, more: int
 ) -> None:
-    """By tokens, context, a lane more, or a token in a lane that stays short, or long."""
+    """Growth in tokens, context, a further lane, or a token in a lane that stays short or long."""
     cost = CostModel(8)
     for size, seconds in samples:
         cost.observe_step(size, seconds)

@@ -1,4 +1,4 @@
-"""What the vision tower encodes, and for whom embeddings may be held."""
+"""Scheduling of the vision tower, and the limit on embeddings that are held ahead of need."""
 
 from __future__ import annotations
 
@@ -35,8 +35,7 @@ def test_embeddings_of_a_request_that_has_not_started_keep_others_out() -> None:
 
 
 def test_embeddings_of_a_request_that_was_preempted_keep_nobody_out() -> None:
-    """The prefix cache got its image while that was being encoded: it started, and was preempted before the call's
-    end."""
+    """The request starts from the prefix cache while its image is encoded, and is preempted before the call ends."""
     queue = make_queue(1)
     first, second = entered(queue, "first", 5), entered(queue, "second", 5)
     encode = queue.choose([first], frozenset(), 1.0, alone=True)
@@ -50,7 +49,7 @@ def test_embeddings_of_a_request_that_was_preempted_keep_nobody_out() -> None:
 
 
 def test_an_adapter_stays_while_images_are_encoded_with_its_deltas() -> None:
-    """There is room for one of two adapters, both are wanted all the time, and a call takes many steps."""
+    """Memory holds one of two adapters, both are always needed, and a call takes many steps."""
     machine = Machine(
         num_pages=64, max_adapter_pages=6, theta_s=0.001, adapters={"a": 5, "b": 5}, speed=Speed(step=0.01, patch=0.01)
     )
@@ -69,7 +68,7 @@ def test_an_adapter_stays_while_images_are_encoded_with_its_deltas() -> None:
         if batch is not None and batch.encode is not None:
             calls.append(batch.encode.number)
     assert not simulation.scheduler.has_work
-    assert set(calls) == {1, 2} and len(calls) > 4, "each call was finished once begun"
+    assert set(calls) == {1, 2} and len(calls) > 4, "each started call must finish"
 
 
 def shown(name: str, num_tokens: int, content: str | None = None) -> Request:
@@ -79,7 +78,7 @@ def shown(name: str, num_tokens: int, content: str | None = None) -> Request:
 
 
 def warm() -> Simulation:
-    """A machine whose costs are known, so that a call takes several requests' images."""
+    """A machine with learned costs, so that a call covers images of several requests."""
     simulation = Simulation(Machine())
     simulation.add(shown("first", 4))
     simulation.run()
@@ -92,7 +91,7 @@ def test_a_broken_image_fails_its_own_request_alone() -> None:
     simulation.add(shown("r1", 5), shown("r2", 5, "bad"), shown("r3", 5), shown("r4", 5, "bad"))
     batch = simulation.step()
     assert batch is not None and batch.encode is not None
-    assert {name for name, _ in batch.encode.items} == {"r1", "r2", "r3", "r4"}, "they share a call"
+    assert {name for name, _ in batch.encode.items} == {"r1", "r2", "r3", "r4"}, "the images share a call"
     simulation.run()
     reasons = {name: outputs[-1].finish_reason for name, outputs in simulation.outputs.items() if name != "first"}
     assert reasons == {"r1": "length", "r2": "error", "r3": "length", "r4": "error"}
@@ -103,7 +102,7 @@ def test_a_broken_image_fails_its_own_request_alone() -> None:
 
 
 def test_a_request_cancelled_in_the_middle_of_a_call_costs_the_others_nothing() -> None:
-    """Two requests show the same large picture, which takes many steps beside a third one's answer."""
+    """Two requests show the same large image, which is encoded over many steps beside the answer of a third."""
     simulation = warm()
     simulation.add(make_request("text", max_tokens=400))
     simulation.step()
@@ -115,7 +114,7 @@ def test_a_request_cancelled_in_the_middle_of_a_call_costs_the_others_nothing() 
     num_steps = 0
     while not simulation.outputs["r2"]:
         batch = simulation.step()
-        assert batch is not None and (batch.encode is None or batch.encode.number == number), "no call is begun anew"
+        assert batch is not None and (batch.encode is None or batch.encode.number == number), "no call is restarted"
         num_steps += batch.encode is not None
     assert num_steps > 1 and simulation.runner.num_encoded["same"] == 1
 
@@ -134,7 +133,7 @@ def test_a_call_ends_with_its_last_request() -> None:
 
 
 def test_embeddings_held_ahead_are_bounded() -> None:
-    """Everybody who encodes ahead of need waits for the batch, which one long answer after the other fills."""
+    """Requests that encode ahead of need wait for a batch slot, since one long answer after another fills the batch."""
     simulation = Simulation(Machine(max_batch_size=2, max_step_tokens=8))
     simulation.add(*(make_request(f"text{i}", max_tokens=60) for i in range(2)))
     simulation.step()
@@ -153,8 +152,11 @@ def test_embeddings_held_ahead_are_bounded() -> None:
 
 @pytest.mark.parametrize("policy", sorted(POLICIES))
 def test_embeddings_of_a_request_that_waits_for_its_adapter_block_nobody(policy: str) -> None:
-    """Memory holds one of two adapters. That of r0 is in it, and r0 needs its image encoded; r1 holds more embeddings
-    than are allowed ahead, and needs the other adapter, which cannot be loaded before r0 has run."""
+    """Memory holds one of two adapters, that of r0, and r0 needs its image encoded.
+
+    r1 holds more embeddings than the limit for encoding ahead, and needs the other adapter, which cannot be loaded
+    before r0 has run.
+    """
     machine = Machine(
         num_pages=52,
         pages_per_block=2,

@@ -1,4 +1,4 @@
-"""Admission by KV room: overload costs no throughput, next to nothing is computed twice, and every request enters."""
+"""Admission by KV room: no throughput loss under overload, hardly any recomputation, and every request enters."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from vlora.types import Request
 ADAPTERS = {"a": 2, "b": 2, "c": 2}
 
 
-# -- how long answers are expected to be ------------------------------------------------------------------------------
+# -- expected answer lengths ------------------------------------------------------------------------------------------
 
 
 def test_answers_are_expected_in_full_until_some_have_ended() -> None:
@@ -31,7 +31,7 @@ def test_an_answer_is_expected_to_be_as_long_as_those_that_got_as_far() -> None:
         lengths.observe(10, 160)
         lengths.observe(150, 160)
     # In sixteenths of 160 tokens, rounded up: 20 and 160.
-    assert lengths.expected(0, 160) == 91, "the newest answer weighs most, and was a long one"
+    assert lengths.expected(0, 160) == 91, "the newest answer, a long one, has the largest weight"
     assert lengths.expected(30, 160) == 160
     assert lengths.expected(0, 16) == 9
 
@@ -40,7 +40,7 @@ def test_an_answer_is_expected_to_be_as_long_as_those_that_got_as_far() -> None:
 
 
 def entries(admission: KvAdmission, tracked: list[Tracked]) -> list[str]:
-    """The order of entry where those that entered have ended each time before more may."""
+    """The order of entry if the entered requests end before further ones may enter."""
     order: list[str] = []
     while len(admission):
         entered = admission.admit(0.0, [t for t in tracked if t.request_id not in order], adapter_starves=False)
@@ -52,7 +52,7 @@ def entries(admission: KvAdmission, tracked: list[Tracked]) -> list[str]:
 
 
 def waiting(requests: list[Request]) -> tuple[KvAdmission, BlockTables, list[Tracked]]:
-    """They wait for a room of eight blocks of four tokens."""
+    """The requests wait for a room of eight blocks of four tokens."""
     tables = BlockTables(ArenaBooks(8, 1), 4)
     admission = KvAdmission(tables, 8, ())
     tracked = [Tracked(request, 0.0, None) for request in requests]
@@ -67,7 +67,7 @@ def test_a_large_request_is_not_passed_by_small_ones() -> None:
         [make_request("small", prompt=4), make_request("large", prompt=28), make_request("tiny", prompt=1)]
     )
     assert [t.request_id for t in admission.admit(0.0, tracked, adapter_starves=False)] == ["small"]
-    assert admission.blocks_short == 2, "large takes eight blocks beside the two of small"
+    assert admission.blocks_short == 2, "large needs eight blocks beside the two of small"
     assert admission.admit(0.0, tracked, adapter_starves=False) == ()
     admission.remove(tracked[0])
     left = tracked[1:]
@@ -75,7 +75,7 @@ def test_a_large_request_is_not_passed_by_small_ones() -> None:
 
 
 def test_a_request_enters_where_others_will_have_ended_before_it_has_grown() -> None:
-    """Room for eight blocks; whole lengths would take eleven, but never at one time."""
+    """Room for eight blocks; the maximum lengths add up to eleven, but never at the same time."""
     requests = [make_request(f"r{i}", prompt=4, max_tokens=5 + 8 * i) for i in range(3)]
     admission, _, tracked = waiting(requests)
     # When r0 ends, all have two blocks; when r1 ends, it and r2 have four each; r2 ends with six.
@@ -113,7 +113,7 @@ def test_the_nth_oldest_request_is_among_the_first_eight_n_to_enter(
     for number, request in enumerate(requests):
         assert order.index(request.request_id) < 8 * (number + 1)
     if len({(priority, bound_s) for _, priority, bound_s in kinds}) == 1:
-        assert order == [request.request_id for request in requests], "of equal rank in order of arrival"
+        assert order == [request.request_id for request in requests], "equal ranks enter in order of arrival"
 
 
 # -- overload ---------------------------------------------------------------------------------------------------------
@@ -121,7 +121,7 @@ def test_the_nth_oldest_request_is_among_the_first_eight_n_to_enter(
 
 @st.composite
 def overloads(draw: st.DrawFn) -> tuple[Machine, list[Request]]:
-    """A room for a few requests, and several times as many requests as fit."""
+    """KV room for a few requests, and several times as many requests."""
     block_size = draw(st.sampled_from([1, 4, 16]))
     longest_prompt, longest_answer = draw(st.sampled_from([(64, 8), (32, 32), (8, 64)]))
     room = draw(st.integers(2, 12)) * -(-(longest_prompt + longest_answer) // block_size)
@@ -142,7 +142,7 @@ def overloads(draw: st.DrawFn) -> tuple[Machine, list[Request]]:
         make_request(
             f"r{i}",
             draw(st.sampled_from([None, *ADAPTERS])),
-            # No two prompts begin alike, so that what is computed depends on memory alone.
+            # All prompts differ from the first token, so recomputation depends on memory only.
             prompt=(100 + i, *range(2, 1 + draw(st.integers(longest_prompt // 2, longest_prompt)))),
             max_tokens=draw(st.integers(max(1, longest_answer // 4), longest_answer)),
             ignore_eos=not ends_early,
@@ -153,7 +153,7 @@ def overloads(draw: st.DrawFn) -> tuple[Machine, list[Request]]:
 
 
 def fed(machine: Machine, policy: str, requests: list[Request]) -> Simulation:
-    """Hand each request over once its whole length fits beside those of all before it."""
+    """Submit each request once its maximum length fits beside those of all before it."""
     simulation = all_resident(machine, policy)
     room = simulation.tables.num_free_blocks
     waiting, sizes = list(requests), {r.request_id: simulation.tables.blocks_for(_length(r)) for r in requests}

@@ -1,4 +1,4 @@
-"""How modes follow the load, told as stories of a box with cameras. Steps take 0.1 s; theta is half a second."""
+"""Mode decisions under typical camera loads. Steps take 0.1 s; theta is half a second."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ CAMERAS = {"traffic": 2, "parking": 2, "gate": 2, "yard": 2}
 
 
 def box(*, max_batch_size: int = 8, lossy: frozenset[str] = frozenset(), room: int = 8) -> Simulation:
-    """room: pages for adapters, of which each takes two."""
+    """`room`: pages for adapters, two pages each."""
     return Simulation(
         Machine(
             num_pages=1024,
@@ -47,7 +47,7 @@ def names(batch: Batch) -> set[str]:
 
 
 def modes(batches: Iterable[Batch]) -> list[Mode]:
-    """The modes in order, repetitions left out."""
+    """The sequence of modes without repetitions."""
     found: list[Mode] = []
     for batch in batches:
         if found[-1:] != [batch.mode]:
@@ -71,11 +71,11 @@ def test_one_starving_request_is_mixed_in() -> None:
     before = []
     while (batch := step(simulation)).mode is Mode.MERGED:
         before.append(batch)
-    assert 1 <= len(before) <= 5, "half a second is at most five steps"
+    assert 1 <= len(before) <= 5, "half a second covers at most five steps"
     assert (batch.mode, batch.merged_adapter) == (Mode.MIXED, "traffic")
-    assert batch.items[0].adapter == "parking", "whoever starves goes first"
-    assert cameras(batch)[1:] == ["traffic"] * 6, "and the merged adapter's requests fill the rest"
-    assert step(simulation).mode is Mode.MERGED, "having run, it does not starve any more"
+    assert batch.items[0].adapter == "parking", "starving requests run first"
+    assert cameras(batch)[1:] == ["traffic"] * 6, "the merged adapter's requests fill the rest of the batch"
+    assert step(simulation).mode is Mode.MERGED, "it no longer starves after running"
 
 
 def test_many_starving_requests_end_merging() -> None:
@@ -156,14 +156,14 @@ def test_a_camera_whose_adapter_finds_no_room_gets_its_turn_while_the_others_nev
     ask(simulation, "gate", 1, max_tokens=30)
     turns = ["".join(sorted({str(camera)[0] for camera in cameras(step(simulation))})) for _ in range(60)]
     assert "g" in turns[:7], "after half a second"
-    assert 6 <= turns.count("g") <= 54 and turns.count("t") + turns.count("g") == 60, "both go on, one at a time"
+    assert 6 <= turns.count("g") <= 54 and turns.count("t") + turns.count("g") == 60, "both progress, one at a time"
     changes = sum(turn != before for before, turn in itertools.pairwise(turns))
-    assert changes <= 2 * 60 / 5 + 2, "they take turns of half a second, not of a step"
-    assert simulation.scheduler.stats("paper").num_preemptions == 0, "whoever waits keeps its KV"
+    assert changes <= 2 * 60 / 5 + 2, "they alternate every half second, not every step"
+    assert simulation.scheduler.stats("paper").num_preemptions == 0, "waiting requests keep their KV"
 
 
 def test_two_cameras_with_room_for_one_adapter_and_one_context_both_finish() -> None:
-    """Whoever was preempted keeps its adapter until it has yielded a token, or both would undo each other's work."""
+    """A preempted request keeps its adapter until it yields a token; otherwise both preempt each other forever."""
     machine = Machine(
         num_pages=30,
         max_adapter_pages=2,
@@ -183,7 +183,7 @@ def test_two_cameras_with_room_for_one_adapter_and_one_context_both_finish() -> 
 
 
 def test_a_day_at_the_box() -> None:
-    """Night: one camera. Morning: traffic grows, a gate opens now and then. Noon: everybody. Evening: traffic alone."""
+    """Night: one camera. Morning: more traffic, sometimes a gate. Noon: all cameras. Evening: traffic only."""
     simulation = box()
     ask(simulation, "yard", 1, max_tokens=4)
     simulation.run()

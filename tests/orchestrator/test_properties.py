@@ -1,4 +1,4 @@
-"""What holds for every load on every machine: nothing lost, no budget broken, nobody kept waiting, no chance."""
+"""Properties for every load and machine: complete answers, budgets respected, bounded waiting, determinism."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ every_bounded_policy = st.sampled_from(sorted(POLICIES.keys() - {"merged_only"})
 
 @st.composite
 def machines(draw: st.DrawFn) -> Machine:
-    """Small boxes, most of them short of something."""
+    """Small machines, most of them short of some resource."""
     pages_per_block = draw(st.integers(1, 3))
     max_batch_size = draw(st.integers(1, 6))
     max_adapter_pages = draw(st.integers(5, 16))
@@ -49,7 +49,7 @@ def machines(draw: st.DrawFn) -> Machine:
 
 @st.composite
 def loads(draw: st.DrawFn, *, max_prompt: int = 24, max_tokens: int = 8, bounded: bool = True) -> Arrivals:
-    """Requests of every kind, one after the other; prompts of a kind begin alike, with one of two pictures or none."""
+    """Requests of all kinds in sequence; prompts of a kind share a prefix, with one of two images or none."""
     arrivals: Arrivals = []
     now = 0.0
     for number in range(draw(st.integers(1, 14))):
@@ -76,7 +76,7 @@ def loads(draw: st.DrawFn, *, max_prompt: int = 24, max_tokens: int = 8, bounded
 
 
 def admitted(machine: Machine, arrivals: Arrivals) -> Arrivals:
-    """Without the requests that this machine must refuse."""
+    """The requests without those that this machine must refuse."""
     taken: Arrivals = []
     for when, request in arrivals:
         try:
@@ -88,7 +88,7 @@ def admitted(machine: Machine, arrivals: Arrivals) -> Arrivals:
 
 
 def assert_answered(simulation: Simulation, request: Request) -> None:
-    """One finished output, at the end; tokens in order, none lost or repeated; an answer only within the bound."""
+    """One finished output, at the end; tokens in order, none lost or repeated; a late request has an error."""
     outputs = simulation.outputs[request.request_id]
     assert [output.finished for output in outputs].count(True) == 1 and outputs[-1].finished
     last = outputs[-1]
@@ -104,9 +104,9 @@ def assert_answered(simulation: Simulation, request: Request) -> None:
     if last.error is None and request.max_latency_s is not None:
         assert last.timings.latency_s <= request.max_latency_s
     if last.error is not None and last.error.code == "deadline_unreachable":
-        assert not tokens and last.timings.ttft_s is None, "refused after it was let in"
+        assert not tokens and last.timings.ttft_s is None, "refused after admission"
         bounds = [bound for bound in (request.max_ttft_s, request.max_latency_s) if bound is not None]
-        assert last.timings.steps_by_mode == {} and bounds, "only who has a bound is ever refused"
+        assert last.timings.steps_by_mode == {} and bounds, "only requests with a deadline may be refused"
 
 
 @settings(max_examples=500)
@@ -120,7 +120,7 @@ def assert_answered(simulation: Simulation, request: Request) -> None:
 def test_every_request_ends_once_within_every_budget(
     machine: Machine, arrivals: Arrivals, failing: dict[str, int], cancels: list[tuple[int, str]], policy: str
 ) -> None:
-    """Batch limits and all books are proved in every step by the simulation, KV contents by its runner."""
+    """The simulation checks batch limits and all page bookkeeping in every step; its runner checks KV contents."""
     arrivals = admitted(machine, arrivals)
     simulation = Simulation(machine, policy=make_policy(policy), failing=failing)
     simulation.run(arrivals, cancels=cancels)
@@ -154,10 +154,10 @@ def test_memory_pressure_changes_when_but_never_what(machine: Machine, arrivals:
 
 
 def longest_over_bound(simulation: Simulation) -> float:
-    """By how much the worst wait exceeds theta + ceil(ready / MaxBS) * longest step; not above 0 when the bound holds.
+    """By how much the worst wait exceeds theta + ceil(ready / MaxBS) * longest step; at most 0 if the bound holds.
 
-    A wait goes from when a request entered the KV room, or the end of its last step, to the start of its next one. A
-    request that is preempted has to enter again.
+    A wait starts when a request enters the KV room, or at the end of its last step, and ends at the start of its next
+    step. A preempted request has to enter again.
     """
     limit = simulation.machine.max_batch_size
     longest = max(step.end_s - step.start_s for step in simulation.log)
@@ -179,7 +179,7 @@ def longest_over_bound(simulation: Simulation) -> float:
 
 
 def all_resident(machine: Machine, policy: str) -> Simulation:
-    """Every adapter in memory from the start, so that every request is ready all the time."""
+    """All adapters resident from the start, so that every request is always ready."""
     simulation = Simulation(machine, policy=make_policy(policy))
     for name, pages in machine.adapters.items():
         assert simulation.residency.bring(name, pages) is not None
@@ -194,7 +194,7 @@ def all_resident(machine: Machine, policy: str) -> Simulation:
     policy=every_bounded_policy,
 )
 def test_waiting_is_bounded_however_long_the_prompts(machine: Machine, arrivals: Arrivals, policy: str) -> None:
-    """With memory for all: whatever the token budget, long prompts ahead never keep a starving request from running."""
+    """With memory for all: for any token budget, long prompts ahead never keep a starving request from running."""
     blocks = 14 * -(-80 // machine.block_size)
     machine = dataclasses.replace(
         machine, max_adapter_pages=16, num_pages=(-(-16 // machine.pages_per_block) + blocks) * machine.pages_per_block
@@ -208,7 +208,7 @@ def test_waiting_is_bounded_however_long_the_prompts(machine: Machine, arrivals:
 @settings(max_examples=500)
 @given(machine=machines(), arrivals=loads(), policy=every_bounded_policy)
 def test_waiting_is_bounded_under_preemption(machine: Machine, arrivals: Arrivals, policy: str) -> None:
-    """With memory for one full batch only, and prompts that fit in a step: paused requests hold nobody up."""
+    """Memory for only one full batch, and prompts that fit in a step: paused requests delay no others."""
     longest = 24 + 8
     blocks = machine.max_batch_size * -(-longest // machine.block_size)
     machine = dataclasses.replace(
@@ -223,7 +223,7 @@ def test_waiting_is_bounded_under_preemption(machine: Machine, arrivals: Arrival
 
 
 def crowd() -> tuple[Machine, Arrivals]:
-    """Twelve requests of three adapters at once on a machine with room for two or three of them."""
+    """Twelve simultaneous requests of three adapters on a machine with room for two or three requests."""
     machine = Machine(
         num_pages=16 + 16,
         max_adapter_pages=16,
@@ -254,11 +254,11 @@ def test_the_measure_of_waiting_sees_a_policy_that_starves() -> None:
     assert longest_over_bound(simulation) > 0
 
 
-# -- no chance --------------------------------------------------------------------------------------------------------
+# -- determinism ------------------------------------------------------------------------------------------------------
 
 
 def digest() -> str:
-    """Everything that happened to a crowd under every policy, as text."""
+    """All events of the same load under every policy, as text."""
     told = []
     for policy in sorted(POLICIES):
         machine, arrivals = crowd()

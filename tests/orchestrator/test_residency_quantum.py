@@ -1,4 +1,4 @@
-"""More adapters than memory holds: each serves its requests for a while, and none keeps another out for good."""
+"""More adapters than memory holds: each stays for a quantum, and none blocks another forever."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def test_a_stay_is_worth_what_bringing_took() -> None:
     stays = Stays()
     stays.see(view("", "a"), 0.0)
     stays.see(view("", "ab"), 1.0)
-    stays.see(view("a", "b"), 4.0)  # after 4 s: an eighth of it counts, and eight times that is the stay
+    stays.see(view("a", "b"), 4.0)  # loaded in 4 s: an eighth of it counts, and the quantum is eight times that
     assert not stays.is_over("a", 7.9) and stays.is_over("a", 8.0)
     stays.see(view("ab"), 5.0)  # another 4 s: 0.5 + (4 - 0.5) / 8
     assert not stays.is_over("b", 5.0 + 8 * 0.9375 - 0.1) and stays.is_over("b", 5.0 + 8 * 0.9375)
@@ -31,8 +31,8 @@ def test_a_stay_is_worth_what_bringing_took() -> None:
 
 def test_time_without_being_on_its_way_is_no_bringing() -> None:
     stays = Stays()
-    stays.see(view("", "a"), 0.0)  # being read
-    stays.see(view(""), 1.0)  # no room for it
+    stays.see(view("", "a"), 0.0)  # loading
+    stays.see(view(""), 1.0)  # does not fit
     stays.see(view("", "a"), 90.0)
     stays.see(view("a"), 91.0)
     assert stays.is_over("a", 92.0) and not stays.is_over("a", 91.9)
@@ -64,7 +64,7 @@ def test_a_machine_that_brings_at_once_needs_no_stays() -> None:
 def test_nobody_waits_for_an_adapter_longer_than_all_stays_before_it(
     policy: str, num_adapters: int, num_places: int, load_s: float, each: int
 ) -> None:
-    """Answers far longer than a stay; without an end to stays the last adapters would wait for all of them."""
+    """Answers are much longer than a quantum; without quanta the last adapters would wait for all of them."""
     machine = Machine(
         num_pages=200,
         max_adapter_pages=num_places,
@@ -79,7 +79,7 @@ def test_nobody_waits_for_an_adapter_longer_than_all_stays_before_it(
     requests = [make_request(f"r{i}-{n}", f"a{i}", max_tokens=60) for n in range(each) for i in range(num_adapters)]
     simulation.add(*requests)
     simulation.run()
-    bring_s = num_places * load_s + 0.1  # of as many on their way as there are places; the last is seen a step late
+    bring_s = num_places * load_s + 0.1  # with as many loads as slots; the last one is observed one step late
     rounds = math.ceil(num_adapters / num_places)
     for request in requests:
         timings = simulation.outputs[request.request_id][-1].timings
@@ -89,7 +89,7 @@ def test_nobody_waits_for_an_adapter_longer_than_all_stays_before_it(
 
 @pytest.mark.parametrize("policy", ["vlora", "unmerged_only"])
 def test_adapters_are_brought_for_several_steps(policy: str) -> None:
-    """Twelve adapters on a box for three."""
+    """Twelve adapters on a machine with room for three."""
     machine = Machine(
         num_pages=200,
         max_adapter_pages=3,
@@ -102,4 +102,4 @@ def test_adapters_are_brought_for_several_steps(policy: str) -> None:
     simulation = Simulation(machine, policy=make_policy(policy))
     simulation.add(*[make_request(f"r{i}", f"a{i % 12}", max_tokens=20) for i in range(48)])
     simulation.run()
-    assert simulation.loader.num_loads < 48, "less than one for each request, whose answers take 20 steps"
+    assert simulation.loader.num_loads < 48, "fewer than one load per request; answers take 20 steps"

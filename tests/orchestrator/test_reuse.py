@@ -1,4 +1,4 @@
-"""What the scheduler makes of the prefix cache: who computes, who waits for it, who gives way, and what is counted."""
+"""Prefix-cache use by the scheduler: computing, waiting for another request's blocks, preemption, and counters."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_the_next_turn_computes_what_is_new() -> None:
     answer = tuple(token_at("first", place) for place in range(7))
     turn = (*range(1, 11), *answer, 30, 31)
     simulation.add(make_request("second", prompt=turn, max_tokens=1))
-    # 16 of its tokens were in the first turn's KV: the last one of the answer was never computed.
+    # The first turn's KV covers 16 of its tokens: the last token of an answer is never computed.
     assert shares(simulation.step()) == {"second": (16, 19)}
     timings = last(simulation, "second").timings
     assert timings is not None and (timings.num_prompt_tokens, timings.num_cached_tokens) == (19, 16)
@@ -44,7 +44,7 @@ def test_other_pictures_under_the_same_words_are_computed() -> None:
     for name, picture, found in (("a", "cat", 0), ("b", "dog", 0), ("c", "cat", 8)):
         simulation.add(make_request(name, prompt=prompt, images=[(picture, 9)], max_tokens=1))
         while not (step := shares(simulation.step())):
-            pass  # the picture is encoded
+            pass  # the image is being encoded
         assert step == {name: (found, 12)}
 
 
@@ -74,7 +74,7 @@ def test_one_that_starves_runs_all_the_same_and_takes_over_what_others_computed(
     simulation.add(*(make_request(f"q{i}", prompt=(*range(1, 25), 30 + i), max_tokens=1) for i in range(2)))
     simulation.step()
     simulation.clock.now += 20
-    assert shares(simulation.step()) == {"q0": (10, 19), "q1": (8, 9)}, "one token, behind the blocks that are known"
+    assert shares(simulation.step()) == {"q0": (10, 19), "q1": (8, 9)}, "one token after the known blocks"
     assert shares(simulation.step()) == {"q0": (19, 25)}
     assert shares(simulation.step()) == {"q1": (24, 25)}
     assert simulation.scheduler.stats("paper").num_computed_tokens == 25 + 2
@@ -101,7 +101,7 @@ def test_a_crowd_s_forecasts_are_spread_over_steps_and_exact_when_they_start(mon
     simulation.add(make_request("a", prompt=30, max_tokens=1))
     simulation.step()
     simulation.add(make_request("c", prompt=30, max_tokens=1), make_request("b", prompt=30, max_tokens=1))
-    assert shares(simulation.step()) == {"b": (28, 30)}, "b's forecast was nothing yet"
+    assert shares(simulation.step()) == {"b": (28, 30)}, "b has no forecast yet"
 
 
 def test_a_failed_step_s_blocks_are_never_known() -> None:
@@ -110,7 +110,7 @@ def test_a_failed_step_s_blocks_are_never_known() -> None:
     simulation.run()
     assert last(simulation, "bad").finish_reason == "error"
     simulation.add(make_request("good", prompt=20, max_tokens=1))
-    assert shares(simulation.step()) == {"good": (8, 16)}, "the first step's tokens are in order"
+    assert shares(simulation.step()) == {"good": (8, 16)}, "the tokens of the first step are valid"
 
 
 def test_what_gave_way_is_computed_again() -> None:
@@ -118,7 +118,7 @@ def test_what_gave_way_is_computed_again() -> None:
     simulation.add(make_request("a", prompt=17, max_tokens=1))
     simulation.step()
     simulation.add(make_request("b", prompt=(99, *range(10)), max_tokens=1))
-    simulation.step()  # takes one block that is free, and two of a's
+    simulation.step()  # takes one free block and two of a's
     simulation.add(make_request("c", prompt=17, max_tokens=1))
     assert shares(simulation.step()) == {"c": (8, 17)}
 
@@ -152,9 +152,9 @@ def test_nobody_gives_way_whose_blocks_all_stay_in_use() -> None:
     simulation.clock.now += 20
     assert shares(simulation.step()) == {"x": (0, 9), "w": (0, 1)}
     simulation.step()
-    assert simulation.tables.table("w") == simulation.tables.table("x")[:2], "w took over what x computed"
+    assert simulation.tables.table("w") == simulation.tables.table("x")[:2], "w reuses the blocks that x computed"
     assert simulation.books.num_free_blocks == 1
-    assert preempted(simulation.step()) == ("y",), "w is newer, but would free nothing"
+    assert preempted(simulation.step()) == ("y",), "w is newer, but preempting it would free no block"
     simulation.run()
 
 
@@ -165,7 +165,7 @@ def test_a_preempted_request_goes_on_where_its_blocks_still_are() -> None:
     for _ in range(3):
         simulation.step()
     assert preempted(simulation.step()) == ("x",)
-    # Two blocks held its first eight tokens; y took the free one, and of the two the one that is worth less.
+    # Two blocks hold its first eight tokens; y took the free block and the later of the two.
     assert shares(simulation.step()) == {"x": (4, 9)}
     simulation.run()
     tokens = [token for output in simulation.outputs["x"] for token in output.token_ids]

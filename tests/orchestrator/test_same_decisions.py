@@ -1,4 +1,4 @@
-"""What the scheduler skips to be quick changes no decision: its plain form, word for word, decides alike."""
+"""The scheduler's optimizations change no decision: it matches a plain implementation without shortcuts."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class PlainCostModel(CostModel):
 
 
 class PlainScheduler(Scheduler):
-    """Looks at every request in every question."""
+    """Recomputes every result from all requests."""
 
     def blocks_short(self) -> int:
         in_order = [

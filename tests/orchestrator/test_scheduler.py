@@ -1,4 +1,4 @@
-"""One behaviour of the scheduler at a time: budgets, ends of requests, preemption, counters."""
+"""Scheduler behavior, one aspect per test: budgets, ends of requests, preemption, counters."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def box(policy: object = None, failing: dict[str, int] | None = None, **settings
 
 
 def shares(batch: Batch | None) -> dict[str, tuple[int, int]]:
-    """By request: which tokens run."""
+    """The tokens that run, by request."""
     assert batch is not None
     return {item.request_id: (item.start, item.start + item.num_tokens) for item in batch.items}
 
@@ -35,7 +35,7 @@ def last(simulation: Simulation, request_id: str) -> RequestOutput:
 
 
 class Script:
-    """A policy that names who runs, step by step, unmerged; after its last line everybody does, in order of arrival."""
+    """A policy that selects given requests per step, unmerged; after its last line, all in order of arrival."""
 
     def __init__(self, *orders: str) -> None:
         self.orders = [tuple(order) for order in orders]
@@ -147,7 +147,7 @@ def test_a_request_that_waits_past_its_bound_is_told_so() -> None:
     simulation.add(make_request("x", max_tokens=9), make_request("late", max_latency_s=2.0))
     for _ in range(3):
         simulation.step()
-        assert not simulation.outputs["late"], "two seconds have not passed before the third step"
+        assert not simulation.outputs["late"], "two seconds pass only in the third step"
     simulation.step()
     output = last(simulation, "late")
     assert output.finish_reason == "error" and output.error is not None and output.error.code == "deadline_missed"
@@ -160,7 +160,7 @@ def test_an_answer_that_comes_too_late_is_no_answer() -> None:
     simulation.run()
     output = last(simulation, "text")
     assert output.error is not None and output.error.code == "deadline_missed"
-    assert output.token_ids == (token_at("text", 2),), "tokens are handed over, but it does not count as finished"
+    assert output.token_ids == (token_at("text", 2),), "the tokens are returned, but the request did not finish"
     for bound, reason in ((0.9, "error"), (1.5, "head")):
         simulation = box()
         simulation.add(make_request("head", "a", head="kind", max_latency_s=bound))
@@ -188,7 +188,7 @@ def test_deadlines_pass_for_requests_whose_adapter_never_comes() -> None:
     assert simulation.scheduler.schedule(NOTHING) is None
     simulation.clock.now = 1.5
     assert simulation.scheduler.schedule(NOTHING) is None
-    assert simulation.scheduler.has_work, "its last word is still to be fetched"
+    assert simulation.scheduler.has_work, "its finished output is still to be delivered"
     (output,) = simulation.scheduler.drain_outputs()
     assert output.error is not None and output.error.code == "deadline_missed"
     assert not simulation.scheduler.has_work and simulation.scheduler.drain_outputs() == ()
@@ -197,7 +197,7 @@ def test_deadlines_pass_for_requests_whose_adapter_never_comes() -> None:
 def test_a_request_too_long_for_memory_is_refused_with_the_numbers() -> None:
     simulation = box(num_pages=32 + 5)  # 5 blocks of 4 tokens beside the adapters
     simulation.add(make_request("fits", prompt=16, max_tokens=4))
-    with pytest.raises(PromptTooLong, match="21 tokens, which take 6 KV blocks of 4; 5 are there"):
+    with pytest.raises(PromptTooLong, match="21 tokens, or 6 KV blocks of 4 tokens; 5 blocks are available"):
         simulation.add(make_request("long", prompt=16, max_tokens=5))
     simulation.add(make_request("head", "a", head="kind", prompt=20, max_tokens=500))
     simulation.run()
@@ -238,7 +238,7 @@ def test_adapters_are_wanted_by_the_credit_of_their_requests() -> None:
 
 @pytest.mark.parametrize("on_its_way", [True, False])
 def test_who_starves_for_a_load_takes_no_room_from_those_who_run(on_its_way: bool) -> None:
-    """Evicting running requests' adapters helps who found no room; a file that is slow to read it would not hurry."""
+    """Evicting adapters of running requests helps a request without room, but does not speed up a slow file read."""
     simulation = box()
     simulation.add(make_request("runs", "a", max_tokens=50))
     simulation.scheduler.add(make_request("waits", "b"))
@@ -288,12 +288,12 @@ def test_a_policy_that_merges_past_others_requests_is_our_own_mistake() -> None:
 
 
 def tight(policy: object, num_blocks: int, **settings: object) -> Simulation:
-    """No adapters; that many blocks of four tokens. Requests enter as if there were room for all of them."""
+    """No adapters; `num_blocks` blocks of four tokens. Requests enter as if there were room for all of them."""
     return entering(box(policy, num_pages=num_blocks, max_adapter_pages=0, **settings))  # type: ignore[arg-type]
 
 
 def entering(simulation: Simulation) -> Simulation:
-    """Let every request enter at once, so that blocks run short."""
+    """Let every request enter immediately, so that blocks run short."""
     simulation.scheduler._kv_admission._peak = lambda needs: 0  # type: ignore[method-assign]
     return simulation
 
@@ -312,7 +312,7 @@ def test_chosen_requests_give_way_to_those_before_them_when_nobody_is_paused() -
     simulation.add(*(make_request(name, prompt=4, max_tokens=3) for name in "wxy"))
     simulation.step()
     batch = simulation.step()
-    assert batch is not None and batch.preempted == ("y",), "w grows into y's block; nothing is left for x"
+    assert batch is not None and batch.preempted == ("y",), "w takes y's block; none is left for x"
     assert list(shares(batch)) == ["w"]
     simulation.run()
     assert all(last(simulation, name).finish_reason == "length" for name in "wxy")
@@ -333,7 +333,7 @@ def test_nobody_is_preempted_in_vain() -> None:
     simulation.step()
     batch = simulation.step()
     assert batch is not None and batch.preempted == ()
-    assert list(shares(batch)) == ["w", "x"], "even x's block would not have been enough for y"
+    assert list(shares(batch)) == ["w", "x"], "y would not fit even with x's block"
 
 
 def test_a_preempted_request_keeps_its_tokens_and_computes_its_kv_again() -> None:
@@ -343,7 +343,7 @@ def test_a_preempted_request_keeps_its_tokens_and_computes_its_kv_again() -> Non
         simulation.step()
     batch = simulation.step()
     assert batch is not None and batch.preempted == ("x",)
-    assert shares(simulation.step()) == {"x": (0, 9)}, "six of the prompt and three of its own"
+    assert shares(simulation.step()) == {"x": (0, 9)}, "six prompt tokens and three sampled ones"
     simulation.run()
     tokens = [token for output in simulation.outputs["x"] for token in output.token_ids]
     assert tokens == [token_at("x", place) for place in range(5)]
@@ -371,11 +371,11 @@ def test_a_preempted_request_waits_until_there_is_room_for_all_of_it_and_then_en
         simulation.scheduler._kv_admission.lengths.observe(1, 16)
     simulation.add(*(make_request(name, prompt=4, max_tokens=9) for name in "wxyz"), make_request("late", prompt=1))
     simulation.step()
-    assert simulation.tables.holders == {"w", "x", "y", "z"}, "answers are expected to have one token"
+    assert simulation.tables.holders == {"w", "x", "y", "z"}, "answers are expected to be one token long"
     simulation.run()
     starts = [item.request_id for step in simulation.log for item in step.batch.items if item.start == 0]
     assert starts[:4] == ["w", "x", "y", "z"] and starts[-1] == "late"
-    assert sorted(starts[4:-1]) == ["x", "y", "z"], "each was preempted once and came before the new request"
+    assert sorted(starts[4:-1]) == ["x", "y", "z"], "each was preempted once and entered before the new request"
     assert all(last(simulation, name).finish_reason == "length" for name in ("w", "x", "y", "z", "late"))
 
 
@@ -399,10 +399,10 @@ def test_when_nobody_chosen_can_have_blocks_the_oldest_moves_in_a_mode_that_serv
         assert batch is not None
         simulation.scheduler.record(batch, simulation.runner.run(batch))
         modes.append((batch.mode, "".join(shares(batch))))
-    assert modes[6] == (Mode.UNMERGED, "x"), "y was chosen, but there is no block left that it may take"
+    assert modes[6] == (Mode.UNMERGED, "x"), "y was selected, but no block is available to it"
 
 
-# -- numbers ----------------------------------------------------------------------------------------------------------
+# -- counters ---------------------------------------------------------------------------------------------------------
 
 
 def test_a_request_counts_once_under_each_mode_it_took_a_step_in() -> None:
@@ -414,7 +414,7 @@ def test_a_request_counts_once_under_each_mode_it_took_a_step_in() -> None:
     stats = simulation.scheduler.stats("paper")
     assert stats.steps_by_mode == {"merged": 3, "unmerged": 2}
     assert stats.requests_by_mode == {"merged": 2, "unmerged": 2}
-    assert stats.num_switches == 2 and stats.switch_s == 0.5, "to a; back to W0 is free"
+    assert stats.num_switches == 2 and stats.switch_s == 0.5, "one switch to a; restoring W0 is free"
     timings = last(simulation, "x").timings
     assert timings is not None and timings.steps_by_mode == {"merged": 3}
 
@@ -440,7 +440,7 @@ def test_the_numbers_of_waiting_and_running_requests_follow_their_memory() -> No
 
 
 class Mixed:
-    """Everybody runs, with adapter a merged."""
+    """Runs all requests, with adapter a merged."""
 
     def decide(self, ready: Sequence[Candidate], state: PolicyState) -> Decision:
         return Decision(Mode.MIXED, "a", tuple(c.request_id for c in ready))
@@ -450,7 +450,7 @@ def test_credit_is_the_wait_and_the_next_step_and_the_switch_it_would_take() -> 
     simulation = box(Mixed())
     simulation.add(make_request("w", "a", max_tokens=5))
     simulation.step()
-    assert simulation.watched.credits == {"w": 0.0}, "nothing is known yet"
+    assert simulation.watched.credits == {"w": 0.0}, "no costs are known yet"
     simulation.run()
     for name, adapter in (("x", "a"), ("y", "b"), ("z", None)):
         simulation.add(make_request(name, adapter, max_tokens=50))
@@ -458,10 +458,8 @@ def test_credit_is_the_wait_and_the_next_step_and_the_switch_it_would_take() -> 
         simulation.step()
     credits = simulation.watched.credits
     assert credits["x"] == pytest.approx(1.0, rel=0.02), "it has just run, and steps take a second"
-    assert credits["y"] - credits["x"] == pytest.approx(0.5, abs=0.02), "merging takes half a second"
-    assert credits["z"] - credits["x"] == pytest.approx(0.5, abs=0.02), (
-        "the base model's weights are not in place either"
-    )
+    assert credits["y"] - credits["x"] == pytest.approx(0.5, abs=0.02), "a merge takes half a second"
+    assert credits["z"] - credits["x"] == pytest.approx(0.5, abs=0.02), "W0 is not in place either"
     simulation.clock.now += 3.0
     simulation.step()
     assert simulation.watched.credits["x"] == pytest.approx(4.0, rel=0.02)
@@ -477,7 +475,7 @@ def test_the_cost_model_is_told_what_was_in_each_step() -> None:
     )
     simulation.step()
     simulation.step()
-    # The merged adapter's tokens have no lane, the other adapter's their own, and all but the former share the branch.
+    # Tokens of the merged adapter have no lane, those of the other adapter their own; all others share the branch.
     assert told == [(StepSize(10, (5, 5 + 2), 0), 1.0), (StepSize(3, (1, 1 + 1), 10), 1.0)]
 
 
@@ -488,7 +486,7 @@ def test_only_merges_count_as_the_price_of_a_switch() -> None:
     simulation.add(make_request("z", None, max_tokens=2))
     simulation.run()
     assert simulation.scheduler.stats("paper").num_switches == 2
-    assert simulation.scheduler._cost.switch_s == 0.5, "going back to W0 was free and is not averaged in"
+    assert simulation.scheduler._cost.switch_s == 0.5, "restoring W0 was free and is not part of the average"
 
 
 def test_theta_is_never_below_two_of_the_longest_steps() -> None:
@@ -507,7 +505,7 @@ def test_theta_grows_with_the_steps_that_all_ready_requests_take(num_requests: i
     num_starving = num_ready = 0
     for step in range(100):
         simulation.step()
-        if step > 1 and simulation.watched.credits:  # nothing is known of their length before a step of each kind
+        if step > 1 and simulation.watched.credits:  # step times are unknown before a step of each kind
             theta_s, credits = simulation.watched.theta_s, simulation.watched.credits.values()
             assert theta_s >= (1 + math.ceil(len(credits) / 4)) * 0.2 * 0.99
             num_starving += sum(credit > theta_s for credit in credits)
@@ -519,7 +517,7 @@ def test_theta_grows_with_the_steps_that_all_ready_requests_take(num_requests: i
 
 
 def test_adapters_that_nobody_needs_leave_before_anybody_is_preempted() -> None:
-    """Twelve pages of one block each, half of them full of adapters, of which one is needed."""
+    """Twelve pages of one block each, half of them occupied by adapters, one of which is needed."""
     machine = Machine(
         num_pages=12, block_size=4, max_adapter_pages=6, adapters={"cold": 2, "warm": 2, "used": 2}, theta_s=10.0
     )
@@ -531,7 +529,7 @@ def test_adapters_that_nobody_needs_leave_before_anybody_is_preempted() -> None:
     )
     simulation.run()
     assert simulation.scheduler.stats("m").num_preemptions == 0
-    assert simulation.residency.resident == {"warm", "used"}, "the one used longest ago, and no more than it takes"
+    assert simulation.residency.resident == {"warm", "used"}, "only the least recently used one"
 
 
 def test_what_requests_need_and_what_is_merged_stays() -> None:

@@ -1,4 +1,4 @@
-"""Bounds, priorities and fair shares: who is let in, who is refused, who comes first."""
+"""Deadlines, priorities and fair shares: admission, refusal and order."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ PLAIN = Speed(step=1.0, token=0.0, lane=0.0, context=0.0, merge=0.5)
 
 
 def box(policy: str = "unmerged_only", **changes: object) -> Simulation:
-    """One second per step, everything resident."""
+    """One second per step, all adapters resident."""
     machine = Machine(**{"adapters": {"a": 2, "b": 2}, "speed": PLAIN, "theta_s": 10.0, **changes})  # type: ignore[arg-type]
     simulation = Simulation(machine, policy=make_policy(policy))
     for name, pages in machine.adapters.items():
@@ -30,7 +30,7 @@ def box(policy: str = "unmerged_only", **changes: object) -> Simulation:
 
 
 def ended(simulation: Simulation, request_id: str) -> str | None:
-    """How a request ended: its finish reason, or its error's code; None while it has not."""
+    """The finish reason of a request, or its error code; None while unfinished."""
     outputs = simulation.outputs[request_id]
     if not outputs or not outputs[-1].finished:
         return None
@@ -48,7 +48,7 @@ def first_answer_s(simulation: Simulation, request_id: str) -> float:
 
 
 class Minibatch:
-    """S-LoRA's view of the machine: so many more requests fit in, and a prefill takes so long."""
+    """S-LoRA's model of the machine: a number of free slots, and a fixed prefill time."""
 
     will_tell = True
 
@@ -73,7 +73,7 @@ class Minibatch:
 
 
 class SLora:
-    """S-LoRA's appendix B as it stands; R2 is known from the periods in which not everybody found room."""
+    """S-LoRA's appendix B; R2 is measured in periods that leave requests waiting."""
 
     def __init__(self) -> None:
         self.r1: float | None = None
@@ -82,12 +82,12 @@ class SLora:
     def period(
         self, now: float, came: int, waiting: Sequence[tuple[float, str]], minibatch: Minibatch, tl_max: float
     ) -> tuple[list[str], list[str]]:
-        """Whom it aborts, and whom it fetches, of (time of coming, name)."""
+        """The aborted and the fetched requests, of (arrival time, name)."""
         self.r1 = came if self.r1 is None else 0.9 * self.r1 + 0.1 * came
         aborted = [name for rt, name in waiting if now - rt + minibatch.prefill_s > tl_max]
         left = sorted((rt, number, name) for number, (rt, name) in enumerate(waiting) if name not in aborted)
         if self.r2 is not None and self.r1 > self.r2:
-            left.reverse()  # temporarily overloaded: the newest
+            left.reverse()  # temporarily overloaded: newest first
         fetched = [name for _, _, name in left[: minibatch.num_places]]
         if len(left) > len(fetched):
             self.r2 = len(fetched) if self.r2 is None else 0.9 * self.r2 + 0.1 * len(fetched)
@@ -138,7 +138,8 @@ def test_who_cannot_be_answered_in_time_is_told_at_once_and_others_go_on() -> No
     simulation.step()
     (output,) = simulation.outputs["late"]
     assert output.error is not None and output.error.code == "deadline_unreachable"
-    assert "0.500 s are left for the first answer of request 'late', which would take" in output.error.message
+    message = output.error.message
+    assert "the first answer of request 'late' is predicted to take" in message and "0.500 s are left" in message
     assert output.timings is not None and output.timings.latency_s == 0.0 and not output.token_ids
     simulation.run()
     assert ended(simulation, "fine") == ended(simulation, "x") == "length"
@@ -158,7 +159,7 @@ def test_a_bound_on_the_whole_request_counts_for_its_first_answer_too() -> None:
 
 
 def test_a_first_token_that_comes_late_after_all_is_an_answer() -> None:
-    """Nothing is known of the machine yet, so the request is let in."""
+    """The cost model is empty, so the request is admitted."""
     simulation = box()
     simulation.add(make_request("x", max_ttft_s=0.5, max_tokens=2))
     simulation.run()
@@ -167,7 +168,7 @@ def test_a_first_token_that_comes_late_after_all_is_an_answer() -> None:
 
 @pytest.mark.parametrize("only_first", [True, False])
 def test_a_machine_that_was_slow_once_is_given_another_chance(only_first: bool) -> None:
-    """One step of a hundred seconds, of a request that nobody bounded or of one that was let in."""
+    """One step of a hundred seconds, of a request without a deadline or of an admitted one."""
     simulation = box()
     simulation.runner.speed = Speed(step=100.0, token=0.0, lane=0.0, context=0.0)
     simulation.add(make_request("first", max_tokens=1, max_ttft_s=None if only_first else 500.0))
@@ -208,7 +209,7 @@ def test_a_bound_that_is_shorter_than_theta_breaks_into_a_merged_phase() -> None
 
 @pytest.mark.parametrize("policy", sorted(POLICIES.keys() - {"merged_only"}))
 def test_a_flood_of_urgent_requests_keeps_nobody_else_beyond_the_waiting_bound(policy: str) -> None:
-    """One of them is let in at a time, so that two are ready: theta and two steps."""
+    """One of them is admitted at a time, so two are ready: the bound is theta and two steps."""
     simulation = box(policy, max_batch_size=1, theta_s=4.0)
     flood = [(0.9 * i, make_request(f"u{i}", "a", head="kind", priority=9, max_ttft_s=3.0)) for i in range(40)]
     simulation.run([(0.0, make_request("old", "b", max_tokens=3)), *flood])
@@ -222,7 +223,7 @@ def test_a_flood_of_urgent_requests_keeps_nobody_else_beyond_the_waiting_bound(p
 
 
 def overload(simulation: Simulation, rate: float, bound: float, seed: int = 0) -> list[Request]:
-    """A hundred and fifty requests, a third of them heads, at `rate` a second, each with that bound."""
+    """A hundred and fifty requests, a third of them heads, at `rate` per second, each with that deadline."""
     draws = random.Random(seed)
     arrivals, now = [], 0.0
     for number in range(150):
@@ -320,7 +321,7 @@ def served(simulation: Simulation, num_steps: int) -> Counter[str | None]:
 def test_served_tokens_follow_the_weights_however_many_requests_each_adapter_has(
     weight: float, flood: int, batch: int, bounded: bool
 ) -> None:
-    """While both have requests waiting, neither gets ahead by more than two full steps' tokens."""
+    """While both have waiting requests, their weighted service differs by at most two full steps' tokens."""
     simulation = box(
         max_batch_size=batch,
         max_step_tokens=64,
@@ -348,8 +349,8 @@ def test_served_tokens_follow_the_weights_however_many_requests_each_adapter_has
             assert ends is not None
             left[request_id[0]] -= abs(ends.latency_s - step.end_s) < 1e-9
         if min(left.values()) <= batch:
-            break  # one of them cannot fill a batch any more
-        # A request that was let in is served to its end, so that shares even out a batch later.
+            break  # one adapter can no longer fill a batch
+        # An admitted request is served to its end, so shares even out one batch later.
         assert abs(a - b) <= 2 * 64 + (batch * 10 if bounded else 0)
 
 
@@ -372,8 +373,8 @@ def test_idle_time_is_not_saved_up() -> None:
     a1 = came("a1", "a@1")
     shares.serve(a1, 100)
     a2, b1, b2, b3 = came("a2", "a@2"), came("b1", "b@1"), came("b2", "b@1"), came("b3", "b@7")
-    assert [t.request_id for t in in_turn([a1, b2], [shares])] == ["a1", "b2"], "b starts where a is"
-    # A prompt of four tokens: b stands at 100, 102, 104; a at 100, 104.
+    assert [t.request_id for t in in_turn([a1, b2], [shares])] == ["a1", "b2"], "b starts at a's counter"
+    # A prompt of four tokens: b's counters are 100, 102, 104; a's are 100, 104.
     waiting = [a1, b1, b2, b3, a2]
     assert [t.request_id for t in in_turn(waiting, [shares])] == ["a1", "b1", "b2", "b3", "a2"]
     shares.serve(a2, 1)
@@ -381,11 +382,11 @@ def test_idle_time_is_not_saved_up() -> None:
     for tracked in (a1, a2, b1, b2, b3):
         shares.ended(tracked)
     late = [came("c", "c@1"), came("a", "a@3")]
-    assert [t.request_id for t in in_turn(late[::-1], [shares])] == ["c", "a"], "what a was served is remembered"
+    assert [t.request_id for t in in_turn(late[::-1], [shares])] == ["c", "a"], "a's service is remembered"
 
 
 def test_a_flood_of_one_adapter_does_not_drown_another_s_requests() -> None:
-    """b asks for less than half of what there is: far fewer of its requests are refused where shares are kept."""
+    """b needs less than half of the capacity: far fewer of its requests are refused with fair shares."""
     refused = {}
     for weights in ({}, {"*": 1.0}):
         draws = random.Random(0)
@@ -407,7 +408,7 @@ def test_tenants_come_before_adapters() -> None:
         found[name] = Tracked(make_request(name, adapter, tenant=tenant), 0.0, None)
         adapters.arrived(found[name])
         tenants.arrived(found[name])
-    # x's and y's first requests stand level, x's others behind them; among x's own, b's comes before a's second.
+    # x's and y's first requests have equal counters, and x's others follow; among x's own, b's precedes a's second.
     order = [t.request_id for t in in_turn(list(found.values()), [adapters, tenants])]
     assert order == ["xa1", "ya", "xb", "xa2"]
 
@@ -424,8 +425,11 @@ def test_tenants_come_before_adapters() -> None:
 def test_a_tenant_gets_its_share_whatever_another_sends(
     weight: float, flood: int, batch: int, policy: str, bounded: bool, theta_s: float
 ) -> None:
-    """Everybody of the flood waits past theta. While both have requests waiting, what they were served follows their
-    weights within the largest request of each place in the batch."""
+    """All requests of the flood wait longer than theta.
+
+    While both tenants have waiting requests, their service follows their weights within the largest request of each
+    batch slot.
+    """
     simulation = box(
         policy, max_batch_size=batch, max_step_tokens=64, theta_s=theta_s, tenant_weights={"y": weight}, num_pages=320
     )
@@ -454,7 +458,7 @@ def test_a_tenant_gets_its_share_whatever_another_sends(
         if min(waiting.values()) <= 0:
             break
         assert abs(x - y) <= 2 * batch * largest
-    assert all(simulation.outputs[f"x{number}"][-1].error is None for number in range(flood)), "nobody is refused"
+    assert all(simulation.outputs[f"x{number}"][-1].error is None for number in range(flood)), "no request is refused"
 
 
 def test_a_crowd_of_one_tenant_does_not_keep_another_waiting() -> None:
@@ -473,7 +477,7 @@ def test_who_has_no_bound_is_let_in_in_order_while_the_newest_of_the_others_come
     admission = Admission([])
     for name, bound in (("old", None), ("b1", 100.0), ("b2", 100.0), ("new", None), ("b3", 100.0)):
         admission.add(Tracked(make_request(name, max_ttft_s=bound), 0.0, None))
-    admission.judge(0.0, Minibatch(0, 1.0))  # type: ignore[arg-type]  # from now on it knows that more come than go in
+    admission.judge(0.0, Minibatch(0, 1.0))  # type: ignore[arg-type]  # learns that arrivals exceed admissions
     assert admission.overloaded
     verdict = admission.judge(1.0, Minibatch(5, 1.0))  # type: ignore[arg-type]
     assert [t.request_id for t in verdict.let_in] == ["old", "b3", "b2", "new", "b1"]

@@ -1,4 +1,4 @@
-"""Leaves no process behind for tests that count theirs."""
+"""Leaves no process behind, for tests that count their processes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 
 @pytest.fixture(scope="package", autouse=True)
 def fork_server() -> Iterator[None]:
-    """The server that ranks are forked from outlives them, for the next ones; here it ends with the last test."""
+    """Stop the fork server after the last test; it normally outlives its ranks."""
     yield
     forkserver._forkserver._stop()  # type: ignore[attr-defined]
     resource_tracker._resource_tracker._stop()  # type: ignore[attr-defined]

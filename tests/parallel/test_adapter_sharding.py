@@ -1,4 +1,4 @@
-"""What ranks keep of an adapter's factors makes, together, the adapter's own delta, whatever the way it is cut."""
+"""The ranks' shards of an adapter's factors add up to its delta, for every sharding."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def shards(name: str, size: int) -> list[LinearShard]:
 
 
 def factors(name: str, blocks: Blocks | None) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """a and b as on disk, and the delta [d_out, d_in] they stand for, by PEFT's own rule for block-diagonal ones."""
+    """a and b as on disk, and their delta [d_out, d_in], by PEFT's own rule for block-diagonal factors."""
     d_in, d_out = LAYERS[name]
     generator = torch.Generator().manual_seed(1)
     cut_a = blocks.num if blocks and blocks.side == "a" else 1
@@ -62,7 +62,7 @@ def delta_here(shape: FactorShape, a: torch.Tensor, bt: torch.Tensor) -> torch.T
 )
 def test_each_rank_s_part_is_its_part_of_the_delta(name: str, size: int, blocks: Blocks | None) -> None:
     if blocks and LAYERS[name][blocks.side == "b"] % blocks.num:
-        pytest.skip("these blocks do not divide the layer")
+        pytest.skip("the layer is not divisible by these blocks")
     a, b, delta = factors(name, blocks)
     shapes = set()
     for shard in shards(name, size):
@@ -77,7 +77,7 @@ def test_each_rank_s_part_is_its_part_of_the_delta(name: str, size: int, blocks:
         torch.testing.assert_close(full_bt.t() @ full_a, wanted)
         if cut.densified is None:
             assert (here[0] != 0).all() and (here[1] != 0).all(), "zeros are stored"
-    assert len(shapes) == 1, "ranks take different memory"
+    assert len(shapes) == 1, "ranks need different amounts of memory"
 
 
 @pytest.mark.parametrize(("size", "num", "is_dense"), [(2, 6, False), (4, 6, True), (2, 3, True), (8, 2, False)])

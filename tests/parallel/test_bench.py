@@ -1,5 +1,4 @@
-"""`vlora bench tp` on two processes and a model of five million parameters: what it says must follow from what was put
-in."""
+"""`vlora bench tp` on two processes and a model of five million parameters: the report follows from the input."""
 
 from __future__ import annotations
 
@@ -56,7 +55,7 @@ def test_injected_latency_is_paid_for_each_collective_and_moves_auto(tmp_path: P
         assert not tp.unlike(said, wanted) and tp.unlike({**said, ("all_reduce", "slora"): (1, 1)}, wanted)
     for measured in (decode, prefill):
         fastest = {name: min(seconds) for name, seconds in measured.seconds.items()}
-        # Two collectives a layer for the base model, four more for split factors.
+        # Two collectives per layer for the base model, four more for split factors.
         assert min(fastest.values()) >= 2 * NUM_LAYERS * LATENCY_S
         assert fastest["slora-16"] >= 6 * NUM_LAYERS * LATENCY_S
         assert measured.chosen["replicated-16"] == "replicated"
@@ -71,7 +70,7 @@ def test_injected_latency_is_paid_for_each_collective_and_moves_auto(tmp_path: P
 
 
 def test_auto_is_told_beside_the_other_way_and_beside_blocks_without_being_made_better_or_worse() -> None:
-    """Half as long as the other way is a half, not 1; blocks are no way that `auto` could have taken."""
+    """Half the time of the other option is 0.5, not 1; blocks are not an option for `auto`."""
     seconds: dict[str | None, list[float]] = {None: [1.0, 2.0]}
     for rank in (16, 64, 256):
         seconds |= {f"replicated-{rank}": [2.0, 4.0], f"slora-{rank}": [4.0, 8.0], f"bd-{rank}": [1.6, 3.2]}

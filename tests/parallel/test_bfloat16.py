@@ -1,5 +1,6 @@
-"""bfloat16 on two ranks is judged by its distance to the float32 truth: sums that are cut in two may be rounded twice,
-and must not be much noisier than one rank's."""
+"""bfloat16 on two ranks is compared with a float32 reference: sums cut in two may be rounded twice, and must not be
+much noisier than on one rank.
+"""
 
 from __future__ import annotations
 
@@ -27,12 +28,13 @@ def distance(one: list[torch.Tensor], other: list[torch.Tensor], truth: list[tor
 
 @pytest.fixture(scope="module")
 def logits(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[int, Mode], list[torch.Tensor]]:
-    """Of 32 prompts by number of ranks and mode; of 0 ranks, the float32 truth. Weights are rounded to bfloat16 once,
-    so that all share them."""
+    """Logits of 32 prompts by number of ranks and mode; 0 ranks: the float32 reference. Weights are rounded to
+    bfloat16 once and shared.
+    """
     folder: Path = tmp_path_factory.mktemp(FAMILY)
     rounded = build_model(FAMILY, torch.bfloat16).float()
     rounded.save_pretrained(folder / "model")
-    oracle = Oracle(FAMILY, rounded, scale=0.1)  # deltas of about a tenth of the weight, as training makes them
+    oracle = Oracle(FAMILY, rounded, scale=0.1)  # deltas of about a tenth of the weight, as after training
     adapters = oracle.save(folder / "adapters")
     cases = [(ADAPTERS[i % 4], make_prompt(FAMILY, rounded, i, num_images=i % 2, text=(12, 12))) for i in range(32)]
     truth = [oracle.generate(prompt, adapter, 1)[1] for adapter, prompt in cases]

@@ -1,4 +1,4 @@
-"""Block-diagonal adapters as users get them, trained by a plan or converted, answer alike on any number of ranks."""
+"""Block-diagonal adapters, trained by a plan or converted, give the same answers on any number of ranks."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ TOLERANCE = 1e-5  # of logits of size 10
 
 
 def served(checkpoint: str, adapters: dict[str, str], cases: list[Any], size: int) -> tuple[Answers, dict[str, Any]]:
-    """Every case at once, unmerged; and how each adapter lies."""
+    """All cases at once, unmerged; and the sharding of each adapter."""
     recorded = Recorded(
         SimpleNamespace(family="llava", adapters=adapters),
         FixedModes(Mode.UNMERGED),
@@ -47,7 +47,8 @@ def same(found: Answers, wanted: Answers) -> bool:
 
 def test_trained_and_converted_ones_answer_alike_on_one_two_and_four_ranks(tmp_path: Path) -> None:
     """Four blocks trained by a plan, so that two ranks have two each; two blocks converted, so that four ranks share
-    each of them."""
+    each of them.
+    """
     base = write_base(tmp_path / "base")
     adapters: dict[str, str] = {}
     for name, blocks in (("trained", 4), ("dense", 1)):
@@ -65,11 +66,11 @@ def test_trained_and_converted_ones_answer_alike_on_one_two_and_four_ranks(tmp_p
     cases = [(name, prompt) for name in ("trained", "converted", None) for prompt in prompts[:2]]
     alone, _ = served(base, adapters, cases, 1)
     for case in range(4):
-        assert (alone[case][1] - alone[4 + case % 2][1]).abs().max() > 0.02, "the adapter does nothing"
+        assert (alone[case][1] - alone[4 + case % 2][1]).abs().max() > 0.02, "the adapter has no effect"
     for size in (2, 4):
         answers, lying = served(base, adapters, cases, size)
         assert lying == {"trained": "bd", "converted": "bd"}
-        assert same(answers, alone), f"{size} ranks answer otherwise"
+        assert same(answers, alone), f"{size} ranks give a different answer"
 
 
 def test_blocks_that_ranks_cut_through_are_served_dense_and_it_is_said_once(
@@ -99,7 +100,7 @@ def test_blocks_that_ranks_cut_through_are_served_dense_and_it_is_said_once(
     with caplog.at_level(logging.WARNING, "vlora.engine.ways"):
         answers, lying = served(str(tmp_path / "model"), adapters, cases, 4)
     assert [record.getMessage() for record in caplog.records] == [
-        "adapter 'three' has 3 blocks, which 4 ranks cut through: it is served in its dense form, zeros and all"
+        "adapter 'three' has 3 blocks, which 4 ranks do not divide evenly; it is served dense, including zeros"
     ]
     assert lying == {"three": "replicated"}
     for (_, prompt), (tokens, logits) in zip(cases, answers, strict=True):
@@ -108,6 +109,6 @@ def test_blocks_that_ranks_cut_through_are_served_dense_and_it_is_said_once(
             wanted = peft(input_ids=ids).logits[0, len(prompt.prompt_ids) - 1 :]
             with peft.disable_adapter():
                 without = peft(input_ids=ids).logits[0, len(prompt.prompt_ids) - 1 :]
-        assert (wanted - without).abs().max() > 0.1, "the adapter does nothing"
+        assert (wanted - without).abs().max() > 0.1, "the adapter has no effect"
         torch.testing.assert_close(logits, wanted, atol=TOLERANCE, rtol=0)
         assert wanted.argmax(-1).tolist() == tokens

@@ -1,6 +1,7 @@
-"""Ranks live through what a busy server does, all at once: answers that are given up between two steps, adapters that
-go while they are used or brought, preemption, reuse of prompts, chunked prompts and switches. Who is answered, is
-answered as plain transformers + PEFT do."""
+"""Ranks under the mixed load of a busy server: requests cancelled between steps, adapters unloaded while in use or
+being loaded, preemption, prompt reuse, chunked prompts and switches. All finished answers are those of plain
+transformers + PEFT.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +37,7 @@ def recorded(family: Family) -> Iterator[Recorded]:
         tensor_parallel=2,
         sharding=("wide8=slora", "patterned16=slora", "*=replicated"),
         threads=1,
-        encode_share=1e9,  # requests that start one after the other rarely hold all the memory together
+        encode_share=1e9,  # requests that start one after the other rarely fill the memory together
     )
     yield made
     made.engine.close()
@@ -97,11 +98,11 @@ def test_who_is_answered_is_answered_rightly(family: Family, recorded: Recorded)
             answered += 1
             assert [token for output in outputs[name] for token in output.token_ids] == wanted[case]
         else:
-            error = outputs[name][-1].error  # given up, or its adapter was unloaded: nothing else went wrong
+            error = outputs[name][-1].error  # cancelled, or its adapter was unloaded: no other error
             assert error is not None and error.code in ("cancelled", "aborted"), error
     stats = engine.stats()
     cached = [out[-1].timings.num_cached_tokens for out in outputs.values() if out[-1].timings is not None]
     assert answered > NUM_REQUESTS // 3 and given_up > 1 and unloaded > 1
     assert stats.num_switches > 0 and any(cached)
-    assert not engine._runner._told and not engine._runner._new, "the others keep requests that are over"
+    assert not engine._runner._told and not engine._runner._new, "other ranks keep finished requests"
     assert stats.num_preemptions > 0

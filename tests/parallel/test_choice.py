@@ -1,4 +1,4 @@
-"""Where nobody said how an adapter lies on several ranks, the cheaper way is taken, by the formulas."""
+"""Without a configured sharding the cheaper option is selected, by the formulas."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_predictions_are_s_lora_s_formulas() -> None:
     assert found.slora_s == 3 * (2 * 1 + 2 * 10)
     found = choose(layers(size, rank), 2, Costs(num_tokens, gather_s=0.0, reduce_s=0.0, byte_s=1.0, factor_byte_s=0.0))
     assert found.slora_s == 3 * (5 * num_tokens * rank * 2 / size + 2 * num_tokens * rank * 2)
-    # Replicated: five A's [r, hidden] and two B's [hidden, r], of which a rank would have 1/N.
+    # Replicated: five A's [r, hidden] and two B's [hidden, r], of which a shard would be 1/N.
     found = choose(layers(size, rank), 2, Costs(num_tokens, gather_s=0.0, reduce_s=0.0, byte_s=0.0, factor_byte_s=1.0))
     assert found.replicated_s == 3 * 7 * rank * HIDDEN * 2 * (size - 1) / size
 
@@ -62,4 +62,4 @@ def test_where_the_balance_tips_is_told(size: int) -> None:
 
 def test_nothing_to_split_is_replicated() -> None:
     assert choose([], 2, Costs(1, 1.0, 1.0, 1.0, 1.0)) == ("replicated", 0.0, 0.0)
-    assert choose(layers(4, 3), 2, Costs(1, 0.0, 0.0, 0.0, 1.0)).way == "slora"  # o and down can still be
+    assert choose(layers(4, 3), 2, Costs(1, 0.0, 0.0, 0.0, 1.0)).way == "slora"  # o and down can still be split

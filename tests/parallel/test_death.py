@@ -1,4 +1,5 @@
-"""The end of one rank is the end of its replica: everyone is told at once, and the service comes back by itself."""
+"""The end of one rank ends its replica: all requests fail at once with the cause, and the replica restarts by
+itself."""
 
 from __future__ import annotations
 
@@ -33,7 +34,7 @@ from vlora.memory.host_to_device import Inline
 from vlora.types import ErrorValue, Request, RequestOutput, SamplingParams
 
 PROMPT = (5, 6, 7, 8, 9)
-SOON_S = 30.0  # on a busy machine; without being told, ranks would notice after the group's 120 s
+SOON_S = 30.0  # on a busy machine; otherwise ranks would notice after the group's 120 s
 
 
 def request(name: str, max_tokens: int, adapter: str | None = None) -> Request:
@@ -55,7 +56,7 @@ def serving(engine: SupervisedEngine) -> EngineClient:
 
 
 def ranks_of(engine_pid: int) -> list[int]:
-    """The processes of all ranks: the engine's own, and those its fork server has made, in turn."""
+    """The processes of all ranks: the engine's own, and then those that its fork server has created."""
     made = [
         child
         for child in psutil.Process(engine_pid).children(recursive=True)
@@ -98,7 +99,7 @@ def config(folder: Path, **settings: object) -> EngineConfig:
 
 def test_one_of_four_ranks_is_killed_under_load_and_then_rank_0(folder: Path) -> None:
     told: list[str] = []
-    others = set(children())  # other tests' fork server stays for those that come after
+    others = set(children())  # other tests' fork server stays for later tests
 
     async def main() -> None:
         engine = await SupervisedEngine.start(config(folder, tensor_parallel=4), tell=told.append)
@@ -107,7 +108,7 @@ def test_one_of_four_ranks_is_killed_under_load_and_then_rank_0(folder: Path) ->
         assert len(before) == 8
 
         async def kill_under_load(rank: int, cause: str) -> None:
-            """Everybody is told why, by whichever rank it began with."""
+            """All requests fail with the cause, regardless of the rank that was killed."""
             running = [
                 asyncio.create_task(answer(engine, request(f"r{i}", 900, ("wide8", None)[i % 2]))) for i in range(4)
             ]
@@ -126,8 +127,8 @@ def test_one_of_four_ranks_is_killed_under_load_and_then_rank_0(folder: Path) ->
         while engine.cause is not None:
             await asyncio.sleep(0.05)
         assert serving(engine).ready.pid != first_pid
-        assert tokens(await answer(engine, request("after", 8, "wide8"))) == before  # back, with what it had
-        assert told == ["rank 2 was killed by SIGKILL; it is being started again", "the engine serves again"]
+        assert tokens(await answer(engine, request("after", 8, "wide8"))) == before  # restored, with its adapters
+        assert told == ["rank 2 was killed by SIGKILL; it is being restarted", "the engine is ready again"]
         pids = set(children()) - others
         assert len(set(ranks_of(serving(engine).ready.pid)) & pids) == 4
         await kill_under_load(0, "the engine process was killed by SIGKILL")
@@ -144,7 +145,7 @@ def test_one_of_four_ranks_is_killed_under_load_and_then_rank_0(folder: Path) ->
 def test_a_rank_that_dies_after_loading_and_before_it_joins_the_others(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Rank 0 waits for it by then, and would for as long as it lives."""
+    """Rank 0 waits for it at that time, without a timeout."""
     decode = messages.decode_word
     died: list[float] = []
 
@@ -170,15 +171,15 @@ def test_ranks_that_come_apart_end_the_replica_and_say_so(folder: Path) -> None:
     local = LocalEngine(config(folder))
     try:
         assert len(tokens(local.run([request("fine", 2)])["fine"])) == 2
-        local.engine._runner._runner._group._lines._number += 1  # as if rank 0 had said something more
-        with pytest.raises(EngineDead, match=r"ranks have come apart: rank . sent message"):
+        local.engine._runner._runner._group._lines._number += 1  # as if rank 0 had sent an additional message
+        with pytest.raises(EngineDead, match=r"ranks out of sync: rank . sent message"):
             local.run([request("apart", 2)])
     finally:
         local.engine.close()
 
 
 def test_the_rank_that_died_is_named_whoever_is_heard_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rank 1 ends because it waited for rank 2, and its word comes first."""
+    """Rank 1 ends because it waited for rank 2, and its message arrives first."""
     team = Team.__new__(Team)
     team._heard, team._loss, team._closing, team._awaited, team._group = threading.Condition(), None, False, {}, None
     team._alarm, team._bell = os.pipe()
@@ -199,7 +200,7 @@ def test_the_rank_that_died_is_named_whoever_is_heard_first(monkeypatch: pytest.
         thread.join()
     with pytest.raises(EngineDead, match="rank 2 was killed by SIGKILL"):
         team.check()
-    # Alone it is better than nothing.
+    # Without another cause it is reported.
     team._loss = None
     here, there = Pipe()
     there.send_bytes(messages.encode(follows))
@@ -228,7 +229,7 @@ def test_a_rank_that_cannot_be_started_leaves_none_behind(
 
         return starting
 
-    context.Process(target=print).start()  # the server itself is there, and stays
+    context.Process(target=print).start()  # the fork server itself exists, and stays
     for child in multiprocessing.active_children():
         child.join()
     before = sorted(os.listdir("/proc/self/fd"))
@@ -279,14 +280,14 @@ def test_one_bad_file_of_several_is_said_to_be(folder: Path, tmp_path: Path, how
 
 
 def test_an_adapter_that_another_rank_cannot_read_fails_alone(folder: Path, tmp_path: Path) -> None:
-    """Its requests are told why, and the replica serves on."""
+    """Its requests fail with the cause, and the replica continues."""
     path = shutil.copytree(folder / "adapters" / "wide8", tmp_path / "wide8")
     local = LocalEngine(config(folder), executor=Inline())
     try:
         local.engine.register_adapters({"gone": str(path), "kept": str(folder / "adapters" / "narrow4")})
         read = local.engine._registry.read(local.engine._registry.get("gone").key)
         assert read.version
-        shutil.rmtree(path)  # after rank 0 has read it, and before the other one does
+        shutil.rmtree(path)  # after rank 0 has read it, and before the other rank does
         outputs = local.run([request("g", 2, "gone"), request("k", 2, "kept"), request("b", 2)])
         error = outputs["g"][-1].error
         assert error is not None and error.code == "step_failed" and "rank 1: " in error.message

@@ -1,4 +1,4 @@
-"""Ranks notice that they hold different weights."""
+"""Ranks detect that they hold different weights."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Model(nn.Module):
 @pytest.mark.parametrize("part", [0, 1, 2, 3, 4, 5, 6, 7])
 @pytest.mark.parametrize("side", ["rows", "columns"])
 def test_an_eighth_of_a_tensor_that_differs_shows(side: str, part: int) -> None:
-    """Wherever it is, as where the file of a shard is of another version."""
+    """At any place, as if the file of a shard were of another version."""
     other = Model()
     with torch.no_grad():
         (other.matrix if side == "rows" else other.matrix.t()).chunk(8)[part].add_(1)

@@ -1,4 +1,4 @@
-"""Shard plans: every feature has its rank, and what cannot be cut is refused."""
+"""Shard plans: every feature has its rank, and indivisible models are refused."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_a_rank_holds_the_kv_heads_its_query_heads_read(size: int, kv_heads: int
         queries = [feature // 3 for feature in range(*each.shard("q_proj", 24, 24).outputs)][::3]
         held = [feature // 3 for feature in range(*each.shard("k_proj", 24, 3 * kv_heads).outputs)][::3]
         assert held == sorted({query * kv_heads // 8 for query in queries})
-        # Attention spreads a rank's query heads evenly over its KV heads: that must be the model's own grouping.
+        # Attention assigns a rank's query heads evenly to its KV heads: this must be the model's own grouping.
         assert [held[i * len(held) // len(queries)] for i in range(len(queries))] == [
             q * kv_heads // 8 for q in queries
         ]
@@ -53,8 +53,8 @@ def test_other_layers_are_replicated() -> None:
     ("size", "changes", "message"),
     [
         (3, {}, r"3, which does not divide the model's 8 attention heads; choose one of 1, 2, 4, 8"),
-        (8, {"intermediate": 44}, r"does not divide the model's 44 features between its MLPs; choose one of 1, 2, 4"),
-        (4, {"heads": 12, "kv_heads": 3}, r"3 KV heads can neither be split .* choose one of 1, 3, 6, 12"),
+        (8, {"intermediate": 44}, r"does not divide the model's 44 intermediate features; choose one of 1, 2, 4"),
+        (4, {"heads": 12, "kv_heads": 3}, r"3 KV heads can neither be divided .* choose one of 1, 3, 6, 12"),
         (16, {}, r"does not divide the model's 8 attention heads"),
     ],
 )

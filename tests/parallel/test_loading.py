@@ -1,4 +1,6 @@
-"""Several ranks: what is loaded and pinned while requests run is on each of them, and a pin that fails ends nothing."""
+"""Several ranks: adapters loaded and pinned while requests run are on each rank, and a failed pin does not end the
+replica.
+"""
 
 from __future__ import annotations
 
@@ -49,7 +51,7 @@ def test_every_rank_reads_beside_the_steps(tmp_path: Path) -> None:
             found = [tokens(local.run([ask(prompt, "after", "mine")])["after"], "after")]
             with pytest.raises(BadAdapter):
                 ended(local, engine.load_in_background("mine2", str(tmp_path / "nothing")))
-            # Rank 0 has read it; on another rank its files are others by then.
+            # Rank 0 has read it; the files change before another rank reads them.
             broken = tmp_path / f"broken{size}"
             shutil.copytree(folders["patterned16"], broken)
             ended(local, engine.load_in_background("broken", str(broken)))
@@ -57,7 +59,7 @@ def test_every_rank_reads_beside_the_steps(tmp_path: Path) -> None:
             (broken / "adapter_config.json").write_text(json.dumps({**settings, "revision": "another"}))
             pinning = engine.pin_in_background("broken")
             if size == 1:
-                assert ended(local, pinning).pinned, "nobody reads it again"
+                assert ended(local, pinning).pinned, "it is not read again"
             else:
                 with pytest.raises(StepFailed, match=r"rank 1: .* the files changed"):
                     ended(local, pinning)

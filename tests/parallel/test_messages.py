@@ -1,4 +1,4 @@
-"""What the other ranks are told: each request once, with its first step, and nothing of those that never have one."""
+"""Messages to other ranks: each request once, with its first step; requests that never run are not sent."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from vlora.types import Batch, BatchItem, Mode, Request, StepResult
 
 
 class Told:
-    """A team that writes down what it is to tell."""
+    """A team that records its messages."""
 
     def __init__(self) -> None:
         self.orders: list[messages.Order] = []

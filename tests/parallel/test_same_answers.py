@@ -1,4 +1,4 @@
-"""Several ranks answer as plain transformers + PEFT do, in every mode, whatever way adapters lie on them."""
+"""Several ranks give the answers of plain transformers + PEFT, in every mode and for every sharding of adapters."""
 
 from __future__ import annotations
 
@@ -31,13 +31,14 @@ CASES = (
     ("blocks4", 0),
     (None, 1),
 )
-# Adapters of every kind: the others are replicated; in patterned16, layer 1's q has rank 5, which nothing divides.
+# Adapters of every kind: the others are replicated; in patterned16, layer 1's q has rank 5, which no number of ranks
+# divides.
 HEAD_ROWS = (10, 20)
 SHARDING = ("wide8=slora", "everywhere64=slora", "patterned16=slora", "*=replicated")
 
 
 def add_blocks(oracle: Oracle, name: str, num_blocks: int) -> None:
-    """Give the oracle a block-diagonal adapter of every language layer, made and computed by PEFT."""
+    """Give the oracle a block-diagonal adapter of every language layer, created and computed by PEFT."""
     assert oracle.peft is not None
     blocks = BdLoraConfig(
         target_modules_bd_a=["o_proj", "down_proj"],
@@ -51,13 +52,13 @@ def add_blocks(oracle: Oracle, name: str, num_blocks: int) -> None:
     with torch.no_grad():
         for parameter_name, parameter in oracle.peft.named_parameters():
             if f".{name}." in parameter_name:
-                # Of the size of the oracle's other adapters, whose factors are as wide as those without their zeros.
+                # As large as the oracle's other adapters, with factors as wide as these without zeros.
                 parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.1)
     oracle.peft.eval()
 
 
 class Family:
-    """A family's model and adapters on disk, and what the oracle says."""
+    """A family's model and adapters on disk, and reference answers."""
 
     def __init__(self, family: str, folder: Path) -> None:
         self.family = family
@@ -121,7 +122,7 @@ def team(request: pytest.FixtureRequest, family: Family) -> Iterator[Team]:
 
 
 def on(*teams: tuple[str, int]) -> pytest.MarkDecorator:
-    """Families and numbers of ranks; a family's oracle is asked once for those that follow each other."""
+    """Families and numbers of ranks; a family's reference is computed once for consecutive tests."""
     ids = [f"{family}-{size}" for family, size in teams]
     return pytest.mark.parametrize(("family", "team"), teams, indirect=True, ids=ids, scope="module")
 
@@ -143,8 +144,9 @@ def test_unmerged_mixed_and_merged(team: Team) -> None:
 
 @on(("qwen2_vl", 2))
 def test_what_ranks_say_is_what_the_formulas_say(team: Team) -> None:
-    """Base model: two sums a layer. Replicated and block-diagonal adapters: nothing more. S-LoRA: two gathers and two
-    sums a layer, however many adapters. And one broadcast a step."""
+    """Base model: two sums per layer. Replicated and block-diagonal adapters: nothing more. S-LoRA: two gathers and
+    two sums per layer, for any number of adapters. And one broadcast per step.
+    """
     ledger = team.recorded.engine._runner._runner._group.ledger
     for case, (adapters, ranks) in enumerate(
         [((None,), ()), (("narrow4", "blocks4", None), ()), (("wide8",), (8,)), (("wide8", "everywhere64"), (8, 64))]
@@ -152,7 +154,7 @@ def test_what_ranks_say_is_what_the_formulas_say(team: Team) -> None:
         model = build_model(team.family)
         cases = [(name, make_prompt(team.family, model, 50 + 10 * case + i)) for i, name in enumerate(adapters)]
         team.recorded.engine._scheduler._policy = FixedModes(Mode.UNMERGED)
-        team.recorded.answer([(None, make_prompt(team.family, model, 99 + case))], 1)  # brings orders up to date
+        team.recorded.answer([(None, make_prompt(team.family, model, 99 + case))], 1)  # flushes pending orders
         for name, _ in cases:
             if name is not None:
                 team.recorded.engine.pin_adapter(name, True)
@@ -160,7 +162,8 @@ def test_what_ranks_say_is_what_the_formulas_say(team: Team) -> None:
         team.recorded.answer(cases, NUM_TOKENS)
         said = {key: (entry.calls, entry.num_bytes) for key, entry in ledger.take().items()}
         num_tokens = [len(prompt.prompt_ids) + NUM_TOKENS - 1 for _, prompt in cases]
-        # The last layer computes keys and values of all tokens, and all else of those whose hidden state is read.
+        # The last layer computes keys and values of all tokens, and everything else only for tokens with
+        # hidden states that are read.
         num_rows = [(LAYERS - 1) * count + NUM_TOKENS for count in num_tokens]
         wanted = {
             ("all_reduce", "base"): (2 * LAYERS * NUM_TOKENS, 2 * 4 * HIDDEN * sum(num_rows)),
@@ -177,7 +180,7 @@ def test_what_ranks_say_is_what_the_formulas_say(team: Team) -> None:
 
 @on(("qwen2_vl", 2))
 def test_packed_copies_on_all_ranks(team: Team, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As if decoding did not read adapters where they lie: the set of a batch is packed once it came back."""
+    """As if decoding could not read adapters in place: the set of a batch is packed when it repeats."""
     monkeypatch.setattr("atmm.gains_from_copies", lambda *_: True)
     team.check(Mode.UNMERGED)
     packed = team.recorded.engine._bank._packed
@@ -208,8 +211,9 @@ def test_weights_that_are_switched_in_place(family: Family, team: Team) -> None:
 
 @on(("llava", 2))
 def test_adapters_come_move_and_go_in_a_tiny_arena(team: Team) -> None:
-    """Every adapter under two names, of which the largest have no room side by side; read and brought by threads; and
-    whatever can move moves between any two steps."""
+    """Every adapter under two names; the largest do not fit at the same time. Threads read and load them, and all
+    movable pages move between steps.
+    """
     twice = copy.copy(team)
     twice.adapters = {f"{name}-{i}": path for i in (0, 1) for name, path in team.adapters.items()}
     recorded = Recorded(
@@ -236,7 +240,7 @@ def test_adapters_come_move_and_go_in_a_tiny_arena(team: Team) -> None:
 
 @on(("qwen2_vl", 2), ("qwen3_vl", 4))
 def test_a_head_reads_what_one_rank_would_show_it(team: Team) -> None:
-    """The head's rows are two of the output head's, so the oracle's logits say what it must answer."""
+    """The head's rows are two of the output head's, so the reference's logits determine its answer."""
     case = next(case for case, (adapter, _) in enumerate(team.cases) if adapter == "wide8")
     prompt, (_, logits) = team.cases[case][1], team.answers[case]
     for mode in (Mode.UNMERGED, Mode.MERGED):

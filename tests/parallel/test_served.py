@@ -1,5 +1,6 @@
-"""`vlora serve --tensor-parallel 2` as users meet it, over HTTP: the answers of one rank, whatever way an adapter lies,
-and what everybody is told when a rank is killed."""
+"""`vlora serve --tensor-parallel 2` over HTTP: the answers of one rank for every sharding, and the error of all
+requests when a rank is killed.
+"""
 
 from __future__ import annotations
 
@@ -136,5 +137,5 @@ def test_kill_9_of_a_rank_answers_everybody_within_3_s_and_the_service_comes_bac
     until_alive(serving.client)
     after = chat(serving.http_port, model="small", max_tokens=5)[1]
     assert json.loads(after)["choices"] == json.loads(before)["choices"]
-    assert "rank 1 was killed by SIGKILL; it is being started again" in serving.log.read_text()
+    assert "rank 1 was killed by SIGKILL; it is being restarted" in serving.log.read_text()
     assert not any(is_left(pid) for pid in pids)

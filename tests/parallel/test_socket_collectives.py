@@ -1,4 +1,4 @@
-"""What ranks say to each other over sockets, each rank a thread: all have the same, and are told of one that goes."""
+"""Communication between ranks over sockets, with a thread per rank: all receive the same, and detect a dead rank."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from hypothesis import strategies as st
 from vlora.parallel.socket_collectives import _HEAD, Lines, RankGone, RanksApart, connect
 
 T = TypeVar("T")
-SOON_S = 5.0  # on a busy machine; one that hangs is waited for two minutes
+SOON_S = 5.0  # on a busy machine; the limit for a rank that hangs is two minutes
 
 
 def on_ranks(size: int, work: Callable[[int, Lines], T], ends: list[dict[int, socket.socket]] | None = None) -> list[T]:
-    """What each of them returns."""
+    """The results of all ranks."""
     given = ends or connect(size)
     with ThreadPoolExecutor(size) as threads:
 
         def rank(number: int) -> T:
-            time.sleep(0.003 * (number % 2))  # they do not come at once
+            time.sleep(0.003 * (number % 2))  # they arrive at different times
             lines = Lines(number, given[number])
             try:
                 return work(number, lines)
@@ -54,7 +54,7 @@ def test_everybody_has_what_everybody_gave(size: int, shapes: list[list[int]], d
 
 
 def test_a_large_tensor_and_ranks_of_unlike_speed() -> None:
-    """Far more than a socket's buffer holds, and one rank comes late to everything."""
+    """Much more than a socket's buffer holds, and one rank is late at every call."""
     size, count = 3, 2**20
 
     def work(rank: int, lines: Lines) -> list[torch.Tensor]:
@@ -118,7 +118,7 @@ def test_one_that_lives_and_hangs_is_waited_for_only_so_long(monkeypatch: pytest
         if rank == 0:
             time.sleep(1.5)
             return []
-        with pytest.raises(RanksApart, match="rank 1 hears nothing of rank 0"):
+        with pytest.raises(RanksApart, match="rank 1 received nothing from rank 0"):
             lines.exchange(torch.zeros(4), "test")
         return [1]
 
@@ -126,7 +126,7 @@ def test_one_that_lives_and_hangs_is_waited_for_only_so_long(monkeypatch: pytest
 
 
 def test_one_that_loads_is_waited_for_as_long_as_it_takes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Before ranks are all there, and where they say that another may take its time."""
+    """Before all ranks are connected, and in patient calls."""
     monkeypatch.setattr("vlora.parallel.socket_collectives._HANG_S", 1)
     ends = connect(2)
 
@@ -141,7 +141,7 @@ def test_one_that_loads_is_waited_for_as_long_as_it_takes(monkeypatch: pytest.Mo
         assert list(threads.map(rank, range(2))) == [[0, 1], [0, 1]]
 
 
-# -- ranks that come apart --------------------------------------------------------------------------------------------
+# -- ranks out of sync ------------------------------------------------------------------------------------------------
 
 
 def short(rank: int, lines: Lines) -> None:
@@ -161,7 +161,7 @@ def one_more(rank: int, lines: Lines) -> None:
 
 
 def one_left_out(rank: int, lines: Lines) -> None:
-    """Sent twice as long, of the same size and for the same: only the number tells."""
+    """Sent twice, with equal size and purpose: only the number differs."""
     lines._number += rank
     lines.exchange(torch.zeros(4), "test")
 
@@ -188,8 +188,8 @@ def test_ranks_that_come_apart_are_told_at_once_and_never_take_one_thing_for_ano
     started = time.monotonic()
     said = on_ranks(2, rank)
     assert time.monotonic() - started < SOON_S
-    assert any("ranks have come apart: rank" in words for words in said), said
-    assert all("come apart" in words or "is gone" in words for words in said), said
+    assert any("ranks out of sync: rank" in words for words in said), said
+    assert all("out of sync" in words or "is gone" in words for words in said), said
 
 
 def test_it_is_said_what_came_and_what_was_expected() -> None:
@@ -200,7 +200,7 @@ def test_it_is_said_what_came_and_what_was_expected() -> None:
         return str(raised.value)
 
     assert on_ranks(2, work)[0] == (
-        "ranks have come apart: rank 1 sent message 2 (test, 32 bytes), where rank 0 expects message 2 (test, 16 bytes)"
+        "ranks out of sync: rank 1 sent message 2 (test, 32 bytes), but rank 0 expects message 2 (test, 16 bytes)"
     )
 
 
@@ -208,7 +208,7 @@ def test_it_is_said_what_came_and_what_was_expected() -> None:
 
 
 class Stingy(socket.socket):
-    """Of a system that gives a line no more than a small buffer."""
+    """As of a system that limits sockets to a small buffer."""
 
     def setsockopt(self, level: int, option: int, value: int | bytes) -> None:  # type: ignore[override]
         super().setsockopt(level, option, 4096 if option == socket.SO_SNDBUF else value)
@@ -216,7 +216,7 @@ class Stingy(socket.socket):
 
 @pytest.mark.parametrize("poor", [{0}, {0, 1, 2}])
 def test_pieces_are_as_small_as_the_system_s_buffers_ask_for(poor: set[int], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of one rank or of all: they agree on a size. Larger pieces would have everybody wait to be read."""
+    """On one rank or all: they agree on a size. Larger pieces would deadlock."""
     monkeypatch.setattr("vlora.parallel.socket_collectives._HANG_S", 3)
     ends = connect(3)
     for rank in poor:
@@ -232,7 +232,7 @@ def test_pieces_are_as_small_as_the_system_s_buffers_ask_for(poor: set[int], mon
 
 
 def test_a_line_s_buffer_holds_two_pieces_that_nobody_reads() -> None:
-    """And their heads: what an exchange relies on. Whoever cannot send them would wait here."""
+    """And their heads, as an exchange requires. Otherwise the send would block here."""
     ends = connect(2)
     with ThreadPoolExecutor(2) as threads:
         lines = list(threads.map(lambda rank: Lines(rank, ends[rank]), range(2)))

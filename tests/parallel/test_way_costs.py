@@ -1,4 +1,4 @@
-"""What ranks measure at start follows what their network and their processor do."""
+"""Measurements at start follow the speed of the ranks' network and processor."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ WAIT_S = 0.02
 
 
 class SlowGroup:
-    """Stands for two ranks that hold the same, on a network that takes `wait_s` for anything."""
+    """Represents two ranks with equal data, on a network with a latency of `wait_s`."""
 
     rank = 0
     size = 2
@@ -45,7 +45,7 @@ def test_a_slow_network_is_seen_and_factors_are_not_free(num_tokens: int) -> Non
 
 
 def test_every_rank_says_the_same_in_the_same_order() -> None:
-    """Whatever is measured: a rank that made one call more would wait for ever."""
+    """For any measurements: a rank with one more call would wait forever."""
     ledgers = []
     for wait_s in (0.0, 0.002):
         group = SlowGroup(wait_s)

@@ -1,4 +1,4 @@
-"""How an adapter lies is decided once, and said: what its user wants, or what is predicted to be faster."""
+"""An adapter's sharding is decided once, and logged: as configured, or as predicted to be faster."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ FAST, SLOW = (Costs(6, gather_s=call_s, reduce_s=call_s, byte_s=0.0, factor_byte
 
 
 def ways(costs: Costs, *sharding: str) -> tuple[Ways, Any]:
-    """And the header of an adapter of rank 8 on all layers of three, by two ranks."""
+    """And the header of an adapter of rank 8 on all layers of three, on two ranks."""
     found = [(f"site {number}", layer) for number, layer in enumerate(layers(2, 8))]
     sites = {name: SiteShape(layer.shard.d_in, layer.shard.d_out, False, layer.shard) for name, layer in found}
     targets = [

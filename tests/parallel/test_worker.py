@@ -1,4 +1,4 @@
-"""What a rank other than 0 does by itself."""
+"""Behavior of a rank other than 0 on its own."""
 
 from __future__ import annotations
 
@@ -14,7 +14,9 @@ from vlora.memory.adapter_cache import Appointed
 
 
 def test_an_adapter_that_does_not_arrive_ends_the_rank() -> None:
-    """Its copy failed here only: rank 0, which has been told that the files were read, uses it in the next step."""
+    """Its copy failed on this rank only: rank 0 knows that the files were read, and uses the adapter in the next
+    step.
+    """
     read: Future[object] = Future()
     read.set_result("adapter")
     brought: list[object] = []

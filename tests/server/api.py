@@ -1,4 +1,4 @@
-"""The HTTP API in a thread of the test's own process, and calls to it through real sockets."""
+"""The HTTP API in a thread of the test process, called through real sockets."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from vlora.server.security.access import Access
 
 
 class Api(NamedTuple):
-    """token: what `call` shows. tls: how it connects."""
+    """token: sent by `call`. tls: settings for its connections."""
 
     port: int
     engine: Any
@@ -81,7 +81,7 @@ def running_api(
     others_listen: Callable[[], bool] = lambda: True,
     **settings: Any,
 ) -> Iterator[Api]:
-    """On a scripted engine if none is given. settings: fields of ServerConfig."""
+    """Serve the HTTP API, by default over a scripted engine. settings: fields of ServerConfig."""
     config = ServerConfig(http_port=0, **settings)
     started: Future[Api] = Future()
     stopping = asyncio.Event()

@@ -1,4 +1,4 @@
-"""A front end with its RPyC server on a scripted engine, in a thread of the test's own process."""
+"""A front end with its RPyC server on a scripted engine, in a thread of the test process."""
 
 from __future__ import annotations
 

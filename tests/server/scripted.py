@@ -1,9 +1,9 @@
-"""An engine that follows a script, and a processor over bytes: what the surfaces are tested on, with no model.
+"""A scripted engine and a processor over bytes, to test the servers without a model.
 
-The script is in the prompt: `say:TEXT` answers TEXT, a byte per step; `forever` never stops by itself; `never` says
-nothing; `crash` fails the step loop; `exit` ends the process; `trip` fails while the request is taken in; `fail` fails
-its request alone; `overloaded` refuses it and tells its service level; `grammar` answers with the request's grammar.
-Anything else is answered with yes.
+The prompt contains the script: `say:TEXT` answers TEXT, one byte per step; `forever` never stops; `never` outputs
+nothing; `crash` fails the step loop; `exit` ends the process; `trip` fails while the request is admitted; `fail` fails
+only its request; `overloaded` refuses it with its service level; `grammar` answers with the request's grammar. Any
+other prompt is answered with yes.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ TASKS = ("classification", "action", "binary", "counting", "multi_label", "regre
 
 
 def head_answer(task: str, vision: Sequence[VisionInput]) -> HeadAnswer:
-    """A head answers by the first image's brightness; one that is named like a task, as that task does."""
+    """A head answers by the first image's brightness; a head named after a task has that task's result form."""
     brightness = vision[0].fields["pixel_values"].data[0] / 255
     best = int(brightness > 0.5)
     scores = (1 - brightness, brightness)
@@ -98,7 +98,7 @@ class Encoded(NamedTuple):
 
 
 class ByteProcessor:
-    """One token per byte; an image is one token that carries its mean brightness."""
+    """One token per byte; an image is one token with its mean brightness."""
 
     takes_tools = False
 
@@ -116,7 +116,7 @@ class ByteProcessor:
         if prompt.count("\0") != len(images):
             raise BadRequest(f"the prompt has {prompt.count(chr(0))} image markers but {len(images)} images were sent")
         if any(image.width > 200 * image.height for image in images):
-            raise BadImage("the image processor refuses the images: aspect ratio")
+            raise BadImage("the image processor rejects the images: aspect ratio")
         vision = tuple(self._vision(image) for image in images)
         shown = tuple(Region(0, 0, image.width, image.height) for image in images)
         return Encoded(tuple(IMAGE if byte == 0 else byte for byte in prompt.encode()), vision, shown)
@@ -139,11 +139,11 @@ class ByteProcessor:
 
 
 class ScriptedEngine:
-    """The synchronous engine's contract."""
+    """Implements the interface of the synchronous engine."""
 
     step_s = 0.002
     alarm: int | None = None
-    lost = False  # another rank
+    lost = False  # no other rank is lost
 
     def check_ranks(self) -> None:
         if self.lost:
@@ -183,8 +183,8 @@ class ScriptedEngine:
         answer = 0 if request.head else request.sampling.max_tokens
         if len(request.prompt_ids) + answer > self.limits.max_context:
             raise PromptTooLong(
-                f"the prompt has {len(request.prompt_ids)} tokens and may be answered with {answer}, together over this"
-                f" model's context of {self.limits.max_context}"
+                f"the prompt has {len(request.prompt_ids)} tokens and up to {answer} output tokens are requested, "
+                f"over this model's context of {self.limits.max_context}"
             )
         if request.adapter is not None and request.adapter not in self._adapters:
             raise UnknownAdapter(f"no adapter named {request.adapter!r}")
@@ -465,7 +465,7 @@ class ScriptedInterface:
 
 
 def write_adapter(folder: Path, heads: dict[str, int] | None = None) -> str:
-    """An adapter folder as the scripted engine reads it. heads: name -> number of frames."""
+    """Write an adapter folder for the scripted engine. heads: name -> number of frames."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "adapter_config.json").write_text(json.dumps({"heads": heads or {}}))
     return str(folder)

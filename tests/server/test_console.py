@@ -1,4 +1,4 @@
-"""The console's data, without a browser: who may see what, and that watching costs the engine next to nothing."""
+"""The console's data, without a browser: visibility by token, and low cost for the engine."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def api(folder: Path) -> Iterator[Api]:
-    """Two streams: the cameras' and one of the operator's."""
+    """Two streams: one of the cameras' token, one of the operator's."""
     with running_api(tokens=(CAMERAS, GUEST, OPS)) as made:
         made.on_loop(made.front_end.load_adapter("cam", str(folder)))
         for owner in (CAMERAS, OPS):
@@ -92,7 +92,7 @@ def test_data_takes_a_token_in_the_header(api: Api, path: str) -> None:
     assert api.call("GET", path, headers={"Authorization": "Bearer wrong-token-0123456789"})[0] == 401
 
 
-# -- who sees what ----------------------------------------------------------------------------------------------------
+# -- visibility by token ----------------------------------------------------------------------------------------------
 
 
 def test_streams_are_told_to_their_owner_and_to_admins(api: Api) -> None:
@@ -112,7 +112,7 @@ def test_a_frame_is_shown_to_who_may_see_it_once_somebody_looks(api: Api, folder
 
     send(api, stream_id, CAMERAS, 0)
     wait_for(lambda: state(api, CAMERAS)["streams"][-1]["num_answered"] == 1)
-    assert look(GUEST) == 404 and look(CAMERAS) == 204  # nobody had looked, so nothing was drawn
+    assert look(GUEST) == 404 and look(CAMERAS) == 204  # no frame was requested before, so none was drawn
     send(api, stream_id, CAMERAS, 1)
     wait_for(lambda: api.front_end.streams.watched()[-1].last_frame.look() is not None)
     connection = http.client.HTTPConnection("127.0.0.1", api.port)
@@ -125,7 +125,7 @@ def test_a_frame_is_shown_to_who_may_see_it_once_somebody_looks(api: Api, folder
     assert look(GUEST) == 404
     last = state(api, OPS)["streams"][-1]["last"]
     assert (last["number"], last["label"], last["problem"]) == (1, "bright", None)
-    assert stream_id not in str(state(api, OPS)), "a stream's id is what resumes it"
+    assert stream_id not in str(state(api, OPS)), "a stream's id allows resuming it"
 
 
 def test_an_engine_that_is_dead_says_why(folder: Path) -> None:
@@ -145,7 +145,7 @@ def test_what_may_be_asked_is_listed_and_kept_up(folder: Path) -> None:
         assert found["name"] == "<b>cam" and found["heads"][0]["name"] == "night"
 
 
-# -- what it costs ----------------------------------------------------------------------------------------------------
+# -- cost for the engine ----------------------------------------------------------------------------------------------
 
 
 def test_many_who_watch_cost_the_engine_two_looks_a_second() -> None:
@@ -185,7 +185,7 @@ def test_nobody_is_shown_what_a_dead_engine_did_last() -> None:
         await feed.read(0)
         dead = True
         await asyncio.sleep(0.06)
-        for _ in range(3):  # the second look comes before the interval is over
+        for _ in range(3):  # the second read is within the interval
             with pytest.raises(EngineDead):
                 await feed.read(0)
         dead = False

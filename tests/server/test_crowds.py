@@ -1,4 +1,4 @@
-"""More callers than a server can take: it goes on serving those it knows."""
+"""More connections than a server can keep: it continues to serve authenticated ones."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_rpyc_lives_through_a_want_of_descriptors(monkeypatch: pytest.MonkeyPatc
             return taken
 
         monkeypatch.setattr(socket.socket, "accept", accept)
-        with silent(server.port, 3):  # the first is taken by the call that waits already
+        with silent(server.port, 3):  # the pending accept takes the first
             time.sleep(0.4)
         assert old.generate("say:old").text == "old"
         with Client(port=server.port) as new:

@@ -1,4 +1,4 @@
-"""Tokens to text: whatever the cuts, the pieces are the text, and nothing of a stop string gets out."""
+"""Detokenization: for any piece boundaries the pieces join to the text, without any part of a stop string."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def cut(data: bytes, cuts: list[int]) -> list[list[int]]:
 def test_pieces_join_to_the_text_and_none_ends_in_half_a_character(text: str, cuts: list[int]) -> None:
     detokenizer = Detokenizer(decode)
     pieces = [detokenizer.feed(tokens) for tokens in cut(text.encode(), cuts)]
-    # A replacement character of the text itself looks like half a character until something follows it.
+    # A replacement character in the text looks like an incomplete character until more text follows.
     assert "".join(pieces) + detokenizer.finish() == text
     assert not any(piece.endswith("\ufffd") for piece in pieces)
 
@@ -44,7 +44,7 @@ def test_spaces_that_depend_on_the_token_before_are_kept() -> None:
     words = ["<s>", "Hello", "there", "world"]
 
     def sentencepiece(token_ids: list[int]) -> str:
-        # Drops the space before the first word, as tokenizers of that kind do.
+        # Drops the space before the first word, as such tokenizers do.
         return " ".join(words[token] for token in token_ids if token)
 
     detokenizer = Detokenizer(sentencepiece)

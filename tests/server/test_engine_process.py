@@ -1,4 +1,4 @@
-"""The engine process and its client: answers, refusals, deaths."""
+"""The engine process and its client: answers, refused requests, process death."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ async def start(model: str = "scripted", **fields: Any) -> EngineClient:
     return await EngineClient.start(EngineConfig(model=model, **fields), command=ENGINE_COMMAND)
 
 
-# 30 MiB are freed, which moves glibc's border up to them unless it is fixed; then where does a block of 20 MiB lie?
+# Freeing 30 MiB raises glibc's mmap threshold unless it is fixed; the probe shows whether 20 MiB are mmapped.
 _HEAP_PROBE = """
 import ctypes, pathlib, sys
 c = ctypes.CDLL(None)
@@ -65,7 +65,7 @@ def test_large_blocks_of_an_engine_are_never_kept_in_its_heap(tmp_path: Path) ->
     found = tmp_path / "mapped"
     probe = (sys.executable, "-c", _HEAP_PROBE, str(found))
     subprocess.run(probe, check=True)
-    assert found.read_text() == "0"  # left to itself, glibc keeps it
+    assert found.read_text() == "0"  # by default glibc keeps it
     with pytest.raises(EngineDead):
         asyncio.run(EngineClient.start(EngineConfig(model="scripted"), command=probe))
     assert found.read_text() == "1"
@@ -78,13 +78,13 @@ def test_requests_calls_refusals_and_a_clean_stop(tmp_path: Path) -> None:
         told = [answer(engine, request(f"r{i}", f"say:answer {i}")) for i in range(8)]
         for i, (text, last) in enumerate(await asyncio.gather(*told)):
             assert text == f"answer {i}" and last.finish_reason == "stop" and last.timings is not None
-        # Whole answers come in one message, beside others that come token by token.
+        # Whole answers arrive in one message, other answers token by token.
         whole, parts = await asyncio.gather(
             outputs(engine, request("whole", "say:word", whole=True)), outputs(engine, request("parts", "say:word"))
         )
         assert len(whole) == 1 < len(parts) and whole[0].finish_reason == "stop"
         assert whole[0].token_ids == tuple(token for output in parts for token in output.token_ids)
-        # Refused at admission, tripped over, failed alone: each its own last word, and the engine lives.
+        # Refused, internal error, single failure: each request has its own final output; the engine stays up.
         _, refused = await answer(engine, request("long", "x" * 600))
         assert refused.error is not None and refused.error.code == "prompt_too_long"
         _, tripped = await answer(engine, request("trip", "trip"))
@@ -93,9 +93,9 @@ def test_requests_calls_refusals_and_a_clean_stop(tmp_path: Path) -> None:
         assert failed.error is not None and failed.error.code == "step_failed"
         with pytest.raises(BadRequest, match="a number in the request is too large"):
             await answer(engine, request("number", "say:x", sampling=SamplingParams(seed=10**30)))
-        with pytest.raises(BadRequest, match="half a character"):
+        with pytest.raises(BadRequest, match="unpaired surrogate"):
             await engine.load_adapter("\ud800", str(tmp_path))
-        # Leaving a stream cancels its request; cancelling one ends its stream.
+        # Closing a stream cancels its request; cancelling a request ends its stream.
         leaving = engine.generate(request("left", "forever", sampling=SamplingParams(max_tokens=400)))
         await anext(leaving)
         await leaving.aclose()
@@ -103,7 +103,7 @@ def test_requests_calls_refusals_and_a_clean_stop(tmp_path: Path) -> None:
         await anext(cancelling)
         await engine.cancel("cancelled")
         assert [output async for output in cancelling][-1].finish_reason == "cancelled"
-        # So does waiting until it is too late, whether the engine says nothing or a lot.
+        # So does a passed deadline, with and without outputs from the engine.
         loop = asyncio.get_running_loop()
         for prompt in ("never", "forever"):
             late = request(prompt, prompt, sampling=SamplingParams(max_tokens=400))
@@ -115,7 +115,7 @@ def test_requests_calls_refusals_and_a_clean_stop(tmp_path: Path) -> None:
         # Adapters.
         status = await engine.load_adapter("signs", write_adapter(tmp_path / "signs", {"kind": 1}))
         assert status.name == "signs" and await engine.adapters() == (status,)
-        # More than come at a time, and exactly as many.
+        # More than one batch, and exactly one batch.
         for count in (2 * messages.ADAPTERS_PER_REPLY, 2 * messages.ADAPTERS_PER_REPLY + 1):
             await engine.register_adapters({f"cam{number}": str(tmp_path / "signs") for number in range(count - 1)})
             names = [each.name for each in await engine.adapters()]
@@ -139,7 +139,7 @@ def test_requests_calls_refusals_and_a_clean_stop(tmp_path: Path) -> None:
         await anext(draining)
         await engine.unload_adapter("one", drain=True)
         assert [output async for output in draining][-1].finish_reason == "length"
-        # A stop ends what runs, and everything after it says so.
+        # A stop ends running requests, and every later call fails with the cause.
         running = asyncio.create_task(answer(engine, request("running", "never")))
         await asyncio.sleep(0.05)
         await engine.close()
@@ -180,7 +180,7 @@ def test_a_dead_engine_tells_everyone_why_at_once(deed: str, cause: str) -> None
             waiting.append(asyncio.create_task(answer(engine, request("killer", deed))))
         for _, last in await asyncio.gather(*waiting):
             assert last.error is not None and (last.error.code, last.error.message) == ("engine_dead", cause)
-        assert engine.cause == cause  # nobody was told later than the others
+        assert engine.cause == cause  # all requests fail at the same time
         for call in (
             engine.stats(),
             engine.adapters(),
@@ -214,7 +214,7 @@ def test_an_engine_that_cannot_start_says_why(model: str, error: type[Exception]
 def test_the_engine_ends_when_its_parent_is_gone() -> None:
     async def main() -> None:
         engine = await start()
-        engine._line.close()  # as when the parent was killed
+        engine._line.close()  # as after a kill of the parent
         assert await engine._process.wait() == 0
 
     run(main())

@@ -1,4 +1,4 @@
-"""One stream of frames on the server: order, what is dropped, what waits, and what may be asked twice."""
+"""A frame stream on the server: order, dropped frames, waiting frames, and repeated calls."""
 
 from __future__ import annotations
 
@@ -45,11 +45,11 @@ def answer(label: str) -> HeadResult:
 
 
 def nothing() -> None:
-    """What a frame's end means to whom it does not matter."""
+    """A `done` callback that does nothing."""
 
 
 class Head:
-    """Answers a frame with its bytes, once `let` says so (or at once)."""
+    """Answers a frame with its bytes, after `let` allows it or immediately."""
 
     def __init__(self, at_once: bool = True) -> None:
         self.at_once = at_once
@@ -143,7 +143,7 @@ async def test_a_newer_frame_takes_the_place_of_one_that_waits() -> None:
     await settle()
     results = (await stream.pull(-1, 1)).results
     assert said(results) == [(0, "0"), (1, "1"), (2, "2"), (3, "3"), (4, "dropped"), (5, "dropped"), (6, "6")]
-    assert results[4].dropped == "frame 5 came before this one was started"
+    assert results[4].dropped == "frame 5 arrived before this one was started"
 
 
 @on_loop
@@ -181,7 +181,7 @@ async def test_results_stay_until_they_are_acknowledged() -> None:
     first = (await stream.pull(-1, 1)).results
     assert (await stream.pull(-1, 1)).results == first
     assert said((await stream.pull(0, 1)).results) == [(1, "b")]
-    for number, why in ((-1, "acknowledged; they cannot be had again"), (2, "no result"), (10**30, "no result")):
+    for number, why in ((-1, "acknowledged and are no longer available"), (2, "no result"), (10**30, "no result")):
         with pytest.raises(BadRequest, match=why):
             await stream.pull(number, 0)
 
@@ -195,9 +195,9 @@ async def test_a_frame_sent_again_is_taken_once() -> None:
     await settle()
     assert head.asked == [b"a"]
     for number in (2, -1):
-        with pytest.raises(BadRequest, match="frame 1 was expected"):
+        with pytest.raises(BadRequest, match="expected frame 1"):
             await stream.send(number, (b"c",), 0, nothing)
-    with pytest.raises(BadRequest, match="reads 1 image per frame; 2 came"):
+    with pytest.raises(BadRequest, match="reads 1 image per frame; got 2"):
         await stream.send(1, (b"c", b"d"), 0, nothing)
 
 
@@ -237,7 +237,7 @@ async def test_each_frame_has_the_streams_latency_bound() -> None:
     while len(results) < 5:
         results += (await stream.pull(len(results) - 1, 1)).results
     assert [each.error.code if each.error else None for each in results] == ["deadline_missed"] * 5
-    assert head.cancelled == 4 == len(head.asked), "the fifth was late before its turn came"
+    assert head.cancelled == 4 == len(head.asked), "the fifth passed its bound before it started"
     assert all(bound is not None and 0 < bound <= 0.05 for bound in head.bounds)
 
 
@@ -263,7 +263,7 @@ async def test_end_answers_what_was_taken_and_cancel_frees_it() -> None:
     stream = make(head)
     await send(stream, b"a", b"b")
     stream.end()
-    with pytest.raises(BadRequest, match="was ended"):
+    with pytest.raises(BadRequest, match="has ended"):
         await stream.send(2, (b"c",), 0, nothing)
     head.let(b"a")
     part = await stream.pull(-1, 1)
@@ -400,7 +400,7 @@ async def test_a_frame_that_is_held_fails_when_its_bound_passes_and_not_later() 
     for number in range(2):
         (result,) = (await stream.pull(number - 1, 5)).results
         assert result.error is not None and result.error.code == "deadline_missed"
-        assert "started again" in result.error.message and 0.05 <= result.latency_s < 1
+        assert "restarting" in result.error.message and 0.05 <= result.latency_s < 1
     assert done == [0, 1] and head.asked == []
     await send(stream, b"more", first=2)
     stream.cancel()

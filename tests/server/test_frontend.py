@@ -1,4 +1,4 @@
-"""The front end: checks, preparation, text, limits, and what it leaves behind."""
+"""The front end: checks, preparation, text, limits, and cleanup."""
 
 from __future__ import annotations
 
@@ -70,10 +70,10 @@ def test_a_stop_string_ends_the_answer_and_frees_the_request() -> None:
         assert (answer.text, answer.finish_reason) == ("one, two ", "stop")
         assert not any("E" in piece for piece in pieces)
         assert len(engine.engine.cancelled) == 1 and not engine.engine.running
-        # The very last token completes it; then there is nothing to cancel.
+        # The last token completes the stop string, so there is nothing to cancel.
         _, answer = await ask(front, "say:abEND", sampling=sampling(stop=("END",)))
         assert answer.text == "ab"
-        # It never came: what was held back is not lost.
+        # The stop string never completes, so the held text is released.
         _, answer = await ask(front, "say:abEN", sampling=sampling(stop=("END",)))
         assert answer.text == "abEN"
 
@@ -84,16 +84,16 @@ def test_a_stop_string_ends_the_answer_and_frees_the_request() -> None:
     ("prompt", "images", "fields", "error", "message"),
     [
         ("", [], {}, BadRequest, "the prompt is empty"),
-        (" \n", [png()], {}, BadRequest, "images and no text, and the base model has no question of its own; send"),
-        ("", [png()], {"adapter": "cam"}, BadRequest, "and adapter 'cam' has no question of its own"),
-        ("", [b"broken"], {}, BadImage, r"image 1 \(6 bytes\) is none of JPEG"),
+        (" \n", [png()], {}, BadRequest, "images but no text, and the base model has no default question; send"),
+        ("", [png()], {"adapter": "cam"}, BadRequest, "and adapter 'cam' has no default question"),
+        ("", [b"broken"], {}, BadImage, r"image 1 \(6 bytes\) is broken or not one of JPEG"),
         ("x" * 101, [], {}, TooLarge, "101 characters; this server takes at most 100"),
-        ("x" * 40, [], {}, PromptTooLong, "40 tokens and may be answered with 128.* context of 160"),
-        ("say:x", [b"broken"], {}, BadImage, r"image 1 \(6 bytes\) is none of JPEG"),
+        ("x" * 40, [], {}, PromptTooLong, "40 tokens and up to 128 output tokens .* context of 160"),
+        ("say:x", [b"broken"], {}, BadImage, r"image 1 \(6 bytes\) is broken or not one of JPEG"),
         ("say:x", [png(size=(900, 1))], {}, BadImage, "aspect ratio"),
         ("say:x", [png()] * 5, {}, TooLarge, "5 images; this server takes at most 4"),
         ("say:x", [], {"adapter": "nope"}, UnknownAdapter, "no adapter named 'nope'; registered: cam, signs"),
-        ("say:x", [], {"sampling": sampling(stop=("s",) * 17)}, BadRequest, "stop holds 17 strings"),
+        ("say:x", [], {"sampling": sampling(stop=("s",) * 17)}, BadRequest, "stop has 17 strings"),
         ("fail", [], {"sampling": sampling(max_tokens=9)}, StepFailed, "the script says fail"),
     ],
 )
@@ -134,11 +134,11 @@ def test_a_load_whose_caller_leaves_takes_effect(tmp_path: Path) -> None:
             leaving.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await leaving
-        assert await front.find_head("cam", "night"), "nothing was read yet"
+        assert await front.find_head("cam", "night"), "the new adapter is not read yet"
         read.set()
         while front._changes:
             await asyncio.sleep(0)
-        assert await front.find_head("cam", "rain"), "and nobody is left with the old heads"
+        assert await front.find_head("cam", "rain"), "the old heads are no longer cached"
         with pytest.raises(UnknownHead):
             await front.find_head("cam", "night")
 
@@ -154,7 +154,7 @@ def test_heads_answer_with_their_own_question_and_are_told_apart(tmp_path: Path)
         assert (dark.label, dark.labels, dark.adapter, dark.head) == ("dark", ("dark", "bright"), "cam", "night")
         assert dark.confidence == max(dark.scores)
         assert (await front.ask_head([png(250)] * 4, "cam", "motion")).label == "bright"
-        with pytest.raises(BadRequest, match="head 'motion' of adapter 'cam' reads 4 images per request; 1 came"):
+        with pytest.raises(BadRequest, match="head 'motion' of adapter 'cam' reads 4 images per request; got 1"):
             await front.ask_head([png()], "cam", "motion")
         with pytest.raises(UnknownHead, match="its heads: night, motion; head 'kind' belongs to adapter 'signs'"):
             await front.ask_head([png()], "cam", "kind")
@@ -168,7 +168,7 @@ def test_heads_answer_with_their_own_question_and_are_told_apart(tmp_path: Path)
             await front.ask_head([png()], "zzz", "kind")
         with pytest.raises(UnknownHead, match=r"belongs to adapter 'signs', 't00', .*, 't18' and 81 more$"):
             await front.ask_head([png()], "cam", "kind")
-        # A reload under the same name brings the new heads; an unload takes them away.
+        # A reload under the same name replaces the heads; an unload removes them.
         await front.load_adapter("cam", write_adapter(tmp_path / "cam2", {"rain": 1}))
         with pytest.raises(UnknownHead, match="its heads: rain"):
             await front.ask_head([png()], "cam", "night")
@@ -210,7 +210,7 @@ def test_over_capacity_is_refused_and_room_comes_back() -> None:
         held = [front.generate("forever") for _ in range(2)]
         for stream in held:
             await anext(stream)
-        with pytest.raises(OverCapacity, match="2 requests are under way"):
+        with pytest.raises(OverCapacity, match="2 requests are in progress"):
             await ask(front, "say:x")
         await held[0].aclose()  # type: ignore[attr-defined]
         assert (await ask(front, "say:x"))[1].text == "x"
@@ -262,7 +262,7 @@ def test_labels_are_those_of_the_version_that_answered(tmp_path: Path) -> None:
         front = front_end(engine)
         status = await front.load_adapter("cam", write_adapter(tmp_path / "cam", {"night": 1}))
         old = msgspec.structs.replace(status.heads[0], labels=("cat", "dog", "bird"))
-        front._adapters = {"cam": msgspec.structs.replace(status, heads=(old,))}  # as before a reload
+        front._adapters = {"cam": msgspec.structs.replace(status, heads=(old,))}  # the state before a reload
         result = await front.ask_head([png(20)], "cam", "night")
         assert (result.label, result.labels, len(result.scores)) == ("dark", ("dark", "bright"), 2)
 

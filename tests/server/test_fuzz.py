@@ -1,4 +1,4 @@
-"""The HTTP API under fire: requests made from its own OpenAPI document, and broken pictures. Nothing answers 500."""
+"""Fuzzing of the HTTP API: requests generated from its OpenAPI document, and broken images. No response is a 500."""
 
 from __future__ import annotations
 

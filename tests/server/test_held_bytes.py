@@ -1,4 +1,4 @@
-"""Messages of all callers together have one limit, and every way a request ends gives its bytes back."""
+"""The messages of all callers share one limit, and every end of a request releases its bytes."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_rpyc_messages_wait_for_others_to_end(monkeypatch: pytest.MonkeyPatch) -
             time.sleep(0.2)
             assert waiting.is_alive()
             with pytest.raises(VLoraError):
-                list(stream)  # its time is up
+                list(stream)  # its deadline has passed
             waiting.join(5)
             assert not waiting.is_alive() and soon(lambda: held._held == 0)
             assert two.generate("say:x", [picture]).text == "x"

@@ -34,7 +34,7 @@ VALUES = st.recursive(
     lambda inner: st.lists(inner, max_size=6).map(tuple) | st.frozensets(SIMPLE, max_size=4),
     max_leaves=30,
 )
-HUGE = 10**4000  # what RPyC's serializer just reads
+HUGE = 10**4000  # close to the limit of RPyC's serializer
 
 
 @pytest.fixture(scope="module")
@@ -73,7 +73,7 @@ def framed(payload: bytes, *, compressed: bool = False) -> bytes:
 
 
 def ended(port: int, data: bytes) -> bool:
-    """Whether the server ends a connection that sends this, at once."""
+    """Whether the server ends a connection immediately after it sends this."""
     with socket.create_connection(("127.0.0.1", port), timeout=5) as raw:
         try:
             raw.sendall(data)
@@ -86,11 +86,11 @@ def ended(port: int, data: bytes) -> bool:
     return True
 
 
-# -- how much a message unpacks to ------------------------------------------------------------------------------------
+# -- unpacked size of messages ----------------------------------------------------------------------------------------
 
 
 def count(value: Any) -> int:
-    """Values of a message, as its serializer writes them: a text is its bytes, a set its tuple."""
+    """Values of a message in serialized form: a text as its bytes, a set as its tuple."""
     if isinstance(value, str):
         return 2
     if isinstance(value, frozenset):
@@ -109,7 +109,7 @@ def test_every_value_is_walked_over_to_its_end(value: Any) -> None:
                 brine.load(data[:cut])
             except Exception:
                 continue
-            check_values(data[:cut], 0)  # what can be read is not refused
+            check_values(data[:cut], 0)  # valid data is not refused
 
 
 @given(st.binary(max_size=40))
@@ -122,7 +122,7 @@ def test_bytes_of_any_kind_are_bounded_values_or_refused(data: bytes) -> None:
     try:
         value = brine.load(data)
     except Exception:
-        return  # such as a text that is no UTF-8
+        return  # for example a text that is not UTF-8
     assert count(value) <= MAX_VALUES
 
 
@@ -135,7 +135,7 @@ def test_the_number_of_values_is_bounded() -> None:
             check_values(brine.dump(large), 0)
     with pytest.raises(ValueError, match="over 65536 values"):
         check_values(b"\x15\xff\xff\xff\xff" + bytes(70_000), 0)
-    with pytest.raises(ValueError, match="cut short"):
+    with pytest.raises(ValueError, match="truncated"):
         check_values(b"\x15\xff\xff\xff\xff", 0)
 
 
@@ -167,7 +167,7 @@ def test_a_message_of_too_many_values_ends_its_connection_before_it_is_unpacked(
 
 def test_what_inflates_is_counted_as_what_it_becomes(server: Running, peer: Any) -> None:
     held = server.front_end.held
-    picture = png() + bytes(1_500_000)  # some kilobytes on the wire
+    picture = png() + bytes(1_500_000)  # a few kilobytes on the wire
     pairs = (("max_tokens", 90_000),)
     assert call(peer, "stream", 1, "forever", (picture,), None, pairs, None, None, 0)[0]
     assert 1_500_000 < held._held < 1_510_000
@@ -180,8 +180,8 @@ def channel_of(data: bytes, held: ByteBudget, max_bytes: int) -> BoundedChannel:
     class Wire(io.BytesIO):
         MAX_IO_CHUNK = 65_536
 
-    nobody: Any = None  # only a message that is large on the wire as well is timed, and ends its caller
-    return BoundedChannel(Wire(data), max_bytes, held, nobody)  # type: ignore[arg-type]
+    unused: Any = None  # only a message that is large on the wire is timed and may end its caller
+    return BoundedChannel(Wire(data), max_bytes, held, unused)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("around", [65_536, 100_000])
@@ -200,7 +200,7 @@ def test_a_compressed_message_comes_whole_whatever_its_length(around: int) -> No
 def test_a_limit_that_rises_while_a_message_inflates_counts_it_right() -> None:
     class Held(ByteBudget):
         def take(self, count: int, wait_s: float = 0.0) -> bool:
-            channel.max_bytes = 5_000_000  # as when its sender's token was found good just then
+            channel.max_bytes = 5_000_000  # as when the sender authenticates at this moment
             return super().take(count, wait_s)
 
     said = bytes([consts.MSG_REQUEST]) + brine.dump(b"x" * 90_000)
@@ -215,11 +215,11 @@ def test_a_ping_carries_little(peer: Any) -> None:
     peer.ping(timeout=5)
     assert peer.sync_request(consts.HANDLE_PING, b"x" * 4096) == b"x" * 4096
     for data in (b"x" * 4097, "x" * 100_000, 5, (b"x",)):
-        with pytest.raises(ValueError, match="4096 at most"):
+        with pytest.raises(ValueError, match="at most 4096"):
             peer.sync_request(consts.HANDLE_PING, data)
 
 
-# -- values that are none ---------------------------------------------------------------------------------------------
+# -- invalid values ---------------------------------------------------------------------------------------------------
 
 
 NUMBERS = [HUGE, -HUGE, float("nan"), float("inf"), -float("inf"), 1e308, 5e-324, 2**64, 2j]
@@ -264,7 +264,7 @@ def test_numbers_of_any_size_are_typed_errors_or_fine(peer: Any, number: Any) ->
 
 
 def test_names_of_any_length_are_not_repeated(server: Running, peer: Any) -> None:
-    name = "\U000e0001" * 20_000  # each is ten characters once it is shown
+    name = "\U000e0001" * 20_000  # each takes ten characters in a repr
     for method, *args in (
         ("generate", 1, "say:x", (), name, (), None, None, 0),
         ("generate", 1, "say:x", (), None, ((name, 1),), None, None, 0),
@@ -291,7 +291,7 @@ def test_a_refusal_tells_nothing_of_the_server(peer: Any, monkeypatch: pytest.Mo
         with pytest.raises(RuntimeError, match="refused"):
             peer.sync_request(consts.HANDLE_CALLATTR, peer.root, name, (1, 2), ())
     for _, (message,), attributes, traceback in told:
-        assert (attributes, traceback) == ((), "<traceback denied>"), "such as what lies where in the server's memory"
+        assert (attributes, traceback) == ((), "<traceback denied>"), "no details such as memory addresses"
         assert len(message) <= 200 and "0x" not in message
     assert len(told) == 4
 

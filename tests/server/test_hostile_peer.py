@@ -1,4 +1,4 @@
-"""What a hostile RPyC peer cannot do: reach an attribute, pickle, pass references, or take the server down."""
+"""A hostile RPyC peer cannot read attributes, pickle, pass references, or crash the server."""
 
 from __future__ import annotations
 
@@ -217,7 +217,7 @@ def test_bytes_that_are_not_the_protocol_end_that_connection_only(server: Runnin
 def test_a_peer_that_asks_and_never_reads_holds_up_nobody(server: Running) -> None:
     with socket.create_connection(("127.0.0.1", server.port), timeout=1) as raw:
         raw.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-        # What deflates would come back so small that all replies fit into the system's buffers.
+        # Compressible data would give replies so small that all fit into the system's buffers.
         noise = random.Random(0).randbytes(10_000)
         ping = frame(request(1, (consts.HANDLE_PING, (consts.LABEL_TUPLE, ((consts.LABEL_VALUE, noise),)))))
         with pytest.raises(TimeoutError):  # the server reads no more from this peer: back-pressure
@@ -253,7 +253,7 @@ def test_a_broken_connection_cancels_its_requests(server: Running) -> None:
 
 
 def test_errors_are_values_not_exceptions(peer: Any) -> None:
-    reply = call(peer, "ask_head", 1, (), "nobody", "h", None, 0)
+    reply = call(peer, "ask_head", 1, (), "absent", "h", None, 0)
     assert reply[:2] == (False, "unknown_adapter") and isinstance(reply[2], str)
     assert not isinstance(reply, VLoraError)
 

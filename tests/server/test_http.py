@@ -93,35 +93,35 @@ def test_a_streamed_answer(api: Api) -> None:
 @pytest.mark.parametrize(
     ("content", "fields", "status", "code", "message"),
     [
-        ("say:x", {"model": "nobody"}, 404, "unknown_adapter", "no adapter named 'nobody'; registered: cam"),
+        ("say:x", {"model": "absent"}, 404, "unknown_adapter", "no adapter named 'absent'; registered: cam"),
         ("", {}, 400, "bad_request", "the prompt is empty"),
         ("say:x", {"max_tokens": 0}, 400, "bad_request", "max_tokens is 0"),
-        ("say:x", {"max_tokens": 10**6}, 400, "prompt_too_long", "tokens and may be answered with 1000000"),
+        ("say:x", {"max_tokens": 10**6}, 400, "prompt_too_long", "tokens and up to 1000000 output tokens"),
         ("say:x", {"temperature": -1}, 400, "bad_request", "temperature is -1"),
         ("say:x", {"n": 17}, 400, "bad_request", "n is 17; it must be at most 16"),
-        ("say:x", {"suffix": "y"}, 400, "bad_request", "suffix: this field is not served; text is continued at"),
-        ("say:x", {"logit_bias": {"a": 1}}, 400, "bad_request", "logit_bias has 'a' where a token id belongs"),
-        ("say:x", {"logit_bias": {"9" * 99: 1}}, 400, "bad_request", "99' where a token id belongs"),
-        ("say:x", {"min_tokens": 9, "max_tokens": 8}, 400, "bad_request", "min_tokens is 9; it must lie between 0 and"),
+        ("say:x", {"suffix": "y"}, 400, "bad_request", "suffix: this field is not supported; text is completed at"),
+        ("say:x", {"logit_bias": {"a": 1}}, 400, "bad_request", "logit_bias has key 'a'; keys are token ids"),
+        ("say:x", {"logit_bias": {"9" * 99: 1}}, 400, "bad_request", "99'; keys are token ids"),
+        ("say:x", {"min_tokens": 9, "max_tokens": 8}, 400, "bad_request", "min_tokens is 9; it must be between 0 and"),
         ("say:x", {"messages": []}, 400, "bad_request", "messages has 0 items"),
         ("say:x", {"messages": [{"role": "robot", "content": "x"}]}, 400, "bad_request", "messages.0.role is 'robot'"),
         (7, {}, 400, "bad_request", "messages.0.content"),
         ([{"type": "video"}], {}, 400, "bad_request", "messages.0.content"),
-        ([image_part(b"broken")], {}, 400, "bad_image", "image 1 (6 bytes) is none of"),
-        ([image_part(png())], {}, 400, "bad_request", "the prompt has images and no text, and the base model has no"),
+        ([image_part(b"broken")], {}, 400, "bad_image", "image 1 (6 bytes) is broken or not one of"),
+        ([image_part(png())], {}, 400, "bad_request", "the prompt has images but no text, and the base model has no"),
         (
             [image_part(png())],
             {"model": "cam"},
             400,
             "bad_request",
-            "adapter 'cam' has several questions: is it motion?, is it night?; send a question with them",
+            "adapter 'cam' has several questions: is it motion?, is it night?; send a question with the images",
         ),
         (
             [{"type": "text", "text": "say:x"}, image_part(b"broken")],
             {},
             400,
             "bad_image",
-            "image 1 (6 bytes) is none of",
+            "image 1 (6 bytes) is broken or not one of",
         ),
         (
             [{"type": "text", "text": "say:x"}, image_part(b"x" * 60_000)],
@@ -135,14 +135,14 @@ def test_a_streamed_answer(api: Api) -> None:
             {},
             400,
             "bad_request",
-            "fetches no images from 'x'",
+            "does not fetch images from 'x'",
         ),
         (
             asked_with("file:///etc/passwd"),
             {},
             400,
             "bad_request",
-            "this server reads no files",
+            "this server does not read files",
         ),
         (
             asked_with("data:;base64,*"),
@@ -151,7 +151,7 @@ def test_a_streamed_answer(api: Api) -> None:
             "bad_image",
             "image 1 is not base64",
         ),
-        ("say:" + "x" * 300_000, {}, 413, "too_large", "the body is over this server's limit of 200000 bytes"),
+        ("say:" + "x" * 300_000, {}, 413, "too_large", "the body exceeds this server's limit of 200000 bytes"),
         ("fail", {}, 500, "step_failed", "the script says fail"),
     ],
 )
@@ -166,11 +166,9 @@ def test_mistakes_have_status_code_and_reason(
 def test_what_is_no_request(api: Api) -> None:
     assert api.call("POST", "/v1/chat/completions", raw=b"{not json")[1]["error"]["code"] == "bad_request"
     status, answer = api.call("GET", "/nowhere")
-    assert status == 404 and answer["error"]["message"].startswith(
-        "there is nothing at '/nowhere'; the API is under /v1"
-    )
+    assert status == 404 and answer["error"]["message"].startswith("there is no route '/nowhere'; the API is under /v1")
     status, answer = api.call("GET", "/v1/chat/completions")
-    assert (status, answer["error"]["message"]) == (405, "GET is not served at '/v1/chat/completions'; use POST")
+    assert (status, answer["error"]["message"]) == (405, "GET is not allowed for '/v1/chat/completions'; use POST")
     status, answer = api.call("POST", "/v1/chat/completions", raw=b'"text"')
     assert status == 400 and answer["error"]["code"] == "bad_request"
 
@@ -178,17 +176,17 @@ def test_what_is_no_request(api: Api) -> None:
 @pytest.mark.parametrize(
     ("raw", "said"),
     [
-        (b"{", "the body is no JSON: a field's name in double quotes is expected at character 1"),
-        (b"\xff\xfe", "the body is no JSON"),
+        (b"{", "the body is not JSON: a field's name in double quotes is expected at character 1"),
+        (b"\xff\xfe", "the body is not JSON"),
         (b"", "the body is empty; send a JSON object"),
-        (b'{"a":' * 30_000, "the body cannot be read: it is nested too deep, or has a number that is too long"),
-        (b'{"model": "base", "seed": ' + b"9" * 10_000 + b"}", "the body cannot be read"),
-        (b"[]", "the body is no JSON object"),
-        ('{"model": "grün"}'.encode("latin-1"), "the body is no JSON: it is not UTF-8 text, or it is compressed"),
-        (gzip.compress(b"{}", mtime=0), "the body is no JSON: it is not UTF-8 text, or it is compressed"),
+        (b'{"a":' * 30_000, "the body cannot be parsed: it is nested too deeply or contains a number that is too long"),
+        (b'{"model": "base", "seed": ' + b"9" * 10_000 + b"}", "the body cannot be parsed: "),
+        (b"[]", "the body is not a JSON object"),
+        ('{"model": "grün"}'.encode("latin-1"), "the body is not JSON: it is not UTF-8 text, or it is compressed"),
+        (gzip.compress(b"{}", mtime=0), "the body is not JSON: it is not UTF-8 text, or it is compressed"),
         (
             b'{"model": "a\0"}',
-            "the body is no JSON: a control character in a string; write it with a backslash at character 12",
+            "the body is not JSON: a control character in a string; write it with a backslash at character 12",
         ),
     ],
 )
@@ -203,7 +201,7 @@ def test_json_has_to_be_called_so(api: Api) -> None:
     for kind, status in (("application/json; charset=utf-8", 200), ("text/plain", 400)):
         got, answer = api.call("POST", "/v1/chat/completions", raw=body, headers={"Content-Type": kind})
         assert got == status
-    assert answer["error"]["message"] == "the body is no JSON object; send one, with Content-Type: application/json"
+    assert answer["error"]["message"] == "the body is not a JSON object; send one with Content-Type: application/json"
 
 
 @pytest.mark.parametrize(
@@ -230,7 +228,7 @@ def test_json_has_to_be_called_so(api: Api) -> None:
         (
             {"messages": [{"role": "user", "content": [{"type": "text", "text": "say:x", "size": 1}]}]},
             "messages.0.content.0.size",
-            "messages.0.content.0.size: this field is not served",
+            "messages.0.content.0.size: this field is not supported",
         ),
         (
             {"tool_choice": "maybe"},
@@ -252,7 +250,7 @@ def test_json_has_to_be_called_so(api: Api) -> None:
             "messages.0.content.0",
             "messages.0.content.0 has no",
         ),
-        ({"body": 1}, "body", "body: this field is not served"),
+        ({"body": 1}, "body", "body: this field is not supported"),
         (
             {"max_tokens": 10**30},
             "max_tokens",
@@ -263,11 +261,15 @@ def test_json_has_to_be_called_so(api: Api) -> None:
         ({"temperature": -0.5}, "temperature", "temperature is -0.5; it must be a finite number"),
         ({"top_p": 0}, "top_p", "top_p is 0.0; it must be above 0 and at most 1"),
         ({"top_p": 1.5}, "top_p", "top_p is 1.5; it must be above 0 and at most 1"),
-        ({"stop": ["a", ""]}, "stop", "stop holds an empty string"),
+        ({"stop": ["a", ""]}, "stop", "stop contains an empty string"),
         ({"stop": ["a" * 10_000]}, "stop", "a stop string has 10000 characters"),
-        ({"top_logprobs": 2}, "top_logprobs", "top_logprobs: more of logprobs is asked for"),
-        ({"response_format": {"type": "json_schema"}}, "response_format", "response_format: type 'json_schema' takes"),
-        ({"model": "nobody"}, "model", "no adapter named 'nobody'"),
+        ({"top_logprobs": 2}, "top_logprobs", "top_logprobs: requires logprobs"),
+        (
+            {"response_format": {"type": "json_schema"}},
+            "response_format",
+            "response_format: type 'json_schema' requires",
+        ),
+        ({"model": "absent"}, "model", "no adapter named 'absent'"),
         ({"messages": [{"role": "user", "content": " "}]}, "messages", "the prompt is empty"),
     ],
 )
@@ -291,9 +293,9 @@ def test_a_body_without_length_is_bounded_too(api: Api) -> None:
 @pytest.mark.parametrize(
     ("length", "begin", "status", "said"),
     [
-        (200_001, b"", 413, "the body is over this server's limit of 200000 bytes"),
-        (150_000, b"x" * 70_000, 400, "the body is no JSON object; the rest of it was not read"),
-        (150_000, b" \n[" + b"x" * 70_000, 400, "the body is no JSON object; the rest of it was not read"),
+        (200_001, b"", 413, "the body exceeds this server's limit of 200000 bytes"),
+        (150_000, b"x" * 70_000, 400, "the body is not a JSON object; the rest of it was not read"),
+        (150_000, b" \n[" + b"x" * 70_000, 400, "the body is not a JSON object; the rest of it was not read"),
     ],
 )
 def test_a_body_that_cannot_be_right_is_refused_before_it_has_come(
@@ -331,7 +333,7 @@ def test_an_error_in_the_middle_of_a_stream_is_an_event(api: Api) -> None:
             time.sleep(0.01)
         time.sleep(0.05)
         (request_id,) = api.engine.engine.running
-        # As an operator's cancel would end it.
+        # The result of a cancellation by the operator.
         output = api.engine.engine.cancel(request_id)
         assert output is not None
         api.engine._deliver(output)
@@ -375,7 +377,7 @@ def test_what_is_no_http_or_cut_short_is_no_mistake_of_the_servers(
 
 
 def test_small_answers_leave_at_once(api: Api) -> None:
-    """On one connection, past its first packets; 40 ms would be the acknowledgement that TCP delays."""
+    """On one connection, after its first packets; 40 ms is TCP's delayed acknowledgement."""
     times = []
     with httpx.Client(base_url=api.url) as client:
         for _ in range(40):
@@ -407,7 +409,7 @@ def test_several_choices_side_by_side(api: Api) -> None:
         assert "".join(choice["delta"].get("content", "") for choice in mine) == "grün"
         assert [choice["finish_reason"] for choice in mine if choice["finish_reason"]] == ["stop"]
     assert usage["usage"]["completion_tokens"] == 12
-    # One that fails ends all, and frees them.
+    # One failed choice ends and frees all.
     assert api.chat("fail", n=4)[1]["error"]["code"] == "step_failed" and api.idle()
 
 
@@ -432,7 +434,7 @@ def test_fields_that_ask_for_nothing_are_taken_and_others_are_not_ignored(api: A
     ):
         status, answer = api.chat("say:x", **{name: value})
         assert status == 400 and answer["error"] == {
-            "message": f"{name}: this field is not served{instead}",
+            "message": f"{name}: this field is not supported{instead}",
             "type": "invalid_request_error",
             "code": "bad_request",
             "param": name,
@@ -442,7 +444,7 @@ def test_fields_that_ask_for_nothing_are_taken_and_others_are_not_ignored(api: A
 
 
 def test_a_response_format_reaches_the_engine_as_a_grammar(api: Api) -> None:
-    # The scripted engine says `grammar:` and what it was asked to hold the answer to.
+    # The scripted engine answers `grammar:` and the grammar of the request.
     schema = {"type": "object", "properties": {"a": {"const": "\ud800"}}, "x-guidance": {"lenient": True}}
     for form, part in (
         ({"type": "json_object"}, 'start: / ?/ value\nvalue: %json {"type": "object", "x-guidance": {'),
@@ -453,11 +455,11 @@ def test_a_response_format_reaches_the_engine_as_a_grammar(api: Api) -> None:
         status, answer = api.chat("grammar", response_format=form, max_tokens=2000)
         assert status == 200 and part in answer["choices"][0]["message"]["content"], answer
     for form, message in (
-        ({"type": "json_schema"}, "takes {'json_schema': {'name': ..., 'schema': {...}}}"),
-        ({"type": "json_schema", "json_schema": {"schema": "x"}}, "takes {'json_schema'"),
+        ({"type": "json_schema"}, "requires {'json_schema': {'name': ..., 'schema': {...}}}"),
+        ({"type": "json_schema", "json_schema": {"schema": "x"}}, "requires {'json_schema'"),
         ({"type": "json_schema", "json_schema": {"schema": {}, "sc\ud800": 1}}, "has a field 'sc"),
         ({"type": "json_object", "json_schema": {"schema": {}}}, "set type to 'json_schema'"),
-        ({"type": "json_schema", "json_schema": {"schema": {"enum": ["x" * 70_000]}}}, "at most 65536 are read"),
+        ({"type": "json_schema", "json_schema": {"schema": {"enum": ["x" * 70_000]}}}, "at most 65536 are allowed"),
         ({"type": "grammar"}, "response_format.type"),
     ):
         status, answer = api.chat("grammar", response_format=form)
@@ -471,13 +473,13 @@ def test_heads_answer_in_one_pass(api: Api) -> None:
     assert answer["scores"] == {"dark": 1 - answer["confidence"], "bright": answer["confidence"]}
     for path, body, code, message in (
         ("cam/rain", {"images": [image]}, 404, "adapter 'cam' has no head 'rain'; its heads: night, motion"),
-        ("nobody/night", {"images": [image]}, 404, "no adapter named 'nobody'"),
-        ("cam/motion", {"images": [image]}, 400, "reads 4 images per request; 1 came"),
-        ("cam/night", {"images": ["data:image/png;base64,AAAA"]}, 400, "image 1 (3 bytes) is none of"),
+        ("absent/night", {"images": [image]}, 404, "no adapter named 'absent'"),
+        ("cam/motion", {"images": [image]}, 400, "reads 4 images per request; got 1"),
+        ("cam/night", {"images": ["data:image/png;base64,AAAA"]}, 400, "image 1 (3 bytes) is broken or not one of"),
         ("cam/night", {"images": []}, 400, "images has 0 items; it must have at least 1"),
         ("cam/night", {"images": [image], "max_latency_s": 0}, 400, "max_latency_s is 0; it must be above 0"),
         ("cam/night", {"images": [image], "priority": 11}, 400, "priority is 11; it must be at most 10"),
-        ("cam/night", {"images": [image], "question": "?"}, 400, "question: this field is not served"),
+        ("cam/night", {"images": [image], "question": "?"}, 400, "question: this field is not supported"),
     ):
         status, answer = api.call("POST", f"/v1/heads/{path}", body)
         assert status == code and message in answer["error"]["message"], answer
@@ -517,7 +519,7 @@ def test_every_task_has_its_own_answer(api: Api, tmp_path: Path) -> None:
         assert {name: answer[name] for name in answer.keys() - common} == fields
     status, answer = api.call("POST", "/v1/heads/tasks/detection", {"images": [large, small]})
     assert status == 200 and answer.keys() - common == {"boxes"}
-    # From -0.1 to 0.5 of 10 pixels of width, from 0.25 to 1.5 of 20 of height: of the second picture, and inside it.
+    # From -0.1 to 0.5 of the width (10 pixels), from 0.25 to 1.5 of the height (20): clipped to the second image.
     box = {"left": 0.0, "right": 5.0, "top": 5.0, "bottom": 20.0, "image": 1}
     assert answer["boxes"] == [{"label": "bright", "label_id": 1, "score": 1.0, **box}]
     api.call("DELETE", "/v1/adapters/tasks")
@@ -550,7 +552,7 @@ def test_ready_ends_before_the_server_does() -> None:
 
 
 def metrics(api: Api) -> dict[str, float]:
-    """As a scraper reads them."""
+    """The metrics in a scraper's view."""
     status, text = api.call("GET", "/metrics")
     assert status == 200
     return {
@@ -564,7 +566,7 @@ def test_metrics_count_what_happened() -> None:
     with running_api() as api:
         before = metrics(api)
         assert before["vlora_engine_up"] == 1 and before["vlora_requests_active"] == 0
-        # Before its first event, or the first would be no increase.
+        # The series exists before its first event; otherwise the first event is no increase.
         for series in ("requests_total base engine_dead", "frames_total dropped", "engine_steps_total mixed"):
             assert before[f"vlora_{series}"] == 0
         assert api.chat("say:four", n=2)[0] == 200
@@ -606,13 +608,13 @@ def test_metrics_name_the_adapter_that_is_slow_or_failing(tmp_path: Path) -> Non
         assert before["vlora_requests_total signs step_failed"] == before["vlora_adapter_loads_total signs"] == 0
         assert api.chat("say:four", model="cam")[0] == 200
         assert api.chat("fail", model="signs")[0] == 500
-        assert api.chat("say:x", model="nobody")[0] == 404
+        assert api.chat("say:x", model="absent")[0] == 404
         url = "data:image/png;base64," + base64.b64encode(png()).decode()
         assert api.call("POST", "/v1/heads/cam/night", {"images": [url]})[0] == 200
         after = metrics(api)
         assert after["vlora_requests_total cam ok"] == 2 and after["vlora_requests_total signs step_failed"] == 1
         assert after["vlora_requests_total unknown unknown_adapter"] == 1
-        assert not any("nobody" in name for name in after)
+        assert not any("absent" in name for name in after)
         assert after["vlora_tokens_total cam completion"] == 5 and after["vlora_request_seconds_count cam"] == 2
         assert after["vlora_request_seconds_count signs"] == 0
 

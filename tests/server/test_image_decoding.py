@@ -1,4 +1,4 @@
-"""What may be an image, and what it becomes."""
+"""Accepted images and their decoded form."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def saved(image: Image.Image, kind: str, **options: object) -> bytes:
 
 
 def bomb(width: int, height: int) -> bytes:
-    """A PNG header that promises that many pixels."""
+    """A PNG header that declares this many pixels."""
 
     def chunk(kind: bytes, data: bytes) -> bytes:
         return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
@@ -80,7 +80,7 @@ def test_unusual_modes_and_orientation() -> None:
     sixteen_bits = Image.new("I;16", (4, 4), 128 * 256)
     cmyk = Image.new("CMYK", (4, 4), (0, 0, 0, 0))
     exif = Image.Exif()
-    exif[0x0112] = 6  # turned by 90 degrees
+    exif[0x0112] = 6  # rotated by 90 degrees
     tall = Image.new("RGB", (4, 8), (255, 0, 0))
     animated = saved(Image.new("P", (4, 4), 0), "GIF", save_all=True, append_images=[Image.new("P", (4, 4), 1)])
     (gray,) = decode_images([saved(sixteen_bits, "PNG")], CONFIG)

@@ -1,4 +1,4 @@
-"""Images by URL: only from where the operator allows, within limits, whatever the other side answers."""
+"""Images by URL: only from sources that the operator allows, within limits, for any response of the other side."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Site(NamedTuple):
 
 @pytest.fixture(scope="module")
 def site() -> Iterator[Site]:
-    """A web site that answers as its paths say."""
+    """A web site with a response for each path."""
     paths: list[str] = []
 
     class Handler(http.server.BaseHTTPRequestHandler):
@@ -111,11 +111,11 @@ def test_a_named_host_is_fetched_from_and_redirects_are_followed(site: Site) -> 
         ("/large", TooLarge, "image 1 has over 1000 bytes"),
         ("/endless", TooLarge, "image 1 has over 1000 bytes"),
         ("/missing", BadImage, "cannot be fetched from '127.0.0.1': status 404"),
-        ("/forever", BadImage, "redirects again after 3 redirects"),
-        ("/to/file:///etc/passwd", BadRequest, "'file' is no scheme this server fetches from"),
-        ("/to/http://10.0.0.1/", BadRequest, "fetches no images from '10.0.0.1'"),
-        ("/to/http://localhost/", BadRequest, "fetches no images from 'localhost'"),
-        ("/to///evil.example/x", BadRequest, "fetches no images from 'evil.example'"),
+        ("/forever", BadImage, "more than 3 redirects"),
+        ("/to/file:///etc/passwd", BadRequest, "unsupported URL scheme 'file'"),
+        ("/to/http://10.0.0.1/", BadRequest, "does not fetch images from '10.0.0.1'"),
+        ("/to/http://localhost/", BadRequest, "does not fetch images from 'localhost'"),
+        ("/to///evil.example/x", BadRequest, "does not fetch images from 'evil.example'"),
     ],
 )
 def test_what_a_host_answers_is_checked(site: Site, path: str, error: type[VLoraError], message: str) -> None:
@@ -150,7 +150,7 @@ def test_what_a_host_answers_is_checked(site: Site, path: str, error: type[VLora
 )
 def test_every_public_host_means_no_private_address_however_it_is_written(site: Site, host: str) -> None:
     seen = len(site.paths)
-    with pytest.raises((BadRequest, BadImage), match=r"is not a public address|there is no host|cannot be read"):
+    with pytest.raises((BadRequest, BadImage), match=r"is not a public address|cannot resolve host|is invalid"):
         read(site.url("/picture", host), image_hosts=("*",))
     assert len(site.paths) == seen
 
@@ -168,11 +168,11 @@ def test_where_every_public_host_is_allowed_a_redirect_leads_to_no_private_one(
     seen = len(site.paths)
     with pytest.raises(BadRequest, match="is not a public address"):
         read(site.url(f"/to/{target}"), image_hosts=("*", *LOCAL))
-    assert len(site.paths) == seen + 1, "the redirect itself, and nothing behind it"
+    assert len(site.paths) == seen + 1, "only the redirect itself is fetched, not its target"
 
 
 def test_the_address_that_was_checked_is_the_one_connected_to(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A name that answers with a public address first and a private one later gets no second look."""
+    """A name that resolves first to a public address and later to a private one is resolved only once."""
     asked: list[str] = []
 
     async def getaddrinfo(self: Any, host: str, port: int, **_: Any) -> list[Any]:
@@ -191,14 +191,14 @@ def test_the_address_that_was_checked_is_the_one_connected_to(site: Site, monkey
     ("url", "message"),
     [
         ("http://user:secret@127.0.0.1/x?key=secret", "a user name or password"),
-        ("http://", "image 1: its URL names no host"),
-        ("http://[::1", "cannot be read"),
-        ("http://127.0.0.1:99999/", "cannot be read"),
-        ("http://\x00/", "cannot be read"),
-        ("ftp://127.0.0.1/x", "only data URLs are taken"),
-        ("picture.png", "only data URLs are taken"),
-        ("", "only data URLs are taken"),
-        ("data:image/png,raw", "a data URL is written"),
+        ("http://", "image 1: the URL has no host"),
+        ("http://[::1", "the URL is invalid"),
+        ("http://127.0.0.1:99999/", "the URL is invalid"),
+        ("http://\x00/", "the URL is invalid"),
+        ("ftp://127.0.0.1/x", "unsupported URL"),
+        ("picture.png", "unsupported URL"),
+        ("", "unsupported URL"),
+        ("data:image/png,raw", "invalid data URL"),
     ],
 )
 def test_urls_that_are_none_are_refused_and_not_repeated(url: str, message: str) -> None:
@@ -209,9 +209,9 @@ def test_urls_that_are_none_are_refused_and_not_repeated(url: str, message: str)
 
 def test_without_leave_of_the_operator_nothing_is_fetched_or_read(site: Site, tmp_path: Path) -> None:
     seen = len(site.paths)
-    with pytest.raises(BadRequest, match=r"fetches no images from '127.0.0.1'.* --image-hosts"):
+    with pytest.raises(BadRequest, match=r"does not fetch images from '127.0.0.1'.* --image-hosts"):
         read(site.url("/picture"))
-    with pytest.raises(BadRequest, match=r"reads no files.* --image-folder"):
+    with pytest.raises(BadRequest, match=r"does not read files.* --image-folder"):
         read(f"file://{tmp_path}/x.png")
     with pytest.raises(TooLarge, match="has 4 images"):
         read(*[site.url("/picture")] * 4, image_hosts=LOCAL)
@@ -222,7 +222,7 @@ def test_a_host_that_does_not_answer_is_given_up(site: Site, monkeypatch: pytest
     with pytest.raises(BadImage, match=r"cannot be fetched from '127\.0\.0\.1': ConnectError"):
         read("http://127.0.0.1:1/", image_hosts=LOCAL)
     monkeypatch.setattr(image_sources, "_FETCH_S", 0.2)
-    with pytest.raises(BadImage, match=r"image 1 did not come from '127\.0\.0\.1' within 0\.2 s|Timeout"):
+    with pytest.raises(BadImage, match=r"image 1 was not received from '127\.0\.0\.1' within 0\.2 s|Timeout"):
         read(site.url("/slow"), image_hosts=LOCAL)
 
 
@@ -259,9 +259,7 @@ def test_files_come_from_the_folder_and_from_nowhere_else(tmp_path: Path) -> Non
         "file:///dev/zero",
         "file:" + "x" * 5000,
     ):
-        with pytest.raises(
-            BadImage, match=r"^image 1: there is no such file in the folder this server reads images from$"
-        ):
+        with pytest.raises(BadImage, match=r"^image 1: no such file in this server's image folder$"):
             read(url, **allowed)
     with pytest.raises(BadConfig, match="there is no such folder"):
         ServerConfig(image_folder=str(tmp_path / "none"))

@@ -1,4 +1,4 @@
-"""Several streams as one: nothing lost, the first error ends all, leaving early ends all."""
+"""Merged streams: no item is lost; the first error or an early close ends all."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from vlora.server.interleave import interleave
 
 
 class Streams:
-    """Counts what is open."""
+    """Counts open streams."""
 
     def __init__(self) -> None:
         self.open = 0

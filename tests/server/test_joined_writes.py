@@ -1,4 +1,4 @@
-"""What a turn of the loop writes leaves as one write, in order, and before the connection is closed."""
+"""The writes of one loop iteration become one write, in order, before the connection is closed."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Recorded(asyncio.Transport):
 
 
 def did(*turns: Callable[[JoinedWrites], None]) -> list[Any]:
-    """What the transport beneath was told to do, after as many turns of a loop."""
+    """The calls to the wrapped transport after the given number of loop iterations."""
 
     async def run() -> list[Any]:
         beneath = Recorded()
@@ -60,7 +60,7 @@ def test_what_was_written_leaves_before_the_end_and_not_after_it() -> None:
 
 
 def test_much_does_not_wait_for_the_turn_to_end() -> None:
-    """Or a caller that reads slowly would be noticed too late."""
+    """Otherwise a slow reader would be noticed too late."""
     seen: list[int] = []
 
     def much(joined: JoinedWrites) -> None:

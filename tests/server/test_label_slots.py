@@ -1,4 +1,4 @@
-"""Which names have label values of their own: few, those with most requests, and every series only rises."""
+"""Label values of metrics: few names, those with the most requests, and every series only increases."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Bodies that are small on the wire and large to read: refused soon, with one mistake named."""
+"""Bodies that are small on the wire and large in memory: refused quickly, with one error named."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def longest_wait_beside(api: Api, body: bytes) -> float:
 def test_a_body_of_many_values_holds_up_nobody(body: bytes) -> None:
     with running_api() as api:
         assert api.chat("say:x")[0] == 200
-        # A busy machine is slow once in a while, a blocked server every time.
+        # A busy machine is slow occasionally, a blocked server every time.
         assert any(longest_wait_beside(api, body) < 1.5 for _ in range(4))
 
 

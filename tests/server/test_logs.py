@@ -1,4 +1,4 @@
-"""What a server writes to stderr: quiet unless asked, one line an event, as text or JSON, and no secrets."""
+"""The server's log on stderr: quiet by default, one line per event, as text or JSON, without secrets."""
 
 from __future__ import annotations
 
@@ -77,6 +77,6 @@ def test_mistakes_of_the_servers_own_are_json_too(
     with running_api() as api:
         monkeypatch.setattr(api.front_end, "read_metrics", None)
         status, answer = api.call("GET", "/metrics")
-        assert status == 500 and answer["error"]["message"].startswith("the server made a mistake: TypeError")
+        assert status == 500 and answer["error"]["message"].startswith("internal server error (TypeError)")
     (line,) = map(json.loads, capsys.readouterr().err.splitlines())
     assert (line["level"], line["logger"]) == ("error", "uvicorn.error") and "TypeError" in line["traceback"]

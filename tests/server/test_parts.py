@@ -1,4 +1,4 @@
-"""Text that is streamed over RPyC: all of it, in order, and together where its reader is behind."""
+"""Streamed text over RPyC: complete, in order, and joined when the reader is slow."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`vlora serve` as a process: the ready line, Ctrl-C, and what it says when it cannot start or its engine dies."""
+"""`vlora serve` as a process: the ready line, Ctrl-C, and the errors of a failed start and of an engine that dies."""
 
 from __future__ import annotations
 
@@ -71,12 +71,12 @@ def test_ready_line_then_a_signal_drains_and_ends_with_code_0(tmp_path: Path, nu
     with serving("scripted", "60", *adapters) as (process, client, line):
         assert line.endswith("| model scripted | 1 thread | adapters: cam, signs\n")
         (engine,) = children(process.pid)
-        holding = client.stream("forever", max_tokens=90_000)  # for as long as it takes to hear that it drains
+        holding = client.stream("forever", max_tokens=90_000)  # until the server drains
         next(holding)
         stream = client.stream("say:" + text, max_tokens=2000)
         first = next(stream)
         process.send_signal(number)
-        os.kill(engine, number)  # as a terminal does, which signals the whole group
+        os.kill(engine, number)  # as a terminal signals the whole process group
         with pytest.raises(OverCapacity, match="shutting down"):
             while True:
                 client.generate("say:late")
@@ -134,13 +134,13 @@ def test_a_killed_engine_is_told_to_every_client_and_on_stderr_and_started_again
         assert process.wait(30) == 0
         assert process.stderr is not None
         assert warnings(process.stderr.read()) == [
-            "the engine process was killed by SIGKILL; it is being started again",
-            "the engine serves again",
+            "the engine process was killed by SIGKILL; it is being restarted",
+            "the engine is ready again",
         ]
 
 
 def warnings(written: str) -> list[str]:
-    """What the log says, without when and where."""
+    """The log messages, without time and source."""
     lines = [
         re.fullmatch(r"\d{4}-\d\d-\d\dT\S+ warning vlora\.server\.launch: (.*)", line) for line in written.splitlines()
     ]
@@ -165,13 +165,13 @@ def test_a_server_that_is_stopped_while_its_engine_starts_again_ends_cleanly() -
         assert process.wait(30) == 0
         assert process.stderr is not None
         said = warnings(process.stderr.read())
-        assert said == ["the engine process ended with exit code 3; it is being started again"]
+        assert said == ["the engine process ended with exit code 3; it is being restarted"]
 
 
 def test_a_server_that_is_stopped_with_an_engine_that_stays_dead_says_so() -> None:
     with serving("scripted", "0") as (process, client, _):
         cause = ""
-        while "stays dead" not in cause:
+        while "gave up after" not in cause:
             try:
                 client.generate("exit")
             except EngineDead as error:
@@ -226,7 +226,7 @@ def test_a_port_in_use_is_told_before_the_model_loads() -> None:
 
 
 def test_of_two_servers_that_start_at_once_the_later_one_is_told() -> None:
-    """A port can be taken by several as long as none listens, and that comes after the model was loaded."""
+    """Several servers can bind a port while none listens; listening happens after the model is loaded."""
     first = RpycServer("127.0.0.1", 0, 1000)
     second = RpycServer("127.0.0.1", first.port, 1000)
     first.start_in_thread(lambda peer: rpyc.VoidService(), ByteBudget(1000))

@@ -1,4 +1,4 @@
-"""Callers that send or read slowly, or not at all: what they hold comes free."""
+"""Callers that send or read slowly, or not at all: their resources are freed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An engine process that dies: who waits is told, another one is started, and it has what the first one had."""
+"""When an engine process dies, pending requests fail, and a replacement starts with the same adapters."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ async def start(told: list[str], model: str = "scripted") -> SupervisedEngine:
 
 
 async def kill(engine: SupervisedEngine) -> None:
-    """Kill the process and wait until it is known to be dead."""
+    """Kill the process and wait until its death is detected."""
     assert engine._engine is not None
     os.kill(engine._engine.ready.pid, signal.SIGKILL)
     while engine._engine is not None:
@@ -69,7 +69,7 @@ def test_a_load_that_hangs_holds_up_nothing_and_ends_with_its_process(tmp_path: 
             await hanging
         await alive(engine)
         assert [status.name for status in await engine.adapters()] == ["one"]
-        # A server that stops waits for none of it either.
+        # A server that stops waits for no restart either.
         hanging = asyncio.create_task(engine.load_adapter("hangs", folder))
         await asyncio.sleep(0)
         await engine.close()
@@ -98,7 +98,7 @@ def test_the_next_process_has_the_adapters_and_pins(tmp_path: Path) -> None:
         assert engine.starting
         asked = Request(request_id="r", prompt_ids=tuple(b"say:x"))
         for call in (engine.stats, engine.adapters, lambda: anext(engine.generate(asked))):  # type: ignore[call-overload]
-            with pytest.raises(EngineDead, match="killed by SIGKILL; it is being started again"):
+            with pytest.raises(EngineDead, match="killed by SIGKILL; it is being restarted"):
                 await call()
         await alive(engine)
         assert not engine.starting
@@ -110,9 +110,9 @@ def test_the_next_process_has_the_adapters_and_pins(tmp_path: Path) -> None:
         first, *_ = [output async for output in engine.generate(asked)]
         assert first.token_ids == tuple(b"x")
         assert (await engine.stats()).num_restarts == 1 == len(renewed)
-        assert told[0] == "the engine process was killed by SIGKILL; it is being started again"
-        assert "adapter 'lost' did not come back" in told[1] and told[2:] == ["the engine serves again"]
-        # What is lost is not looked for a second time.
+        assert told[0] == "the engine process was killed by SIGKILL; it is being restarted"
+        assert "adapter 'lost' was not restored" in told[1] and told[2:] == ["the engine is ready again"]
+        # A missing adapter is not looked up a second time.
         await kill(engine)
         await alive(engine)
         assert len(told) == 5 and len(await engine.adapters()) == 3
@@ -125,7 +125,7 @@ def test_the_next_process_has_the_adapters_and_pins(tmp_path: Path) -> None:
 
 
 def test_an_engine_that_never_lasts_stays_dead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first start is good, every later one ends at once."""
+    """The first start succeeds, every later start fails immediately."""
     monkeypatch.setattr(supervisor, "_FIRST_PAUSE_S", 0.001)
 
     async def main() -> None:
@@ -136,10 +136,10 @@ def test_an_engine_that_never_lasts_stays_dead(tmp_path: Path, monkeypatch: pyte
         engine.changed = lambda: changes.append(engine.starting)
         await kill(engine)
         await asyncio.wait({engine._watching})
-        assert changes == [False]  # nobody waits for it any more
-        assert engine.cause is not None and "exit code 3" in engine.cause and "stays dead" in engine.cause
+        assert changes == [False]  # no call waits for a restart any more
+        assert engine.cause is not None and "exit code 3" in engine.cause and "gave up after" in engine.cause
         assert len(told) == 1 + supervisor._MOST_STARTS + 1 and told[-1] == engine.cause
-        with pytest.raises(EngineDead, match="stays dead"):
+        with pytest.raises(EngineDead, match="gave up after"):
             await engine.stats()
         await engine.close()
 
@@ -159,11 +159,11 @@ def test_closing_while_it_starts_again_leaves_no_process() -> None:
     run(main())
 
 
-# -- the real one -----------------------------------------------------------------------------------------------------
+# -- with a real process ----------------------------------------------------------------------------------------------
 
 
 class Caller(threading.Thread):
-    """A client that waits, and what it hears in the end, when."""
+    """A client that waits and records its result with the time."""
 
     def __init__(self, ask: Callable[[], Any]) -> None:
         super().__init__(daemon=True)
@@ -195,7 +195,7 @@ def chat(port: int, **fields: Any) -> tuple[int, str]:
 
 
 def last_code(answer: tuple[int, str]) -> str:
-    """Of a whole answer's error, or of the one that ends a stream."""
+    """The code of a complete answer's error, or of the error that ends a stream."""
     text = answer[1] if answer[0] != 200 else answer[1].split("\n\n")[-3].removeprefix("data: ")
     code: str = json.loads(text)["error"]["code"]
     return code
@@ -241,7 +241,7 @@ def test_everything_comes_back_after_kill_9(tmp_path: Path) -> None:
             ]
             while client.stats().num_running < 7:
                 time.sleep(0.01)
-            os.kill(engine, signal.SIGSTOP)  # so that the frames wait, whatever the machine does
+            os.kill(engine, signal.SIGSTOP)  # so that the frames wait on any machine
             assert [frames.send(picture(number)) for number in (1, 2, 3)] == [1, 2, 3]
             callers.append(Caller(lambda: code_of(next(frames))))
             time.sleep(0.3)
@@ -250,10 +250,10 @@ def test_everything_comes_back_after_kill_9(tmp_path: Path) -> None:
             for caller in callers:
                 caller.join(10)
             assert [caller.heard for caller in callers] == ["engine_dead"] * 6
-            assert max(caller.at for caller in callers) - killed < 8  # far below every limit on a request
+            assert max(caller.at for caller in callers) - killed < 8  # far below every request limit
             assert call(port, "GET", "/ready")[0] == 503
             assert "vlora_engine_up 0.0" in call(port, "GET", "/metrics")[1]
-            assert frames.send(picture(0)) == 4  # while there is no engine: it waits for the next one
+            assert frames.send(picture(0)) == 4  # accepted without an engine: waits for the replacement
             until_alive(client)
             assert [(each.name, each.pinned) for each in client.adapters()] == [
                 ("large", False),

@@ -1,4 +1,4 @@
-"""Who shows which token decides whose share a request takes."""
+"""The token of a request decides which tenant's share it uses."""
 
 from __future__ import annotations
 
@@ -24,21 +24,21 @@ TOKENS = (Token(name="crowd", secret=CROWD), Token(name="guest", secret=GUEST))
 
 
 class SmallVocabulary(ByteProcessor):
-    """Bytes as ids that any model has."""
+    """Bytes as token ids, valid for any model."""
 
     def encode(self, prompt: str, images: Sequence[Any] = ()) -> Encoded:
         return Encoded(tuple(3 + byte % 32 for byte in prompt.encode()), (), ())
 
 
 def finished_by_the_crowd_when_the_guest_is_answered(tenant_weight: tuple[str, ...]) -> int:
-    """The crowd asks for 16 answers of 40 tokens at once, then a guest for one."""
+    """One tenant requests 16 answers of 40 tokens at once, then a guest requests one."""
     config = EngineConfig(
         model="llava",
         arena_bytes=64 * 2**20,
         max_context=128,
         max_batch_size=2,
         max_step_tokens=64,
-        theta_s=100.0,  # whoever waits for long gets a turn without shares, too
+        theta_s=100.0,  # so that a long wait does not override shares
         tenant_weight=tenant_weight,
     )
     engine = LocalEngine(config, model=build_model("llava"))
@@ -59,14 +59,14 @@ def finished_by_the_crowd_when_the_guest_is_answered(tenant_weight: tuple[str, .
         assert status == 200 and answer["usage"]["completion_tokens"] >= 1
         flood.join(60)
         status, answer = answers[0]
-        assert status == 200 and len(answer["choices"]) == 16, "nobody of the crowd is refused"
-        assert answer["usage"]["completion_tokens"] >= 320, "its answers were not short"
+        assert status == 200 and len(answer["choices"]) == 16, "no request of the first tenant is refused"
+        assert answer["usage"]["completion_tokens"] >= 320, "the answers are not short"
     return finished
 
 
 def test_a_crowd_behind_one_token_does_not_keep_another_waiting() -> None:
     assert finished_by_the_crowd_when_the_guest_is_answered(("*=1",)) <= 7
-    # The test's own proof: without shares the guest comes last.
+    # Negative control: without shares the guest is served last.
     assert finished_by_the_crowd_when_the_guest_is_answered(()) >= 10
 
 
@@ -93,7 +93,7 @@ def test_every_kind_of_request_carries_its_token_s_name(seen: list[str | None], 
         assert api._replace(token=CROWD).chat("say:x")[0] == 200
         assert api._replace(token=GUEST).chat("say:x", n=2)[0] == 200
         body = {"images": ["data:image/png;base64,x"]}
-        api._replace(token=GUEST).call("POST", "/v1/heads/cam/night", body)  # no image: it never gets there
+        api._replace(token=GUEST).call("POST", "/v1/heads/cam/night", body)  # no image: it never reaches the engine
     assert seen == ["crowd", "guest", "guest"]
     seen.clear()
     with running_server(tokens=TOKENS) as server:
@@ -108,13 +108,13 @@ def test_every_kind_of_request_carries_its_token_s_name(seen: list[str | None], 
     seen.clear()
     with running_api() as api:
         assert api.chat("say:x")[0] == 200
-    assert seen == [None], "without tokens nobody is told apart"
+    assert seen == [None], "without tokens there are no tenants"
 
 
 @pytest.mark.parametrize("pair", ["crowd", "crowd=0", "=2", "crowd=nan"])
 def test_a_weight_that_cannot_work_is_named(pair: str) -> None:
     with pytest.raises(BadConfig, match="tenant_weight is "):
         EngineConfig(model="m", tenant_weight=(pair,))
-    with pytest.raises(BadConfig, match="tenant_weight gives 'a' twice"):
+    with pytest.raises(BadConfig, match="tenant_weight sets 'a' twice"):
         EngineConfig(model="m", tenant_weight=("a=1", "a=2"))
     assert dataclasses.replace(EngineConfig(model="m"), tenant_weight=("a=2",)).tenant_weights == {"a": 2.0}

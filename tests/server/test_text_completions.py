@@ -32,7 +32,7 @@ def test_prompts_and_choices_are_numbered_through(api: Api) -> None:
     status, answer = complete(api, ["say:a", "say:bb"], n=2)
     assert status == 200
     assert [(each["index"], each["text"]) for each in answer["choices"]] == [(0, "a"), (1, "a"), (2, "bb"), (3, "bb")]
-    # Each prompt once, each choice's tokens.
+    # Each prompt counts once, plus each choice's tokens.
     assert (answer["usage"]["prompt_tokens"], answer["usage"]["completion_tokens"]) == (5 + 6, 2 + 2 + 3 + 3)
 
 
@@ -76,11 +76,11 @@ def test_a_stream_tells_its_counts_as_it_goes(api: Api) -> None:
         ({"prompt": [1, "a"]}, "prompt has 1; send a text, a list of texts, token ids", "prompt"),
         ({"prompt": {"a": 1}}, "prompt has {'a': 1}; send", "prompt"),
         ({"prompt": [[1, True]]}, "prompt has [1, True]; send", "prompt"),
-        ({"prompt": [5], "echo": True}, "echo is served for prompts of text only", "echo"),
-        ({"echo": True, "logprobs": 1}, "echo and logprobs do not go together", "echo"),
-        ({"suffix": "x"}, "suffix: this field is not served; text is continued at its end only", "suffix"),
-        ({"best_of": 2}, "best_of: this field is not served; use n", "best_of"),
-        ({"model": "nobody"}, "no adapter named 'nobody'", "model"),
+        ({"prompt": [5], "echo": True}, "echo is supported for text prompts only", "echo"),
+        ({"echo": True, "logprobs": 1}, "echo and logprobs cannot be combined", "echo"),
+        ({"suffix": "x"}, "suffix: this field is not supported; text is completed at its end only", "suffix"),
+        ({"best_of": 2}, "best_of: this field is not supported; use n", "best_of"),
+        ({"model": "absent"}, "no adapter named 'absent'", "model"),
     ],
 )
 def test_mistakes_are_named(api: Api, stream: bool, fields: dict[str, Any], message: str, param: str) -> None:

@@ -1,4 +1,4 @@
-"""Tools: the grammar of calls, calls in an answer's text, and the API's forms of them."""
+"""Tools: the grammar of calls, calls in an answer's text, and their form in the API."""
 
 from __future__ import annotations
 
@@ -76,11 +76,11 @@ def test_wrong_tools_are_refused() -> None:
     tools = [Tool.model_validate(each) for each in (COUNT, COUNT)]
     with pytest.raises(BadRequest, match="two functions named 'count'"):
         call_grammar(tools, "auto", True)
-    with pytest.raises(BadRequest, match="tool_choice is 'shout'; tools has count"):
+    with pytest.raises(BadRequest, match="tool_choice is 'shout'; declared tools: count"):
         chosen = TypeAdapter(Choice).validate_python({"type": "function", "function": {"name": "shout"}})
         call_grammar(tools[:1], chosen, True)
     long = {"type": "function", "function": {"name": "f", "parameters": {"description": "x" * 70_000}}}
-    with pytest.raises(BadRequest, match="tools: the schemas take 70"):
+    with pytest.raises(BadRequest, match="tools: the schemas have 70"):
         call_grammar([Tool.model_validate(long)], "auto", True)
 
 
@@ -148,7 +148,7 @@ def test_a_template_without_tools_gets_text() -> None:
     assert as_messages(messages[1:2], [COUNT])[0]["role"] == "system" and len(as_messages(messages[1:2], [])) == 1
 
 
-# -- over HTTP, on an engine that says what the last message wants ----------------------------------------------------
+# -- over HTTP, on a scripted engine ----------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -158,7 +158,7 @@ def api() -> Iterator[Api]:
 
 
 def ask(api: Api, text: str, **fields: Any) -> tuple[int, Any]:
-    # The script is the prompt's end; the declared tools stand before it.
+    # The script is the end of the prompt, after the declared tools.
     return api.chat(f"say:{text}", **{"tools": [COUNT, STOP], "max_tokens": 500, **fields})
 
 
@@ -211,10 +211,13 @@ def test_results_go_back(api: Api) -> None:
     [
         ({"tools": [{"type": "retrieval"}]}, "tools.0.type"),
         ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools.0.function.name"),
-        ({"tools": [], "tool_choice": "required"}, "tool_choice asks for a call, and there are no tools"),
-        ({"tool_choice": {"type": "function", "function": {"name": "f"}}}, "tool_choice is 'f'; tools has count, stop"),
-        ({"response_format": {"type": "json_object"}}, "response_format and tools do not go together"),
-        ({"min_tokens": 1}, "min_tokens and a grammar (response_format, tools) do not go together"),
+        ({"tools": [], "tool_choice": "required"}, "tool_choice requires a call, but there are no tools"),
+        (
+            {"tool_choice": {"type": "function", "function": {"name": "f"}}},
+            "tool_choice is 'f'; declared tools: count, stop",
+        ),
+        ({"response_format": {"type": "json_object"}}, "response_format and tools cannot be combined"),
+        ({"min_tokens": 1}, "min_tokens cannot be combined with a grammar (response_format, tools)"),
         ({"messages": [{"role": "user"}]}, "a message has no content"),
         (
             {
@@ -223,7 +226,7 @@ def test_results_go_back(api: Api) -> None:
                     {"role": "user", "content": "x"},
                 ]
             },
-            "arguments of the call of 'f' are no JSON object",
+            "arguments of the call of 'f' are not a JSON object",
         ),
     ],
 )

@@ -1,4 +1,4 @@
-"""No message to a user has a validation library's wording; every kind of mistake has words of its own."""
+"""No message to a user has a validation library's wording; every error type has its own message."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ THEIRS = ("Input should", "should have", "Expected `", "valid ", "Unable to", "O
 
 
 def kinds_of(schema: Any) -> set[str]:
-    """Types of error that a pydantic schema's values can have."""
+    """Error types that a pydantic schema's values can have."""
     found: set[str] = set()
     if isinstance(schema, dict):
         kind = schema.get("type")
@@ -103,7 +103,7 @@ class _Entry(msgspec.Struct, forbid_unknown_fields=True):
     ("value", "words"),
     [
         ({}, "the field 'secret' is missing"),
-        ({"secret": "a", "other": 1}, "there is no field 'other'; check its spelling"),
+        ({"secret": "a", "other": 1}, "unknown field 'other'; check its spelling"),
         ({1: 2}, "a key of the object must be a string"),
         ({"secret": "a", "count": "much"}, "count is a string; it must be a whole number"),
         (None, "the value is null; it must be an object"),
@@ -121,11 +121,11 @@ def test_msgspecs_errors_without_values(value: Any, words: str) -> None:
         ("a: 1\nb: c: d", "line 2: a second colon on one line"),
         ("a:\n\tb: 1", "line 2: a tab"),
         ("a: 'x", "line 1: a quote that is not closed"),
-        ("- a\nb: c", "line 2: a line whose indentation fits none above it"),
+        ("- a\nb: c", "line 2: a line with indentation that matches no line above it"),
         ("a: @x", "line 1: text that begins with a reserved character"),
         ("a: !x 1", "line 1: a tag"),
-        ("%", "line 1: text out of place"),
-        ("\0", "a character that text files do not have, at position 0"),
+        ("%", "line 1: unexpected text"),
+        ("\0", "a character that is not allowed in YAML, at position 0"),
     ],
 )
 def test_yamls_errors(text: str, words: str) -> None:

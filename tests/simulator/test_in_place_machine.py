@@ -1,4 +1,4 @@
-"""Where nothing is at hand, going back has a price: the scheduler learns it and the cost policy reckons with it."""
+"""In-place unmerging has a cost: the scheduler learns it, and the cost-based policy includes it."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_to_an_adapter_to_the_base_model_and_back_again(costs: Costs, spent_s: f
     assert stats.num_switches == 3
     assert stats.switch_s == pytest.approx(spent_s)
     learned = replica.scheduler._cost.costs
-    assert learned.merge_s == pytest.approx(0.2), "the way back is not averaged into the price of merging"
+    assert learned.merge_s == pytest.approx(0.2), "the cost of unmerging is not averaged into that of merging"
     assert learned.back_s == pytest.approx(costs.back_s)
     assert replica.scheduler._shadow_adapter == (None if costs.back_s else "a")
 
@@ -61,14 +61,15 @@ def decide(costs: Costs, merged: str | None, ready: list[Candidate]) -> tuple[Mo
 def test_weights_are_left_only_for_what_the_way_back_is_worth() -> None:
     ready = [Candidate(f"r{i}", None, 0.0) for i in range(2)]
     assert decide(SHADOW, "a", ready) == (Mode.UNMERGED, None)
-    assert decide(IN_PLACE, "a", ready) == (Mode.UNMERGED, None), "nobody needs the merged weights"
+    assert decide(IN_PLACE, "a", ready) == (Mode.UNMERGED, None), "no request needs the merged weights"
     ready += [Candidate("own", "a", 0.0)]
-    assert decide(SHADOW, "a", ready) == (Mode.UNMERGED, None), "one lane instead of two, for nothing"
+    assert decide(SHADOW, "a", ready) == (Mode.UNMERGED, None), "one lane instead of two, at no cost"
     assert decide(IN_PLACE, "a", ready) == (Mode.MIXED, "a"), "150 ms to save 4.5 ms"
 
 
 def test_halves_take_turns_only_where_going_to_and_fro_is_free() -> None:
-    # Two long prompts of different adapters: no lanes in turn, or two lanes for half of the tokens together.
+    # Two long prompts of different adapters: either no lanes, one after the other, or two lanes for half of the tokens,
+    # together.
     dear = {"base_s": 0.01, "lane_s": 0.002}
     ready = [Candidate("x", "a", 0.0, 150), Candidate("y", "b", 0.0, 100)]
     assert decide(SHADOW._replace(**dear), "a", ready) == (Mode.MERGED, "a")

@@ -1,4 +1,4 @@
-"""Images are work like any other on paper: they have a price, and nobody else is refused or held up for them."""
+"""Images are simulated work with a cost, and do not cause other requests to be refused or delayed."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ COSTS = Costs(base_s=0.05, token_s=0.001, context_token_s=1e-6, patch_s=2e-4)
 
 
 def with_pictures(rate: float, number: int, seed: int, bound_s: float | None, share: float) -> list[Arrival]:
-    """Text requests over four adapters; a share of them has a picture that takes 0.4 to 1.5 s to encode."""
+    """Text requests over four adapters; a share of them has an image that takes 0.4 to 1.5 s to encode."""
     draws = random.Random(seed)
     now, arrivals = 0.0, []
     for _ in range(number):
@@ -28,7 +28,7 @@ def with_pictures(rate: float, number: int, seed: int, bound_s: float | None, sh
 
 
 def answers(arrivals: list[Arrival]) -> dict[int, RequestOutput]:
-    """The last output of each, by number."""
+    """The last output of each request, by number."""
     replica = Replica(Box(costs=COSTS, load_s=0.0))
     finished: list[RequestOutput] = []
     for number, arrival in enumerate(arrivals):
@@ -40,7 +40,7 @@ def answers(arrivals: list[Arrival]) -> dict[int, RequestOutput]:
 
 
 def capacity(seed: int) -> float:
-    """Requests per second when they all come at once."""
+    """Requests per second when all arrive at once."""
     arrivals = with_pictures(1e6, 300, seed, None, 0.05)
     return len(arrivals) / replay(arrivals, Box(costs=COSTS)).end_s
 
@@ -59,11 +59,11 @@ def test_no_text_request_is_refused_that_would_have_been_in_time(bound_s: float)
         would_be_late = [number for number, seconds in first_s.items() if seconds is None or seconds > bound_s]
         wrongly = [number for number in refused if number not in would_be_late]
         wrong_texts = [number for number in wrongly if not arrivals[number].images]
-        # Bursts that no prediction knows of remain: two texts in 5,000, at the tightest bound.
+        # Unpredictable bursts remain: two texts in 5,000, at the tightest bound.
         assert len(wrong_texts) <= (2 if bound_s == 1.0 else 0)
         num_pictures += sum(bool(arrival.images) for arrival in arrivals)
         num_wrong_pictures += len(wrongly) - len(wrong_texts)
-    # Some 30 pictures a seed are too few for a share: all three together.
+    # Some 30 images per seed are too few for a share: all three seeds together.
     assert num_pictures > 75 and num_wrong_pictures <= num_pictures // 3
 
 

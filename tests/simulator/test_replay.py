@@ -1,4 +1,4 @@
-"""Replays: nothing is lost, times are right, many adapters and replicas work, decisions stay quick."""
+"""Replays: no request is lost, times are right, many adapters and replicas work, decisions are fast."""
 
 from __future__ import annotations
 
@@ -42,13 +42,13 @@ def test_steps_go_on_while_an_adapter_is_on_its_way() -> None:
     box = Box(costs=COSTS, load_s=0.5, policy="unmerged_only")
     alone = replay([Arrival(3.0, None, 100, 20)], box).as_dict()
     both = replay([Arrival(3.0, None, 100, 20), Arrival(3.0, "a", 1, 1)], box).as_dict()
-    # The base model's request answers long before 3.5 s; only the adapter's own waits.
+    # The base model's request answers long before 3.5 s; only the adapter's request waits for the load.
     assert both["ttft_s"]["p50"] == pytest.approx(alone["ttft_s"]["p50"])
     assert both["ttft_s"]["p99"] > 0.5
 
 
 def test_the_longest_wait_is_told_beside_the_bound_it_should_have_kept() -> None:
-    """Merged only: the second waits for the first to end, a step for its prompt and twenty-nine behind it."""
+    """Merged only: the second request waits for the first, one step for its prompt and 29 decode steps."""
     arrivals = [Arrival(0.0, "a", 10, 30), Arrival(0.0, "b", 10, 1)]
     found = replay(arrivals, Box(costs=COSTS, policy="merged_only"))
     assert found.longest_wait_s == pytest.approx(0.2 + 30 * 0.1 + (10 + 29) * 0.001)
@@ -79,8 +79,9 @@ def test_overload_with_a_bound_is_refused_in_part_and_the_rest_is_in_time(replic
 
 
 def test_with_a_bound_no_more_adapters_are_in_use_than_fit() -> None:
-    """Sixty adapters on a box for eight: each is brought for several requests, not for one step; and without a bound
-    for several steps."""
+    """Sixty adapters on a box for eight: each load serves several requests, not one step; without a bound each load
+    serves several steps.
+    """
     workload = make_workload("gamma:rate=3,alpha=0.3,answer_min=5,answer_max=30")
     found = replay(workload.arrivals(400, 60, 0), Box(costs=COSTS, load_s=0.3, resident_adapters=8, max_ttft_s=8.0))
     roomy = replay(workload.arrivals(400, 60, 0), Box(costs=COSTS, load_s=0.3, resident_adapters=60, max_ttft_s=8.0))
@@ -93,7 +94,7 @@ def test_with_a_bound_no_more_adapters_are_in_use_than_fit() -> None:
 
 
 def test_a_bound_counts_from_the_arrival_not_from_the_end_of_the_step_it_fell_into() -> None:
-    """A step of 100 s is under way when the second comes, whose bound has passed when it ends."""
+    """A step of 100 s is running when the second request arrives; its bound has passed when the step ends."""
     costs = Costs(base_s=100.0)
     arrivals = [Arrival(0.0, "a", 10, 5), Arrival(1.0, "a", 10, 1, max_ttft_s=50.0), Arrival(2.0, "a", 10, 1)]
     found = replay(arrivals, Box(costs=costs)).as_dict()
@@ -108,13 +109,13 @@ def test_replicas_share_the_load() -> None:
 
 
 def test_moving_kv_out_of_an_adapter_s_way_takes_its_time() -> None:
-    """One long request without an adapter reaches into the adapters' part of memory; above it there is room by then."""
+    """One long base-model request extends into the adapters' part of memory; pages above it are free by then."""
 
     def adapter_waits_s(move_s: float) -> float:
         replica = Replica(Box(costs=COSTS, resident_adapters=4, kv_tokens=16 * 10, block_size=16, move_s=move_s))
         replica.add("short", Arrival(0.0, None, 16 * 3, 1))
         replica.add("long", Arrival(0.0, None, 16 * 9, 16))
-        replica.run_until(COSTS.base_s / 2)  # one step: the short one has ended
+        replica.run_until(COSTS.base_s / 2)  # one step: the short request has ended
         for number in range(4):
             replica.add(str(number), Arrival(0.0, f"a{number}", 16, 1))
         before = replica.clock.now
@@ -123,7 +124,7 @@ def test_moving_kv_out_of_an_adapter_s_way_takes_its_time() -> None:
         return replica.clock.now - before
 
     assert adapter_waits_s(0.0) == 0.0
-    assert adapter_waits_s(0.5) == pytest.approx(2 * 0.5), "two of its blocks lay there"
+    assert adapter_waits_s(0.5) == pytest.approx(2 * 0.5), "two of its blocks were there"
 
 
 def test_thousands_of_adapters_come_and_go() -> None:
@@ -134,7 +135,7 @@ def test_thousands_of_adapters_come_and_go() -> None:
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_a_decision_with_a_thousand_waiting_takes_milliseconds(policy: str) -> None:
-    """The promise is 2 ms (`vlora bench policy` measures it); the room here is for busy machines."""
+    """The target is 2 ms (`vlora bench policy` measures it); the margin here is for busy machines."""
     replica = Replica(Box(costs=COSTS, policy=policy, resident_adapters=100, kv_tokens=10**6))
     for number in range(1000):
         replica.add(str(number), Arrival(0.0, f"adapter-{number % 100}", 256, 1000))
@@ -205,7 +206,7 @@ def test_the_command_tells_what_it_found() -> None:
     )
     assert sum(tenant["requests"] for tenant in found["tenants"].values()) == found["requests"]
     assert "\n  tenant-1 " in "\n".join(lines(found))
-    assert f"{found['unreachable']} refused as out of reach" in "\n".join(lines(found)) and found["unreachable"] > 20
+    assert f"{found['unreachable']} refused as unreachable" in "\n".join(lines(found)) and found["unreachable"] > 20
     with pytest.raises(BadConfig, match="weight is 'adapter-0=none'"):
         simulate(
             "gamma",

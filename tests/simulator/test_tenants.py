@@ -1,4 +1,4 @@
-"""Tenants in replays: who asks, and what each is served while others want some, too."""
+"""Tenants in replays: their assignment, and the share that each receives under contention."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_who_names_a_tenant_keeps_it() -> None:
 
 
 def crowd(num_requests: int, num_alone: int) -> list[Arrival]:
-    """Two tenants send as many requests each, all at once; the second a few more once all that is done."""
+    """Two tenants send the same number of requests at once; the second sends a few more when all are done."""
     lengths = [(20 + number % 7, 10 + number % 5) for number in range(num_requests)]
     both = [Arrival(0.0, "a", *each, tenant=tenant) for each in lengths for tenant in ("north", "south")]
     return both + [Arrival(1e4, "a", 20, 10, tenant="south")] * num_alone
@@ -42,13 +42,13 @@ def crowd(num_requests: int, num_alone: int) -> list[Arrival]:
 
 @pytest.mark.parametrize("policy", BOUNDED)
 def test_shares_in_a_contest_follow_the_weights(policy: str) -> None:
-    """Both are answered in full in the end; while both want some, one has three times as much as the other."""
+    """Both get all answers in the end; under contention one gets three times as much as the other."""
     box = Box(costs=COSTS, policy=policy, max_batch_size=4, tenant_weight=("north=3", "south=1"))
     found = replay(crowd(60, 5), box).as_dict()
     north, south = found["tenants"]["north"], found["tenants"]["south"]
     assert (north["requests"], south["requests"]) == (60, 65) and found["requests"] == 125
     assert north["tokens"] + south["tokens"] == found["tokens"]
-    # Until the first has nothing left: then nobody competes, and what the second has alone counts for neither.
+    # Until the first has no requests left: then there is no contention, and further service counts for neither.
     assert north["share"] == pytest.approx(0.75, abs=0.04)
     assert north["share"] + south["share"] == pytest.approx(1)
     assert north["ttft_s"]["p50"] < south["ttft_s"]["p50"] and north["mean_latency_s"] < south["mean_latency_s"]
@@ -90,11 +90,11 @@ def test_who_was_answered_nothing_is_told_without_a_time() -> None:
     found = replay(arrivals, Box(costs=COSTS)).as_dict()
     text = "\n".join(lines({"trace": "t", "policy": "vlora", "replicas": 1, **found}))
     assert "1 answered, 0 refused" in text and "0 answered, 1 refused" in text
-    assert text.count("time to first token") == 2, "all together, and the one who was answered"
+    assert text.count("time to first token") == 2, "all together, and the answered tenant"
 
 
 def test_replicas_shares_are_counted_together() -> None:
     box = Box(costs=COSTS, max_batch_size=4, tenant_weight=("north=3", "south=1"))
-    together = [arrival for arrival in crowd(60, 0) for _ in range(2)]  # neither box has one tenant only
+    together = [arrival for arrival in crowd(60, 0) for _ in range(2)]  # both tenants on each box
     found = replay(together, box, 2).as_dict()["tenants"]
     assert found["north"]["share"] == pytest.approx(0.75, abs=0.06)

@@ -1,4 +1,4 @@
-"""Recorded traffic: what is read, and how a bad line is reported."""
+"""Recorded traffic: parsing, and reports of invalid lines."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_bounds_priorities_and_tenants_are_read_where_there_are_any(tmp_path: Pa
     [
         (["TIMESTAMP,ContextTokens", "1,2"], "line 1: no column GeneratedTokens"),
         ([HEADER, "1,2,3", "soon,2,3"], "line 3, field TIMESTAMP: 'soon'"),
-        ([HEADER, "5,2,3", "4,2,3"], "line 3, field TIMESTAMP: '4' is before"),
+        ([HEADER, "5,2,3", "4,2,3"], "line 3, field TIMESTAMP: '4' is earlier"),
         ([HEADER, "1,0,3"], "line 2, field ContextTokens: '0'"),
         ([HEADER, "1,2,-3"], "line 2, field GeneratedTokens: '-3'"),
         ([HEADER, "1,2"], "line 2, field GeneratedTokens: None"),
@@ -50,7 +50,7 @@ def test_bounds_priorities_and_tenants_are_read_where_there_are_any(tmp_path: Pa
         ([HEADER + ",MaxTTFT", "1,2,3,soon"], "line 2, field MaxTTFT: 'soon'"),
         ([HEADER + ",Priority", "1,2,3,11"], "line 2, field Priority: '11'"),
         ([HEADER + ",Priority", "1,2,3,0.5"], "line 2, field Priority: '0.5'"),
-        ([HEADER + ",Adapter", "1,2,0,"], "line 2, field GeneratedTokens: 0 asks a task head"),
+        ([HEADER + ",Adapter", "1,2,0,"], "line 2, field GeneratedTokens: 0 requests a task head"),
     ],
 )
 def test_a_bad_line_is_named_with_its_field(tmp_path: Path, lines: list[str], message: str) -> None:

@@ -1,4 +1,4 @@
-"""Workloads have the rates, shares and shapes they are named after, and are the same under the same seed."""
+"""Workloads have the rates, shares and shapes of their names, and are equal for equal seeds."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Benches: each measures one promise against a named baseline. Nobody imports this room but the command line."""
+"""Benchmarks: each measures one goal against a named baseline. Only the command line imports this package."""
 
 from __future__ import annotations
 
@@ -38,13 +38,16 @@ BENCHES = (
 
 
 def main(name: str, quick: bool = False, out: Path | None = None, *, only_json: bool = False, **settings: Any) -> bool:
-    """Run one bench, or "all"; prints each report. Returns whether every goal holds.
+    """Run one bench, or "all", and print each report. Returns whether every goal is met.
 
-    out: a folder to keep reports in, as `NAME.json` and, where a bench draws pictures, `NAME/*.png`. A bench that goes
-    on where it was stopped keeps what it has in `NAME.partial` meanwhile. only_json: print no tables. settings: more
-    for a bench that takes more.
+    Args:
+        out: a folder for reports: `NAME.json` and, for benches with plots, `NAME/*.png`. A resumable bench keeps its
+            intermediate results in `NAME.partial`.
+        only_json: print no tables.
+        settings: further arguments of the bench.
 
-    Raises BadConfig for other names, and where pictures are wanted but cannot be drawn.
+    Raises:
+        BadConfig: the name is unknown, or plots are requested but cannot be drawn.
     """
     if name != "all" and name not in BENCHES:
         raise BadConfig(f"no bench named {name!r}; choose one of {', '.join(BENCHES)} or all")
@@ -67,13 +70,13 @@ def main(name: str, quick: bool = False, out: Path | None = None, *, only_json: 
 
 
 def pictures_possible() -> None:
-    """Raises BadConfig where pictures cannot be drawn, before anything takes long."""
+    """Raise BadConfig early if plots cannot be drawn."""
     if importlib.util.find_spec("matplotlib") is None:
         raise BadConfig("--out needs matplotlib for its pictures; pip install 'vlora[bench]'")
 
 
 def keep(report: Report, draw: Callable[[Path], None] | None, out: Path) -> None:
-    """Write OUT/NAME.json, the folder's page and, where something draws pictures, what it draws into OUT/NAME."""
+    """Write OUT/NAME.json, the folder's page and, if the bench has plots, the plots into OUT/NAME."""
     out.mkdir(parents=True, exist_ok=True)
     (out / f"{report.bench}.json").write_text(json.dumps(report.as_dict()) + "\n")
     write_page(out)

@@ -1,6 +1,6 @@
-"""The operator against the ways others add many adapters' deltas, layer by layer.
+"""The operator against baselines that add many adapters' deltas, layer by layer.
 
-Deltas alone are timed. Every case meets its factors as a model's layer does: the base weights have passed through the
+Only deltas are timed. In every case the factors are as cold as in a model's layer: the base weights pass through the
 caches in between.
 """
 
@@ -34,18 +34,19 @@ _RANKS = (8, 16, 64)
 _TOKENS = (1, 4, 16, 64, 256, 2048)
 _ADAPTERS = (1, 4, 16)
 _DTYPES = ("bfloat16", "float32")
-_IN_THE_RACE = 2.0  # a strategy this many times behind the best is not timed to the end
+_IN_THE_RACE = 2.0  # a strategy slower than the best by this factor is not timed to the end
 _ROUNDS, _QUICK_ROUNDS = 9, 5
-_TURNS_PER_ROUND = 3  # strategies are near one another, and what is told is the worst of many cells
-_ENOUGH_S = 0.15  # of each strategy in a cell, before fewer turns will do
-_FAR = 1.1  # times the best strategy's time; what was chosen and is slower is raced again
-_DRAWS = 200  # of all cells, to tell how far a spread over them can be trusted
-_MOST_GATHERED_BYTES = 2**30  # what gathering factors per token may take; larger cells go without that baseline
+_TURNS_PER_ROUND = 3  # strategies are close to one another, and the report contains the worst of many cells
+_ENOUGH_S = 0.15  # of each strategy in a cell, after which fewer turns suffice
+_FAR = 1.1  # times the best strategy's time; a chosen strategy slower than this is timed again
+_DRAWS = 200  # resamples of all cells, to estimate the error of a spread over them
+_MOST_GATHERED_BYTES = 2**30  # memory limit of gathering factors per token; larger cells omit that baseline
 
 
 def run(quick: bool) -> Report:
-    """On a GPU where there is one (`vlora.bench.atmm_gpu`), else one thread of a CPU. quick: the smaller shape, one
-    rank, few batches."""
+    """Run on a GPU if there is one (`vlora.bench.atmm_gpu`), else on one thread of a CPU. quick: the smaller shape,
+    one rank, few batches.
+    """
     if torch.cuda.is_available():
         from vlora.bench import atmm_gpu  # needs Triton
 
@@ -65,7 +66,7 @@ def run(quick: bool) -> Report:
 
 
 def draw(rows: Sequence[Mapping[str, Any]], folder: Path) -> None:
-    """latency.png and chosen.png."""
+    """Write latency.png and chosen.png."""
     from vlora.bench import atmm_plots  # matplotlib is an extra
 
     atmm_plots.draw(rows, folder)
@@ -112,8 +113,8 @@ def _measure(case: Case, rounds: int) -> tuple[dict[str, Any], dict[str, list[fl
     if case.num_tokens * case.rank * (site.d_in + site.d_out) * x.element_size() <= _MOST_GATHERED_BYTES:
         calls["gather and bmm"] = gather_bmm(a, bt, plan, x, rows)
     caches = Caches("cpu", x.dtype)
-    # Strategies among themselves as the search meets them, by CPU seconds: what the machine's other work takes is no
-    # part of a choice. Against other ways to add deltas the time that passes counts.
+    # Strategies are compared by CPU seconds, as in the search: other load on the machine does not affect the choice.
+    # Baselines are compared by wall time.
     among = {name: _cold(call, caches, read_by(name, group), time.process_time) for name, call in strategies.items()}
     by_strategy = _raced(among, chosen, _TURNS_PER_ROUND * rounds)
     best = min(by_strategy, key=by_strategy.__getitem__)
@@ -138,8 +139,9 @@ def _measure(case: Case, rounds: int) -> tuple[dict[str, Any], dict[str, list[fl
 
 
 def _raced(among: Mapping[str, Callable[[], float]], chosen: str, turns: int) -> dict[str, float]:
-    """Seconds by strategy. Who comes out best of several was also lucky: where what was chosen is far behind, it and
-    those before it are raced once more, and what they take then counts, whatever it says."""
+    """Seconds by strategy. The minimum of several is biased by luck: if the chosen strategy is far behind, it and
+    those ahead of it are timed once more, and the second times replace the first in any case.
+    """
     seconds = race(among, turns, _IN_THE_RACE, _ENOUGH_S)
     if seconds[chosen] <= _FAR * min(seconds.values()):
         return seconds
@@ -150,7 +152,7 @@ def _raced(among: Mapping[str, Callable[[], float]], chosen: str, turns: int) ->
 def _cold(
     call: Callable[[], object], caches: Caches, factors: Sequence[Tensor], clock: Callable[[], float]
 ) -> Callable[[], float]:
-    """Seconds of a call that finds its factors in memory, not in a cache."""
+    """Seconds of a call with factors in memory, not in a cache."""
 
     def timed() -> float:
         caches.forget(factors)
@@ -162,7 +164,7 @@ def _cold(
 
 
 def _timed(calls: Mapping[str, Callable[[], float]], rounds: int) -> dict[str, list[float]]:
-    """Seconds of every call in every round but one that prepares, in an order drawn anew each round."""
+    """Seconds of every call in every round except a warm-up round, in a new random order each round."""
     draw, order = random.Random(0), list(calls)
     seconds: dict[str, list[float]] = {name: [] for name in calls}
     for turn in range(rounds + 1):
@@ -175,8 +177,9 @@ def _timed(calls: Mapping[str, Callable[[], float]], rounds: int) -> dict[str, l
 
 
 class Spread(NamedTuple):
-    """p95 / p50 of what was chosen and of the others, over the calls of all cells, and the standard error of the one
-    over the other."""
+    """p95 / p50 of the chosen strategy and of the others, over the calls of all cells, and the standard error of the
+    ratio of the two.
+    """
 
     chosen: float
     others: float
@@ -184,8 +187,9 @@ class Spread(NamedTuple):
 
     @classmethod
     def of(cls, cells: Sequence[Mapping[str, Sequence[float]]]) -> Spread:
-        """Each call as a share of its median in its cell: of the few calls of one cell a 95th percentile is the
-        longest, whichever that was. The error is told by drawing as many cells again and again."""
+        """Each call relative to the median of its cell: the 95th percentile of the few calls of one cell would be its
+        maximum. The error is estimated by resampling the cells.
+        """
         shares = [_shares(cell) for cell in cells]
         draw = random.Random(0)
         drawn = [_sides(draw.choices(shares, k=len(shares))) for _ in range(_DRAWS)]
@@ -193,13 +197,13 @@ class Spread(NamedTuple):
 
 
 def _sides(shares: Sequence[tuple[Sequence[float], Sequence[float]]]) -> tuple[float, float]:
-    """p95 / p50 of what was chosen, and of the others."""
+    """p95 / p50 of the chosen strategy, and of the others."""
     chosen, others = (list(itertools.chain.from_iterable(side)) for side in zip(*shares, strict=True))
     return _p95_over_p50(chosen), _p95_over_p50(others)
 
 
 def _shares(cell: Mapping[str, Sequence[float]]) -> tuple[list[float], list[float]]:
-    """Of what was chosen, and of the others."""
+    """Relative times of the chosen strategy, and of the others."""
     own: list[float] = []
     theirs: list[float] = []
     for name, seconds in cell.items():

@@ -1,8 +1,8 @@
-"""The operator on a GPU against the ways others cut the same work, group of layers by group of layers.
+"""The operator on a GPU against other ways to tile the same work, group of layers by group of layers.
 
-Deltas alone are timed, as CUDA graphs over copies of a group that together exceed the cache, so that factors come
-from memory as they do in a model. Floors are bytes (factors once, inputs once, outputs twice) at the speed of a copy
-measured in the same run.
+Only deltas are timed, as CUDA graphs over copies of a group that together exceed the cache, so that factors are read
+from memory as in a model. Floors are bytes (factors once, inputs once, outputs twice) at the speed of a copy measured
+in the same run.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _RANKS = (16, 64)
 _TOKENS = (1, 16, 64, 256, 1024, 4096)
 _ADAPTERS = (1, 8, 32)
 _NUM_LAYERS = 28
-_CACHE_BYTES = 128 * 2**20  # more than any second-level cache holds
+_CACHE_BYTES = 128 * 2**20  # more than the capacity of any L2 cache
 _MOST_COPIES = 8
 _REPLAYS = 20
 
@@ -78,13 +78,13 @@ def run(quick: bool) -> Report:
 
 
 def measure(case: Case, device: str, bytes_per_s: float) -> dict[str, Any]:
-    """One row: ours, each style against ours, and the byte floor."""
+    """One row: the operator, each style relative to it, and the byte floor."""
     groups = [case.group(device) for _ in range(_num_copies(case))]
     x, outputs = case.input(device)
     plan = case.plan()
     packed = groups[0].packed
     assert packed is not None
-    # Where nobody has searched, the kernels with their usual tiles.
+    # Without a tuning table, the kernels with their default tiles.
     chosen = choose(Survey(plan, packed.layout))
     ours = "tiled" if not chosen.startswith(("tiled", "grouped")) and device == "cuda" else chosen
     mine = case.plan(ours)
@@ -125,7 +125,7 @@ def _num_copies(case: Case) -> int:
 
 
 def _add_all(groups: Sequence[atmm.SiteGroup], plan: atmm.SegmentPlan, x: Tensor, y: Tensor) -> None:
-    """As the engine does: all of a group's sites at once."""
+    """All of a group's sites in one call, as in the engine."""
     for group in groups:
         atmm.add_deltas(y, x, group, plan)
 
@@ -136,7 +136,7 @@ def _call_all(calls: Sequence[Callable[[], object]]) -> None:
 
 
 def _time(call: Callable[[], object], on_gpu: bool, parts: int) -> _Timed:
-    """Replays of a graph where there is a GPU; the call itself elsewhere, for tests."""
+    """Replays of a graph on a GPU; elsewhere (for tests) the call itself."""
     call()
     seconds = []
     if on_gpu:
@@ -171,7 +171,7 @@ def _copy_speed(device: str) -> float:
 
 
 def _merge_ratio(device: str, bytes_per_s: float) -> float:
-    """Merging all linear layers of Qwen2-VL-7B out of place, over reading and writing them once."""
+    """Time to merge all linear layers of Qwen2-VL-7B out of place, relative to reading and writing them once."""
     seconds = floor = 0.0
     for shape in MODELS["Qwen2-VL-7B"]:
         for d_out in shape.d_outs:
@@ -186,7 +186,7 @@ def _merge_ratio(device: str, bytes_per_s: float) -> float:
 
 
 def _decode_launches(device: str) -> int:
-    """Kernels of one layer's deltas: 16 tokens of 8 adapters of rank 16."""
+    """Number of kernels for one layer's deltas: 16 tokens of 8 adapters of rank 16."""
     count = 0
     for shape in MODELS["Qwen2-VL-7B"]:
         case = Case(shape, 16, "bfloat16", 8, 16, True)

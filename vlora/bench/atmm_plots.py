@@ -1,4 +1,4 @@
-"""Pictures of `vlora bench atmm`: latency against tokens, and what was chosen where."""
+"""Plots of `vlora bench atmm`: latency against tokens, and the chosen strategies."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a step costs on this machine, as `vlora simulate --costs` reads it: each timed step beside what the fit says."""
+"""The costs of a step on this machine, in the format of `vlora simulate --costs`: each timed step next to the fit."""
 
 from __future__ import annotations
 
@@ -14,8 +14,10 @@ from vlora.models.loading import device_of
 
 
 def run(quick: bool, model: str = "qwen2-0.5b", device: str = "cpu") -> Report:
-    """On a CPU on the threads of a server by default, whose costs are stated, and on one. quick: fewer steps of each
-    kind."""
+    """Measure on a CPU with a server's default number of threads (for the reported costs), and with one thread.
+
+    quick: fewer steps of each kind.
+    """
     rows: list[dict[str, Any]] = []
     goals: list[Goal] = []
     found: dict[str, Any] = {}
@@ -51,12 +53,12 @@ def _rows(found: Fit, num_threads: int) -> list[dict[str, Any]]:
 
 
 def measured(quick: bool, model: str, device: str) -> Fit:
-    """Raises BadConfig for a model that is not known, and a device that is not there."""
+    """Raises BadConfig for an unknown model, and for an unavailable device."""
     return fit(model_named(model), device_of(EngineConfig(model=model, device=device), 0), 1 if quick else 3)
 
 
 def stated(found: Fit, model: str) -> dict[str, Any]:
-    """The part of a report that `vlora simulate --costs` reads, and what it was made from."""
+    """The part of a report that `vlora simulate --costs` reads, and its origin."""
     return {
         "costs": {**found.costs._asdict(), "load_s": found.load_s},
         "fit": {"model": model, "rank": RANK, "median relative error": found.error},

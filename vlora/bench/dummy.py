@@ -18,14 +18,14 @@ from vlora.parallel.layer_sharding import COLUMN_PARALLEL, ROW_PARALLEL
 from vlora.types import VisionInput
 
 Vision = Literal["tower", "none"]
-"""The vision tower of a dummy model: of its family's real shape, or one that takes next to no time and memory."""
+"""The vision tower of a dummy model: the real shape of its family, or one of negligible time and memory."""
 
 _LAYERS = 24
-"""Of Qwen2-0.5B."""
+"""Number of layers of Qwen2-0.5B."""
 
 
 class _Tower(NamedTuple):
-    """mlp_ratio: width of a block's MLP over `embed_dim`."""
+    """mlp_ratio: width of a block's MLP relative to `embed_dim`."""
 
     depth: int
     embed_dim: int
@@ -42,7 +42,7 @@ def half_billion_config(num_layers: int = _LAYERS, vision: Vision = "tower") -> 
     Args:
         num_layers: Layers of the language model.
         vision: "tower" has 98 million parameters (Qwen2-VL's blocks at ViT-B's width and depth) with all layers, and
-            as large a share of its blocks as `num_layers` is of all layers otherwise.
+            otherwise the same fraction of its blocks as `num_layers` is of all layers.
     """
     return _config(
         _scaled_tower(num_layers) if vision == "tower" else _NO_TOWER,
@@ -60,8 +60,9 @@ def _scaled_tower(num_layers: int) -> _Tower:
 
 
 def small_config(vision: Vision = "tower") -> Qwen2VLConfig:
-    """Qwen2-VL with 5 million parameters, and a tower of one million: for measurements that depend on the number of
-    adapters more than on the model."""
+    """Qwen2-VL with 5 million parameters, and a tower of one million: for measurements that depend mainly on the
+    number of adapters.
+    """
     return _config(
         _Tower(depth=2, embed_dim=128, num_heads=4) if vision == "tower" else _NO_TOWER,
         vocab_size=8192,
@@ -76,8 +77,9 @@ def small_config(vision: Vision = "tower") -> Qwen2VLConfig:
 
 
 def ranks_config(num_layers: int) -> Qwen2VLConfig:
-    """Layers of 15 million parameters, and a vocabulary that costs little beside them: for several ranks, each of which
-    has all of the output head. There is no tower to speak of: ranks do not share it."""
+    """Layers of 15 million parameters, and a small vocabulary: for several ranks, each of which holds the complete
+    output head. The tower is negligible, because ranks do not share it.
+    """
     return _config(
         _NO_TOWER,
         vocab_size=8192,
@@ -92,10 +94,10 @@ def ranks_config(num_layers: int) -> Qwen2VLConfig:
 
 
 def served_config(num_layers: int = _LAYERS) -> Qwen2VLConfig:
-    """As `half_billion_config`, with 32,768 words and an output head of its own (515 million parameters in all).
+    """As `half_billion_config`, with 32,768 words and an untied output head (515 million parameters in total).
 
-    With a tied head, random weights repeat the last token whatever came before it; this model's answers depend on
-    picture, prompt and adapter, so that a wrong one shows.
+    With a tied head, random weights repeat the last token for any input. The answers of this model depend on picture,
+    prompt and adapter, so that errors are visible.
     """
     return _config(
         _scaled_tower(num_layers),
@@ -130,7 +132,7 @@ def small_served_config() -> Qwen2VLConfig:
 def _config(
     tower: _Tower, special_tokens: int, hidden_size: int, *, tied: bool = True, **text: int | None
 ) -> Qwen2VLConfig:
-    """special_tokens: the first of the ids that mark vision input. Attention heads are 64 wide, two for keys."""
+    """special_tokens: the first of the ids that mark vision input. Attention heads are 64 wide, with two KV heads."""
     return Qwen2VLConfig(
         text_config={
             **text,
@@ -150,7 +152,7 @@ def _config(
 
 
 def dummy_picture(config: Any, side: int) -> VisionInput:
-    """An image of random pixels, of side x side patches, or of the one size that the model takes."""
+    """An image of random pixels, of side x side patches, or of the model's fixed size."""
     vision = config.vision_config
     if family_of(config).mrope:
         width = 3 * vision.temporal_patch_size * vision.patch_size**2
@@ -164,15 +166,17 @@ def dummy_picture(config: Any, side: int) -> VisionInput:
 def write_adapter(
     folder: Path, shapes: Mapping[str, tuple[int, int]], rank: int, seed: int, num_blocks: int = 1
 ) -> str:
-    """A random LoRA of one rank on the layers of `shapes` (name -> out, in), in PEFT's format; returns the folder.
+    """Write a random LoRA of one rank on the layers of `shapes` (name -> out, in), in PEFT's format; returns the
+    folder.
 
-    num_blocks: above 1 it is block-diagonal: A where ranks split a layer's inputs, B where they split its outputs.
+    num_blocks: above 1 the adapter is block-diagonal: A where ranks split a layer's inputs, B where they split its
+    outputs.
     """
     folder.mkdir(parents=True)
     generator = torch.Generator().manual_seed(seed)
     tensors: dict[str, torch.Tensor] = {}
     for name, (d_out, d_in) in shapes.items():
-        # Deltas of about a tenth of a freshly initialised weight (0.02): what training makes of LoRA.
+        # Deltas of about a tenth of a freshly initialised weight (0.02), which is typical of trained LoRA.
         scale = (0.002 / rank**0.5) ** 0.5
         blocks_a, blocks_b = (num_blocks, 1) if name.endswith(ROW_PARALLEL) else (1, num_blocks)
         a = torch.randn(rank, d_in // blocks_a, generator=generator)
@@ -199,7 +203,7 @@ def write_adapter(
 
 
 def language_shapes(model: Any) -> dict[str, tuple[int, int]]:
-    """Every linear layer of the language model: name -> (out, in)."""
+    """All linear layers of the language model: name -> (out, in)."""
     return {
         name: (module.out_features, module.in_features)
         for name, module in model.named_modules()

@@ -1,4 +1,4 @@
-"""What steps cost on this machine: the real engine's steps, timed, and the cost of a step fitted to them."""
+"""Cost fit for this machine: times steps of the real engine and fits the cost model to them."""
 
 from __future__ import annotations
 
@@ -31,18 +31,18 @@ _NUM_ADAPTERS = 8
 _BATCHES = ((1, 64), (2, 256), (4, 32), (4, 128), (8, 64), (16, 8), (16, 32), (32, 8), (32, 16))
 
 
-_SIDES = (16, 24, 32, 48)  # patches of the side of a picture
+_SIDES = (16, 24, 32, 48)  # patches per side of a picture
 
 
 class Sample(NamedTuple):
-    """One step: what was in it, and how long it took, merging not included."""
+    """One step: its size, and its time without merging."""
 
     size: StepSize
     seconds: float
 
 
 class Fit(NamedTuple):
-    """error: median of |predicted / measured - 1| over the samples. load_s: bringing one adapter into memory."""
+    """error: median of |predicted / measured - 1| over the samples. load_s: time to load one adapter into memory."""
 
     costs: Costs
     load_s: float
@@ -51,19 +51,18 @@ class Fit(NamedTuple):
 
 
 def fit(model: Model, device: torch.device, decode_steps: int) -> Fit:
-    """Time steps of a model of random weights in bfloat16 with adapters of rank 64 on torch's threads, and fit their
+    """Time steps of a model with random weights in bfloat16 and adapters of rank 64 on torch's threads, and fit their
     cost.
 
-    Every kind of step that a policy may decide on is among them: over W0 and over merged weights without a lane,
-    unmerged with adapters of their own and with shared ones, mixed; prompts, decoding, and a prompt that joins those
-    who decode.
+    Every kind of step that a policy may choose is included: over W0 and over merged weights without a lane, unmerged
+    with distinct and with shared adapters, mixed; prefill, decode, and prefill that joins running decodes.
 
-    decode_steps: of each batch.
+    decode_steps: number of decode steps of each batch.
     """
     with tempfile.TemporaryDirectory() as folder:
         machine = _Machine(model, device, Path(folder))
     names: list[str | None] = list(machine.names)
-    # The first time each is brought and merged; the second time merged only.
+    # The first run loads and merges each adapter; the second one only merges.
     brought, merged = ([machine.steps([name], 1, 1, merging=True) for name in names] for _ in range(2))
     merge_s = statistics.median(max(0.0, first.seconds - second.seconds) for first, second in merged)
     load_s = statistics.median(
@@ -80,9 +79,9 @@ def fit(model: Model, device: torch.device, decode_steps: int) -> Fit:
             ([names[0]] * (num_requests - num_others) + [names[1 + i % 7] for i in range(num_others)], True),
         )
         for adapters, merging in mixes:
-            machine.steps(adapters, 1, 1, merging=merging)  # plans and caches as steady work finds them
+            machine.steps(adapters, 1, 1, merging=merging)  # warm up plans and caches
             samples += machine.steps(adapters, prompt, decode_steps, merging=merging, joining=prompt)
-    machine.steps_with_picture(_SIDES[0])  # plans and caches as steady work finds them
+    machine.steps_with_picture(_SIDES[0])  # warm up plans and caches
     pictures = [sample for _ in range(decode_steps) for side in _SIDES for sample in machine.steps_with_picture(side)]
     costs = fitted(samples, machine.short_lane)._replace(merge_s=merge_s, patch_s=price_of_patch(pictures))
     samples += pictures
@@ -91,24 +90,25 @@ def fit(model: Model, device: torch.device, decode_steps: int) -> Fit:
 
 
 def fitted(samples: Sequence[Sample], short_lane: int) -> Costs:
-    """The costs of a step, none of them negative, that are off by the least share: a run has many short steps of
-    decoding for each long one of prompts, and seconds alone would count the latter."""
+    """Non-negative step costs of least relative error. The absolute error would be dominated by the long prefill
+    steps, although a run has many short decode steps for each of them.
+    """
     seconds = np.array([sample.seconds for sample in samples])
     features = np.array([sample.size.features(short_lane) for sample in samples])
     scale = features.max(axis=0)  # near 1, which keeps the problem well conditioned
     scale[scale == 0] = 1
     weights, _ = nnls(features / scale / seconds[:, None], np.ones(len(samples)))
-    return Costs._make((*map(float, weights / scale), 0.0, 0.0, short_lane, 0.0))  # nothing of merging, nor of images
+    return Costs._make((*map(float, weights / scale), 0.0, 0.0, short_lane, 0.0))  # no costs of merging and images
 
 
 def price_of_patch(samples: Sequence[Sample]) -> float:
-    """Seconds of a patch that are off by the least share, from steps that only encode."""
+    """Seconds per patch of least relative error, from encode-only steps."""
     ratios = [sample.size.num_patches / sample.seconds for sample in samples]
     return sum(ratios) / sum([ratio * ratio for ratio in ratios])
 
 
 class _Told:
-    """A policy that does as it is told: all who are ready, over W0 or over the first one's merged weights."""
+    """A policy with a fixed plan: all ready requests, over W0 or over the first request's merged weights."""
 
     def __init__(self) -> None:
         self.merging = False
@@ -123,7 +123,7 @@ class _Told:
 
 
 class _Sizes(CostModel):
-    """Remembers what was in the last step."""
+    """Records the size of the last step."""
 
     last: StepSize
     num_patches = 0.0
@@ -138,19 +138,19 @@ class _Sizes(CostModel):
 
 
 class _Machine:
-    """An engine whose steps can be timed one by one."""
+    """An engine that times individual steps."""
 
     def __init__(self, model: Model, device: torch.device, folder: Path) -> None:
-        """folder: room for adapters, which are read from it here."""
+        """folder: storage for adapters, which are read from it here."""
         self._config = model.config()
         built = dummy_model(self._config, "bfloat16", device, seed=0)
         settings = EngineConfig(
             model="dummy",
             device=str(device),
-            max_batch_size=2 * max(_BATCHES)[0],  # one more may join the largest
+            max_batch_size=2 * max(_BATCHES)[0],  # one more request may join the largest batch
             arena_bytes=model.arena_bytes,
             merge_fidelity_floor=0.0,
-            prefix_cache=False,  # every prompt is to be computed
+            prefix_cache=False,  # every prompt is computed
         )
         self._clock = work_seconds(device)
         self._told, self._sizes = _Told(), _Sizes()
@@ -165,8 +165,9 @@ class _Machine:
     def steps(
         self, adapters: Sequence[str | None], prompt: int, num_decode: int, *, merging: bool, joining: int = 0
     ) -> list[Sample]:
-        """A request for each adapter: a step with their prompts, then so many in which they decode. joining: tokens of
-        one more prompt like the last one's, in a step of its own with all that decode."""
+        """Run a request for each adapter: one step with their prompts, then `num_decode` decode steps. joining: tokens
+        of one more prompt like the last one, computed in a step of its own together with all decoding requests.
+        """
         self._told.merging = merging
         num_steps = 1 + num_decode + (joining > 0)
         for adapter in adapters:
@@ -179,7 +180,7 @@ class _Machine:
         return found
 
     def steps_with_picture(self, side: int) -> list[Sample]:
-        """Encode a picture of side x side patches: one sample, of the steps that this takes together."""
+        """Encode a picture of side x side patches: one sample, the sum of the steps it takes."""
         number, picture = next(self._numbers), dummy_picture(self._config, side)
         request = Request(
             request_id=f"r{number}",
@@ -193,7 +194,7 @@ class _Machine:
             started = self._clock()
             self._engine.step()
             if self._sizes.num_patches == encoded:
-                continue  # the prompt's step
+                continue  # the prefill step
             encoded = self._sizes.num_patches
             seconds += self._clock() - started
         return [Sample(StepSize(0, (), 0, self._sizes.num_patches), seconds)]

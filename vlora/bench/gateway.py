@@ -1,11 +1,12 @@
-"""What the front end adds to a text request: over HTTP and RPyC, against the same engine called in process.
+"""The latency that the front end adds to a text request: over HTTP and RPyC, against the same engine called in
+process.
 
-What a client sees of a request, less what the engine takes for the same one when it is called in its own process right
-before and right after (`instrumented_engine.py`): front end and engine in a process each, and the client in this one.
-Request by request in turn, so that both see the same machine, in an order that is drawn anew for each question, and
-without prefix caches, which would make the second that asks the cheaper one. The way in includes JSON, the chat
-template, the tokenizer, a second process and text out again. What an HTTP client makes of the bytes it gets is its own
-affair: here the time of each part is taken before it is understood.
+The added latency is the latency at the client, minus the latency of the same request in the engine's own process
+directly before and after (`instrumented_engine.py`). Front end and engine have a process each, and the client runs in
+this one. Requests alternate, so that both ways see the same machine, in a random order for each question, and without
+prefix caches, which would make the second request cheaper. The path includes JSON, the chat template, the tokenizer, a
+second process and detokenization. Parsing in the HTTP client is not included: the time of each part is taken before it
+is parsed.
 """
 
 from __future__ import annotations
@@ -33,21 +34,22 @@ from vlora.bench.served import Served, running
 from vlora.client import Client
 from vlora.models.processing import InputProcessor
 
-_TOKENS = (1, 16, 64, 64)  # of an answer; the longest twice, since it scatters most
+_TOKENS = (1, 16, 64, 64)  # answer lengths; the longest twice, because its variance is largest
 _WORDS = ("red", "green", "blue", "yellow", "disc", "board", "octagon", "wedge", "car", "truck", "bus", "bike")
 _PROMISE_MS = 3.0
-_BROKEN = "\N{REPLACEMENT CHARACTER}"  # what decoding half a character gives
+_BROKEN = "\N{REPLACEMENT CHARACTER}"  # the text of an incomplete UTF-8 sequence
 _COUNTING = (
-    "added = what the client sees less what the engine alone took for the same request, right before and right after "
-    "in the mean; medians of these differences, with their standard error, and 95th percentiles. "
-    "First: until the first text; of the engine alone, until the step after which that text is certain. "
-    "Engine adds: what the served engine itself says it took, less the engine alone (RPyC's answers carry it)"
+    "added = latency at the client, minus the mean latency of the engine alone for the same request directly before "
+    "and after; medians of these differences, with their standard error, and 95th percentiles. "
+    "First: until the first text; for the engine alone, until the step after which that text is certain. "
+    "Engine adds: latency reported by the served engine (in RPyC's answers), minus that of the engine alone"
 )
 
 
 class Spent(NamedTuple):
-    """Seconds of one request until its first text (None where it comes whole), and until its end; by the served
-    engine's own clock, where that is told."""
+    """Seconds of one request until its first text (None without streaming), and until its end; `engine_s` by the
+    served engine's own clock, if reported.
+    """
 
     first_s: float | None
     whole_s: float
@@ -55,17 +57,17 @@ class Spent(NamedTuple):
 
 
 def run(quick: bool) -> Report:
-    """Questions of about 20 tokens to a model of the embedded one's shape in float32, one thread, wall clock.
+    """Questions of about 20 tokens to a model of the embedded model's shape in float32, one thread, wall time.
 
-    quick: 20 requests each way and length instead of 150 (of 64 tokens: 40 instead of 300), and processes that start
-    once instead of five times. On a machine so busy that they take over one minute (of all: ten) it is as many as came
-    by then.
+    quick: 20 requests per way and length instead of 150 (of 64 tokens: 40 instead of 300), and processes that start
+    once instead of five times. On a machine so busy that they take more than one minute (in the full run: ten), the
+    requests completed by then count.
     """
     rounds, starts, limit_s = (20, 1, 60.0) if quick else (150, 5, 600.0)
     pairs: dict[tuple[int, str], list[tuple[Spent, Spent, float]]] = {}
     draws = random.Random(0)
     processor = InputProcessor.from_pretrained(str(checkpoint_path()))
-    gc.freeze()  # as the processes of a server do
+    gc.freeze()  # as in the server's processes
     for start in range(starts):
         with (
             tempfile.TemporaryDirectory() as folder,
@@ -98,7 +100,9 @@ def _compare(
     limit_s: float,
     draws: random.Random,
 ) -> Iterator[tuple[tuple[int, str], tuple[Spent, Spent, float]]]:
-    """Number of tokens and way; what the engine alone took, what the client saw, CPU seconds of the front end."""
+    """Number of tokens and way; the latency of the engine alone, the latency at the client, CPU seconds of the front
+    end.
+    """
     ways: dict[str, Callable[[str, int], Spent]] = {
         "HTTP": web.ask,
         "HTTP, streamed": web.stream,
@@ -106,11 +110,11 @@ def _compare(
         "RPyC, streamed": lambda question, tokens: _stream(rpyc, question, tokens),
     }
     ends_s = time.perf_counter() + limit_s
-    for turn in (-3, -2, -1, *turns):  # those before 0 warm up
+    for turn in (-3, -2, -1, *turns):  # turns below 0 warm up
         for tokens in _TOKENS:
             question = _question(turn)
-            # The engine alone between all ways, and each right after a short answer of its own: else one would find
-            # its code and weights, or a core, asleep since the other one began.
+            # The engine alone runs between all ways, and each measurement directly follows a short answer of its own:
+            # otherwise code, weights or a core would be cold after the other way ran.
             alone.ask(question, 1)
             before = alone.ask(question, tokens)
             for way, ask in draws.sample(tuple(ways.items()), len(ways)):
@@ -126,7 +130,7 @@ def _compare(
 
 
 def _row(way: str, tokens: int, pairs: Sequence[tuple[Spent, Spent, float]]) -> dict[str, Any]:
-    """pairs: the engine alone, what the client saw, CPU seconds of the front end."""
+    """pairs: the engine alone, the client's view, CPU seconds of the front end."""
     firsts = [
         (seen.first_s - alone.first_s) * 1e3
         for alone, seen, _ in pairs
@@ -150,13 +154,13 @@ def _row(way: str, tokens: int, pairs: Sequence[tuple[Spent, Spent, float]]) -> 
 
 
 def _mean(one: Spent, other: Spent) -> Spent:
-    """Of two answers of the engine alone."""
+    """Mean of two answers of the engine alone."""
     assert one.first_s is not None and other.first_s is not None
     return Spent((one.first_s + other.first_s) / 2, (one.whole_s + other.whole_s) / 2)
 
 
 def _error(values: Sequence[float]) -> float:
-    """The standard error of their median, whatever they are distributed like: by ranks."""
+    """The standard error of their median for any distribution, from order statistics."""
     ranked, middle, reach = sorted(values), (len(values) - 1) / 2, math.sqrt(len(values)) / 2
     return (ranked[min(round(middle + reach), len(values) - 1)] - ranked[max(round(middle - reach), 0)]) / 2
 
@@ -166,7 +170,7 @@ def _p95(values: Sequence[float]) -> float:
 
 
 def _with_cpu(server: Served, ask: Callable[[str, int], Spent], question: str, tokens: int) -> tuple[Spent, float]:
-    """And the CPU seconds of the front end meanwhile (in ticks of 10 ms: only their mean says something)."""
+    """Also the CPU seconds of the front end meanwhile (in ticks of 10 ms: only their mean is meaningful)."""
     before = server.front_end.cpu_times()
     seen = ask(question, tokens)
     after = server.front_end.cpu_times()
@@ -174,7 +178,7 @@ def _with_cpu(server: Served, ask: Callable[[str, int], Spent], question: str, t
 
 
 def _question(turn: int) -> str:
-    """Another one for each turn, all of one length."""
+    """A different question for each turn, all of one length."""
     digits = [turn // len(_WORDS) ** place % len(_WORDS) for place in range(3)]
     return f"is there a {' or a '.join(_WORDS[digit] for digit in digits)} in this picture"
 
@@ -203,7 +207,7 @@ class _Alone:
         self._processor = processor
 
     def ask(self, question: str, tokens: int) -> Spent:
-        """What an answer took there. Raises EOFError when the process is gone."""
+        """The latency of an answer there. Raises EOFError when the process is gone."""
         prompt_ids = self._processor.encode(self._processor.chat(question)).prompt_ids  # as the front end makes them
         self._engine.send(Question(prompt_ids, tokens))
         said: Said = self._engine.recv()
@@ -214,14 +218,14 @@ class _Alone:
             text = self._processor.decode(token_ids)
             if text and not text.endswith(_BROKEN):
                 return Spent(at, whole_s)
-        return Spent(whole_s, whole_s)  # what was never certain is handed out at the end
+        return Spent(whole_s, whole_s)  # text that was never certain is emitted at the end
 
     def close(self) -> None:
         self._engine.close()
 
 
 class _Web:
-    """One kept connection to the HTTP API, which waits for nothing else."""
+    """One persistent connection to the HTTP API, on a blocking socket."""
 
     def __init__(self, port: int) -> None:
         self._socket = socket.create_connection(("127.0.0.1", port))
@@ -246,7 +250,7 @@ class _Web:
         self._socket.close()
 
     def _exchange(self, question: str, tokens: int, *, stream: bool) -> tuple[float, Sequence[tuple[float, int]]]:
-        """When the request was sent, and how many bytes of the answer's body had come by when."""
+        """The time at which the request was sent, and the number of body bytes received by each later time."""
         messages = [{"role": "user", "content": question}]
         body = {"model": "embedded", "messages": messages, "max_tokens": tokens, "stream": stream}
         request = self._talk.post("/v1/chat/completions", body)

@@ -1,6 +1,6 @@
-"""One adapter asked twice: through its head, and in words, about the same test samples by the same engine.
+"""Accuracy of one adapter through its head, and as generated text, on the same test samples by the same engine.
 
-Adapters are trained as `vlora fuse` trains them; the words' loss stands beside the head's, so neither is a stranger.
+Adapters are trained as in `vlora fuse`, with the text loss next to the head's loss, so both outputs are trained.
 """
 
 from __future__ import annotations
@@ -31,9 +31,10 @@ _LONGEST_ANSWER = 8  # tokens
 
 
 def compare(quick: bool) -> list[dict[str, Any]]:
-    """Per domain of the embedded model: test accuracy of the head and of words, how far the head's confidence is off
-    with and without its calibration, and how many tokens the words took. quick: the first domain only, trained for a
-    third of the steps."""
+    """Per domain of the embedded model: test accuracy of the head and of generated text, the head's calibration error
+    with and without its calibration, and the number of text tokens. quick: the first domain only, trained for a
+    third of the steps.
+    """
     training = TrainingPlan(steps=40 if quick else 120)
     domains = tuple(
         DomainPlan(name=source, source=source, question=question, threshold=0.5)
@@ -102,8 +103,9 @@ def _asked(config: EngineConfig, processor: InputProcessor, domain: Domain, adap
 
 
 def _uncalibrated(answer: HeadAnswer, temperature: float) -> float:
-    """How sure the head would have been at temperature 1: its probabilities to the power of the temperature, summing
-    to 1 again."""
+    """The head's confidence at temperature 1: its probabilities to the power of the temperature, normalised to a sum
+    of 1.
+    """
     assert answer.label_id is not None
     powers = [score**temperature for score in answer.scores]
     return powers[answer.label_id] / sum(powers)

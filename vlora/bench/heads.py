@@ -1,11 +1,11 @@
-"""What a task head saves: one pass over a prompt against the same prompt answered in words, and what it costs in
+"""Savings of a task head: one pass over a prompt against generated text for the same prompt, and the change in
 accuracy.
 
-V-LoRA section 4.2.2 and figure 19: 41 to 63 % less latency. How much it is depends on three things, so the bench states
-them. An answer's length: words of n tokens take n - 1 steps more than a head; the paper's action recognition takes 5,
-and the median over this project's own domain of actions stands beside it. A frame's tokens: 64, what Qwen2-VL makes of
-224 x 224 pixels. The prompt: the same for both, although one that is to be answered in words might have to list the
-choices. Every request encodes its frames with the model's vision tower: no embeddings are cached.
+V-LoRA section 4.2.2 and figure 19: 41 to 63 % less latency. The saving depends on three settings, which the report
+states. The answer length: text of n tokens takes n - 1 steps more than a head; the paper's action recognition takes 5,
+and the median over this project's own domain of actions is reported next to it. The tokens per frame: 64, as Qwen2-VL
+encodes 224 x 224 pixels. The prompt: the same for both, although a prompt for text might have to list the choices.
+Every request encodes its frames with the model's vision tower: no embeddings are cached.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ from vlora.models.loading import dummy_model
 from vlora.models.processing import vision_input
 from vlora.types import Request, RequestOutput, SamplingParams, VisionInput
 
-_SIDE = 16  # patches of a frame's side; four patches make a token
+_SIDE = 16  # patches per side of a frame; four patches make a token
 _QUESTION = 16  # tokens
-_PAPER_ANSWER = 5  # tokens: figure 11's head saves 4 rounds
+_PAPER_ANSWER = 5  # tokens; figure 11's head saves 4 rounds
 _ADAPTER = "actions"
 
 
 def run(quick: bool) -> Report:
-    """Latency on a 0.5 B-parameter model in bfloat16, one thread, CPU time; accuracy on the embedded model.
+    """Latency of a 0.5 B-parameter model in bfloat16, one thread, CPU time; accuracy of the embedded model.
 
     quick: the model's first eight layers, fewer shapes and rounds, less training.
     """
@@ -91,15 +91,16 @@ def run(quick: bool) -> Report:
 
 
 def median_answer_tokens() -> int:
-    """Of the built-in domain of actions: its labels in the embedded model's words, with the token that ends them; of
-    two in the middle the shorter, which speaks against the head."""
+    """Median over the built-in domain of actions: the tokens of its labels in the embedded model, with the end token;
+    of two middle values the shorter, which favours text.
+    """
     tokenizer = build_tokenizer()
     ids = tokenizer(list(ACTIONS), add_special_tokens=False)["input_ids"]
     return statistics.median_low(len(own) + 1 for own in ids)
 
 
 class _Asked:
-    """An engine whose one adapter has a head of ten actions."""
+    """An engine with one adapter that has a head of ten actions."""
 
     def __init__(self, model_config: Any) -> None:
         model = dummy_model(model_config, "bfloat16", torch.device("cpu"), seed=0)
@@ -139,7 +140,7 @@ class _Asked:
         return len(self._prompt(frames))
 
     def ask(self, batch: int, frames: int, answer_tokens: int) -> None:
-        """`batch` requests at once, until all are answered; 0 answer tokens ask the head."""
+        """Run `batch` concurrent requests to completion; 0 answer tokens query the head."""
         requests = [
             Request(
                 request_id=str(next(self._numbers)),

@@ -1,11 +1,11 @@
-"""An engine process whose engine can also be asked directly, in that process, while nothing else asks it.
+"""An engine process that also accepts direct calls to its engine while it is otherwise idle.
 
-Two engines of one model differ by several percent for as long as they live, by where in memory each has its weights:
-what a front end adds to a long answer is less than that. So both ways ask one engine. Its process is that of any
-server, but that between two requests its step loop also heeds a socket of the bench's.
+Two engines of one model differ by several percent for their whole lifetime, depending on the location of their weights
+in memory; a front end adds less than that to a long answer. Therefore both ways use one engine. Its process is that of
+a normal server, except that its step loop also polls a socket of the bench between two requests.
 
 `python -m vlora.cli.instrumented_server PATH` starts it, as
-`python -m vlora.bench.instrumented_engine PATH DESCRIPTOR`. PATH: where that socket is to be.
+`python -m vlora.bench.instrumented_engine PATH DESCRIPTOR`. PATH: of the bench's socket.
 DESCRIPTOR: see `vlora/engine/ipc/worker.py`.
 """
 
@@ -29,18 +29,18 @@ from vlora.types import Request, SamplingParams
 
 
 class Question(NamedTuple):
-    """And how many tokens its answer has: random weights know no end."""
+    """A prompt and the number of answer tokens: random weights generate no end token."""
 
     prompt_ids: tuple[int, ...]
     tokens: int
 
 
 Said = list[tuple[float, tuple[int, ...]]]
-"""What became known in each step, and how many seconds after the question."""
+"""The tokens that became known in each step, and the seconds since the question."""
 
 
 class AskedLine(EngineLine):
-    """The engine's end of the line to its front end; who waits there also answers the bench."""
+    """The engine's end of the connection to its front end; while waiting it also serves the bench."""
 
     engine: Engine
 
@@ -51,7 +51,7 @@ class AskedLine(EngineLine):
         threading.Thread(target=self._listen, args=(listener,), name="vlora-bench", daemon=True).start()
 
     def receive(self, *, block: bool) -> bytearray | None:
-        """See EngineLine. In the engine's own thread, as all that it does."""
+        """As `EngineLine.receive`. Runs in the engine's own thread, as all of this class does."""
         data = super().receive(block=block)
         while not self._questions.empty():
             asker, question = self._questions.get()
@@ -69,7 +69,7 @@ class AskedLine(EngineLine):
 
 
 def answer(engine: Engine, question: Question) -> Said:
-    """An answer of an engine that is called, and has no other work."""
+    """An answer of an engine that is called directly and has no other work."""
     request = Request(
         request_id="asked", prompt_ids=question.prompt_ids, sampling=SamplingParams(max_tokens=question.tokens)
     )

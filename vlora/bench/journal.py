@@ -1,4 +1,4 @@
-"""Results of a long bench, written down one by one, so that a run that was stopped goes on where it was."""
+"""Results of a long bench, written one by one, so that an interrupted run can resume."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from typing import Any
 
 
 class Journal:
-    """Values by name, a line of JSON each, in a file that is there until `close`; in memory only without a file.
+    """Values by name, one JSON line each, in a file that exists until `close`; in memory only without a file.
 
-    of: what the values belong to, such as the commit. A file that was begun for something else is begun anew, and a
-    line that was cut off while it was written counts as not there.
+    of: the identity of the values, such as the commit. A file with another identity is overwritten, and a truncated
+    line is ignored.
     """
 
     def __init__(self, path: Path | None, of: Any) -> None:
@@ -29,7 +29,7 @@ class Journal:
         self._known.update(read)
 
     def once(self, name: str, make: Callable[[], Any]) -> Any:
-        """The value of that name as JSON reads it back; what `make` returns, where it is not known yet."""
+        """The value of that name as JSON decodes it; computed by `make` if it is not known yet."""
         if name not in self._known:
             line = _line(name, make())
             self._known.update([json.loads(line)])
@@ -39,7 +39,7 @@ class Journal:
         return self._known[name]
 
     def close(self) -> None:
-        """All is done: the next run begins anew."""
+        """Delete the file of a complete run, so that the next run starts from scratch."""
         if self._path is not None:
             self._path.unlink()
 

@@ -1,15 +1,15 @@
-"""How other servers cut the same work on a GPU, as baselines of `vlora bench atmm`: own kernels, their grids and tiles.
+"""GPU kernels that tile the same work as other servers do, as baselines of `vlora bench atmm`.
 
 bgmv      Punica (section 4.1), S-LoRA's MBGMV: a program per token and rank row, then per token and block of outputs;
-          nothing is shared between tokens of one adapter. Two launches per site.
-sgmv      Punica (section 4.1): a program walks all tokens of its segment; outputs in fixed tiles of 32 x 128. Two
+          no work is shared between tokens of one adapter. Two launches per site.
+sgmv      Punica (section 4.1): a program processes all tokens of its segment; outputs in fixed tiles of 32 x 128. Two
           launches per site.
 mbgmm     S-LoRA (section 5.3): tiles of 32 tokens, every segment padded to the longest. Two launches per site.
-vllm      sums cut 64 ways (8 from 128 tokens) and added by atomics to cleared memory; a grid for the most adapters
-          there may be, mostly empty; all sites of a group in one launch. Three launches per group.
-sglang    segments in chunks of 16, 32 or 128 tokens, sums not cut, small blocks of outputs. Two launches per group.
+vllm      sums split 64 ways (8 from 128 tokens) and added by atomics to cleared memory; a grid for the maximum number
+          of adapters, mostly empty; all sites of a group in one launch. Three launches per group.
+sglang    segments in chunks of 16, 32 or 128 tokens, sums not split, small blocks of outputs. Two launches per group.
 
-All read this project's layout, in which every load of a factor is 128 bits wide: kinder than some of theirs.
+All read this project's layout, in which every load of a factor is 128 bits wide: this favours some of the baselines.
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ def _shrink(
     PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Grid (rows of the table, rank blocks, SPLIT_K). A row is int64 [first token, tokens, rank, address of A, column
-    of hidden]."""
+    of hidden].
+    """
     row = table_ptr + tl.program_id(0) * 5
     first_token = tl.load(row)
     count = tl.load(row + 1)
@@ -76,8 +77,9 @@ def _expand(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr, MAX_RANK: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Grid (rows of the table, most blocks of outputs). A row is int64 [first token, tokens, rank, column of hidden,
-    address of Bt, its stride, address of y, its stride, outputs]."""
+    """Grid (rows of the table, maximum blocks of outputs). A row is int64 [first token, tokens, rank, column of
+    hidden, address of Bt, its stride, address of y, its stride, outputs].
+    """
     row = table_ptr + tl.program_id(0) * 9
     first_token = tl.load(row)
     count = tl.load(row + 1)
@@ -120,7 +122,7 @@ def _expand(
 def _token_shrink(
     x_ptr, hidden_ptr, table_ptr, d_in, x_stride, a_stride, hidden_stride, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """Grid (tokens, most ranks); the table of `_shrink`, a row per token."""
+    """Grid (tokens, maximum ranks); the table of `_shrink`, a row per token."""
     row = table_ptr + tl.program_id(0) * 5
     r = tl.program_id(1)
     if r >= tl.load(row + 2):
@@ -138,7 +140,7 @@ def _token_shrink(
 
 @triton.jit
 def _token_expand(hidden_ptr, y_like_ptr, table_ptr, hidden_stride, BLOCK_N: tl.constexpr):
-    """Grid (tokens, most blocks of outputs); the table of `_expand`, a row per token."""
+    """Grid (tokens, maximum blocks of outputs); the table of `_expand`, a row per token."""
     row = table_ptr + tl.program_id(0) * 9
     d_out = tl.load(row + 8)
     n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -157,14 +159,15 @@ def _token_expand(hidden_ptr, y_like_ptr, table_ptr, hidden_stride, BLOCK_N: tl.
 
 
 class _Chunk(NamedTuple):
-    key: str | None  # None: nothing to do
+    key: str | None  # None: no work
     start: int
     num_tokens: int
 
 
 class _Style(NamedTuple):
-    """chunks: what each row of a table covers. block_m, block_n, block_k, split_k: tiles. together: all sites of a
-    group in one launch."""
+    """chunks: the range of each row of a table. block_m, block_n, block_k, split_k: tiles. together: all sites of a
+    group in one launch.
+    """
 
     chunks: Callable[[Sequence[Lane]], list[_Chunk]]
     block_m: int
@@ -174,7 +177,7 @@ class _Style(NamedTuple):
     together: bool = False
 
 
-_MOST_ADAPTERS = 64  # slots a vLLM-style grid is launched for
+_MOST_ADAPTERS = 64  # number of slots in the grid of a vLLM-style launch
 
 
 def _tokens(lanes: Sequence[Lane]) -> list[_Chunk]:
@@ -206,7 +209,7 @@ def _padded(lanes: Sequence[Lane]) -> list[_Chunk]:
 
 
 def _slots(size: int) -> Callable[[Sequence[Lane]], list[_Chunk]]:
-    """Chunks, and as many empty ones as if every slot might hold as many tokens as there are."""
+    """Chunks, padded with empty ones as if every slot could hold all tokens."""
 
     def chunks(lanes: Sequence[Lane]) -> list[_Chunk]:
         total = sum(lane.stop - lane.start for lane in lanes)
@@ -236,8 +239,9 @@ def _style(name: str, num_tokens: int) -> _Style:
 def prepared(
     name: str, group: SiteGroup, lanes: Sequence[Lane], x: Tensor, outputs: Sequence[Tensor]
 ) -> Callable[[], None]:
-    """A call that adds the lanes' deltas of all sites to `outputs` in this style. Tables are built before, as all of
-    them do once per step. Lanes may not overlap, and all of the group's adapters have to be packed."""
+    """A call that adds the lanes' deltas of all sites to `outputs` in this style. Tables are built in advance, because
+    all styles build them once per step. Lanes must not overlap, and all of the group's adapters must be packed.
+    """
     packed = group.packed
     assert packed is not None
     layout = packed.layout

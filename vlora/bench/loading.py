@@ -1,8 +1,8 @@
-"""What steps notice of adapters that are loaded while they run: p99 of a step with loads beside it, and without.
+"""The effect of loading adapters on concurrent steps: p99 of a step with loads, and without.
 
-Eight requests decode without a pause, on all cores. Windows with loads and without take turns: in one, adapters of rank
-64 are loaded one after the other, as by a client that waits for each answer; the next has no load, and as many steps or
-enough.
+Eight requests decode continuously, on all cores. Windows with and without loads alternate: in the first kind, adapters
+of rank 64 are loaded one after another, as by a client that waits for each response; the second kind has no loads and
+the same number of steps, or at least a minimum.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from vlora.models.loading import dummy_model
 from vlora.types import AdapterStatus, Request, SamplingParams
 
 _NUM_LAYERS = 4
-_NUM_FOLDERS = 10  # each is loaded under several names, and read each time
+_NUM_FOLDERS = 10  # each is loaded under several names, and read every time
 _RANK = 64
 _BATCH = 8
 _PROMPT, _ANSWER = 32, 400  # tokens
 _WARM_UP = 50  # steps
-_ENOUGH = 200  # steps of a window without loads
+_ENOUGH = 200  # minimum steps of a window without loads
 
 
 def run(quick: bool) -> Report:
@@ -65,7 +65,7 @@ def run(quick: bool) -> Report:
 
 
 def _steps(engine: Engine) -> Iterator[float]:
-    """Seconds of one step after the other, with a full batch that decodes; half of it on an adapter."""
+    """Seconds of consecutive steps with a full decoding batch; half of the requests use an adapter."""
     ids = itertools.count()
     sampling = SamplingParams(max_tokens=_ANSWER, ignore_eos=True)
     running: set[str] = set()
@@ -85,7 +85,7 @@ def _steps(engine: Engine) -> Iterator[float]:
 
 
 def _load(engine: Engine, steps: Iterator[float], paths: dict[str, str], load_s: list[float]) -> list[float]:
-    """Load all, then forget them again; the seconds of the steps until the last was there."""
+    """Load all adapters, then unload them; the seconds of the steps until the last load."""
     window: list[float] = []
     for name, path in paths.items():
         started = time.perf_counter()

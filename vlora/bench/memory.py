@@ -1,9 +1,9 @@
-"""What thousands of adapters cost, where the arena holds a few dozen: registering, memory, and throughput.
+"""The cost of thousands of adapters when the arena holds a few dozen: registration, memory, and throughput.
 
-Requests ask for adapters by a power law (S-LoRA section 7.2, exponent 1), a fixed number of them under way at any time.
-The baseline is the same engine asked for its 100 most popular adapters only. Throughput counts from when the first few
-dozen requests are done: before, everybody waits for a first adapter. It is by the process's own CPU time, that of the
-threads that read and copy included: other work on the machine should not look like the adapters'.
+Requests select adapters by a power law (S-LoRA section 7.2, exponent 1), with a fixed number of concurrent requests.
+The baseline is the same engine with requests for its 100 most popular adapters only. Throughput counts from the
+completion of the first few dozen requests: before that, all requests wait for a first adapter. It is measured in the
+process's own CPU time, including the threads that read and copy, so that other load on the machine does not affect it.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _NUM_ADAPTERS = 2000
 _FEW = 100
 _NUM_RESIDENT = 64
 _RANK = 8
-_UNDER_WAY = 64  # two batches: one runs, the other waits, and what it needs is brought meanwhile
+_UNDER_WAY = 64  # two batches: one runs, and the adapters of the other load meanwhile
 _PROMPT, _ANSWER = 32, 16  # tokens
 _WARM_UP = 64  # requests
 
@@ -49,7 +49,7 @@ def run(quick: bool) -> Report:
         pages = -(-_own_bytes(shapes, _RANK) // PAGE_BYTES)
         settings = EngineConfig(model="dummy", max_context=256, arena_bytes=2 * _NUM_RESIDENT * pages * PAGE_BYTES)
         engine = LocalEngine(settings, model=model).engine
-        gc.freeze()  # as the engine's process does when its engine is made: later collections see the adapters only
+        gc.freeze()  # as in the engine's process after start: later collections visit the adapters only
         started = time.perf_counter()
         engine.register_adapters(paths)
         register_s = time.perf_counter() - started
@@ -59,7 +59,7 @@ def run(quick: bool) -> Report:
         def load(num_adapters: int, seed: int) -> _Measured:
             return _serve(engine, num_adapters, num_requests, seed, ids, bringing)
 
-        # All of it is read from files once, and then lies in host memory.
+        # The first run reads all adapters from files; afterwards they are in host memory.
         first_use = load(_NUM_ADAPTERS, seed=0)
         for seed in range(rounds):
             for num_adapters in (_FEW, _NUM_ADAPTERS):
@@ -87,8 +87,9 @@ def run(quick: bool) -> Report:
 
 
 class _Measured(NamedTuple):
-    """One run of requests. distinct: adapters asked for. bring_ms: what each step spent on collecting and starting
-    loads. load_waits: steps in which nobody could run before an adapter had come."""
+    """One run of requests. distinct: number of adapters used. bring_ms: time of each step for collecting and starting
+    loads. load_waits: steps in which no request could run before an adapter was loaded.
+    """
 
     requests_s: float
     distinct: int
@@ -149,7 +150,9 @@ def _serve(
 
 
 def _timed(engine: Engine) -> list[float]:
-    """Seconds that each step from now on spends on its adapters: collecting, evicting, starting copies and reads."""
+    """Record the seconds that each subsequent step spends on its adapters: collecting, evicting, starting copies and
+    reads.
+    """
     spent: list[float] = []
     inner: Callable[[], None] = engine._bring_adapters
 
@@ -167,8 +170,9 @@ def _own_bytes(shapes: Mapping[str, tuple[int, int]], rank: int) -> int:
 
 
 def _overhead(engine: Engine, folder: Path, shapes: Mapping[str, tuple[int, int]], rank: int) -> float:
-    """What the arena and host memory hold for an adapter beyond its own bytes, the larger of the two, in units of what
-    is allowed: 1 % of it, or 64 KiB where that is more."""
+    """Memory per adapter in the arena and in host memory beyond its own bytes, the larger of the two, relative to the
+    allowed overhead: 1 % of the adapter, or 64 KiB if that is more.
+    """
     own = _own_bytes(shapes, rank)
     before = engine.stats()
     name = f"rank{rank}"

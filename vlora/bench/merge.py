@@ -1,8 +1,8 @@
-"""What putting another adapter into the weights costs, against PEFT's `merge_adapter` and against one copy of the
+"""The cost of merging another adapter into the weights, against PEFT's `merge_adapter` and against one copy of the
 weights; with a shadow copy, and in place.
 
-The floor is bytes: out of place, merging reads W0 once and writes the shadow once, which is what one copy does. In
-place, rewriting does the same from the mapped originals, and subtracting passes over the weights twice.
+The floor is bytes: out of place, merging reads W0 once and writes the shadow once, as one copy does. In place,
+rewriting does the same from the memory-mapped originals, and subtracting reads and writes the weights twice.
 """
 
 from __future__ import annotations
@@ -44,8 +44,9 @@ _DRIFT_RANKS = (8, 16, 32, 64)
 
 
 def run(quick: bool) -> Report:
-    """Merge, going back, both in place, PEFT's merge and one copy, for a 0.5 B-parameter model in bfloat16, one thread;
-    and how far weights drift in place, for a narrow layer of it."""
+    """Measure merge, restore, both in place, PEFT's merge and one copy, for a 0.5 B-parameter model in bfloat16, one
+    thread; and the drift of the weights in place, for a narrow layer.
+    """
     torch.set_num_threads(1)
     rounds = 3 if quick else 9
     rows: list[dict[str, Any]] = []
@@ -79,7 +80,9 @@ def run(quick: bool) -> Report:
 
 
 class _Model:
-    """Slabs and a bank of the 0.5 B-parameter model, or of a part of it. text: settings of its language model."""
+    """Slabs and an adapter pool of the 0.5 B-parameter model, or of a part of it. text: settings of its language
+    model.
+    """
 
     def __init__(self, **text: int) -> None:
         config: Any = half_billion_config(vision="none")
@@ -100,7 +103,7 @@ class _Model:
         )
 
     def bring(self, ranks: Sequence[int]) -> list[str]:
-        """Random adapters of these ranks, resident; their keys."""
+        """Load random adapters of these ranks; returns their keys."""
         registry = AdapterRegistry(self.bank.sites, self.seam.dtype, self.seam.hidden_size)
         keys: list[str] = []
         with tempfile.TemporaryDirectory() as folder:
@@ -116,8 +119,9 @@ _IN_PLACE = ("rewrite", "rewrite back", "subtract", "subtract back")
 
 
 def _calls(rank: int) -> tuple[dict[str, Callable[[], object]], float, float]:
-    """What is timed, in the order it must run in: each round merges the other of two adapters and goes back. And what
-    a first merge takes of memory, MiB: with a shadow copy, and in place."""
+    """The timed calls in execution order: each round merges the other one of two adapters and restores W0. Also the
+    memory of a first merge in MiB: with a shadow copy, and in place.
+    """
     model = _Model()
     slabs = model.slabs
     keys = model.bring((rank, rank))
@@ -161,7 +165,7 @@ def _calls(rank: int) -> tuple[dict[str, Callable[[], object]], float, float]:
 
 
 def _taken_mib(call: Callable[[], object]) -> float:
-    """Memory of our own, no file's, that the process has gained by a call."""
+    """Private memory (not file-backed) that a call adds to the process."""
     gc.collect()
     process = psutil.Process()
     before = process.memory_info()
@@ -172,8 +176,9 @@ def _taken_mib(call: Callable[[], object]) -> float:
 
 
 class _Drift(NamedTuple):
-    """The worst layer's relative root mean square drift at any time, by way; after a restore; and how many layers
-    subtracting had to rewrite for it, of how many it changed."""
+    """The worst layer's relative root mean square drift at any time, by method; after a restore; and the number of
+    layers that subtraction had to rewrite, of the number it changed.
+    """
 
     subtracting: float
     rewriting: float
@@ -183,7 +188,7 @@ class _Drift(NamedTuple):
 
 
 def _drift(num_switches: int) -> _Drift:
-    """Drift over random switches among 32 adapters of four ranks whose deltas are a tenth of the weights, and W0."""
+    """Drift over random switches among W0 and 32 adapters of four ranks, with deltas of a tenth of the weights."""
     model = _Model(num_hidden_layers=1, intermediate_size=896)
     keys = model.bring(_DRIFT_RANKS * 8)
     slabs = model.slabs
@@ -208,7 +213,7 @@ def _drift(num_switches: int) -> _Drift:
 
 
 class _Counting:
-    """Originals that count how many layers were asked for."""
+    """Base weights that count the layers requested."""
 
     def __init__(self, originals: CopiedOriginals) -> None:
         self._originals = originals
@@ -220,7 +225,7 @@ class _Counting:
 
 
 def _distance(model: _Model, base: Mapping[tuple[int, int], torch.Tensor], key: str | None) -> float:
-    """The worst layer's |weights - wanted| / |wanted|, wanted being W0 or W0 + delta rounded once."""
+    """The worst layer's |weights - wanted| / |wanted|, with wanted = W0, or W0 + delta rounded once."""
     wanted = base
     if key is not None:
         wanted = {shape: slab.clone() for shape, slab in base.items()}

@@ -1,4 +1,4 @@
-"""The models that policies can be compared on: random weights at real shapes, by name."""
+"""The models for the comparison of policies: random weights of real shapes, by name."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ from vlora.errors import BadConfig
 
 
 class Model(NamedTuple):
-    """arena_bytes: eight adapters of rank 64 fit into a half of it, and KV of 128 short requests into the other.
-    all_policies: whether a machine has memory for an engine of each policy at one time."""
+    """arena_bytes: one half holds eight adapters of rank 64, the other half the KV of 128 short requests.
+    all_policies: whether a machine has memory for an engine of every policy at once.
+    """
 
     name: str
     config: Callable[[], Any]
@@ -74,7 +75,7 @@ MODELS = {
 
 
 def model_named(name: str) -> Model:
-    """Raises BadConfig, listing those there are."""
+    """The model with this name. Raises BadConfig with the known names."""
     if name not in MODELS:
         raise BadConfig(f"no model named {name!r} to measure; choose one of {', '.join(MODELS)}")
     return MODELS[name]

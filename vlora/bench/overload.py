@@ -1,8 +1,8 @@
-"""What early abort makes of three times more requests than the machine can serve, and what admission by KV room makes
-of more requests than memory holds (`overload_kv`), both simulated and on the real engine.
+"""The effect of early rejection at three times the machine's capacity, and of admission by KV room with more requests
+than memory holds (`overload_kv`), both simulated and on the real engine.
 
-The promise: of those let in, 95 % get their first token within the bound, and the machine still completes 80 % of its
-capacity; everybody else gets a typed refusal before the bound has passed.
+The goal: 95 % of the admitted requests get their first token within the bound, and the machine still completes 80 % of
+its capacity; all other requests get a typed rejection before the bound has passed.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ from vlora.types import Request, SamplingParams
 
 _LOAD = 3.0
 _NO_BOUND_S = 1e9
-_BOUNDED = tuple(name for name in POLICIES if name != "merged_only")  # it has no waiting bound to build one upon
-# Workload, and its bounds on the first token in seconds: about two and five times what it takes alone.
+_BOUNDED = tuple(name for name in POLICIES if name != "merged_only")  # it has no waiting bound
+# Workload, and its bounds on the first token in seconds: about two and five times the time of a request alone.
 _WORKLOADS = (
     ("retrieval", "hottest:prompt_min=192,prompt_max=320,answer_min=150,answer_max=250", (1.5, 5.0)),
     ("questions", "hottest:prompt_min=192,prompt_max=320,answer_min=8,answer_max=32", (1.5, 5.0)),
@@ -45,7 +45,7 @@ def run(quick: bool) -> Report:
     """Replay on the machine that the package's costs describe, then run a small model. quick: fewer requests."""
     costs, load_s = read_costs(MEASURED)
     threads = torch.get_num_threads()
-    crowds = list(overload_kv.rows(costs, quick))  # on all cores, so before the part on one thread
+    crowds = list(overload_kv.rows(costs, quick))  # on all cores, so before the single-threaded part
     rows = [*_simulated(costs, load_s, 150 if quick else 400), *_real(90 if quick else 300)]
     goals = []
     for where in ("simulated", "engine"):
@@ -70,7 +70,7 @@ def _simulated(costs: Costs, load_s: float, num_requests: int) -> Iterator[dict[
         def arrivals(rate: float, text: str = text) -> Iterator[Arrival]:
             return make_workload(f"{text},rate={rate}").arrivals(num_requests, _ADAPTERS, seed=0)
 
-        # All at once and without a deadline, but let in as there is room: what the machine can do.
+        # All at once and without a deadline, but admitted as there is room: the machine's capacity.
         box = Box(costs=costs, load_s=load_s, policy=policy, max_ttft_s=_NO_BOUND_S)
         capacity = replay(arrivals(1e6), box).as_dict()["requests_per_s"]
         for bound_s in bounds:
@@ -132,12 +132,12 @@ def _real(num_requests: int) -> Iterator[dict[str, Any]]:
     with tempfile.TemporaryDirectory() as folder:
         for i in range(3):
             engine.load_adapter(f"a{i}", write_adapter(Path(folder) / f"a{i}", shapes, 16, seed=i))
-    _drive(engine, _requests(32, 1e6, seed=1), _NO_BOUND_S)  # the cost model learns, and memory is warm
+    _drive(engine, _requests(32, 1e6, seed=1), _NO_BOUND_S)  # trains the cost model and warms memory
     before = _drive(engine, _requests(num_requests // 3, 1e6, seed=2), _NO_BOUND_S).completed
     bound_s = 1.0
     found = _drive(engine, _requests(num_requests, _LOAD * before, seed=4), bound_s)
     after = _drive(engine, _requests(num_requests // 3, 1e6, seed=3), _NO_BOUND_S).completed
-    capacity = (before + after) / 2  # what else runs on the machine comes and goes
+    capacity = (before + after) / 2  # averages over other load on the machine
     yield _row(
         "engine",
         "questions",
@@ -162,7 +162,7 @@ def _requests(number: int, rate: float, seed: int) -> list[Arrival]:
 
 
 class _Driven:
-    """completed: requests a second. Times in seconds from when a request was due."""
+    """completed: requests per second. Times are in seconds from a request's due time."""
 
     def __init__(self) -> None:
         self.completed = 0.0
@@ -171,7 +171,7 @@ class _Driven:
 
 
 def _drive(engine: Engine, arrivals: Sequence[Arrival], bound_s: float) -> _Driven:
-    """Hand requests over when they are due, or at the end of the step that was under way; run until all have ended."""
+    """Submit requests when they are due, or at the end of the running step; run until all have ended."""
     found = _Driven()
     started = time.perf_counter()
     due = {str(number): arrival.time_s for number, arrival in enumerate(arrivals)}

@@ -1,7 +1,7 @@
-"""Several times as many requests outstanding as KV memory holds, simulated and on the engine, under every policy.
+"""Several times as many outstanding requests as KV memory holds, simulated and on the engine, under every policy.
 
-Each load is served twice: with all requests handed over at once, and with each handed over once its whole length fits
-beside those of all before it. The ratio of the two throughputs is what overload costs.
+Each load is served twice: with all requests submitted at once, and with each submitted once its whole length fits next
+to all earlier ones. The ratio of the two throughputs is the cost of overload.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ from vlora.simulator import Arrival, Box
 from vlora.simulator.replica import Replica
 from vlora.types import EngineStats, Request, SamplingParams
 
-_ROOM = 24  # requests whose KV fits at one time
+_ROOM = 24  # capacity of KV memory, in requests
 _FACTORS = (2, 4, 16)
-_ROUNDS = 5  # of the engine, each served both ways; their median counts
+_ROUNDS = 5  # of the engine, each served both ways; the median counts
 _ADAPTERS = 3
 _BLOCK = 16
 _UNBOUNDED = "merged_only"  # it has no waiting bound
 
 
 class _Found(NamedTuple):
-    """seconds: from the first request to the last answer. waits_s: of entered requests, from step to step."""
+    """seconds: from the first request to the last answer. waits_s: of admitted requests, from step to step."""
 
     seconds: float
     stats: EngineStats
@@ -48,7 +48,7 @@ class _Found(NamedTuple):
 
 
 class _Recorded(Waits):
-    """Keeps every wait."""
+    """Records every wait."""
 
     def __init__(self, max_batch_size: int) -> None:
         super().__init__(max_batch_size)
@@ -74,7 +74,7 @@ def rows(costs: Costs, quick: bool) -> Iterator[dict[str, Any]]:
             arrivals = _arrivals(factor * _ROOM, 64, 32)
             ratios, crowds = [], []
             for number in range(1 if quick else _ROUNDS):
-                # The order alternates, so that a machine whose speed drifts favours neither.
+                # The order alternates, so that a drift in the machine's speed favours neither.
                 order = (True, False) if number % 2 == 0 else (False, True)
                 runs = {feeding: _driven(engine, arrivals, feeding) for feeding in order}
                 ratios.append(runs[True].seconds / runs[False].seconds)
@@ -84,7 +84,7 @@ def rows(costs: Costs, quick: bool) -> Iterator[dict[str, Any]]:
 
 
 def goals(found: Sequence[dict[str, Any]]) -> Iterator[Goal]:
-    """What overload may cost, worst of each side."""
+    """Limits on the cost of overload, worst of each side."""
     for where in ("simulated", "engine"):
         rows = [row for row in found if row["where"] == f"KV room, {where}"]
         yield Goal(f"throughput / fed as room frees, worst, {where}", min(r["of fed"] for r in rows), 0.9, False)
@@ -114,7 +114,7 @@ def _row(where: str, policy: str, factor: int, ratio: float, runs: Sequence[_Fou
 
 
 def _arrivals(number: int, prompt: int, answer: int) -> list[Arrival]:
-    """Prompts and answers of half to the whole of these lengths."""
+    """Prompts and answers of random length, between half and all of these lengths."""
     draws = random.Random(0)
     return [
         Arrival(
@@ -138,8 +138,9 @@ def _serve(
     add: Callable[[str, Arrival], object],
     step: Callable[[], Collection[str]],
 ) -> None:
-    """Hand the requests over, all at once or, with `room` blocks, as they fit; until all have ended. step: does one
-    and returns the requests that ended in it."""
+    """Submit the requests, all at once or, with `room` blocks, as they fit, until all have ended. step: runs one step
+    and returns the requests that ended in it.
+    """
     waiting = deque(enumerate(arrivals))
     left = len(arrivals)
     while left:
@@ -176,11 +177,11 @@ def _record(scheduler: Scheduler, max_batch_size: int) -> _Recorded:
 
 
 def _engine(policy: str, folder: Path) -> Engine:
-    """Four layers, 5 million parameters, float32, all cores; three adapters of rank 16, in memory and in use before."""
+    """Four layers, 5 million parameters, float32, all cores; three adapters of rank 16, already in memory and used."""
     model = dummy_model(small_config(), "float32", torch.device("cpu"), seed=0)
     shapes = language_shapes(model)
     blocks = _ROOM * -(-96 // _BLOCK)
-    # A KV block takes one page here; adapters take what is left.
+    # A KV block takes one page here; adapters take the rest.
     adapter_pages = _ADAPTERS * -(-sum(16 * (d_in + d_out) * 4 for d_out, d_in in shapes.values()) // PAGE_BYTES)
     settings = EngineConfig(
         model="dummy",
@@ -198,7 +199,7 @@ def _engine(policy: str, folder: Path) -> Engine:
 
 
 def _driven(engine: Engine, arrivals: Sequence[Arrival], feeding: bool, room: int | None = None) -> _Found:
-    """With the counters of this run alone. room: KV blocks; None for those that are free now."""
+    """Run the arrivals; counts this run only. room: KV blocks; None for the currently free ones."""
     waits, before = _record(engine._scheduler, engine.config.max_batch_size), engine.stats()
 
     def add(request_id: str, arrival: Arrival) -> None:

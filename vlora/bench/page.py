@@ -1,4 +1,4 @@
-"""The page of a folder of reports: every promise, what was measured, and on what."""
+"""The page of a folder of reports: every goal, its measurement, and the machine."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def write_page(folder: Path) -> None:
 
 
 def page(folder: Path) -> str:
-    """Markdown: a section for each report in `*.json` that promises something, in order of the files' names."""
+    """Markdown: a section for each report in `*.json` that has goals, in order of the file names."""
     reports = {path.name: json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))}
     return _HEAD + "".join(_section(name, report) for name, report in reports.items() if report.get("goals"))
 

@@ -1,4 +1,4 @@
-"""Baselines of `vlora bench atmm` in plain torch and PEFT: ways to add many adapters' deltas without kernels."""
+"""Baselines of `vlora bench atmm` in plain torch and PEFT: methods to add many adapters' deltas without kernels."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import atmm
 
 
 def gather_bmm(a: Tensor, bt: Tensor, plan: atmm.SegmentPlan, x: Tensor, y: Tensor) -> Callable[[], object]:
-    """Punica's Gather-BMM baseline: every token's factors gathered, then two batched products."""
+    """Punica's Gather-BMM baseline: gathers the factors of every token, then two batched products."""
     owner = torch.tensor([place for place, lane in enumerate(plan.lanes) for _ in range(lane.start, lane.stop)])
 
     def call() -> Tensor:
@@ -25,7 +25,7 @@ def gather_bmm(a: Tensor, bt: Tensor, plan: atmm.SegmentPlan, x: Tensor, y: Tens
 
 
 def padded_einsum(a: Tensor, bt: Tensor, plan: atmm.SegmentPlan, x: Tensor, y: Tensor) -> Callable[[], object]:
-    """dLoRA's way: segments padded to the longest, one einsum per factor."""
+    """dLoRA's method: segments padded to the longest, one einsum per factor."""
     longest = max(lane.stop - lane.start for lane in plan.lanes)
     rows = torch.cat(
         [torch.arange(lane.stop - lane.start) + place * longest for place, lane in enumerate(plan.lanes)]
@@ -47,7 +47,7 @@ def lane_factors(site: atmm.Site, plan: atmm.SegmentPlan) -> tuple[Tensor, Tenso
 
 
 def plain_loop(site: atmm.Site, plan: atmm.SegmentPlan, x: Tensor, y: Tensor) -> None:
-    """Adapter by adapter, as one would write it first."""
+    """Adapter by adapter, the straightforward implementation."""
     for key, start, stop, _ in plan.lanes:
         a, bt = site.factors[key]
         y[start:stop] += F.linear(x[start:stop], a) @ bt
@@ -64,7 +64,7 @@ def peft_layer(site: atmm.Site, plan: atmm.SegmentPlan, rank: int, x: Tensor) ->
         else:
             peft.add_adapter(f"a{lane.key}", config)
     layer = peft.to(x.dtype).eval().base_model.model[0]
-    # Deltas alone: the base layer answers at once, with zeros.
+    # Deltas only: the base layer returns zeros.
     zeros = x.new_zeros(len(x), site.d_out)
     layer.base_layer.forward = lambda x, *_, **__: zeros
     return layer

@@ -1,9 +1,9 @@
-"""What each policy makes of the same traffic on the same machine: V-LoRA's figures 14 and 19 to 23, simulated.
+"""Comparison of policies on the same traffic and machine: V-LoRA's figures 14 and 19 to 23, simulated.
 
-The machine is this one: the cost model is fitted to the real engine's steps at the start of the run, on the threads of
-a server by default. All policies have our operators and our switch, so what differs is only who runs when, and in which
-mode. The engine itself runs a few points with pictures, on these threads and on one, and so does the simulator: what it
-says is to be within what repeats differ by.
+The machine is this one: the cost model is fitted to the real engine's steps at the start of the run, with a server's
+default number of threads. All policies use the same operators and the same switch, so they differ only in the order of
+requests and in the inference mode. The engine itself also runs a few points with pictures, with these threads and with
+one, and so does the simulator: the prediction must be within the spread of repeats.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ __all__ = ["GOES_ON", "draw", "run"]
 
 GOES_ON = True
 
-UNBOUNDED = "merged_only"  # it lets requests wait for as long as it takes, which is no bargain, but quick on average
-# Visual retrieval as V-LoRA section 6.2 gives it: a prompt of about 256 tokens, an answer of about 200.
+UNBOUNDED = "merged_only"  # its waits are unbounded, so its low average latency is not comparable
+# Visual retrieval as in V-LoRA section 6.2: a prompt of about 256 tokens, an answer of about 200.
 _RETRIEVAL = {"prompt_min": 192, "prompt_max": 320, "answer_min": 150, "answer_max": 250}
 _PROMPT, _ANSWER = 256, 200
 
@@ -46,8 +46,8 @@ def run(quick: bool, partial: Path | None = None, model: str = "qwen2-0.5b", dev
     """Fit this machine's costs, replay every cell of the grid under every policy, run some on the engine. quick: a
     corner of the grid.
 
-    partial: a file for what is found, for as long as not all is. A run of the same commit on the same machine takes
-    from there what another one found before it was stopped, the fit included. model: one of `models.MODELS`.
+    partial: a file for intermediate results until the run is complete. A run of the same commit on the same machine
+    resumes from the results of an interrupted one, including the fit. model: one of `models.MODELS`.
     """
     env = environment()
     where = {"model": model, "device": device, **{name: env[name] for name in ("machine", "gpu", "versions", "commit")}}
@@ -93,7 +93,7 @@ def _costs(found: Mapping[str, Any]) -> Costs:
     return Costs(**{name: found["costs"][name] for name in Costs._fields})
 
 
-Cells = Iterator[tuple[str, Callable[[], dict[str, Any]]]]  # a name and what finds its row
+Cells = Iterator[tuple[str, Callable[[], dict[str, Any]]]]  # a name, and the function that computes its row
 
 
 def _retrieval(costs: Costs, load_s: float, quick: bool) -> Cells:
@@ -113,7 +113,7 @@ def _retrieval(costs: Costs, load_s: float, quick: bool) -> Cells:
 
 
 def _video(costs: Costs, load_s: float, quick: bool) -> Cells:
-    """Cameras that each send a chunk a period; the period is stretched so that this machine can follow."""
+    """Cameras that each send one chunk per period; the period is scaled to the machine's capacity."""
     prompt = Video().frames * Video().frame_tokens
     for load, streams in itertools.product((0.9,) if quick else (0.3, 0.6, 0.9, 1.2), (4,) if quick else (4, 16)):
         for adapters in (2, streams):
@@ -139,11 +139,16 @@ def _cell(
     costs: Costs,
     load_s: float,
 ) -> dict[str, Any]:
-    """load: of what unmerged-only can serve with full batches. skew: the hottest adapter's share. num_streams: of
-    cameras. Latencies in ms.
+    """One cell. Latencies are in ms.
 
-    waits: the longest of a request that was let in for its next step, under our policy and under the one without a
-    bound. bound: what the bound came to at its loosest in the latter's replay; it is a rival where it kept that.
+    Args:
+        load: relative to the capacity of unmerged-only with full batches.
+        skew: the hottest adapter's share.
+        num_streams: number of cameras.
+
+    The row's waits are the longest wait of an admitted request for its next step, under the default policy and under
+    the one without a bound. The row's bound is the loosest value of the waiting bound in the latter's replay; that
+    policy is a competitor only if it kept the bound.
     """
     policies = (OURS, *(name for name in POLICIES if name != OURS))
     replays = {policy: _replayed(arrivals, Box(costs=costs, load_s=load_s, policy=policy)) for policy in policies}
@@ -177,15 +182,15 @@ class _Replayed(NamedTuple):
 
 @functools.lru_cache(maxsize=4 * len(POLICIES))
 def _replayed(arrivals: tuple[Arrival, ...], box: Box) -> _Replayed:
-    """Kept, since some cells have the traffic of one before: of two adapters the hottest has half at least."""
+    """Cached, because some cells share their traffic: with two adapters the hottest has at least half."""
     found = replay(arrivals, box)
     return _Replayed(found.average_token_latency_s * 1e3, found.longest_wait_s, found.wait_bound_s)
 
 
 def _capacity(costs: Costs, prompt: int, answer: int, shares: Sequence[float]) -> float:
-    """Requests per second of unmerged-only with every place of the batch taken; prompts fill steps of their own.
+    """Requests per second of unmerged-only with full batches; prompts run in separate steps.
 
-    shares: how often each adapter is asked for, which says how many different ones a full batch has.
+    shares: request shares of the adapters, which determine the number of distinct adapters in a full batch.
     """
     size = EngineConfig.max_batch_size
     different = sum(1 - (1 - share) ** size for share in shares)
@@ -196,8 +201,9 @@ def _capacity(costs: Costs, prompt: int, answer: int, shares: Sequence[float]) -
 
 
 def decision_ms(policy: str, costs: Costs, num_waiting: int = 1000, **settings: Any) -> float:
-    """Median CPU milliseconds of letting in, bringing adapters and deciding, over steps with `num_waiting` requests
-    waiting. settings: more fields of `Box`."""
+    """Median CPU milliseconds of admission, adapter loading and the decision, over steps with `num_waiting` waiting
+    requests. settings: further fields of `Box`.
+    """
     replica = Replica(Box(costs=costs, policy=policy, resident_adapters=100, kv_tokens=10**6, **settings))
     for number in range(num_waiting + EngineConfig.max_batch_size):
         replica.add(str(number), Arrival(0.0, f"adapter-{number % 100}", 192 + number % 128, 10_000))
@@ -206,6 +212,6 @@ def decision_ms(policy: str, costs: Costs, num_waiting: int = 1000, **settings: 
         started = time.process_time()
         batch = replica.decide()
         spent.append(time.process_time() - started)
-        assert batch is not None, "without a time to load, somebody can always run"
+        assert batch is not None, "without load times, some request can always run"
         replica.record(batch)
     return statistics.median(spent[10:]) * 1e3

@@ -1,4 +1,4 @@
-"""Every policy on the real engine, with pictures: the same arrivals through all of them, and through the simulator."""
+"""Every policy on the real engine, with pictures: the same arrivals under each policy, and in the simulator."""
 
 from __future__ import annotations
 
@@ -28,14 +28,15 @@ OURS, BASELINE = "vlora_cost", "unmerged_only"
 FLOOR = "without adapters"
 LOAD = 0.9  # of the baseline's measured capacity
 SKEWS = {0.6: 0.97, 0.8: 0.92, 0.95: 0.82}
-"""The hottest adapter's share of retrieval, and what our policy may take of the baseline's latency."""
+"""The hottest adapter's share of retrieval, and the limit for the default policy's latency relative to the baseline's.
+"""
 _VIDEO_ADAPTERS = (2, NUM_ADAPTERS)
-_SIDE = 8  # patches of a picture's side: 112 pixels, 16 tokens
+_SIDE = 8  # patches per side of a picture: 112 pixels, 16 tokens
 _FRAMES = 2
 
 
 class Traffic(NamedTuple):
-    """What is asked. skew: the hottest adapter's share. make: arrivals by number, requests a second and seed."""
+    """One kind of traffic. skew: share of the hottest adapter. make: arrivals by number, requests per second, seed."""
 
     app: str
     skew: float
@@ -48,8 +49,8 @@ class Traffic(NamedTuple):
 def retrieval(skew: float, picture: VisionInput) -> Traffic:
     """A picture, a few words, and answers of 12 to 20 tokens.
 
-    A thirteenth of visual retrieval's lengths (V-LoRA section 6.2), so that a run of a minute sees as many requests
-    come and go as one of a quarter of an hour would.
+    A thirteenth of visual retrieval's lengths (V-LoRA section 6.2), so that a run of one minute handles as many
+    requests as one of a quarter of an hour at full length.
     """
     prompt = picture.num_tokens + 1
 
@@ -62,7 +63,7 @@ def retrieval(skew: float, picture: VisionInput) -> Traffic:
 
 
 def video(num_adapters: int, picture: VisionInput) -> Traffic:
-    """Eight cameras that each send two frames a period, which a task head answers in one pass."""
+    """Eight cameras that each send two frames per period, which a task head answers in one pass."""
 
     def make(number: int, rate: float, seed: int) -> list[Arrival]:
         tokens, patches = picture.num_tokens + 1, picture.num_patches
@@ -77,10 +78,11 @@ def video(num_adapters: int, picture: VisionInput) -> Traffic:
 
 
 class Point(NamedTuple):
-    """What came of one kind of traffic at a number of threads.
+    """The results of one kind of traffic at a number of threads.
 
-    latency_ms: average token latency by policy, a value for each repeat. simulated: our policy's over the baseline's
-    for the same arrivals. broke: policies under which a request waited for longer than the waiting bound allows.
+    latency_ms: average token latency by policy, a value for each repeat. simulated: the default policy's latency
+    relative to the baseline's for the same arrivals. broke: policies under which a request waited longer than the
+    waiting bound.
     """
 
     app: str
@@ -92,7 +94,7 @@ class Point(NamedTuple):
     broke: Sequence[str]
 
     def ratios(self, other: str = BASELINE) -> list[float]:
-        """Our policy's latency over another's, of each repeat."""
+        """The default policy's latency relative to another's, for each repeat."""
         return [ours / its for ours, its in zip(self.latency_ms[OURS], self.latency_ms[other], strict=True)]
 
     @property
@@ -101,7 +103,7 @@ class Point(NamedTuple):
 
     @property
     def floor(self) -> float:
-        """The least ratio to the baseline that any policy could have: without any adapter."""
+        """A lower bound on the ratio to the baseline for any policy: the run without adapters."""
         pairs = zip(self.latency_ms[FLOOR], self.latency_ms[BASELINE], strict=True)
         return statistics.median(least / base for least, base in pairs)
 
@@ -113,7 +115,7 @@ class Point(NamedTuple):
 
     @property
     def error(self) -> float:
-        """How far the simulator's ratio is from the engine's, in the middle."""
+        """Difference of the simulator's and the engine's ratio, in the median."""
         return abs(statistics.median(self.simulated) - self.ratio)
 
     def stated(self) -> dict[str, Any]:
@@ -121,8 +123,9 @@ class Point(NamedTuple):
         return {**self._asdict(), "ratios": self.ratios(), "floor": self.floor, "best other": self.best}
 
     def goals(self) -> Iterator[Goal]:
-        """Where every policy ran: our latency over the baseline's and over the best other's, and the simulator's
-        error."""
+        """With all policies measured: the default policy's latency relative to the baseline and to the best other
+        policy, and the simulator's error.
+        """
         where = f"engine at {LOAD:g} of capacity, {self.app}, skew {self.skew:g}, {in_words(self.threads)}"
         if self.app == "retrieval":
             ratios = f"median of {_listed(self.ratios())}; {FLOOR} {self.floor:.3f}"
@@ -135,7 +138,7 @@ class Point(NamedTuple):
 
 
 def spread(ratios: Sequence[float]) -> float:
-    """Between the lowest and the highest of the repeats."""
+    """Difference of the highest and the lowest repeat."""
     return max(ratios) - min(ratios)
 
 
@@ -157,10 +160,13 @@ def confirm(
     num_requests: int,
     once: Once,
 ) -> list[Point]:
-    """Run every policy, and no adapters, on engines over a model each, random weights, bfloat16, on torch's threads.
+    """Run every policy, and the model without adapters, on separate engines with random weights in bfloat16, on
+    torch's threads.
 
-    costs: of the machine that the simulator runs the same arrivals on. skews: of retrieval; video follows. Each repeat
-    has arrivals of its own. once: a journal's, which may know what was measured before.
+    Args:
+        costs: of the machine on which the simulator runs the same arrivals.
+        skews: of retrieval; video follows. Each repeat has its own arrivals.
+        once: of a journal, which may contain earlier measurements.
     """
     picture = dummy_picture(model.config(), _SIDE)
     traffics = [*(retrieval(skew, picture) for skew in skews), *(video(number, picture) for number in _VIDEO_ADAPTERS)]
@@ -171,7 +177,7 @@ def confirm(
 def _point(costs: Costs, engines: _Engines, traffic: Traffic, repeats: int, num_requests: int, once: Once) -> Point:
     num_threads = torch.get_num_threads()
     where = f"{traffic}, {in_words(num_threads)}"
-    # By skewness: requests of one adapter share its reading, so unmerged-only serves more of them.
+    # By skewness: requests of one adapter share reading its weights, so unmerged-only serves more of them.
     rate = LOAD * once(f"capacity, {where}", functools.partial(engines.capacity, traffic))
     paper = {policy: _Paper(costs, policy, engines.warm_up()) for policy in (BASELINE, OURS)}
     latency_ms: dict[str, list[float]] = {}
@@ -189,8 +195,9 @@ def _point(costs: Costs, engines: _Engines, traffic: Traffic, repeats: int, num_
 
 
 class _Paper:
-    """An engine's twin in the simulator, with the same past: as warm, and as far with learning what a step takes. Only
-    the baseline's capacity is not asked of it."""
+    """Simulated counterpart of an engine with the same history: equally warm, with an equally trained cost model. It
+    does not measure the baseline's capacity.
+    """
 
     def __init__(self, costs: Costs, policy: str, warm_up: Sequence[Arrival]) -> None:
         self._replica = Replica(Box(costs=costs, policy=policy))
@@ -206,17 +213,17 @@ class _Paper:
 
 
 class _Engines:
-    """One for each policy that the model leaves room for, and one without adapters; made when first asked."""
+    """One engine for each policy that the model's memory allows, and one without adapters; created on first use."""
 
     def __init__(self, model: Model, rank: int, device: torch.device, first: Traffic) -> None:
-        """first: what they warm up with."""
+        """first: the traffic of the warm-up."""
         self._model = model
         self._rank = rank
         self._device = device
         self._first = first
 
     def warm_up(self) -> list[Arrival]:
-        """A batch of requests at once, by which every adapter is brought and cost models learn what a step takes."""
+        """A batch of simultaneous requests that loads every adapter and trains the cost models."""
         return self._first.make(EngineConfig.max_batch_size, 1e6, 0)
 
     @functools.cached_property
@@ -235,6 +242,6 @@ class _Engines:
         return capacity(self.workers[BASELINE], lambda number: traffic.make(number, 1.0, 0))
 
     def measure(self, arrivals: Sequence[Arrival]) -> dict[str, tuple[float, bool]]:
-        """Average token latency in ms of each, and whether the waiting bound was kept."""
+        """Average token latency in ms of each engine, and whether it kept the waiting bound."""
         found = drive(self.workers, arrivals)
         return {name: (average_token_latency_ms(each.finished), each.in_bound) for name, each in found.items()}

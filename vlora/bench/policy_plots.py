@@ -1,4 +1,4 @@
-"""Pictures of `vlora bench policy`: average token latency by load, by skewness and by number of adapters."""
+"""Plots of `vlora bench policy`: average token latency by load, by skewness and by number of adapters."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def _middle(rows: Sequence[Row], name: str) -> Any:
 
 
 def _panels(rows: Sequence[Row], across: str, panel_by: Sequence[str], path: Path, **fixed: Any) -> None:
-    """A panel for all values of `panel_by` that occur together, a line for each policy, `across` along the bottom."""
+    """A panel for each combination of values of `panel_by`, a line for each policy, `across` on the x axis."""
     rows = [row for row in rows if all(row[name] == value for name, value in fixed.items())]
     by_panel: dict[tuple[float, ...], list[Row]] = {}
     for row in sorted(rows, key=lambda row: row[across]):

@@ -1,6 +1,6 @@
-"""Engines that work through the same arrivals side by side, each by a clock of its own.
+"""Engines that process the same arrivals side by side, each with its own clock.
 
-Whichever is furthest behind has the next step, so that a machine which is slow for a while is slow for all of them.
+The engine with the earliest clock runs the next step, so that a temporary slowdown of the machine affects all of them.
 """
 
 from __future__ import annotations
@@ -33,8 +33,9 @@ _LABELS = tuple(f"action {number}" for number in range(10))
 
 
 class WorkClock:
-    """One engine's time: seconds of work (`work_seconds`) while it runs, plus the idle ones that are skipped instead of
-    slept through. Nobody learns from an engine that waits."""
+    """One engine's time: seconds of work (`work_seconds`) while it runs, plus skipped idle seconds. A waiting engine
+    yields no measurements.
+    """
 
     def __init__(self, seconds: Callable[[], float]) -> None:
         self._seconds = seconds
@@ -46,7 +47,7 @@ class WorkClock:
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
-        """Time passes within."""
+        """Time advances within the block."""
         assert self._since_s is None
         self._since_s = self._seconds()
         try:
@@ -59,13 +60,14 @@ class WorkClock:
 
 
 class Worker:
-    """An engine over a model of random weights in bfloat16, and its clock."""
+    """An engine over a model with random weights in bfloat16, and its clock."""
 
     def __init__(
         self, model: Model, rank: int, device: torch.device, policy: str, picture_side: int, folder: Path | None
     ) -> None:
-        """picture_side: patches of each picture's side. folder: where the adapters are, each with a task head, or are
-        to be written; None for an engine whose requests ask the base model in words."""
+        """picture_side: patches per side of each picture. folder: location of the adapters, existing or to be written,
+        each with a task head; None for an engine with text requests to the base model.
+        """
         self.clock = WorkClock(work_seconds(device))
         self._plain = folder is None
         config = model.config()
@@ -93,7 +95,7 @@ class Worker:
                 self.engine.load_adapter(adapter_name(i), str(path))
 
     def add(self, number: int, arrival: Arrival) -> None:
-        """Take an arrival in. Each of its pictures is a new one behind a token of its own; text fills up the prompt."""
+        """Add an arrival. Each of its pictures is new and follows a distinct token; text fills up the prompt."""
         shown = [3, *[self._image_id] * self._picture.num_tokens] * len(arrival.images)
         text = itertools.islice(itertools.cycle(range(4, 100)), max(1, arrival.prompt_tokens - len(shown)))
         self._num_added += 1
@@ -117,7 +119,7 @@ class Worker:
             return self.engine.step()
 
     def record_waits(self) -> Waits:
-        """What requests wait from now on."""
+        """Record the waits of requests from now on."""
         self.engine._scheduler.waits = waits = Waits(self.engine.config.max_batch_size)
         return waits
 
@@ -131,10 +133,11 @@ def _write_head(folder: Path, hidden_size: int) -> None:
 
 
 def capacity(worker: Worker, traffic: Callable[[int], Sequence[Arrival]]) -> float:
-    """Requests per second with every place of the batch taken: where one ends another comes, and the first batch is not
-    counted. With more of them waiting, those who starve would take turns and all of them end at about the same time.
+    """Requests per second with a full batch: a new request replaces each finished one, and the first batch is not
+    counted. With more waiting requests, starving ones would alternate and all of them would end at about the same
+    time.
 
-    traffic: so many arrivals, whose times do not count.
+    traffic: returns this many arrivals; their times are ignored.
     """
     size = worker.engine.config.max_batch_size
     coming = enumerate(itertools.cycle(traffic(4 * size)))
@@ -149,7 +152,7 @@ def capacity(worker: Worker, traffic: Callable[[int], Sequence[Arrival]]) -> flo
     while num_ended < 3 * size:
         for output in worker.step():
             if output.finished:
-                timings_of(output)  # it was answered
+                timings_of(output)  # checks that it was answered
                 under_way.remove(output.request_id)
                 under_way.add(come())
                 num_ended += 1
@@ -162,16 +165,16 @@ def capacity(worker: Worker, traffic: Callable[[int], Sequence[Arrival]]) -> flo
 
 
 class Driven(NamedTuple):
-    """finished: the last output of each request. in_bound: whether no request waited for longer than the waiting bound
-    allows."""
+    """finished: the last output of each request. in_bound: whether no request waited longer than the waiting bound."""
 
     finished: Sequence[RequestOutput]
     in_bound: bool
 
 
 class _Drive:
-    """A worker on its way through arrivals: requests are handed over when they are due, or at the end of the step that
-    was under way."""
+    """The progress of a worker through the arrivals: requests are submitted when they are due, or at the end of the
+    running step.
+    """
 
     def __init__(self, worker: Worker, arrivals: Iterable[Arrival]) -> None:
         self._worker = worker
@@ -204,7 +207,7 @@ class _Drive:
 
 
 def drive(workers: Mapping[str, Worker], arrivals: Sequence[Arrival]) -> dict[str, Driven]:
-    """All through the same arrivals, the one that is furthest behind first; what each answered."""
+    """Run all workers through the same arrivals, the one with the earliest clock first; returns their outputs."""
     drives = {name: _Drive(worker, arrivals) for name, worker in workers.items()}
     while left := [each for each in drives.values() if each.under_way]:
         min(left, key=lambda each: each.elapsed_s).step()
@@ -212,13 +215,13 @@ def drive(workers: Mapping[str, Worker], arrivals: Sequence[Arrival]) -> dict[st
 
 
 def average_token_latency_ms(outputs: Sequence[RequestOutput]) -> float:
-    """The sum of each request's latency over the number of all tokens, prompts' and answers' (V-LoRA section 6.1)."""
+    """The sum of the requests' latencies over the number of all prompt and answer tokens (V-LoRA section 6.1)."""
     timings = [timings_of(output) for output in outputs]
     tokens = sum(each.num_prompt_tokens + each.num_completion_tokens for each in timings)
     return 1e3 * sum(each.latency_s for each in timings) / tokens
 
 
 def timings_of(output: RequestOutput) -> Timings:
-    """Of a request that was answered."""
+    """The timings of an answered request."""
     assert output.error is None and output.timings is not None, output.error
     return output.timings

@@ -1,8 +1,8 @@
-"""How fast prompts are read, beside the speed of a large matrix product in the same run.
+"""Prefill speed relative to the speed of a large matrix product in the same run.
 
-Prefill is bound by arithmetic. What the processor can do is taken from torch's own float32 product of large square
-matrices; a processor with bfloat16 instructions may do more than that in bfloat16. What a prompt needs is counted from
-shapes: linear layers of the rows that are computed, and causal attention.
+Prefill is compute-bound. The peak is taken from torch's own float32 product of large square matrices; a processor with
+bfloat16 instructions may exceed it in bfloat16. The work of a prompt is counted from shapes: linear layers of the
+computed rows, and causal attention.
 """
 
 from __future__ import annotations
@@ -24,13 +24,14 @@ from vlora.models.loading import dummy_model
 from vlora.types import Request, SamplingParams
 
 _PROMPT = 2048
-_WIDTHS = (128, 256, 512, 1024, 2048)  # tokens of a step
+_WIDTHS = (128, 256, 512, 1024, 2048)  # tokens per step
 _PEAK_SIDE = 2048
 
 
 def run(quick: bool) -> Report:
-    """Prompts of 2,048 tokens in a 0.5 B-parameter model, by tokens a step; in both types, on one thread and on all.
-    quick: a sixth of its layers, fewer rounds."""
+    """Prompts of 2,048 tokens in a 0.5 B-parameter model, by tokens per step; in both types, on one thread and on all.
+    quick: a sixth of its layers, fewer rounds.
+    """
     rows = []
     for number in thread_counts():
         with threads(number):
@@ -40,16 +41,17 @@ def run(quick: bool) -> Report:
 
 
 def prefill_flops(text_config: Any, num_tokens: int) -> int:
-    """Floating-point operations of one prompt whose last token is answered, in any number of chunks.
+    """Floating-point operations of one prompt, up to the output of its last token, in any number of chunks.
 
-    text_config: of a Qwen2-VL. The last layer computes keys and values of all tokens, all else of the last one.
+    text_config: of a Qwen2-VL. The last layer computes keys and values of all tokens, and the rest for the last token
+    only.
     """
     hidden, inner = text_config.hidden_size, text_config.intermediate_size
     heads, layers = text_config.num_attention_heads, text_config.num_hidden_layers
     kv_width = text_config.num_key_value_heads * (hidden // heads)
     keys_and_values = 2 * hidden * kv_width
     others = 2 * hidden * hidden + 3 * hidden * inner
-    context = num_tokens * (num_tokens + 1) // 2  # tokens that are attended to, over all queries
+    context = num_tokens * (num_tokens + 1) // 2  # attended tokens, over all queries
     products = (layers * keys_and_values + (layers - 1) * others) * num_tokens + others
     attention = 2 * hidden * ((layers - 1) * context + num_tokens)
     return 2 * (products + attention + hidden * text_config.vocab_size)
@@ -62,7 +64,7 @@ def _prefills(dtype: str, num_threads: int, num_layers: int, rounds: int) -> lis
     calls: dict[int, Callable[[], object]] = {width: functools.partial(prefill, width) for width in _WIDTHS}
     calls[0] = functools.partial(torch.mm, left, right)
     seconds: dict[int, list[float]] = {key: [] for key in calls}
-    # By turns, so that a change of the machine's speed meets all of them; the first round warms up.
+    # Alternate, so that a change of the machine's speed affects all of them; the first round warms up.
     for turn in range(rounds + 1):
         for key, call in calls.items():
             started = time.perf_counter()
@@ -92,7 +94,7 @@ def _prefills(dtype: str, num_threads: int, num_layers: int, rounds: int) -> lis
 
 
 def _prefill(config: Any, dtype: str) -> Callable[[int], None]:
-    """Reads one prompt, in chunks of so many tokens."""
+    """A function that prefills one prompt in chunks of a number of tokens."""
     settings = EngineConfig(
         model="dummy", max_batch_size=1, max_step_tokens=_PROMPT, arena_bytes=2**28, prefix_cache=False
     )

@@ -1,4 +1,4 @@
-"""The one form of every bench: a table for people first, and on the last line one JSON object for machines."""
+"""The common format of every bench: a table, and one JSON object on the last line."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from atmm.tuning.tables import device_name
 
 @dataclasses.dataclass(frozen=True)
 class Goal:
-    """A promise and what was measured: `value` must be at most (or at least) `goal`."""
+    """A goal and its measurement: `value` must be at most (or at least) `goal`."""
 
     name: str
     value: float
@@ -38,8 +38,9 @@ class Goal:
 
 @dataclasses.dataclass(frozen=True)
 class Report:
-    """What a bench found. rows: one mapping per measurement, all with the same keys. title: the command, where it is
-    not `vlora bench NAME`. found: more for the JSON, by name."""
+    """The results of a bench. rows: one mapping per measurement, all with the same keys. title: the command, if it is
+    not `vlora bench NAME`. found: further values for the JSON, by name.
+    """
 
     bench: str
     rows: Sequence[Mapping[str, Any]]
@@ -78,7 +79,7 @@ class Report:
 
 
 def environment() -> dict[str, Any]:
-    """Machine, versions, threads, commit: what a figure means nothing without."""
+    """Machine, versions, threads, commit: the context required to interpret a figure."""
     return {
         "machine": f"{platform.machine()} {_cpu_name()}, {device_name('cpu')}",
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,

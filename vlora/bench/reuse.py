@@ -1,8 +1,8 @@
-"""What ten questions on one picture cost, with the prefix cache and without it, in prefills of one.
+"""The cost of ten questions about one picture, with and without the prefix cache, in units of one prefill.
 
-The floor is tokens: what stands before the questions once, then each question and the block it begins in. All engines
-encode a picture once for all of its questions, so what differs is the language model's part alone. Asked in turn, each
-question is a step of its own, which reads all weights for its few tokens: that is shown, and promised nothing.
+The floor is tokens: the prefix before the questions once, then each question and the block in which it begins. All
+engines encode a picture once for all of its questions, so only the language model's part differs. In sequence, each
+question is a separate step that reads all weights for its few tokens: the report includes this case without a goal.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from vlora.types import Request, SamplingParams, VisionInput
 
 _NUM_QUESTIONS = 10
 _QUESTION = 32  # tokens
-_SIDE = 64  # patches of a picture's side; four patches make a token
+_SIDE = 64  # patches per side of a picture; four patches make a token
 _AT_ONCE, _IN_TURN, _WITHOUT = "ten at once", "ten in turn", "ten at once, no cache"
 
 
 def run(quick: bool) -> Report:
-    """Questions on pictures of 1,024 tokens to a 0.5 B-parameter model in bfloat16, one thread, CPU time.
+    """Questions about pictures of 1,024 tokens to a 0.5 B-parameter model in bfloat16, one thread, CPU time.
 
     quick: the model's first eight layers, one round.
     """
@@ -62,7 +62,7 @@ def run(quick: bool) -> Report:
 
 
 class _Asked:
-    """An engine that is asked questions, each time on a picture it has not seen yet."""
+    """An engine that gets questions about a new picture each time."""
 
     def __init__(self, config: Any, prefix_cache: bool) -> None:
         settings = EngineConfig(
@@ -76,15 +76,15 @@ class _Asked:
             "image_grid_thw": torch.tensor([[1, _SIDE, _SIDE]]),
         }
         picture = vision_input("image", fields, _SIDE**2 // 4)
-        # Speed does not depend on the pixels: what makes a picture another one is its hash.
+        # Speed does not depend on the pixels; the hash distinguishes pictures.
         self._pictures = (msgspec.structs.replace(picture, content_hash=f"picture {n}") for n in itertools.count())
         shown = [config.image_token_id] * picture.num_tokens
         self._before = (*self._words(8), config.vision_start_token_id, *shown, config.vision_end_token_id)
         self.prompt_len = len(self._before) + _QUESTION
-        self.computed: dict[tuple[int, bool], int] = {}  # tokens, by number of questions and whether asked in turn
+        self.computed: dict[tuple[int, bool], int] = {}  # tokens, by number of questions and whether in sequence
 
     def ask(self, num_questions: int, *, in_turn: bool = False) -> None:
-        """Answer with one token each; `in_turn`: one question after the other, instead of all at once."""
+        """Answer with one token each; `in_turn`: one question after another, instead of all at once."""
         before = self._local.engine.stats().num_computed_tokens
         picture = next(self._pictures)
         requests = [self._request(f"question {n}", picture) for n in range(num_questions)]

@@ -1,4 +1,4 @@
-"""A running `vlora serve`, its processes, and adapters for it to serve: what the benches of the surfaces share."""
+"""A running `vlora serve`, its processes, and adapters for it: shared by the benches of the HTTP and RPyC APIs."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _ENDING_S = 20.0
 
 
 class Served(NamedTuple):
-    """Ports of both surfaces, and its processes: the front end first, then the engine."""
+    """Ports of both APIs, and its processes: the front end first, then the engine."""
 
     rpyc_port: int
     http_port: int
@@ -42,9 +42,10 @@ class Served(NamedTuple):
 
 @contextlib.contextmanager
 def served(*flags: str, threads: int = 1) -> Iterator[Served]:
-    """The embedded model in float32 with `ADAPTERS`, on loopback, until the block is left. flags: more of `serve`.
+    """Run the embedded model in float32 with `ADAPTERS` on loopback until the end of the block. flags: further flags
+    of `serve`.
 
-    Raises BadConfig when the server does not start; its own words are on stderr.
+    Raises BadConfig if the server does not start; its own output is on stderr.
     """
     with tempfile.TemporaryDirectory() as folder:
         _write_adapters(Path(folder))
@@ -55,20 +56,20 @@ def served(*flags: str, threads: int = 1) -> Iterator[Served]:
 
 @contextlib.contextmanager
 def running(module: str, *arguments: str) -> Iterator[Served]:
-    """A server that is the main of a module, until the block is left. Raises BadConfig as `served`."""
+    """Run the server of a module until the end of the block. Raises BadConfig as `served`."""
     process = subprocess.Popen(
         [sys.executable, "-m", module, *arguments],
         stdout=subprocess.PIPE,
         text=True,
         env={name: value for name, value in os.environ.items() if not name.startswith("VLORA_")},
     )
-    # Whoever ends the bench ends its server, too: the block is left as by an error.
+    # A signal that ends the bench also ends its server: the block exits as after an error.
     terminated = signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     try:
         assert process.stdout is not None
         ready = re.match(r"ready: rpyc \S+:(\d+) \| http \S+:(\d+) ", process.stdout.readline())
         if ready is None:
-            raise BadConfig("the server that this bench asks did not start; what it said is above")
+            raise BadConfig("the server of this bench did not start; see its output above")
         yield Served(int(ready[1]), int(ready[2]), psutil.Process(process.pid))
     finally:
         signal.signal(signal.SIGTERM, terminated)
@@ -101,5 +102,5 @@ def _write_adapters(folder: Path) -> None:
 
 
 def resident_mib(process: psutil.Process) -> float:
-    """Memory of a process that lies in RAM."""
+    """Resident memory of a process."""
     return float(process.memory_info().rss) / 2**20

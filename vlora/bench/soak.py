@@ -1,9 +1,11 @@
-"""Hundreds of clients at once for minutes: nothing lost or doubled, memory flat, and bad clients slow nobody else.
+"""Hundreds of concurrent clients for minutes: no lost or duplicate data, flat memory, and no slowdown by misbehaving
+clients.
 
-Every HTTP stream shows its tokens one by one (`logprobs`) and counts them at its end (`usage`): a token that was lost
-or came twice shows, and so does an answer that is another one than the same question got alone. Cameras get exactly one
-result for each frame, in order. Slow clients (who read nothing of a stream for seconds) and vanishing ones (who leave
-in the middle of an answer) come and go in phases, and what well-behaved clients wait is compared between phases.
+Every HTTP stream reports its tokens one by one (`logprobs`) and their count at the end (`usage`): a lost or duplicate
+token is detected, as is an answer that differs from the answer to the same question alone. Cameras get exactly one
+result for each frame, in order. Slow clients (which stop reading a stream for seconds) and vanishing ones (which
+disconnect during an answer) run in alternate phases, and the latency of well-behaved clients is compared between
+phases.
 """
 
 from __future__ import annotations
@@ -34,23 +36,24 @@ _NUM_CAMERAS = 16
 _FPS = 1.0  # of a camera
 _ANSWER_TOKENS = 16
 _NUM_SLOW = 16
-_VANISHING_S = 0.5  # one of them comes every so often
+_VANISHING_S = 0.5  # interval between vanishing clients
 _NUM_QUESTIONS = 24
-_PHASES, _PHASES_QUICK = 6, 2  # bad clients are there in every other one
+_PHASES, _PHASES_QUICK = 6, 2  # misbehaving clients run in every other phase
 _WARM_SHARE = 0.25  # of the time; caches fill
 _SAMPLE_S = 0.5
-_SMALL = 1024  # bytes that a client which does not read takes at most
+_SMALL = 1024  # buffer bytes of a client that does not read
 _ANSWER_S = 120.0
 _PATH = "/v1/chat/completions"
 _FILLING_TOKENS, _LONGEST_PROMPT = 16_000, 200  # numbers of up to five tokens each
-_PREPARING_S = 40.0  # on a machine too busy to be ready by then, it begins with what there is, and says so
-_LAST_S = 20.0  # what was asked in time may take so long after the end; then it is cut off, and counted
+# on a machine too busy to be ready by then, measuring starts with the clients ready, and the report shows it
+_PREPARING_S = 40.0
+_LAST_S = 20.0  # grace period for pending requests after the end; then they are cancelled and counted
 _GROWTH_GOAL = 1.02
 _COMPANY_GOAL = 1.25
 _THINGS = ("red", "green", "blue", "yellow", "purple", "orange", "cyan", "white")
 _QUESTIONS = tuple(f"what {what} is {which} ?" for what in ("color", "shape", "thing") for which in _THINGS)
 assert len(_QUESTIONS) == _NUM_QUESTIONS
-# Small enough to be full before anything is measured.
+# Small enough to be full before measuring starts.
 _FLAGS = ("--max-requests", "512", "--arena-bytes", str(48 * 2**20), "--vision-cache-bytes", str(4 * 2**20))
 
 
@@ -103,12 +106,12 @@ def _times(seconds: list[float]) -> dict[str, Any]:
 
 @dataclasses.dataclass
 class _Soak:
-    """What came of it. warm_s: when measuring begins, in seconds of the loop's clock; then phases of one length."""
+    """The results. warm_s: start of measuring, in seconds of the loop's clock; phases of equal length follow."""
 
     warm_s: float
     end_s: float
     num_phases: int
-    answers: list[tuple[float, float]] = dataclasses.field(default_factory=list)  # when it began and ended
+    answers: list[tuple[float, float]] = dataclasses.field(default_factory=list)  # start and end times
     frame_s: list[float] = dataclasses.field(default_factory=list)
     wrong: list[str] = dataclasses.field(default_factory=list)
     memory_mib: dict[str, list[tuple[float, float]]] = dataclasses.field(default_factory=dict)
@@ -117,23 +120,23 @@ class _Soak:
     num_dropped: int = 0
     num_cut: int = 0
     num_asks: int = 0
-    cores: dict[str, float] = dataclasses.field(default_factory=dict)  # how busy each process was; 1 is a whole core
-    filled: float = 0.0  # of what was to be put into the arena before
+    cores: dict[str, float] = dataclasses.field(default_factory=dict)  # load of each process; 1 is one full core
+    filled: float = 0.0  # fraction of the preparation's tokens put into the arena
 
     @property
     def over(self) -> bool:
         return asyncio.get_running_loop().time() >= self.end_s
 
     def phase(self, at: float) -> int:
-        """Counted from 0; -1 before the first."""
+        """The phase at this time, from 0; -1 before the first."""
         return math.floor((at - self.warm_s) / (self.end_s - self.warm_s) * self.num_phases)
 
     def bad_company(self, at: float) -> bool:
-        """Whether slow and vanishing clients are about."""
+        """Whether slow and vanishing clients run at this time."""
         return at >= self.warm_s and self.phase(at) % 2 == 1
 
     def latencies(self, *, bad: bool | None) -> list[float]:
-        """Seconds of answers since the warm-up; with `bad`, of those that lie within one phase of that kind."""
+        """Seconds of answers since the warm-up; with `bad`, of those within one phase of that kind."""
         return [
             ended - began
             for began, ended in self.answers
@@ -142,7 +145,7 @@ class _Soak:
         ]
 
     def growth(self, name: str) -> float:
-        """Memory in the last tenth of the time over that in the first tenth after the warm-up."""
+        """Memory in the last tenth of the time relative to the first tenth after the warm-up."""
         values = [value for at, value in self.memory_mib[name] if self.warm_s <= at <= self.end_s]
         part = max(1, len(values) // 10)
         return float(np.mean(values[-part:]) / np.mean(values[:part]))
@@ -153,13 +156,13 @@ async def _soak(server: Served, seconds: float, num_phases: int) -> _Soak:
     async with connected(port) as web:
         loop = asyncio.get_running_loop()
         half, ready = loop.time() + _PREPARING_S / 2, loop.time() + _PREPARING_S
-        # Each question alone, before anybody else is there; adapter by adapter, each has one if there is time for one.
+        # Each question alone, before other clients start; adapter by adapter, so that each has one if time is short.
         expected: dict[tuple[str, str], str] = {}
         for question, model in itertools.product(_QUESTIONS[::3], ADAPTERS):
             expected[model, question] = await _answer(web, model, question)
             if loop.time() > half:
                 break
-        # More prompt than the arena has room for, so that from now on it is full.
+        # More prompt tokens than the arena's capacity, so that it is full from here on.
         filled = 0
         while filled < _FILLING_TOKENS and loop.time() < ready:
             numbers = range(filled, filled + _LONGEST_PROMPT)
@@ -183,9 +186,10 @@ async def _soak(server: Served, seconds: float, num_phases: int) -> _Soak:
 
 
 async def _until(work: Sequence[Coroutine[Any, Any, None]], deadline: float, soak: _Soak) -> None:
-    """Run all side by side; those that are not done by the deadline (of the loop's clock) are cut off, and counted.
+    """Run all coroutines concurrently; those unfinished at the deadline (of the loop's clock) are cancelled and
+    counted.
 
-    Raises the first error of one of them, at once.
+    Raises the first error of any of them immediately.
     """
     tasks = [asyncio.create_task(each) for each in work]
     try:
@@ -199,7 +203,7 @@ async def _until(work: Sequence[Coroutine[Any, Any, None]], deadline: float, soa
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-# -- those who behave -------------------------------------------------------------------------------------------------
+# -- well-behaved clients ---------------------------------------------------------------------------------------------
 
 
 def _body(model: str, question: str, tokens: int = _ANSWER_TOKENS) -> dict[str, Any]:
@@ -214,13 +218,13 @@ def _body(model: str, question: str, tokens: int = _ANSWER_TOKENS) -> dict[str, 
 
 
 async def _answer(web: Connection, model: str, question: str) -> str:
-    """The text of a streamed answer that is whole. Raises ValueError for one that is not."""
+    """The text of a complete streamed answer. Raises ValueError for an incomplete one."""
     async with asyncio.timeout(_ANSWER_S):
         return whole_text(*await web.post(_PATH, _body(model, question)))
 
 
 def whole_text(status: int, body: bytes) -> str:
-    """The text that the events of a streamed answer make. Raises ValueError where one is missing, or comes twice."""
+    """The text of the events of a streamed answer. Raises ValueError for missing or duplicate events."""
     text, num_tokens, finished, ids = "", 0, 0, set()
     if status != 200:
         raise ValueError(f"status {status}: {body[:200]!r}")
@@ -229,9 +233,9 @@ def whole_text(status: int, body: bytes) -> str:
         raise ValueError(f"the stream ends with {lines[-1:]}")
     *chunks, usage = map(json.loads, lines[:-1])
     if "usage" not in usage:
-        raise ValueError(f"no usage at the end, but {usage}")
+        raise ValueError(f"the last event has no usage: {usage}")
     if broken := [chunk for chunk in chunks if "choices" not in chunk]:
-        raise ValueError(f"in the middle of the stream {broken[0]}")
+        raise ValueError(f"unexpected event in the stream: {broken[0]}")
     stopped = False
     for chunk in chunks:
         ids.add(chunk["id"])
@@ -240,9 +244,9 @@ def whole_text(status: int, body: bytes) -> str:
         num_tokens += len((choice["logprobs"] or {}).get("content", ()))
         finished += choice["finish_reason"] is not None
         stopped |= choice["finish_reason"] == "stop"
-    # The token that ends an answer is counted, and has no text.
+    # The end token is counted, and has no text.
     if num_tokens != usage["usage"]["completion_tokens"] - stopped or finished != 1 or len(ids) != 1:
-        raise ValueError(f"{num_tokens} tokens came, {finished} ends, ids {ids}; usage says {usage['usage']}")
+        raise ValueError(f"received {num_tokens} tokens, {finished} ends, ids {ids}; usage is {usage['usage']}")
     return text
 
 
@@ -259,7 +263,7 @@ async def _ask_again_and_again(soak: _Soak, port: int, expected: dict[tuple[str,
                     text = await _answer(web, model, question)
                 except (ValueError, OSError, EOFError, TimeoutError) as error:
                     soak.wrong.append(f"{model}: {question} {type(error).__name__} {error}")
-                    break  # the next one on a connection that is new
+                    break  # the next one on a new connection
                 now = loop.time()
                 if text != expected[model, question]:
                     soak.wrong.append(f"{model}: {question} {text!r} instead of {expected[model, question]!r}")
@@ -295,14 +299,14 @@ async def _film(soak: _Soak, client: AsyncClient, number: int) -> None:
             await asyncio.sleep(1 / _FPS)
         await stream.end()
         if (count := await reading) != num_sent:
-            soak.wrong.append(f"camera {number}: {num_sent} frames were sent, {count} results came")
+            soak.wrong.append(f"camera {number}: sent {num_sent} frames, received {count} results")
     except VLoraError as error:
         soak.wrong.append(f"camera {number}: {type(error).__name__} {error}")
         reading.cancel()
 
 
 def _pictures(number: int) -> itertools.cycle[bytes]:
-    """Eight JPEGs of noise, again and again."""
+    """Eight JPEGs of noise, repeated."""
     draws = np.random.default_rng(number)
     made = []
     for _ in range(8):
@@ -312,11 +316,11 @@ def _pictures(number: int) -> itertools.cycle[bytes]:
     return itertools.cycle(made)
 
 
-# -- those who do not -------------------------------------------------------------------------------------------------
+# -- misbehaving clients ----------------------------------------------------------------------------------------------
 
 
 async def _vanish(soak: _Soak, port: int) -> None:
-    """One client after the other leaves with the first bytes of its answer."""
+    """One client after another disconnects at the first bytes of its answer."""
 
     async def once() -> None:
         async with connected(port, limit=_SMALL) as web:
@@ -335,7 +339,7 @@ async def _vanish(soak: _Soak, port: int) -> None:
 
 
 async def _read_slowly(soak: _Soak, port: int) -> None:
-    """Ask, read a byte a second for a while, and begin anew."""
+    """Send a request, read one byte per second for a while, and repeat."""
     loop = asyncio.get_running_loop()
     while not soak.over:
         if not soak.bad_company(loop.time()):
@@ -350,7 +354,7 @@ async def _read_slowly(soak: _Soak, port: int) -> None:
 
 
 async def _watch(soak: _Soak, server: Served) -> None:
-    """Memory of the server's processes, and the processor time of all, the bench's own included."""
+    """Record the memory of the server's processes, and the processor time of all processes including the bench."""
     processes = server.processes
     everybody = {**processes, "bench": psutil.Process()}
     loop = asyncio.get_running_loop()

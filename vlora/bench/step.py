@@ -1,11 +1,11 @@
-"""What a decode step costs, against the installed transformers and PEFT on the same shapes, and against memory.
+"""The cost of a decode step, against the installed transformers and PEFT on the same shapes, and against memory
+bandwidth.
 
-Decode is bound by bytes: every step reads all weights once (about 1 GB in bfloat16 here) and the KV cache of every
-request. So its floor is the time in which as many bytes are read, measured in the same rounds. The baseline is
+Decode is memory-bound: every step reads all weights once (about 1 GB in bfloat16 here) and the KV cache of every
+request. Therefore its floor is the time to read the same number of bytes, measured in the same rounds. The baseline is
 transformers' own model with sdpa attention and a DynamicCache, which reads the same weights.
 
-Everything is measured on all cores and on one thread, by turns, in wall time: run it on a machine that does nothing
-else.
+All cores and one thread are measured alternately in wall time: run the bench on an otherwise idle machine.
 """
 
 from __future__ import annotations
@@ -34,15 +34,16 @@ from vlora.types import Request, SamplingParams
 
 _DTYPE = "bfloat16"
 _CONTEXT = 256  # tokens
-_WARMUP = 5  # rounds not counted; a set of adapters is packed when it has come back a few times
-_LONGEST = 256  # tokens of an answer: more than the steps of all its comparisons
+_WARMUP = 5  # rounds not counted; a set of adapters is packed after it has recurred a few times
+_LONGEST = 256  # answer tokens: more than the steps of all its comparisons
 
 Step = Callable[[], None]
 
 
 def run(quick: bool) -> Report:
     """Decode steps of a 0.5 B-parameter model on all cores and on one thread. quick: fewer rounds, and no baseline
-    that takes seconds a step."""
+    that takes seconds per step.
+    """
     bench = _Bench(rounds=3 if quick else 7)
     plain = dummy_model(half_billion_config(vision="none"), _DTYPE, torch.device("cpu"), seed=0)
     shapes = language_shapes(plain)
@@ -53,11 +54,11 @@ def run(quick: bool) -> Report:
             for rank, count in ((16, 4), (8, 16), (64, 16))
             for i in range(count)
         }
-        # An engine each: requests of one would meet in its batches.
+        # One engine each: requests of a shared one would be batched together.
         first = _TimedEngine({"r16-0": adapters["r16-0"]}, "merged_only", arena_bytes=2**30)
         second = _TimedEngine(adapters, "unmerged_only", arena_bytes=7 * 2**30)
         merged = first.begin(["r16-0"] * 16)
-        # From many to few: those that stay have their context already.
+        # From large to small batches: the remaining requests already have their context.
         for batch, floor_goal, baseline_goal in ((16, 2.0, 0.5), (8, 1.5, None), (4, 1.5, 0.5), (1, 1.5, 0.6)):
             first.keep(batch)
             steps = {"merged": merged, "floor": _reading(weight_bytes + batch * _kv_bytes(plain))}
@@ -81,14 +82,14 @@ def run(quick: bool) -> Report:
                 steps = {"unmerged, plain": second.begin(names), "merged, plain": merged}
                 bench.compare("unmerged, 16 adapters of rank 8 in 16, plain kernels", steps, {}, scales=False)
         if not quick:
-            # Last, because PEFT changes the model that it is given.
+            # Last, because PEFT modifies the given model.
             steps = {"unmerged": second.begin([f"r8-{i}" for i in range(16)]), "PEFT": _peft_step(plain, 16, 8)}
             bench.compare("unmerged, 16 adapters of rank 8 in 16", steps, {"PEFT": 0.4}, scales=False)
     return Report("step", bench.rows, bench.goals)
 
 
 class _Bench:
-    """Compares steps on all cores and on one thread, and keeps what was found."""
+    """Compares steps on all cores and on one thread, and collects the results."""
 
     def __init__(self, rounds: int) -> None:
         self._rounds = rounds
@@ -107,8 +108,10 @@ class _Bench:
     ) -> None:
         """Time the first step against the others.
 
-        goals: at most, for the ratio to each of the others. scales: whether two threads must be faster than one.
-        bytes_ratio: bytes that the step reads over those of the other, the ratio of two steps bound by memory.
+        Args:
+            goals: upper bounds of the ratio to each of the others.
+            scales: whether two threads must be faster than one.
+            bytes_ratio: bytes that the step reads relative to the other, the ratio of two memory-bound steps.
         """
         calls = {(what, threads): _on(threads, step) for threads in self._numbers for what, step in steps.items()}
         keys = {f"{what} {threads}": (what, threads) for what, threads in calls}
@@ -149,7 +152,7 @@ def _on(threads: int, step: Step) -> Step:
 
 
 def _reading(num_bytes: int) -> Step:
-    """Reads as many bytes once, as fast as torch can."""
+    """Reads this many bytes once, as fast as torch can."""
     values = torch.ones(num_bytes // 4)
 
     def step() -> None:
@@ -165,7 +168,7 @@ def _without_compiled_kernels() -> Iterator[None]:
     os.environ["ATMM_COMPILED"] = "0"
     atmm.load_kernels.cache_clear()
     chosen = dict(matmul.measured)
-    matmul.measured.clear()  # they may name the kernels
+    matmul.measured.clear()  # cached measurements may name the kernels
     try:
         yield
     finally:
@@ -181,20 +184,20 @@ def _adapter_bytes(shapes: Mapping[str, tuple[int, int]], rank: int) -> int:
 
 
 def _weight_bytes(model: Any) -> int:
-    """What a decode step reads of a model without adapters: layers, and the embedding as its output head."""
+    """Bytes that a decode step reads of a model without adapters: layers, and the embedding as its output head."""
     language = model.model.language_model
     return sum(parameter.numel() * parameter.element_size() for parameter in language.parameters())
 
 
 def _kv_bytes(model: Any) -> int:
-    """KV that a decode step reads for one request of the bench."""
+    """KV bytes that a decode step reads for one request of the bench."""
     text = model.config.text_config
     width = text.hidden_size // text.num_attention_heads
     return 2 * 2 * text.num_hidden_layers * text.num_key_value_heads * width * _CONTEXT
 
 
 class _TimedEngine:
-    """An engine with adapters loaded, whose decode steps can be run one at a time."""
+    """An engine with loaded adapters that runs individual decode steps."""
 
     def __init__(self, adapters: Mapping[str, str], policy: str, arena_bytes: int) -> None:
         settings = EngineConfig(
@@ -204,7 +207,7 @@ class _TimedEngine:
             max_step_tokens=512,
             arena_bytes=arena_bytes,
             merge_fidelity_floor=0.0,
-            prefix_cache=False,  # the requests of a batch read KV of their own
+            prefix_cache=False,  # each request of a batch reads its own KV
         )
         self._engine = LocalEngine(
             settings, model=dummy_model(half_billion_config(vision="none"), _DTYPE, torch.device("cpu"), 0)
@@ -215,8 +218,9 @@ class _TimedEngine:
         self._num_begun = 0
 
     def begin(self, adapters: Sequence[str]) -> Step:
-        """Prefill one request per adapter to `_CONTEXT` tokens, ending those before. The call returned runs one decode
-        step of them, or of those that are kept."""
+        """Prefill one request per adapter to `_CONTEXT` tokens, ending earlier ones. The returned call runs one decode
+        step of these requests, or of those that are kept.
+        """
         self.keep(0)
         generator = torch.Generator().manual_seed(0)
         for adapter in adapters:
@@ -239,14 +243,14 @@ class _TimedEngine:
         return step
 
     def keep(self, batch: int) -> None:
-        """End all requests but the first ones."""
+        """End all requests except the first `batch`."""
         for request_id in self._ids[batch:]:
             self._engine.cancel(request_id)
         del self._ids[batch:]
 
 
 def _filled_cache(config: Any, batch: int) -> DynamicCache:
-    """As if the context had been read: attention takes as long over any values."""
+    """A cache as after reading the context: attention time does not depend on the values."""
     cache = DynamicCache(config=config)
     heads, width = config.num_key_value_heads, config.hidden_size // config.num_attention_heads
     generator = torch.Generator().manual_seed(batch)

@@ -1,4 +1,4 @@
-"""CPU time, pair by pair: what can be trusted on a shared machine is the ratio of two things run side by side."""
+"""Paired CPU time: on a shared machine, only the ratio of two interleaved measurements is reliable."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from vlora.engine.cpu_cores import default_threads
 
 
 def work_seconds(device: torch.device) -> Callable[[], float]:
-    """A clock of what is done on a device.
+    """A clock for work on a device.
 
-    With one thread of a CPU, the process's own CPU seconds, so that other work on the machine does not look like the
-    model's. With several threads, and on a GPU, the time that passes: nothing else may run there.
+    With one thread of a CPU, the process's own CPU seconds, which exclude other load on the machine. With several
+    threads, and on a GPU, wall time: run no other load there.
     """
     one_thread = device.type == "cpu" and torch.get_num_threads() == 1
     return time.process_time if one_thread else time.perf_counter
@@ -24,7 +24,7 @@ def work_seconds(device: torch.device) -> Callable[[], float]:
 
 @contextmanager
 def threads(number: int) -> Iterator[None]:
-    """torch computes with so many threads until the block ends."""
+    """Set torch's number of threads until the end of the block."""
     before = torch.get_num_threads()
     torch.set_num_threads(number)
     try:
@@ -34,7 +34,7 @@ def threads(number: int) -> Iterator[None]:
 
 
 def thread_counts() -> list[int]:
-    """What benches measure: the threads of a server by default, then one."""
+    """The thread counts of a bench: a server's default, then one."""
     return sorted({default_threads(), 1}, reverse=True)
 
 
@@ -48,9 +48,9 @@ def interleaved(
     warmup: int = 2,
     clock: Callable[[], float] = time.process_time,
 ) -> dict[str, list[float]]:
-    """CPU seconds of each candidate, `rounds` times, in turn A B C A B C ..., after `warmup` rounds not counted.
+    """CPU seconds of each candidate, `rounds` times, in turn A B C A B C ..., after `warmup` uncounted rounds.
 
-    clock: `time.perf_counter` where several threads work, whose idle ones spin.
+    clock: `time.perf_counter` for candidates with several threads, because idle threads spin.
     """
     seconds: dict[str, list[float]] = {name: [] for name in candidates}
     for turn in range(warmup + rounds):
@@ -67,5 +67,5 @@ def median_ms(seconds: Sequence[float]) -> float:
 
 
 def median_ratio(seconds: Sequence[float], baseline: Sequence[float]) -> float:
-    """Median over the pairs of one round: drift of the machine's speed cancels out."""
+    """Median over the pairs of one round, in which drift of the machine's speed cancels out."""
     return statistics.median(a / b for a, b in zip(seconds, baseline, strict=True))

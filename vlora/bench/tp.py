@@ -1,12 +1,13 @@
-"""What an adapter costs on several ranks, by how it lies on them: BD-LoRA's figure 5, and what `auto` makes of it.
+"""The cost of an adapter on several ranks by its layout: BD-LoRA's figure 5, and the choice of `auto`.
 
-Three adapters with about as many parameters: a dense one `replicated` (Punica) or split (`slora`), and a block-diagonal
-one (`bd`) of a higher rank. Decode steps of a full batch with one adapter, and a prompt, as in the paper. On a CPU two
-ranks of one thread each, and slower networks by a wait in every collective; on GPUs as many ranks as there
-are, over NCCL as it is (not measured yet).
+Three adapters with about the same number of parameters: a dense one `replicated` (Punica) or split (`slora`), and a
+block-diagonal one (`bd`) of a higher rank. Decode steps of a full batch with one adapter, and a prompt, as in the
+paper. On a CPU, two ranks of one thread each, with slower networks emulated by a delay in every collective; on GPUs,
+all available ranks over NCCL (not measured yet).
 
-`auto` chooses between the first two, which are ways for one adapter to lie. A block-diagonal adapter is another one,
-trained or converted to be so: a step with it is told beside a step with what `auto` took, and `auto` has no part in it.
+`auto` chooses between the first two, which are layouts of one adapter. A block-diagonal adapter is a different adapter,
+trained or converted to this form: the report shows its step next to the step of `auto`'s choice, but `auto` never
+selects it.
 """
 
 from __future__ import annotations
@@ -37,20 +38,22 @@ _BATCHES = (1, 64)
 _DTYPE = "bfloat16"
 _NUM_LAYERS = 4
 _CONTEXT, _PROMPT = 64, 256  # tokens
-_WITHIN = 1.05  # of the better way: what `auto` takes
+_WITHIN = 1.05  # relative to the faster layout, for `auto`'s choice
 
 Shapes = Mapping[str, tuple[int, int]]
 
 
 def run(quick: bool, latencies_us: Sequence[int] = ()) -> Report:
-    """latencies_us: what each collective takes on top, of a CPU's ranks. quick: fewer latencies and rounds.
+    """latencies_us: delays added to each collective between ranks on a CPU. quick: fewer latencies and rounds.
 
-    Raises BadConfig where there are several GPUs and latencies are asked for.
+    Raises BadConfig if there are several GPUs and latencies are given.
     """
     num_gpus = torch.cuda.device_count()
     on_gpu = num_gpus > 1
     if on_gpu and latencies_us:
-        raise BadConfig("latencies are injected between ranks on a CPU; GPUs are timed as they are: drop --latency-us")
+        raise BadConfig(
+            "latencies can be added between ranks on a CPU only; GPUs are measured without: remove --latency-us"
+        )
     size = 2 ** (num_gpus.bit_length() - 1) if on_gpu else 2
     latencies = (0,) if on_gpu else tuple(latencies_us) or (LATENCIES_US[::2] if quick else LATENCIES_US)
     model_config: Any = ranks_config(_NUM_LAYERS)
@@ -118,7 +121,7 @@ def _cells(latencies_us: Sequence[int], quick: bool) -> list[Cell]:
 
 
 def _write_adapters(folder: Path, shapes: Shapes, size: int) -> dict[str, Adapter]:
-    """Every kind at every rank; block-diagonal ones at the rank that makes about as many parameters."""
+    """Write every kind at every rank; block-diagonal ones at the rank with about the same number of parameters."""
     adapters: dict[str, Adapter] = {}
     for rank in _RANKS:
         dense = write_adapter(folder / f"dense-{rank}", shapes, rank, seed=rank)
@@ -170,8 +173,9 @@ def _rows(measured: Measured, memory: Memory) -> list[dict[str, Any]]:
 
 
 def _goals(rows: Sequence[Mapping[str, Any]]) -> list[Goal]:
-    """What `auto` took never far behind the other way of the same adapter, by phase and batch: at every rank and
-    latency. Below 1 it is ahead."""
+    """Limits for `auto`'s choice relative to the other layout of the same adapter, by phase and batch: at every rank
+    and latency. Below 1 it is faster.
+    """
     of = [(row["phase"], row["batch"]) for row in rows]
     return [
         Goal(
@@ -198,11 +202,12 @@ def formula(
     dtype: torch.dtype,
     travels: torch.dtype,
 ) -> dict[tuple[str, str], tuple[int, int]]:
-    """What a step of `batch` requests, with these adapters in turn, must say in its forward; adapters are named
-    KIND-RANK. travels: what the hidden values x a^T are exchanged in.
+    """Expected collectives in the forward of a step of `batch` requests, with these adapters in turn; adapters are
+    named KIND-RANK. travels: dtype in which the hidden values x a^T are exchanged.
 
-    The base model: two sums a layer. Replicated and block-diagonal adapters: nothing more. S-LoRA's: two gathers (of
-    five layers' products) and two sums a layer, whatever the number of adapters (section 6.2)."""
+    The base model: two all-reduces per layer. Replicated and block-diagonal adapters: none in addition. S-LoRA's: two
+    gathers (of five layers' products) and two all-reduces per layer, for any number of adapters (section 6.2).
+    """
     values = sum(
         int(name.rpartition("-")[2])
         for name in itertools.islice(itertools.cycle(adapters), batch)
@@ -218,7 +223,7 @@ def formula(
 
 
 def unlike(said: Mapping[tuple[str, str], tuple[int, int]], wanted: Mapping[tuple[str, str], tuple[int, int]]) -> bool:
-    """Whether a step said anything but one broadcast of rank 0's orders, of any size, and what is wanted."""
+    """Whether a step's collectives differ from one broadcast of rank 0's orders, of any size, and the expected ones."""
     orders, _ = said.get(("broadcast", "orders"), (0, 0))
     forward = {key: entry for key, entry in said.items() if key != ("broadcast", "orders")}
     return orders != 1 or forward != wanted

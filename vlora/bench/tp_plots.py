@@ -1,4 +1,4 @@
-"""Pictures of `vlora bench tp`: BD-LoRA's figure 5, a column for each latency, and which kind wins where."""
+"""Plots of `vlora bench tp`: BD-LoRA's figure 5, a column for each latency, and the fastest kind."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ matplotlib.use("agg")
 
 Row = Mapping[str, Any]
 _COLORS = {"replicated": "C2", "slora": "C0", "bd": "C1"}  # as in the paper
-_LEVEL = 1.05  # of the fastest: what counts as no slower
+_LEVEL = 1.05  # relative to the fastest; up to here a kind counts as equally fast
 
 
 def draw(rows: Sequence[Row], folder: Path) -> None:
@@ -29,7 +29,7 @@ def _steps(rows: Sequence[Row]) -> list[tuple[str, int]]:
 
 
 def _curves(rows: Sequence[Row], path: Path) -> None:
-    """Milliseconds of a step against the rank of the dense kinds, `bd` having as many parameters."""
+    """Milliseconds of a step against the rank of the dense kinds; `bd` has the same number of parameters."""
     steps, latencies = _steps(rows), sorted({row["latency us"] for row in rows})
     figure, panels = pyplot.subplots(
         len(steps), len(latencies), figsize=(4 * len(latencies), 3.2 * len(steps)), squeeze=False, sharey="row"
@@ -48,15 +48,16 @@ def _curves(rows: Sequence[Row], path: Path) -> None:
         if column == 0:
             panel.set_ylabel("ms a step")
     for row_of_panels in panels:
-        row_of_panels[0].set_ylim(bottom=0)  # only now: a limit ends the axes' own choice of the other one
+        row_of_panels[0].set_ylim(bottom=0)  # last, because a fixed limit disables autoscaling of the other one
     panels[0][0].legend(fontsize=8)
-    figure.suptitle("A step by how its adapter lies on ranks; µs: injected into every collective")
+    figure.suptitle("Step time by adapter layout on ranks; µs: injected into every collective")
     _save(figure, path)
 
 
 def _wins(rows: Sequence[Row], path: Path) -> None:
-    """A panel for each kind of step: which kinds are fastest by rank and latency, how far split factors are behind
-    replicated ones, and from which rank on they are predicted to be ahead."""
+    """A panel for each kind of step: the fastest kinds by rank and latency, the time of split relative to replicated
+    factors, and the rank from which they are predicted to be faster.
+    """
     steps, latencies = _steps(rows), sorted({row["latency us"] for row in rows})
     figure, panels = pyplot.subplots(1, len(steps), figsize=(5 * len(steps), 1.6 + len(latencies)), squeeze=False)
     for panel, step in zip(panels[0], steps, strict=True):

@@ -1,6 +1,6 @@
-"""One rank of `vlora bench tp`: what an engine's rank has, without the scheduler, so that steps can be repeated.
+"""One rank of `vlora bench tp`: the parts of an engine's rank without the scheduler, so that steps can be repeated.
 
-All ranks go through the same lines in the same order; rank 0 also sends each step's batch, as an engine does, and keeps
+All ranks execute the same lines in the same order; rank 0 also sends each step's batch, as an engine does, and keeps
 the time.
 """
 
@@ -45,7 +45,7 @@ Ledger = dict[tuple[str, Cause], Entry]
 
 @dataclasses.dataclass(frozen=True)
 class Adapter:
-    """One to load: its folder, and how its factors lie on ranks if they are dense."""
+    """One adapter to load: its folder, and the layout of its factors on ranks if they are dense."""
 
     path: str
     way: Way
@@ -55,7 +55,7 @@ class Adapter:
 class Cell:
     """Steps to compare: `batch` requests decode, or one prompt of `num_tokens`, with these adapters (None: without).
 
-    latency_s: what every collective of the forward takes on top of what it takes here.
+    latency_s: delay added to every collective of the forward.
     """
 
     phase: str
@@ -68,8 +68,9 @@ class Cell:
 
 @dataclasses.dataclass(frozen=True)
 class Measured:
-    """seconds: of each adapter's steps, by round. chosen: what `auto` takes for each dense adapter, at this latency
-    and with this many requests in a batch. slora_from: the rank from which it would take `slora`."""
+    """seconds: of each adapter's steps, by round. chosen: the choice of `auto` for each dense adapter, at this latency
+    and batch size. slora_from: the rank from which it would choose `slora`.
+    """
 
     cell: Cell
     seconds: Mapping[str | None, Sequence[float]]
@@ -79,8 +80,9 @@ class Measured:
 
 @dataclasses.dataclass(frozen=True)
 class Memory:
-    """Bytes on one rank: of all weights, of a token's KV (pages round that up, for few layers a lot), of each
-    adapter."""
+    """Bytes on one rank: of all weights, of a token's KV (rounded up to pages, which is significant for few layers),
+    of each adapter.
+    """
 
     weights: int
     kv_of_a_token: int
@@ -89,8 +91,9 @@ class Memory:
 
 @dataclasses.dataclass(frozen=True)
 class Setup:
-    """What all ranks are told. context: tokens of a decoding request. ledgers: steps to keep the books of, as the
-    adapters of a batch's requests in turn, and the batch's size."""
+    """The settings of all ranks. context: tokens of a decoding request. ledgers: steps with recorded collectives, as
+    the adapters of a batch's requests in turn, and the batch size.
+    """
 
     config: EngineConfig
     adapters: Mapping[str, Adapter]
@@ -100,7 +103,7 @@ class Setup:
 
 
 class DelayedGroup(Group):
-    """A group on a slower network: each collective of the forward takes `latency_s` more, on every rank."""
+    """A group on a slower network: each collective of the forward takes `latency_s` longer, on every rank."""
 
     latency_s = 0.0
 
@@ -115,8 +118,9 @@ class DelayedGroup(Group):
         return tensor
 
     def _wait(self) -> None:
-        """Asleep, for where ranks share cores with others, who stays awake soon waits for a core; and awake at the end,
-        because a sleep takes longer than it should."""
+        """Sleep, because ranks may share cores and a spinning rank soon has to wait for a core; then spin to the end,
+        because a sleep overruns.
+        """
         until = time.perf_counter() + self.latency_s
         if self.latency_s > _OVERSLEPT_S:
             time.sleep(self.latency_s - _OVERSLEPT_S)
@@ -125,7 +129,7 @@ class DelayedGroup(Group):
 
 
 class Rank:
-    """Model, adapters and requests. Made on all ranks at once; so is every call."""
+    """Model, adapters and requests. All ranks construct it at once, and make every call at once."""
 
     def __init__(self, setup: Setup, rank: int, ends: Ends, store_file: str) -> None:
         """ends, store_file: see Group."""
@@ -137,7 +141,7 @@ class Rank:
         shard(seam, group)
         self.device = seam.device
         layout = lay_out(config, seam, group, loaded=False)
-        layout.arena.bytes.zero_()  # the KV of tokens that are taken to be computed
+        layout.arena.bytes.zero_()  # the KV of tokens that count as computed
         self._appointed = Appointed()
         side = DeviceSide(config, layout, self._appointed, executor=Inline(), group=group)
         self._bank, self._runner = side.bank, side.runner
@@ -155,7 +159,7 @@ class Rank:
         self._tables["prefill"] = self._add("prefill", max(cell.num_tokens for cell in setup.cells))
 
     def _load(self, name: str, adapter: Adapter) -> int:
-        """Bytes that it takes on this rank."""
+        """Load an adapter; returns its bytes on this rank."""
         seam = self._seam
         header = read_header(Path(adapter.path), self._bank.sites, seam.hidden_size, adapter.way)
         host = load_adapter(name, header, seam.dtype, lambda _: 1.0)
@@ -166,15 +170,16 @@ class Rank:
         return host.run.nbytes
 
     def _add(self, request_id: str, num_tokens: int) -> tuple[int, ...]:
-        """A request of this many tokens; its block table."""
+        """Add a request with this many tokens; returns its block table."""
         prompt = torch.randint(3, 1000, (num_tokens,), generator=torch.Generator().manual_seed(0)).tolist()
         sampling = SamplingParams(max_tokens=1, ignore_eos=True)
         self._runner.add(Request(request_id=request_id, prompt_ids=tuple(prompt), sampling=sampling), None)
         return tuple(next(self._blocks) for _ in range(-(-num_tokens // self._setup.config.block_size)))
 
     def measure(self) -> Iterator[Measured]:
-        """Every cell in turn. Within one, adapters take turns in an order drawn anew, for each leaves the caches to the
-        next in a state of its own."""
+        """Measure every cell in turn. Within a cell, adapters alternate in random order, because each leaves the
+        caches in a different state.
+        """
         draw = random.Random(0)
         for cell in self._setup.cells:
             self._group.latency_s = cell.latency_s
@@ -183,12 +188,12 @@ class Rank:
             for turn in range(cell.rounds + 1):
                 for adapter in draw.sample(cell.adapters, len(cell.adapters)):
                     taken = self._step(batches[adapter])
-                    if turn:  # the first prepares
+                    if turn:  # the first round warms up
                         seconds[adapter].append(taken)
             yield Measured(cell, seconds, *self._choose(cell.batch))
 
     def keep_books(self) -> list[Ledger]:
-        """What was said in each step of the setup's `ledgers`."""
+        """The recorded collectives of each step of the setup's `ledgers`."""
         self._group.latency_s = 0.0
         found = []
         for adapters, batch in self._setup.ledgers:
@@ -199,7 +204,7 @@ class Rank:
         return found
 
     def _choose(self, batch: int) -> tuple[dict[str, Way], float | None]:
-        """What an engine with this many requests in a batch would take, and from which rank on split factors."""
+        """The choice of an engine with this many requests in a batch, and the rank from which factors are split."""
         config = dataclasses.replace(self._setup.config, max_batch_size=batch, sharding=())
         sites, dtype = self._bank.sites, self._seam.dtype
         costs = measure(self._group, batch, dtype, self._seam.device)
@@ -223,7 +228,7 @@ class Rank:
         return Batch(mode=Mode.UNMERGED, merged_adapter=None, items=items)
 
     def _decode(self, number: int, adapter: str | None) -> BatchItem:
-        """The request's last token, again and again."""
+        """The request's last token, repeatedly."""
         name = f"decode-{number}"
         return BatchItem(name, adapter, self._setup.context - 1, 1, self._tables[name], True)
 
@@ -249,8 +254,9 @@ def _follow(setup: Setup, rank: int, ends: Ends, store_file: str) -> None:
 
 @contextlib.contextmanager
 def leading(setup: Setup, store_file: str) -> Iterator[Rank]:
-    """Rank 0 in this process, the others in processes of their own until the block ends. Call `keep_books` first, then
-    go through `measure`. store_file: a new one, for NCCL."""
+    """Run rank 0 in this process and the others in processes of their own until the end of the block. Call
+    `keep_books` first, then iterate over `measure`. store_file: a new one, for NCCL.
+    """
     context = fork_server()
     mine, *theirs = connect(setup.config.tensor_parallel)
     others = [
@@ -260,7 +266,7 @@ def leading(setup: Setup, store_file: str) -> Iterator[Rank]:
     for process in others:
         process.start()
     for end in itertools.chain.from_iterable(ends.values() for ends in theirs):
-        end.close()  # a rank's own is then the last one, and closes with it
+        end.close()  # the rank's own end is then the last one, and closes with it
     try:
         yield Rank(setup, 0, mine, store_file)
     finally:

@@ -1,7 +1,7 @@
-"""What the encoding of ten 1,024 x 1,024 pictures costs requests that decode, and what dividing it costs altogether.
+"""The cost of encoding ten 1,024 x 1,024 pictures for decoding requests, and the total cost of splitting the encoding.
 
-The twin encodes in the step: all pictures that wait, whole. Both engines answer the same requests, by turns; figures
-are medians over rounds.
+The reference engine encodes in the step: all waiting pictures, whole. Both engines answer the same requests,
+alternately; figures are medians over rounds.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from vlora.models.loading import dummy_model
 from vlora.orchestrator import CostModel, StepSize
 from vlora.types import Request, RequestOutput, SamplingParams, VisionInput
 
-_SIDE = 74  # patches of the side of a picture of 1,024 pixels, rounded to whole tokens
+_SIDE = 74  # patches per side of a picture of 1,024 pixels, rounded to whole tokens
 _TOWER = {"depth": 2, "embed_dim": 384, "num_heads": 6, "mlp_ratio": 4}
 _NUM_DECODING = 8
 
@@ -35,8 +35,9 @@ class _Step(NamedTuple):
 
 
 class _Found(NamedTuple):
-    """plain, beside: seconds of decode steps without and with pictures being encoded. total_s: from the pictures'
-    arrival to the last answer."""
+    """plain, beside: seconds of decode steps without and with concurrent encoding of pictures. total_s: from the
+    pictures' arrival to the last answer.
+    """
 
     plain: list[float]
     beside: list[float]
@@ -86,7 +87,7 @@ def _p99(seconds: list[float]) -> float:
 
 
 class _Sizes(CostModel):
-    """Remembers what was in the last step."""
+    """Records the size of the last step."""
 
     last: StepSize | None = None
 
@@ -96,7 +97,7 @@ class _Sizes(CostModel):
 
 
 class _Machine:
-    """An engine whose steps are timed one by one."""
+    """An engine that times individual steps."""
 
     def __init__(self, config: Any, encode_share: float) -> None:
         self._config, self._sizes = config, _Sizes()
@@ -113,10 +114,10 @@ class _Machine:
         self._numbers = itertools.count()
 
     def run(self, num_pictures: int, answer: int) -> _Found:
-        """Decode steps alone, then with the pictures of others, to the last answer."""
+        """Run decode steps alone, then with the pictures of other requests, until the last answer."""
         picture = dummy_picture(self._config, _SIDE)
         self._add([picture], 1)
-        self._finish()  # the price of a patch is known
+        self._finish()  # the cost per patch is now known
         for _ in range(_NUM_DECODING):
             self._add([], answer)
         plain = [step.seconds for step in (self._step() for _ in range(60)) if _decodes(step)][10:]
@@ -153,7 +154,7 @@ class _Machine:
             Request(
                 request_id=f"r{number}",
                 prompt_ids=(*shown, *range(3 + number % 50, 35 + number % 50)),
-                # Speed does not depend on the pixels: what makes a picture another one is its hash.
+                # Speed does not depend on the pixels; the hash distinguishes pictures.
                 vision=tuple(msgspec.structs.replace(each, content_hash=f"picture {number}") for each in pictures),
                 sampling=SamplingParams(max_tokens=answer, ignore_eos=True),
             )
@@ -161,5 +162,5 @@ class _Machine:
 
 
 def _decodes(step: _Step) -> bool:
-    """Whether all tokens of a step were of requests that decode."""
+    """Whether all tokens of a step belong to decoding requests."""
     return step.size is not None and step.size.num_tokens == _NUM_DECODING

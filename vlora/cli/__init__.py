@@ -1,4 +1,4 @@
-"""The `vlora` command. Imports what a command needs only when that command runs: help and queries never load torch."""
+"""The `vlora` command. Imports a command's dependencies only when it runs: help and queries never load torch."""
 
 from __future__ import annotations
 
@@ -19,7 +19,9 @@ _NOT_WRITTEN = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 
 
 def main() -> None:
-    """The console script: one line on stderr for what a user can mend, no traceback; 2 user error, 1 other failure."""
+    """Console script entry point. Prints user errors as one line on stderr without a traceback; exit code 2 for user
+    errors, 1 for other failures.
+    """
     try:
         sys.exit(cli.main(prog_name="vlora", standalone_mode=False))
     except click.Abort:
@@ -33,7 +35,7 @@ def main() -> None:
     except (EngineDead, StepFailed) as error:
         _fail(str(error), 1)
     except BadPlan as error:
-        # Up to twenty mistakes, each with its place: a line for each.
+        # Up to twenty errors, each with its location, one per line.
         print("\n".join(f"error: {line}" for line in str(error).splitlines()), file=sys.stderr)
         sys.exit(2)
     except VLoraError as error:
@@ -41,10 +43,10 @@ def main() -> None:
     except KeyboardInterrupt:
         sys.exit(130)
     except OSError as error:
-        # What is left to write would fail again, at exit.
+        # Pending output would fail again at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         if isinstance(error, BrokenPipeError):
-            sys.exit(1)  # the reader of our output left; there is nobody to tell
+            sys.exit(1)  # the reader of the output closed the pipe
         if error.errno not in _NOT_WRITTEN:
             raise
         where = "" if error.filename is None else f" {str(error.filename)!r}"
@@ -52,7 +54,7 @@ def main() -> None:
 
 
 def _where(error: click.UsageError) -> str:
-    """Where a bad value stands, if not on the command line."""
+    """The source of an invalid value, unless it is the command line."""
     if not isinstance(error, click.BadParameter) or error.ctx is None or error.param is None or not error.param.name:
         return ""
     source = error.ctx.get_parameter_source(error.param.name)

@@ -1,4 +1,4 @@
-"""`vlora adapters`: list the adapters of a running server, and change them."""
+"""`vlora adapters`: list, load, unload and pin the adapters of a running server."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ if TYPE_CHECKING:
 @json_option
 @click.pass_context
 def adapters(context: click.Context, client: Client, as_json: bool) -> None:
-    """List the adapters of a server, with their heads; or load, unload, pin and unpin one.
+    """List the adapters of a server with their heads, or load, unload, pin and unpin one.
 
     \b
         vlora adapters --json
         vlora adapters load signs /srv/adapters/signs
 
-    Where the server asks for tokens, changes take an admin's, in VLORA_TOKEN.
+    If the server requires tokens, changes require an admin token in VLORA_TOKEN.
     """
     if context.invoked_subcommand is None:
         _list(client, as_json=as_json)
@@ -38,14 +38,14 @@ def adapters(context: click.Context, client: Client, as_json: bool) -> None:
         assert option.name is not None
         if context.get_parameter_source(option.name) is ParameterSource.COMMANDLINE:
             assert isinstance(option, click.Option)
-            raise click.UsageError(f"write --{long_flag(option)} behind {context.invoked_subcommand!r}", context)
+            raise click.UsageError(f"write --{long_flag(option)} after {context.invoked_subcommand!r}", context)
 
 
 @adapters.command("list")
 @server_option
 @json_option
 def list_adapters(client: Client, as_json: bool) -> None:
-    """List the adapters of a server, with their heads.
+    """List the adapters of a server with their heads.
 
     \b
         vlora adapters list --json
@@ -64,8 +64,8 @@ def load(name: str, path: str, client: Client, as_json: bool) -> None:
     \b
         vlora adapters load signs /srv/adapters/signs
 
-    The folder is in the file system of the server's machine; a relative path starts at the current folder. A name that
-    is in use gets the new content once all of it was read and found good.
+    The folder is in the file system of the server's machine; a relative path starts at the current folder. If NAME is
+    already registered, its content is replaced after the new adapter is read and validated.
     """
     with client, waiting(f"loading {name}"):
         status = client.load_adapter(name, os.path.abspath(os.path.expanduser(path)))
@@ -74,11 +74,11 @@ def load(name: str, path: str, client: Client, as_json: bool) -> None:
 
 @adapters.command()
 @click.argument("name")
-@click.option("--drain", is_flag=True, help="Let its requests finish instead of cancelling them.")
+@click.option("--drain", is_flag=True, help="Let its running requests finish instead of cancelling them.")
 @server_option
 @json_option
 def unload(name: str, drain: bool, client: Client, as_json: bool) -> None:
-    """Forget the adapter NAME; its files stay.
+    """Unregister the adapter NAME; its files stay.
 
     \b
         vlora adapters unload signs --drain
@@ -96,7 +96,7 @@ def unload(name: str, drain: bool, client: Client, as_json: bool) -> None:
 @server_option
 @json_option
 def pin(name: str, client: Client, as_json: bool) -> None:
-    """Bring the adapter NAME to the device and keep it there.
+    """Load the adapter NAME onto the device and keep it resident.
 
     \b
         vlora adapters pin signs
@@ -111,7 +111,7 @@ def pin(name: str, client: Client, as_json: bool) -> None:
 @server_option
 @json_option
 def unpin(name: str, client: Client, as_json: bool) -> None:
-    """Let the adapter NAME leave the device again.
+    """Allow the adapter NAME to be evicted from the device again.
 
     \b
         vlora adapters unpin signs

@@ -1,4 +1,4 @@
-"""Commands that ask a running server about much at once, or about itself."""
+"""Commands that send many requests to a running server, or query its state."""
 
 from __future__ import annotations
 
@@ -20,25 +20,25 @@ from vlora.errors import BadRequest, VLoraError
 if TYPE_CHECKING:
     from vlora.client import Client
 
-_KERNELS = {"compiled": "compiled C++", "plain torch": "plain torch, slower: there is no C++ compiler that works"}
+_KERNELS = {"compiled": "compiled C++", "plain torch": "plain torch (slower): no working C++ compiler found"}
 
 
 @cli.command()
 @click.argument("sources", nargs=-1, required=True)
-@click.option("-a", "--adapter", required=True, help="Adapter that has the heads.")
+@click.option("-a", "--adapter", required=True, help="Adapter that contains the heads.")
 @click.option("--head", "heads", multiple=True, required=True, help="Task head that answers; may be repeated.")
 @click.option(
     "--fps",
     type=click.FloatRange(min=0, min_open=True),
-    help="Frames a second of a clip; a head's clip has as many frames as it reads. A clip of each second if not given.",
+    help="Frames per second of a clip; a clip has as many frames as its head reads. Default: one clip per second.",
 )
 @click.option(
     "-o",
     "--out",
     type=click.Path(file_okay=False, path_type=Path),
-    help="Folder for NAME.jsonl, NAME.csv and NAME.webm (of several heads: NAME.HEAD.*); earlier ones are replaced.",
+    help="Folder for NAME.jsonl, NAME.csv and NAME.webm (NAME.HEAD.* with several heads); existing files are replaced.",
 )
-@click.option("--max-latency-s", type=float, help="Longest time to an answer; no bound if not given.")
+@click.option("--max-latency-s", type=float, help="Maximum latency of an answer. Default: no bound.")
 @wait_option
 @server_option
 @json_option
@@ -54,21 +54,21 @@ def stream(
     client: Client,
     as_json: bool,
 ) -> None:
-    """Ask task heads about videos and cameras, many at once, clip by clip.
+    """Query task heads about videos and cameras, many at once, clip by clip.
 
     \b
         vlora stream street.mp4 --adapter traffic --head jam
         vlora stream street.mp4 --adapter traffic --head jam --head cars --fps 4
         vlora stream rtsp://camera-7/main 0 videos/ --adapter traffic --head jam --out results
 
-    A source is a file, a camera's number, a URL, or a folder of videos and pictures; all heads read it at once. A
-    camera or a server that is gone is tried again; at the start, for --wait-s. Ctrl-C lets what is under way finish and
-    completes the files. A clip that cannot be answered is reported and ends nothing; the exit code is then 1.
+    A source is a file, a camera number, a URL, or a folder of videos and images; all heads read the same source. A lost
+    camera or server is retried; at startup, for --wait-s. Ctrl-C completes the clips in progress and closes the files.
+    A clip that fails is reported and the command continues; the exit code is then 1.
     """
     from apps.video_analytics import ChunkResult, find_sources, run
 
     if repeated := [head for head in dict.fromkeys(heads) if heads.count(head) > 1]:
-        raise BadRequest(f"--head is given twice as {repeated[0]!r}; once is enough")
+        raise BadRequest(f"--head {repeated[0]!r} is given more than once; give each head once")
     if fps is not None and not math.isfinite(fps):
         raise BadRequest(f"--fps is {fps}; it must be a number above 0")
     found = find_sources(sources)
@@ -112,12 +112,12 @@ def stream(
 
 @cli.command()
 @click.argument("images", nargs=-1, required=True, type=click.Path(path_type=Path))
-@click.option("-q", "--question", help="What to ask about each; or give --head.")
-@click.option("-a", "--adapter", help="Adapter that answers; the base model if not given.")
-@click.option("--head", help="Task head that answers instead of words.")
-@click.option("--max-tokens", type=int, default=128, show_default=True, help="Longest answer, in tokens.")
+@click.option("-q", "--question", help="Question about each image; or give --head.")
+@click.option("-a", "--adapter", help="Adapter to use. Default: the base model.")
+@click.option("--head", help="Task head to use instead of text generation.")
+@click.option("--max-tokens", type=int, default=128, show_default=True, help="Maximum number of answer tokens.")
 @click.option(
-    "-o", "--out", type=click.Path(dir_okay=False, path_type=Path), help="File for the answers, in JSON lines."
+    "-o", "--out", type=click.Path(dir_okay=False, path_type=Path), help="File for the answers, as JSON lines."
 )
 @server_option
 @json_option
@@ -131,13 +131,13 @@ def batch(
     client: Client,
     as_json: bool,
 ) -> None:
-    """Ask the same about many pictures, or folders of them.
+    """Ask the same question about many images, or folders of images.
 
     \b
         vlora batch photos/ --question "What is this?" --out answers.jsonl
         vlora batch photos/ --adapter signs --head signs --json
 
-    A picture that cannot be answered is told and ends nothing; the exit code is then 1.
+    An image that fails is reported and the command continues; the exit code is then 1.
     """
     import msgspec
 
@@ -180,12 +180,12 @@ def batch(
 @server_option
 @json_option
 def status(wait_s: float, client: Client, as_json: bool) -> None:
-    """Show what a server does: requests, modes, memory, adapters.
+    """Show a server's requests, modes, memory and adapters.
 
     \b
         vlora status
         watch vlora status
-        vlora status --wait-s 60    # once it serves; after a minute without, exit code 2
+        vlora status --wait-s 60    # wait up to a minute until it serves; exit code 2 on timeout
     """
     from vlora.client import wait_for_server
 

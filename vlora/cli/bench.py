@@ -1,4 +1,4 @@
-"""Commands that measure: `simulate`, `bench`, `tune`."""
+"""Measurement commands: `simulate`, `bench`, `tune`."""
 
 from __future__ import annotations
 
@@ -25,29 +25,45 @@ from vlora.errors import BadConfig
     EngineConfig,
     only=("policy", "theta_s", "max_batch_size", "max_step_tokens", "max_ttft_s", "weight", "tenant_weight"),
 )
-@click.option("--adapters", type=click.IntRange(min=1), default=20, show_default=True, help="Adapters asked for.")
+@click.option("--adapters", type=click.IntRange(min=1), default=20, show_default=True, help="Number of adapters.")
 @click.option(
     "--tenants",
     type=click.IntRange(min=0),
     default=0,
     show_default=True,
-    help="Who share the requests that name no tenant, by a power law: tenant-0 asks most.",
+    help="Tenants that share the requests without a tenant, by a power law: tenant-0 sends most.",
 )
-@click.option("--replicas", type=click.IntRange(min=1), default=1, show_default=True, help="Boxes that share the load.")
 @click.option(
-    "--requests", type=click.IntRange(min=1), help="How many at most: 1000 of a workload, all of a file if not given."
+    "--replicas",
+    type=click.IntRange(min=1),
+    default=1,
+    show_default=True,
+    help="Number of replicas that share the load.",
 )
-@click.option("--seed", type=int, default=0, show_default=True, help="Seed of the workload's draws.")
+@click.option(
+    "--requests",
+    type=click.IntRange(min=1),
+    help="Maximum number of requests. Default: 1000 of a workload, all of a file.",
+)
+@click.option("--seed", type=int, default=0, show_default=True, help="Random seed of the workload.")
 @click.option(
     "--costs",
     type=click.Path(path_type=Path),
-    help="The machine: JSON of `vlora bench costs --out`; one in the package if not given.",
+    help="Machine costs: JSON of `vlora bench costs --out`. Default: the file in the package.",
 )
 @click.option(
-    "--kv-tokens", type=click.IntRange(min=1), default=65_536, show_default=True, help="Room for KV in a box."
+    "--kv-tokens",
+    type=click.IntRange(min=1),
+    default=65_536,
+    show_default=True,
+    help="KV capacity per replica, in tokens.",
 )
 @click.option(
-    "--resident-adapters", type=click.IntRange(min=1), default=64, show_default=True, help="Room for adapters in a box."
+    "--resident-adapters",
+    type=click.IntRange(min=1),
+    default=64,
+    show_default=True,
+    help="Adapter capacity per replica.",
 )
 @json_option
 def simulate(
@@ -61,7 +77,7 @@ def simulate(
     as_json: bool,
     **settings: Any,
 ) -> None:
-    """Replay traffic against the scheduler, without a model: a fake clock and a machine known by its costs.
+    """Replay traffic against the scheduler without a model, with a simulated clock and a machine's measured costs.
 
     \b
         vlora simulate hottest:rate=0.3,skew=0.6 --policy vlora
@@ -70,7 +86,7 @@ def simulate(
         vlora simulate hottest:rate=3 --tenants 2 --tenant-weight tenant-1=3 --requests 300
         vlora simulate AzureLLMInferenceTrace_conv.csv --policy unmerged_only --json
 
-    TRACE is a CSV file with columns TIMESTAMP, ContextTokens, GeneratedTokens and perhaps Adapter, MaxTTFT, Priority
+    TRACE is a CSV file with columns TIMESTAMP, ContextTokens, GeneratedTokens and optionally Adapter, MaxTTFT, Priority
     and Tenant, or a workload NAME:KEY=VALUE,...:
 
     \b
@@ -79,7 +95,8 @@ def simulate(
         punica    rate, pattern               distinct, uniform, skewed or identical popularity (Punica 7)
         video     streams, fps, chunk, frames, frame_tokens, answer     a chunk a second each (V-LoRA 6.1)
 
-    The first three also take prompt_min, prompt_max, answer_min, answer_max, in tokens; answers of 0 ask a task head.
+    The first three also take prompt_min, prompt_max, answer_min, answer_max, in tokens; an answer length of 0 selects a
+    task head.
     """
     from vlora.simulator import commands
 
@@ -103,24 +120,22 @@ def simulate(
 
 @cli.command()
 @click.argument("name")
-@click.option("--quick", is_flag=True, help="Fewer repetitions: a look, not a result.")
-@click.option(
-    "--out", type=click.Path(file_okay=False, path_type=Path), help="Folder to keep reports in, with pictures."
-)
+@click.option("--quick", is_flag=True, help="Fewer repetitions; figures are rough.")
+@click.option("--out", type=click.Path(file_okay=False, path_type=Path), help="Folder for reports and plots.")
 @click.option(
     "--latency-us",
     "latencies_us",
     multiple=True,
     type=click.IntRange(min=0),
-    help="Of `tp`: microseconds that each collective takes on top; may be repeated.",
+    help="Of `tp`: microseconds added to each collective; may be repeated.",
 )
-@click.option("--seeds", type=click.IntRange(min=1), help="Of `bd`: how many; 3 if not given.")
+@click.option("--seeds", type=click.IntRange(min=1), help="Of `bd`: number of seeds. Default: 3.")
 @click.option(
     "--model",
-    help="Of `policy` and `costs`: qwen2-0.5b (if not given), qwen2-vl-7b or llava-13b. Of `serve`: the base model's "
+    help="Of `policy` and `costs`: qwen2-0.5b (default), qwen2-vl-7b or llava-13b. Of `serve`: the base model's "
     "name at --url.",
 )
-@click.option("--device", help="Of `policy` and `costs`: cpu (if not given) or cuda.")
+@click.option("--device", help="Of `policy` and `costs`: cpu (default) or cuda.")
 @serve_options
 @json_option
 @needs("fuse")
@@ -135,8 +150,8 @@ def bench(
     as_json: bool,
     **serve: Any,
 ) -> None:
-    """Run a bench by name, or all of them. The last line of each is JSON, with --json the only one; exit code 1 when a
-    goal does not hold.
+    """Run a bench by name, or all of them. The last line of each is JSON; with --json it is the only line. Exit code 1
+    if a goal is not met.
 
     \b
         vlora bench step --quick
@@ -145,21 +160,23 @@ def bench(
         vlora bench policy --model qwen2-vl-7b --device cuda
         vlora bench serve --surface http --surface rpyc --concurrency 16 --requests 64 --popularity zipf
         vlora bench serve --url http://127.0.0.1:8000/v1 --model base --adapter-name signs --rate 2 --duration-s 60
-        vlora bench fusion --out results     # goes on where it was stopped, and so does policy
+        vlora bench fusion --out results     # resumes an interrupted run, as does policy
 
-    `fusion` and `bd` (block-diagonal adapters) train: they take long, and are the last of `all`.
+    `fusion` and `bd` (block-diagonal adapters) train models: they take long, and run last in `all`.
     """
     given = {name: value for name, value in serve.items() if value not in (None, ())}
     if given and name != "serve":
         flags = ", ".join(f"--{OPTION_NAMES.get(each, each.replace('_', '-'))}" for each in given)
-        raise BadConfig(f"{flags}: for `vlora bench serve`, not {name!r}; leave it away")
+        raise BadConfig(f"{flags}: valid for `vlora bench serve` only, not for {name!r}; remove them")
     if latencies_us and name != "tp":
-        raise BadConfig(f"--latency-us is for `vlora bench tp`, not {name!r}; leave it away")
+        raise BadConfig(f"--latency-us is valid for `vlora bench tp` only, not for {name!r}; remove it")
     if seeds is not None and (name != "bd" or quick):
-        raise BadConfig("--seeds is for `vlora bench bd`, and not with --quick, which takes one; leave it away")
+        raise BadConfig("--seeds is valid for `vlora bench bd` without --quick only (--quick uses one seed); remove it")
     on: dict[str, Any] = {key: value for key, value in (("model", model), ("device", device)) if value is not None}
     if on and name not in ("policy", "costs") and not (name == "serve" and device is None):
-        raise BadConfig(f"--model and --device are for `vlora bench policy` and `costs`, not {name!r}; leave them away")
+        raise BadConfig(
+            f"--model and --device are valid for `vlora bench policy` and `costs` only, not for {name!r}; remove them"
+        )
     if name == "fusion":
         holds = _bench_fusion(quick, out, as_json)
     elif name == "bd":
@@ -178,7 +195,7 @@ def bench(
 
 
 def _bench_fusion(quick: bool, out: Path | None, only_json: bool) -> bool:
-    """Benches know nothing of fusion, and fusion nothing of benches: they meet here."""
+    """Run the bench of fusion here, because `vlora.bench` and `fusion` do not import each other."""
     from fusion.bench import draw, run
     from vlora.bench import keep, pictures_possible
     from vlora.bench.report import Goal, Report
@@ -197,7 +214,7 @@ def _bench_fusion(quick: bool, out: Path | None, only_json: bool) -> bool:
 
 
 def _bench_bd(quick: bool, out: Path | None, seeds: int | None, only_json: bool) -> bool:
-    """As with `_bench_fusion`."""
+    """As `_bench_fusion`, for block-diagonal adapters."""
     from fusion.bench import NUM_SEEDS, compare
     from vlora.bench import keep
     from vlora.bench.report import Goal, Report
@@ -214,7 +231,9 @@ def _bench_bd(quick: bool, out: Path | None, seeds: int | None, only_json: bool)
 
 
 @cli.command()
-@click.option("--model", help="Folder or hub name: search its shapes. Without it, those of the tables in the package.")
+@click.option(
+    "--model", help="Folder or hub name of the model to tune for. Default: the shapes of the tables in the package."
+)
 @click.option("--device", type=click.Choice(["cpu", "cuda"]), default="cpu", show_default=True)
 @click.option(
     "--dtype",
@@ -225,32 +244,30 @@ def _bench_bd(quick: bool, out: Path | None, seeds: int | None, only_json: bool)
     show_default=True,
     help="May be repeated.",
 )
-@click.option(
-    "--minutes", type=click.FloatRange(min=0), help="Stop after this long: 5 on a CPU, 30 on a GPU if not given."
-)
+@click.option("--minutes", type=click.FloatRange(min=0), help="Time limit. Default: 5 on a CPU, 30 on a GPU.")
 @click.option(
     "--threads",
     type=click.IntRange(min=1),
-    help="Threads to measure with on a CPU; those that `vlora serve` uses if not given.",
+    help="Threads to measure with on a CPU. Default: as `vlora serve`.",
 )
 @click.option(
     "--out",
     type=click.Path(path_type=Path),
-    help="The table's file; in the user's data folder, where the engine finds it, if not given.",
+    help="The table's file. Default: in the user's data folder, where the engine reads it.",
 )
-@click.option("--check", is_flag=True, help="Only verify the numerics of every row of the table.")
+@click.option("--check", is_flag=True, help="Only verify the numerical results of every row of the table.")
 @click.option("--lint", is_flag=True, help="Only compile every kernel of the GPU's search space; needs no GPU.")
 @click.option(
     "--build-cutlass",
     is_flag=True,
-    help="Only build the grouped products that a search on a GPU may then time; needs nvcc, and no GPU.",
+    help="Only build the grouped GEMM kernels for a later search on a GPU; needs nvcc, but no GPU.",
 )
 @click.option(
     "--capability",
     "capabilities",
     multiple=True,
     type=click.IntRange(min=80),
-    help="Compute capability to build for, 80 for 8.0; may be repeated. The GPU's own, or 80 and 90, if not given.",
+    help="Compute capability to build for, 80 for 8.0; may be repeated. Default: the GPU's own, or 80 and 90.",
 )
 @json_option
 @needs("serve")
@@ -267,23 +284,23 @@ def tune(
     capabilities: tuple[int, ...],
     as_json: bool,
 ) -> None:
-    """Find the fastest way to add adapters' deltas on this machine, shape by shape, and keep it in a table.
+    """Find the fastest way to add LoRA deltas on this machine for each shape, and store the result in a table.
 
     \b
         vlora tune
         vlora tune --model Qwen/Qwen2-VL-7B-Instruct --device cuda --dtype bfloat16
 
-    The table goes to $XDG_DATA_HOME/vlora/tables (default ~/.local/share), one per processor and number of threads;
-    engines started later use it. A search that was stopped goes on where it was. --check without --out verifies the
-    table in use.
+    The table is written to $XDG_DATA_HOME/vlora/tables (default ~/.local/share), one per processor and number of
+    threads; engines started later use it. An interrupted search resumes. --check without --out verifies the table in
+    use.
     """
     if capabilities and not build_cutlass:
-        raise BadConfig("--capability says what --build-cutlass builds for; give both or neither")
+        raise BadConfig("--capability requires --build-cutlass; give both or neither")
     if device == "cuda" and not (lint or build_cutlass):
         import torch
 
         if not torch.cuda.is_available():
-            raise BadConfig("device 'cuda' was asked for, but torch sees no CUDA device here")
+            raise BadConfig("device 'cuda' was requested, but torch finds no CUDA device")
     from vlora import tune as tuning
 
     told: list[str] = []

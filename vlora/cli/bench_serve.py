@@ -11,39 +11,43 @@ _COUNT = click.IntRange(min=1)
 _SECONDS = click.FloatRange(min=0, min_open=True)
 
 OPTION_NAMES = {"surfaces": "surface", "cases": "case", "adapter_names": "adapter-name"}
-"""Of options that may be repeated, by the parameter that gets all of their values."""
+"""Options that may be repeated, by the parameter that receives all their values."""
 
 _OPTIONS: tuple[tuple[str, Any, str], ...] = (
-    ("requests", _COUNT, "how many; 8 if not given"),
-    ("duration_s", _SECONDS, "send requests for so many seconds instead of a number of them"),
-    ("concurrency", _COUNT, "requests outstanding at any time; 8 if not given"),
-    ("rate", _SECONDS, "requests a second at Poisson arrivals, whatever is outstanding"),
-    ("adapters", _COUNT, "how many; 4 if not given"),
-    ("popularity", click.Choice(["uniform", "zipf", "hottest"]), "how requests choose adapters; uniform if not given"),
-    ("skew", click.FloatRange(0, 1, min_open=True), "the hottest adapter's share; 0.6 if not given"),
-    ("prompt_tokens", _COUNT, "of a prompt with its pictures; 256 if not given"),
-    ("answer_tokens", _COUNT, "of an answer; 32 if not given"),
-    ("pictures", click.IntRange(min=0), "of a request; 1 if not given"),
-    ("picture_width", _COUNT, "pixels; 224 if not given"),
-    ("picture_height", _COUNT, "pixels; 224 if not given"),
-    ("rounds", _COUNT, "server and baselines in turn so many times; 3 if not given"),
-    ("dtype", click.Choice(["bfloat16", "float32"]), "the server's; bfloat16 if not given"),
+    ("requests", _COUNT, "number of requests; default 8"),
+    ("duration_s", _SECONDS, "send requests for this many seconds instead of a fixed number"),
+    ("concurrency", _COUNT, "outstanding requests at any time; default 8"),
+    ("rate", _SECONDS, "requests per second with Poisson arrivals (open loop)"),
+    ("adapters", _COUNT, "number of adapters; default 4"),
+    ("popularity", click.Choice(["uniform", "zipf", "hottest"]), "how requests choose adapters; default uniform"),
+    ("skew", click.FloatRange(0, 1, min_open=True), "the hottest adapter's share; default 0.6"),
+    ("prompt_tokens", _COUNT, "tokens per prompt with its pictures; default 256"),
+    ("answer_tokens", _COUNT, "tokens per answer; default 32"),
+    ("pictures", click.IntRange(min=0), "pictures per request; default 1"),
+    ("picture_width", _COUNT, "pixels; default 224"),
+    ("picture_height", _COUNT, "pixels; default 224"),
+    ("rounds", _COUNT, "repetitions of server and baselines in turn; default 3"),
+    ("dtype", click.Choice(["bfloat16", "float32"]), "dtype of the server; default bfloat16"),
     (
         "url",
         str,
-        "measure this server instead: the address of its OpenAI API, with its path; OPENAI_API_KEY is its token",
+        "measure this server instead: URL of its OpenAI API with the path; OPENAI_API_KEY is its token",
     ),
 )
 _REPEATED: tuple[tuple[str, Any, str], ...] = (
-    ("surfaces", click.Choice(["http", "rpyc"]), "http if not given"),
-    ("threads", _COUNT, "the server's default, then 1, if not given"),
-    ("cases", click.Choice(["one", "base", "adapters"]), "one request, many of the base model, many of adapters; all"),
-    ("adapter_names", str, "an adapter's name at --url"),
+    ("surfaces", click.Choice(["http", "rpyc"]), "default http"),
+    ("threads", _COUNT, "default: the server's default, then 1"),
+    (
+        "cases",
+        click.Choice(["one", "base", "adapters"]),
+        "one request, many of the base model, many of adapters; default all",
+    ),
+    ("adapter_names", str, "name of an adapter at --url"),
 )
 
 
 def serve_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Each is None, or empty, unless given: defaults belong to the bench."""
+    """Add the options of `serve`. Each is None, or empty, unless given: the bench holds the defaults."""
     for name, kind, text in reversed(_REPEATED):
         flag = f"--{OPTION_NAMES.get(name, name)}"
         command = click.option(flag, name, type=kind, multiple=True, help=f"Of `serve`: {text}; may be repeated.")(

@@ -1,4 +1,4 @@
-"""Environment variables that look like options and are none: a misspelt one would otherwise be ignored."""
+"""Rejects environment variables that resemble options but match none, so that typos are not ignored."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from vlora.cli.options import long_flag
 from vlora.errors import BadConfig
 
 _NO_OPTIONS = ("VLORA_CONFIG", "VLORA_TOKEN", "VLORA_ADMIN_TOKEN")
-# What Kubernetes and Docker links set for a service whose name begins with vlora.
+# Variables that Kubernetes and Docker links set for a service with a name that begins with vlora.
 _OF_SERVICES = re.compile(r"_SERVICE_(HOST|PORT(_\w+)?)$|_PORT(_\d+_(TCP|UDP)(_(PROTO|PORT|ADDR))?)?$|_(NAME|ENV_\w+)$")
 
 
 def refuse_unknown(group: click.Group, prefix: str, environ: Mapping[str, str]) -> None:
-    """Check that every variable of our prefix is one that some command reads.
+    """Check that some command reads every variable with this prefix.
 
     Args:
-        group: of all commands.
-        prefix: of our variables, without the underscore behind it.
+        group: the group of all commands.
+        prefix: prefix of the variables, without the trailing underscore.
         environ: the environment.
 
     Raises:
-        BadConfig: names the first unknown variable, and the one that it resembles.
+        BadConfig: names the first unknown variable and the closest known one.
     """
     known = {*_NO_OPTIONS, *_variables(group, prefix)}
     for name in sorted(environ):
@@ -52,5 +52,5 @@ def _variables(group: click.Group, prefix: str) -> Iterator[str]:
 
 def _is_of_a_service(name: str, value: str) -> bool:
     found = _OF_SERVICES.search(name)
-    # A misspelt option may end in _PORT, too; theirs has an address.
+    # A misspelt option may also end in _PORT; the service variables contain an address.
     return found is not None and (not name.endswith("_PORT") or "://" in value or name.endswith("_SERVICE_PORT"))

@@ -1,4 +1,4 @@
-"""Optional dependencies: which extra of the package a command needs, and the error where it is not installed."""
+"""Optional dependencies: the package extra that a command needs, and the error if it is not installed."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 from vlora.errors import BadConfig
 
 _VIDEO = {"opencv-python-headless": "cv2", "numpy": "numpy"}
-# triton is left out: it exists for Linux only, and a CPU serves without it.
+# triton is omitted: it exists for Linux only, and a CPU serves without it.
 _SERVE = _VIDEO | {
     "torch": "torch",
     "transformers": "transformers",
@@ -30,20 +30,20 @@ _SERVE = _VIDEO | {
 _FUSE = _SERVE | {"peft": "peft", "scipy": "scipy"}
 _DEMO = _FUSE | {"scikit-learn": "sklearn", "scikit-image": "skimage"}
 EXTRAS = {"video": _VIDEO, "serve": _SERVE, "fuse": _FUSE, "demo": _DEMO}
-"""For each extra the distributions that it installs, with the module that each provides."""
+"""For each extra, the distributions that it installs, with the module that each provides."""
 
 _NAMES_SHOWN = 3
 
 
 def needs(extra: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Let a command run only where the packages of an extra are installed.
+    """Restrict a command to installations with the packages of an extra.
 
     Args:
         extra: a key of `EXTRAS`.
 
     Returns:
-        A decorator for the command's function, below its options. The function then raises BadConfig, before it does
-        anything, where a package is missing; the message has the command that installs it.
+        A decorator for the command's function, below its options. If a package is missing, the function raises
+        BadConfig before it does anything; the message contains the install command.
     """
 
     def decorate(command: Callable[..., Any]) -> Callable[..., Any]:
@@ -58,7 +58,7 @@ def needs(extra: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
 
 
 def require(extra: str) -> None:
-    """Raises BadConfig where a package of the extra is not installed. Imports none of them."""
+    """Raise BadConfig if a package of the extra is not installed. Imports none of them."""
     missing = [name for name, module in EXTRAS[extra].items() if importlib.util.find_spec(module) is None]
     if missing:
         shown, more = ", ".join(missing[:_NAMES_SHOWN]), len(missing) - _NAMES_SHOWN

@@ -1,4 +1,4 @@
-"""Pictures by URL, fetched by the command, for servers that fetch none."""
+"""Fetches images by URL on the client side, for servers that do not fetch URLs."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ import urllib.request
 
 from vlora.errors import BadImage, TooLarge
 
-_MAX_BYTES = 64 * 2**20  # more than any server takes by default; the server's own limit is the one that counts
+_MAX_BYTES = 64 * 2**20  # above every server's default; the server's own limit applies
 _TIMEOUT_S = 30.0
 
 
 def fetch_picture(url: str) -> bytes:
-    """An encoded image. The proxy of the environment (HTTPS_PROXY, NO_PROXY) is used.
+    """Fetch an encoded image, through the proxy of the environment if set (HTTPS_PROXY, NO_PROXY).
 
     Raises:
-        BadImage: the URL cannot be fetched, or holds no image.
+        BadImage: the URL cannot be fetched, or does not contain an image.
         TooLarge: it has more than 64 MiB.
     """
     host: str | None = None

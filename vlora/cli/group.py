@@ -1,4 +1,4 @@
-"""The group that every command joins, and where its settings come from: flags, then environment, then a file."""
+"""The command group, and the sources of its settings: flags, then environment, then a file."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ ENVIRONMENT = "VLORA"
 
 
 def _read_config(context: click.Context, option: click.Parameter, file: Path | None) -> None:
-    """Make the file's values the defaults of the commands. Raises BadConfig for what no command knows."""
+    """Make the file's values the defaults of the commands. Raises BadConfig for unknown commands and options."""
     if file is None:
         return
     import yaml
@@ -37,14 +37,14 @@ def _read_config(context: click.Context, option: click.Parameter, file: Path | N
 
 
 def _checked(content: Any, group: click.Group, where: str) -> dict[str, Any]:
-    """Options by command, as click wants them."""
+    """Options by command, in click's form."""
     if not isinstance(content, dict):
-        raise BadConfig(f"{where} holds no options; write 'serve: {{http-port: 8000}}', a line for each command")
+        raise BadConfig(f"{where} contains no options; write 'serve: {{http-port: 8000}}', a line for each command")
     defaults: dict[str, Any] = {}
     for name, options in content.items():
         command = group.commands.get(str(name))
         if command is None:
-            raise BadConfig(f"{where}: there is no command {str(name)!r}{_closest(str(name), group.commands)}")
+            raise BadConfig(f"{where}: unknown command {str(name)!r}{_closest(str(name), group.commands)}")
         if isinstance(command, click.Group):
             defaults[command.name or name] = _checked(options, command, f"{where}, {name}")
             continue
@@ -61,9 +61,9 @@ def _checked(content: Any, group: click.Group, where: str) -> dict[str, Any]:
         for flag, value in options.items():
             option = known.get(str(flag))
             if option is None or option.name is None:
-                raise BadConfig(f"{where}, {name}: there is no option {str(flag)!r}{_closest(str(flag), known)}")
+                raise BadConfig(f"{where}, {name}: unknown option {str(flag)!r}{_closest(str(flag), known)}")
             if value is None:
-                continue  # as if it did not stand there
+                continue  # treat as absent
             values = value if option.multiple and isinstance(value, list) else [value]
             if any(isinstance(each, list | dict | None) for each in values):
                 form = "a value, or a list of them" if option.multiple else "one value"
@@ -78,8 +78,7 @@ def _closest(name: str, known: Any) -> str:
 
 
 class Command(click.Command):
-    """A command whose options stand under headings in its help, and are known in the environment by their flags,
-    whatever its parameters are called."""
+    """A command with option headings in its help, and environment variables named by its flags, not its parameters."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -87,7 +86,7 @@ class Command(click.Command):
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         """See click.Command."""
-        prefix = ctx.auto_envvar_prefix  # None where a command is called by itself, without its group
+        prefix = ctx.auto_envvar_prefix  # None if a command runs by itself, without its group
         for option in self._unnamed:
             flag = long_flag(option).replace("-", "_")
             option.envvar = f"{prefix}_{flag.upper()}" if prefix else None
@@ -100,7 +99,7 @@ class Command(click.Command):
 
 
 class Group(click.Group):
-    """Of such commands, and of groups of them."""
+    """A group of such commands and groups."""
 
     command_class = Command
     group_class = type
@@ -132,12 +131,12 @@ def cli(context: click.Context) -> None:
         vlora serve --adapters out/adapters
         vlora query photo.png "What is this?"
 
-    An option comes from its flag, else from VLORA_COMMAND_OPTION in the environment (VLORA_SERVE_HTTP_PORT), else from
-    the file of --config, else it has its default.
+    The value of an option comes from its flag, else from VLORA_COMMAND_OPTION in the environment
+    (VLORA_SERVE_HTTP_PORT), else from the --config file, else from its default.
 
     \b
-    Exit codes: 0 done; 1 something failed, or a goal does not hold; 2 a mistake that you can mend,
-    told in one line; 130 interrupted, 143 terminated.
+    Exit codes: 0 success; 1 a failure, or a goal that is not met; 2 a user error,
+    reported in one line; 130 interrupted, 143 terminated.
     """
     if context.invoked_subcommand is None:
         click.echo(context.get_help())
@@ -149,7 +148,7 @@ def cli(context: click.Context) -> None:
 @cli.command()
 @click.argument("shell", type=click.Choice(["bash", "zsh", "fish"]))
 def completion(shell: str) -> None:
-    """Print what makes a shell complete commands and options.
+    """Print the shell script that completes commands and options.
 
     \b
         vlora completion bash >> ~/.bashrc

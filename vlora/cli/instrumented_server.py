@@ -1,4 +1,4 @@
-"""The server that `vlora bench gateway` asks: `vlora serve`'s, with an engine process that heeds the bench, too.
+"""The server of `vlora bench gateway`: `vlora serve` with an engine process that also serves the bench's socket.
 
 Run as `python -m vlora.cli.instrumented_server PATH`; see `vlora/bench/instrumented_engine.py`.
 """

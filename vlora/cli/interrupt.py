@@ -1,4 +1,4 @@
-"""What commands do on Ctrl-C and on a termination signal: finish what is under way, or end at once with a line."""
+"""Handling of Ctrl-C and termination signals: finish the work in progress, or exit immediately with one line."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from collections.abc import Callable, Iterator
 
 INTERRUPTED = 130
 _NAMES = {signal.SIGINT: "interrupted", signal.SIGTERM: "terminated"}
-_SHELLS_ADD = 128  # to a signal's number, for the exit code of what it ended
+_SHELLS_ADD = 128  # added to a signal's number to form the exit code
 
 
 class Stopped(KeyboardInterrupt):
-    """An interrupt or a termination signal, raised where the main thread is. signal: its number."""
+    """An interrupt or a termination signal, raised in the main thread. signal: its number."""
 
     def __init__(self, number: int) -> None:
         super().__init__(number)
@@ -24,14 +24,14 @@ class Stopped(KeyboardInterrupt):
 
 @contextlib.contextmanager
 def stopping() -> Iterator[threading.Event]:
-    """An event that the first interrupt or termination signal sets. The second one ends the process."""
+    """An event that the first interrupt or termination signal sets. The second signal ends the process."""
     stop = threading.Event()
 
     def on_signal(number: int, frame: object) -> None:
         if stop.is_set():
             os._exit(INTERRUPTED)
         stop.set()
-        print("stopping: what is under way is finished; once more ends at once", file=sys.stderr)
+        print("stopping: finishing the work in progress; interrupt again to exit immediately", file=sys.stderr)
 
     before = {number: signal.signal(number, on_signal) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
@@ -43,12 +43,13 @@ def stopping() -> Iterator[threading.Event]:
 
 @contextlib.contextmanager
 def ends_with(line: Callable[[], str]) -> Iterator[None]:
-    """Leave the block at once on an interrupt or a termination signal, and the command with one line on stderr.
+    """Leave the block immediately on an interrupt or a termination signal, and end the command with one line on
+    stderr.
 
-    Exit code 130 or 143, as shells expect. A second signal does not wait for the block to be left.
+    Exit code 130 or 143, as shells expect. A second signal does not wait for the end of the block.
 
     Args:
-        line: the rest of the line, behind "interrupted: " or "terminated: ". Called once, after the block.
+        line: the rest of the line, after "interrupted: " or "terminated: ". Called once, after the block.
     """
     stopped = False
 

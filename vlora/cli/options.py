@@ -1,4 +1,4 @@
-"""Options under headings in a command's help, and the flag by which an option is known elsewhere."""
+"""Options under headings in a command's help, and the flag that names an option in files and the environment."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import click
 
 
 class HeadedOption(click.Option):
-    """heading: what it stands under in `--help`."""
+    """heading: the heading in `--help`."""
 
     def __init__(self, *args: Any, heading: str, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)

@@ -1,7 +1,7 @@
-"""Signs of life on a terminal, for what takes longer than a glance; nothing where nobody watches.
+"""Progress indicators on a terminal for slow operations; silent if stderr is not a terminal.
 
-They go to stderr. What is printed meanwhile comes above them where it goes to the terminal too, and stays as it is
-where it goes to a file.
+They are written to stderr. Lines printed to the same terminal meanwhile appear above them; output to a file is
+unchanged.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 
 @contextlib.contextmanager
 def counting(what: str, total: int) -> Iterator[Callable[[], None]]:
-    """A bar; call what this gives once for each thing done."""
+    """A progress bar; call the yielded function once for each completed item."""
     with _shown("{task.description} {task.completed}/{task.total}", bar=True) as bar:
         task = None if bar is None else bar.add_task(what, total=total)
         yield lambda: None if bar is None else bar.advance(task)
@@ -22,7 +22,7 @@ def counting(what: str, total: int) -> Iterator[Callable[[], None]]:
 
 @contextlib.contextmanager
 def waiting(what: str) -> Iterator[Callable[[], None]]:
-    """A spinner with the time, for what cannot be counted; call what this gives to end it before the block does."""
+    """A spinner with the elapsed time; call the yielded function to end it before the block does."""
     with _shown("{task.description}", bar=False) as bar:
         if bar is not None:
             bar.add_task(what, total=None)

@@ -1,4 +1,4 @@
-"""`vlora query`: one question, or one task head, about a picture or several."""
+"""`vlora query`: a text question, or a task head, about one or several images."""
 
 from __future__ import annotations
 
@@ -18,22 +18,24 @@ from vlora.errors import BadRequest
 if TYPE_CHECKING:
     from vlora.client import Client, HeadResult
 
-_OF_TEXT = ("max_tokens", "temperature", "stop", "max_ttft_s", "question")  # options that no head has a use for
+_OF_TEXT = ("max_tokens", "temperature", "stop", "max_ttft_s", "question")  # options that do not apply to heads
 _FORCE_TEXT = ("temperature", "stop", "max_ttft_s")  # a head's answer is within any --max-tokens
 
 
 @cli.command()
 @click.argument("images", nargs=-1, required=True, metavar="IMAGE... [QUESTION]")
-@click.option("-q", "--question", help="The question, where it is not the last argument.")
-@click.option("-a", "--adapter", help="Adapter that answers; the base model if not given.")
-@click.option("--head", help="Task head of the adapter that answers, instead of text.")
-@click.option("--words", is_flag=True, help="Generate text, even where a head has this question.")
-@click.option("--max-tokens", type=int, default=128, show_default=True, help="Longest answer, in tokens.")
-@click.option("--temperature", type=float, default=0.0, show_default=True, help="0 always takes the likeliest token.")
+@click.option("-q", "--question", help="The question, if it is not the last argument.")
+@click.option("-a", "--adapter", help="Adapter to use. Default: the base model.")
+@click.option("--head", help="Task head of the adapter to use instead of text generation.")
+@click.option("--words", is_flag=True, help="Generate text, even if a head was trained on this question.")
+@click.option("--max-tokens", type=int, default=128, show_default=True, help="Maximum number of answer tokens.")
+@click.option("--temperature", type=float, default=0.0, show_default=True, help="0 is greedy decoding.")
 @click.option("--stop", multiple=True, help="End the answer before this text; may be repeated.")
-@click.option("--max-ttft-s", type=float, help="Longest time to the first token; no bound if not given.")
-@click.option("--max-latency-s", type=float, help="Longest time to the whole answer; no bound if not given.")
-@click.option("--priority", type=int, default=0, show_default=True, help="From -10 to 10; a higher one comes first.")
+@click.option("--max-ttft-s", type=float, help="Maximum time to the first token. Default: no bound.")
+@click.option("--max-latency-s", type=float, help="Maximum latency of the whole answer. Default: no bound.")
+@click.option(
+    "--priority", type=int, default=0, show_default=True, help="From -10 to 10; a higher priority is scheduled first."
+)
 @server_option
 @json_option
 @click.pass_context
@@ -53,23 +55,24 @@ def query(
     client: Client,
     as_json: bool,
 ) -> None:
-    """Ask a question about one picture, or about several together.
+    """Ask a question about one image, or about several together.
 
     \b
         vlora query photo.png "What is this?" --adapter signs
         vlora query before.png after.png "What has changed?"
         vlora query https://example.org/photo.jpg --adapter signs --head signs
 
-    A picture is a file or an http(s) URL, which this command fetches. Without a question, the adapter's own is asked
-    where it has one. A head has its question, and answers in one pass.
+    An image is a file or an http(s) URL, which this command fetches. Without a question, the adapter's own question is
+    used, if it has one. A head has a fixed question and answers in one pass.
 
-    A question that one head of the adapter was trained on is answered by that head, which is more often right than
-    text, and named behind the answer. --words generates text instead, and so do --temperature, --stop and --max-ttft-s.
+    If exactly one head of the adapter was trained on the question, that head answers: it is more often correct than
+    text, and its name is printed after the answer. --words generates text instead, as do --temperature, --stop and
+    --max-ttft-s.
     """
     if head is not None:
         _refuse_options_of_text(context)
         if adapter is None:
-            raise BadRequest(f"--head is {head!r}; give the --adapter that it belongs to")
+            raise BadRequest(f"--head is {head!r}; also give its --adapter")
     elif question is None and len(images) > 1 and not _is_picture(images[-1]):
         images, question = images[:-1], images[-1]
     options: dict[str, Any] = {"max_latency_s": max_latency_s, "priority": priority}
@@ -111,7 +114,7 @@ def _is_url(image: str) -> bool:
 def _is_picture(argument: str) -> bool:
     try:
         return _is_url(argument) or Path(argument).exists()
-    except (OSError, ValueError):  # longer than a name may be, or with a zero byte: a question
+    except (OSError, ValueError):  # longer than a file name may be, or with a zero byte: a question
         return False
 
 
@@ -124,7 +127,7 @@ def _picture(image: str) -> bytes | Path:
 
 
 def _print_result(result: HeadResult, own_head: str | None) -> None:
-    """The label; of a detection its boxes as well, in pixels. own_head: the head, where a question chose it."""
+    """Print the label; for a detection also its boxes, in pixels. own_head: the head, if the question selected it."""
     chosen = "" if own_head is None else f"  (head {own_head})"
     click.echo(f"{result.label}  {result.confidence:.1%}{chosen}")
     several = len({box.image for box in result.boxes}) > 1

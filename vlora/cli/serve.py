@@ -28,14 +28,14 @@ from vlora.logs import JSON_VARIABLE, LEVEL_VARIABLE, LEVELS, configure
     heading="Model",
     default=EMBEDDED,
     show_default=True,
-    help="A folder, a hub name, or the model in the package.",
+    help="Folder, hub name, or the model in the package.",
 )
 @click.option(
     "--served-model-name",
     cls=HeadedOption,
     heading="Model",
     metavar="NAME",
-    help="The base model's name in requests; the folder's, or the hub name, if not given.",
+    help="The base model's name in requests. Default: the folder's name, or the hub name.",
 )
 @click.option(
     "-a",
@@ -53,14 +53,14 @@ from vlora.logs import JSON_VARIABLE, LEVEL_VARIABLE, LEVELS, configure
     cls=HeadedOption,
     heading="Adapters",
     type=click.Path(path_type=Path),
-    help="Serve every adapter folder in here.",
+    help="Serve every adapter folder in this folder.",
 )
 @click.option(
     "--token-file",
     cls=HeadedOption,
     heading="Network",
     type=click.Path(path_type=Path),
-    help="Who may call (YAML, see docs/api.md), beside VLORA_TOKEN and VLORA_ADMIN_TOKEN.",
+    help="Token file (YAML, see docs/api.md), in addition to VLORA_TOKEN and VLORA_ADMIN_TOKEN.",
 )
 @click.option(
     "--log-level",
@@ -70,7 +70,7 @@ from vlora.logs import JSON_VARIABLE, LEVEL_VARIABLE, LEVELS, configure
     default="warning",
     show_default=True,
     envvar=LEVEL_VARIABLE,
-    help="What is written to stderr; info has a line for each request.",
+    help="Level of the log on stderr; info writes a line per request.",
 )
 @click.option(
     "--log-json",
@@ -78,7 +78,7 @@ from vlora.logs import JSON_VARIABLE, LEVEL_VARIABLE, LEVELS, configure
     heading="Log",
     is_flag=True,
     envvar=JSON_VARIABLE,
-    help="Write each line of the log as a JSON object.",
+    help="Write the log as JSON lines.",
 )
 @config_flags(EngineConfig, skip=("model",))
 @config_flags(ServerConfig, skip=("tokens",))
@@ -132,26 +132,28 @@ def serve(
                 read_tokens=None if token_file is None else all_tokens,
             )
         )
-    # Everything has ended; taking torch apart again would only make the caller wait.
+    # Skip torch's teardown, which only delays the exit.
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)
 
 
 def served_name(model: str) -> str:
-    """A folder's own name: where it lies on this machine is not for callers to see. A hub name as it is."""
+    """A folder's base name (its location is not exposed to clients), or a hub name unchanged."""
     folder = Path(model).expanduser()
     return folder.resolve().name if model != EMBEDDED and folder.is_dir() else model
 
 
 def named_adapters(pairs: tuple[str, ...], folder: Path | None) -> dict[str, str]:
-    """Name -> absolute path. Raises BadConfig for what is no pair or given twice, BadAdapter when a folder has none."""
+    """Name -> absolute path. Raises BadConfig for malformed or duplicate pairs, BadAdapter for a folder without
+    adapters.
+    """
     found: dict[str, str] = {}
     if folder is not None:
         for config in sorted(folder.glob("*/adapter_config.json")):
             found[config.parent.name] = str(config.parent.resolve())
         if not found:
-            raise BadAdapter(f"{folder}: no folder with an adapter_config.json in it")
+            raise BadAdapter(f"{folder}: contains no folder with an adapter_config.json")
     for pair in pairs:
         name, equals, path = pair.partition("=")
         if not (name and equals and path):

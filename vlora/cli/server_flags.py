@@ -1,4 +1,4 @@
-"""Which server a command asks, and how it prints."""
+"""Options that select the server, and how a command prints."""
 
 from __future__ import annotations
 
@@ -16,17 +16,18 @@ if TYPE_CHECKING:
 
 
 def server_option(command: Any) -> Any:
-    """Passes the command a `client` of the server that the flags name. The token comes from VLORA_TOKEN only: what is
-    on a command line can be read by everybody on the machine."""
+    """Passes the command a `client` of the server that the flags name. The token comes from VLORA_TOKEN only: every
+    user of the machine can read a command line.
+    """
 
     @functools.wraps(command)
     def with_client(*, server: str, tls_ca: str | None, tls_cert: str | None, tls_key: str | None, **args: Any) -> Any:
         return command(client=_client(server, tls_ca, tls_cert, tls_key), **args)
 
     for name, text in (
-        ("key", "The key of --tls-cert"),
-        ("cert", "Certificate to show to the server"),
-        ("ca", "Authority of the server's certificate; the connection is then TLS"),
+        ("key", "Private key of --tls-cert"),
+        ("cert", "Client certificate to present to the server"),
+        ("ca", "CA of the server's certificate; enables TLS"),
     ):
         variable = f"VLORA_TLS_{name.upper()}"
         with_client = click.option(f"--tls-{name}", envvar=variable, metavar="FILE", help=f"{text} (or {variable}).")(
@@ -39,7 +40,7 @@ def server_option(command: Any) -> Any:
         default=f"{ServerConfig.host}:{ServerConfig.rpyc_port}",
         show_default=True,
         metavar="HOST:PORT",
-        help="Where `vlora serve` listens (or VLORA_SERVER).",
+        help="Address of `vlora serve` (or VLORA_SERVER).",
     )(with_client)
 
 
@@ -49,7 +50,7 @@ def wait_option(command: Any) -> Any:
         type=click.FloatRange(min=0),
         default=0.0,
         show_default=True,
-        help="How long to wait at the start for a server that is not there yet.",
+        help="How long to wait at startup for a server that is not ready yet.",
     )(command)
 
 
@@ -66,7 +67,7 @@ def _client(server: str, tls_ca: str | None, tls_cert: str | None, tls_key: str 
     if not colon or not host or not port.isdecimal() or not 0 < int(port) < 65536:
         raise BadConfig(f"--server is {server!r}; write HOST:PORT, with a port from 1 to 65535")
     if tls_cert is not None and tls_ca is None:
-        raise BadConfig("--tls-cert is shown over TLS only; give --tls-ca as well")
+        raise BadConfig("--tls-cert requires TLS; also give --tls-ca")
     tls: ssl.SSLContext | None = None
     try:
         if tls_ca is not None:

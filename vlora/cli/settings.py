@@ -1,4 +1,4 @@
-"""Flags that come from the configuration classes."""
+"""Flags generated from the configuration classes."""
 
 from __future__ import annotations
 
@@ -18,69 +18,69 @@ from vlora.errors import BadConfig
 
 EMBEDDED = "embedded"
 
-_POLICY = """Order and mode of each step:
+_POLICY = """Request order and inference mode of each step:
 
 \b
-vlora_cost     the cheapest plan by costs measured here
+vlora_cost     the plan of least cost by measured costs
 vlora          Algorithm 1 of the V-LoRA paper
-dlora          merged or not by dLoRA's rule
+dlora          merged or unmerged by dLoRA's rule
 merged_only    one adapter at a time, merged
 unmerged_only  all adapters together, never merged"""
 
 _SETTINGS = {
     "Model": {
-        "load_format": "How weights are read; dummy gives random weights at the model's real shapes.",
+        "load_format": "Source of the weights; dummy: random weights of the model's shapes.",
         "device": "Device to run on: cpu or cuda.",
-        "dtype": "Precision of the weights; auto takes the checkpoint's.",
+        "dtype": "Precision of the weights; auto: the checkpoint's.",
         "seed": "Seed of dummy weights.",
-        "threads": "Threads of the engine, on each rank; the physical cores, shared by the ranks, if not given.",
-        "tensor_parallel": "Processes (on GPUs: GPUs) that share the language model.",
+        "threads": "Threads of the engine on each rank. Default: the physical cores, shared by the ranks.",
+        "tensor_parallel": "Number of ranks (processes, or GPUs) that share the language model.",
     },
     "Adapters": {
-        "merge_fidelity_floor": "Adapters that lose more than this when merged are never merged.",
-        "switching": "Where merged weights come from: a shadow copy, in_place (slower, no copy), or as memory allows.",
-        "sharding": "NAME=KIND, how an adapter lies on several ranks: replicated, slora, auto; * for all others.",
+        "merge_fidelity_floor": "Minimum fidelity of a merged adapter; adapters below it are never merged.",
+        "switching": "Source of merged weights: a shadow copy, in_place (slower, no copy), or by available memory.",
+        "sharding": "NAME=KIND, layout of an adapter on several ranks: replicated, slora, auto; * for all others.",
     },
     "Scheduling": {
         "policy": _POLICY,
-        "max_batch_size": "Most requests in a step.",
-        "max_step_tokens": "Most tokens in a step.",
-        "max_context": "Prompt and answer together, in tokens; the model's own limit if not given.",
+        "max_batch_size": "Maximum number of requests per step.",
+        "max_step_tokens": "Maximum number of tokens per step.",
+        "max_context": "Maximum tokens of prompt and answer together. Default: the model's own limit.",
         "theta_s": "Seconds of credit after which a request starves.",
-        "max_ttft_s": "Longest time to the first token of requests without a bound of their own; none if not given.",
-        "weight": "NAME=WEIGHT of an adapter's fair share, * for all others; may be repeated. No shares if not given.",
+        "max_ttft_s": "Maximum time to the first token of requests without their own bound. Default: none.",
+        "weight": "NAME=WEIGHT of an adapter's fair share, * for all others; may be repeated. Default: no shares.",
         "tenant_weight": "NAME=WEIGHT of a tenant's (token's) fair share, * for all others; may be repeated.",
-        "encode_share": "By how much of its time encoding images may prolong a step of others.",
+        "encode_share": "Fraction by which image encoding may prolong a step of other requests.",
     },
     "Memory": {
-        "arena_bytes": "KV cache and adapters together; by what the model can use and what is free, if not given.",
+        "arena_bytes": "Memory for KV cache and adapters together. Default: by the model's needs and free memory.",
         "block_size": "Tokens per KV block.",
-        "vision_cache_bytes": "Image embeddings kept for reuse.",
-        "prefix_cache": "Keep KV of prompts and answers for requests that begin alike.",
+        "vision_cache_bytes": "Size of the image embedding cache.",
+        "prefix_cache": "Reuse KV across requests with a common prefix.",
     },
     "Network": {
-        "host": "Address to listen on; without tokens loopback only.",
-        "rpyc_port": "Port to listen on; 0 takes any free one.",
-        "http_port": "Port of the HTTP API; none if not given, 0 takes any free one.",
-        "tls_cert": "Certificate chain (PEM): both surfaces then speak TLS only.",
+        "host": "Address to listen on; loopback only without tokens.",
+        "rpyc_port": "Port to listen on; 0 selects a free port.",
+        "http_port": "Port of the HTTP API; 0 selects a free port. Default: no HTTP API.",
+        "tls_cert": "Certificate chain (PEM); both APIs then accept TLS only.",
         "tls_key": "The certificate's private key (PEM).",
-        "tls_client_ca": "Callers must show a certificate of this authority (PEM), too.",
-        "image_hosts": "Host that HTTP requests may name images on, * for every public one; may be repeated.",
-        "image_folder": "Folder that file URLs of HTTP requests may point into.",
+        "tls_client_ca": "CA certificate (PEM); clients must also present a certificate signed by it.",
+        "image_hosts": "Host of image URLs that HTTP requests may use, * for every public host; may be repeated.",
+        "image_folder": "Folder of file URLs that HTTP requests may use.",
     },
     "Limits": {
-        "max_image_bytes": "Largest encoded image.",
-        "max_image_pixels": "Largest decoded image.",
-        "max_images": "Most images in a request.",
-        "max_request_pixels": "Most pixels in a request's images together.",
-        "max_message_bytes": "Largest message on the wire.",
-        "max_held_bytes": "Most bytes of messages held at once, over all requests.",
-        "max_prompt_chars": "Longest text in a request.",
-        "max_requests": "Most requests under way at once.",
-        "request_timeout_s": "Longest time a request may take.",
-        "drain_s": "How long requests may still run after the server was told to stop.",
-        "max_streams": "Most streams of frames open at once.",
-        "stream_keep_s": "How long a stream of frames outlasts its connection.",
+        "max_image_bytes": "Maximum size of an encoded image.",
+        "max_image_pixels": "Maximum size of a decoded image.",
+        "max_images": "Maximum number of images per request.",
+        "max_request_pixels": "Maximum pixels of all images of a request.",
+        "max_message_bytes": "Maximum size of a message.",
+        "max_held_bytes": "Maximum bytes of buffered messages over all requests.",
+        "max_prompt_chars": "Maximum text length of a request.",
+        "max_requests": "Maximum number of concurrent requests.",
+        "request_timeout_s": "Maximum duration of a request.",
+        "drain_s": "Time for running requests to finish at shutdown.",
+        "max_streams": "Maximum number of open frame streams.",
+        "stream_keep_s": "Time that a frame stream is kept after its connection is lost.",
     },
 }
 _HEADINGS = {name: heading for heading, settings in _SETTINGS.items() for name in settings}

@@ -1,4 +1,4 @@
-"""Commands that make adapters, and the model in the package."""
+"""Commands that make adapters, and the embedded model."""
 
 from __future__ import annotations
 
@@ -21,11 +21,13 @@ from vlora.errors import BadConfig, BadPlan
 @click.argument("plan", type=click.Path(path_type=Path))
 @click.option("--out", type=click.Path(path_type=Path), help="Folder for adapters and report.")
 @click.option("--device", default=EngineConfig.device, show_default=True, help="Device to train on: cpu or cuda.")
-@click.option("--check", is_flag=True, help="Explain the plan, with everything that is wrong in it; train nothing.")
-@click.option("--resume", is_flag=True, help="Go on with what a run that was stopped left in --out.")
-@click.option("--restart", is_flag=True, help="Train everything again; delete what an earlier run left in --out.")
-@click.option("--oracle", is_flag=True, help="Also find the fewest adapters possible; takes many more trainings.")
-@click.option("--workers", default=1, type=click.IntRange(min=1), help="Trainings at a time, of one CPU thread each.")
+@click.option("--check", is_flag=True, help="Explain the plan and report all errors in it, without training.")
+@click.option("--resume", is_flag=True, help="Resume an interrupted run from the results in --out.")
+@click.option("--restart", is_flag=True, help="Train everything again; delete the results of an earlier run in --out.")
+@click.option("--oracle", is_flag=True, help="Also find the minimum number of adapters; requires many more trainings.")
+@click.option(
+    "--workers", default=1, type=click.IntRange(min=1), help="Number of parallel trainings, one CPU thread each."
+)
 @json_option
 @needs("fuse")
 def fuse(
@@ -47,14 +49,14 @@ def fuse(
         vlora fuse plan.yaml --out out --resume
         vlora fuse demo --out demo
 
-    Ctrl-C and a termination signal end at once. Finished trainings are kept; the last line is the command that goes
-    on with them.
+    Ctrl-C and a termination signal end the run immediately. Finished trainings are kept; the last line printed is the
+    command that resumes the run.
     """
     import warnings
 
     from fusion.training.kept import Kept, same_command
 
-    # Third parties' notes to their own callers.
+    # Warnings of third-party libraries, addressed to their own callers.
     warnings.simplefilter("ignore", FutureWarning)
     warnings.filterwarnings("ignore", module=r"peft\.")
     file = _plan_file(plan)
@@ -66,13 +68,13 @@ def fuse(
     elif out is None:
         raise click.UsageError("--out is missing: a folder for adapters and report (or --check, to train nothing)")
     elif resume and restart:
-        raise click.UsageError("--resume goes on with what is there, --restart deletes it: give one of the two")
+        raise click.UsageError("--resume and --restart exclude each other; give one of them")
     else:
         from rich.console import Console
 
         kept = Kept(out, restart=restart)
-        with ends_with(lambda: f"{kept}; go on with: {same_command(sys.argv, kept.option)}"):
-            with _loading():  # an interrupt ends it likewise
+        with ends_with(lambda: f"{kept}; resume with: {same_command(sys.argv, kept.option)}"):
+            with _loading():  # an interrupt during the imports is handled in the same way
                 from fusion import commands
 
             report = commands.fuse(
@@ -91,12 +93,12 @@ def fuse(
 
 
 def _loading() -> AbstractContextManager[object]:
-    """Shows that libraries are being imported, which takes seconds, on a slow machine more than ten."""
+    """Shows a spinner during imports, which take seconds, on a slow machine more than ten."""
     return waiting("loading torch, transformers and peft")
 
 
 def _plan_file(plan: Path) -> Path:
-    """The file itself, or that of a plan in the package. Raises BadPlan when there is neither."""
+    """The plan file, or that of a plan in the package. Raises BadPlan if there is neither."""
     import fusion
 
     if plan.exists():
@@ -109,29 +111,34 @@ def _plan_file(plan: Path) -> Path:
 
 @cli.command("convert-bd")
 @click.argument("adapter", type=click.Path(path_type=Path))
-@click.option("--blocks", required=True, type=click.IntRange(min=2), help="How many: as many as ranks will serve it.")
-@click.option("--rank", type=click.IntRange(min=1), help="Rank of the result; each layer's own if not given.")
-@click.option("--model", "base", help="Base model; the one the adapter names if not given.")
+@click.option(
+    "--blocks",
+    required=True,
+    type=click.IntRange(min=2),
+    help="Number of blocks: the number of ranks that will serve it.",
+)
+@click.option("--rank", type=click.IntRange(min=1), help="Rank of the result. Default: each layer's own.")
+@click.option("--model", "base", help="Base model. Default: the one that the adapter names.")
 @click.option(
     "--data",
     type=click.Path(path_type=Path),
-    help="Plan on whose domains to distil, and to measure: a file, or the name of one in the package.",
+    help="Plan with the domains for distillation and evaluation: a file, or the name of one in the package.",
 )
-@click.option("--out", type=click.Path(path_type=Path), help="Folder to write; ADAPTER-bdN if not given.")
+@click.option("--out", type=click.Path(path_type=Path), help="Output folder. Default: ADAPTER-bdN.")
 @json_option
 @needs("fuse")
 def convert_bd(
     adapter: Path, blocks: int, rank: int | None, base: str | None, data: Path | None, out: Path | None, as_json: bool
 ) -> None:
-    """Make an existing LoRA block-diagonal (BD-LoRA), which ranks serve without communication of its own.
+    """Convert an existing LoRA to block-diagonal form (BD-LoRA), which ranks serve without extra communication.
 
     \b
         vlora convert-bd out/adapters/signs --blocks 2
         vlora convert-bd out/adapters/signs --blocks 2 --rank 12 --data plan.yaml
         vlora convert-bd demo/fused/adapters/boxes --blocks 2 --data demo
 
-    Every block of every layer is the best there is of its rank (truncated SVD); with --data it is then trained to
-    answer as the original does. At a rank of --blocks times the original's nothing is lost.
+    Every block of every layer is the best approximation of its rank (truncated SVD). With --data, the result is then
+    trained to match the original. At a rank of --blocks times the original's, the conversion is exact.
     """
     import warnings
 
@@ -152,7 +159,7 @@ def convert_bd(
         print_json({"out": str(out), "layers": layers, "domains": domains})
         return
     for layer in found.layers:
-        kind = "dense, as it was" if layer.blocks is None else f"rank {layer.rank}, error {layer.error:.4f}"
+        kind = "dense, unchanged" if layer.blocks is None else f"rank {layer.rank}, error {layer.error:.4f}"
         click.echo(f"{layer.layer}  {kind}")
     for domain in found.domains:
         click.echo(
@@ -164,14 +171,12 @@ def convert_bd(
 
 
 @cli.command()
-@click.option(
-    "--out", default="demo", show_default=True, type=click.Path(path_type=Path), help="Folder for what it makes."
-)
+@click.option("--out", default="demo", show_default=True, type=click.Path(path_type=Path), help="Output folder.")
 @click.option("--plan", default="demo", show_default=True, help="Fusion plan: a file, or one in the package by name.")
 @json_option
 @needs("demo")
 def demo(out: Path, plan: str, as_json: bool) -> None:
-    """Do the whole job once, live: fuse, serve, ask, stream. Takes some minutes.
+    """Run the whole pipeline once: fuse, serve, query, stream. Takes some minutes.
 
     \b
         vlora demo
@@ -183,7 +188,7 @@ def demo(out: Path, plan: str, as_json: bool) -> None:
 
     from apps.demo import run
 
-    # Leaving through the usual way out ends the server and the training it started, too.
+    # A normal exit also ends the server and the training that it started.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     result = run(out, plan=plan, console=Console(stderr=as_json))
     if as_json:
@@ -200,13 +205,13 @@ def model() -> None:
 
 
 @model.command("eval")
-@click.option("--checkpoint", type=click.Path(exists=True), help="Another folder than the package's own.")
-@click.option("--quick", is_flag=True, help="One seed and few pictures: a look, not a result.")
+@click.option("--checkpoint", type=click.Path(exists=True), help="Checkpoint folder. Default: the package's own.")
+@click.option("--quick", is_flag=True, help="One seed and few pictures; figures are rough.")
 @json_option
 @needs("fuse")
 def model_eval(checkpoint: str | None, quick: bool, as_json: bool) -> None:
-    """Measure every promise of the embedded model. The last line is JSON, with --json the only one; exit code 1 when a
-    goal does not hold.
+    """Measure every goal of the embedded model. The last line is JSON; with --json it is the only line. Exit code 1 if
+    a goal is not met.
 
     \b
         vlora model eval --quick
@@ -224,13 +229,13 @@ def model_eval(checkpoint: str | None, quick: bool, as_json: bool) -> None:
 
     warnings.simplefilter("ignore", FutureWarning)
     logging.getLogger("vlora").setLevel(logging.WARNING)
-    torch.set_num_threads(1)  # what is promised holds on one core
+    torch.set_num_threads(1)  # the goals are defined for one core
     if checkpoint is not None:
         try:
             from_pretrained(AutoProcessor, checkpoint)
         except (OSError, ValueError) as error:
             raise BadConfig(
-                f"--checkpoint {checkpoint} holds no model and processor as fusion.embedded.train writes them: {error}"
+                f"--checkpoint {checkpoint} has no model and processor in the format of fusion.embedded.train: {error}"
             ) from error
     seeds = (1_000_001, 1_000_002, 1_000_003)[: 1 if quick else 3]
     with waiting("examining"):

@@ -1,4 +1,4 @@
-"""The client that camera boxes install: sync and asyncio, without torch, numpy or transformers."""
+"""The client library: blocking and asyncio, without torch, numpy or transformers."""
 
 from vlora.client.aio import AsyncClient
 from vlora.client.aio_frame_stream import AsyncFrameStream

@@ -24,7 +24,7 @@ T = TypeVar("T")
 
 
 class AsyncClient:
-    """As `Client`. Cancelling a task that waits for an answer cancels the request on the server."""
+    """As `Client`. Cancelling a task that awaits an answer cancels the request on the server."""
 
     def __init__(
         self,
@@ -49,7 +49,7 @@ class AsyncClient:
         priority: int = 0,
         **sampling: Any,
     ) -> Answer:
-        """See Client."""
+        """As `Client.generate`."""
         connection = await self._connection()
         call_id = connection.new_id()
         call = calls.generate(call_id, question, images, adapter, max_latency_s, max_ttft_s, priority, sampling)
@@ -66,7 +66,9 @@ class AsyncClient:
         priority: int = 0,
         **sampling: Any,
     ) -> AsyncIterator[str | Answer]:
-        """Pieces of text as they come, then the whole Answer. Closing the iterator early cancels the request."""
+        """Yields pieces of text as they arrive, then the complete Answer. Closing the iterator early cancels the
+        request.
+        """
         connection = await self._connection()
         call_id = connection.new_id()
         call = calls.stream(call_id, question, images, adapter, max_latency_s, max_ttft_s, priority, sampling)
@@ -74,7 +76,7 @@ class AsyncClient:
         loop = asyncio.get_running_loop()
 
         def put(part: StreamPart | Future[StreamPart]) -> None:
-            with contextlib.suppress(RuntimeError):  # a loop that is closed hears nothing
+            with contextlib.suppress(RuntimeError):  # the loop may already be closed
                 loop.call_soon_threadsafe(arrived.put_nowait, part)
 
         def hear(part: StreamPart) -> bool:
@@ -97,7 +99,7 @@ class AsyncClient:
             assert answer is not None
             yield answer
         except TimeoutError as error:
-            raise DeadlineMissed(f"no word from the server within {self._timeout_s:g} s") from error
+            raise DeadlineMissed(f"no response from the server within {self._timeout_s:g} s") from error
         finally:
             if not finished:
                 abandon(connection, call_id)
@@ -111,7 +113,7 @@ class AsyncClient:
         max_latency_s: float | None = None,
         priority: int = 0,
     ) -> HeadResult:
-        """See Client."""
+        """As `Client.ask_head`."""
         connection = await self._connection()
         call_id = connection.new_id()
         return await self._wait(
@@ -119,7 +121,7 @@ class AsyncClient:
         )
 
     async def head_of(self, question: str, adapter: str | None, num_images: int = 1) -> str | None:
-        """See Client."""
+        """As `Client.head_of`."""
         return None if adapter is None else head_of_question(await self.adapters(), question, num_images, adapter)
 
     async def open_stream(
@@ -132,7 +134,7 @@ class AsyncClient:
         drop: Literal["newest", "none"] = "newest",
         priority: int = 0,
     ) -> AsyncFrameStream:
-        """See Client."""
+        """As `Client.open_stream`."""
         options = StreamOptions(
             adapter=adapter, head=head, max_latency_s=max_latency_s, fps=fps, drop=drop, priority=priority
         )
@@ -144,27 +146,27 @@ class AsyncClient:
         return AsyncFrameStream(stream_id, ask, self._timeout_s)
 
     async def adapters(self) -> tuple[AdapterStatus, ...]:
-        """See Client."""
+        """As `Client.adapters`."""
         return await self._wait(await self._connection(), calls.adapters())
 
     async def load_adapter(self, name: str, path: str | os.PathLike[str]) -> AdapterStatus:
-        """See Client."""
+        """As `Client.load_adapter`."""
         return await self._wait(await self._connection(), calls.load_adapter(name, path))
 
     async def unload_adapter(self, name: str, *, drain: bool = False) -> None:
-        """See Client."""
+        """As `Client.unload_adapter`."""
         await self._wait(await self._connection(), calls.unload_adapter(name, drain))
 
     async def pin_adapter(self, name: str, pinned: bool = True) -> AdapterStatus:
-        """See Client."""
+        """As `Client.pin_adapter`."""
         return await self._wait(await self._connection(), calls.pin_adapter(name, pinned))
 
     async def stats(self) -> EngineStats:
-        """See Client."""
+        """As `Client.stats`."""
         return await self._wait(await self._connection(), calls.stats())
 
     async def close(self) -> None:
-        """See Client."""
+        """As `Client.close`."""
         await asyncio.to_thread(self._client.close)
 
     async def __aenter__(self) -> Self:
@@ -179,8 +181,9 @@ class AsyncClient:
     async def _send(
         self, connection: ServerConnection, call: Call[T], hear: Callable[[T], bool] | None = None
     ) -> Future[T]:
-        """Sending megabytes of images may block, so it happens in a thread. Who is cancelled meanwhile is held up until
-        it is sent, and can then be cancelled on the server."""
+        """Send a call in a thread, because sending megabytes of images may block. A task cancelled meanwhile waits
+        until the call is sent, so that the request can be cancelled on the server.
+        """
         sent = asyncio.create_task(asyncio.to_thread(connection.start, call, hear))
         try:
             return await asyncio.shield(sent)

@@ -15,7 +15,7 @@ from vlora.errors import Disconnected, VLoraError
 
 
 class AsyncFrameStream(AsyncIterator[FrameResult]):
-    """As `FrameStream`, awaited. A send that is cancelled may still reach the server; reading can be cancelled."""
+    """As `FrameStream`, awaited. A cancelled send may still reach the server; reading can be cancelled."""
 
     def __init__(self, stream_id: str, ask: Callable[[Call[Any]], Awaitable[Any]], timeout_s: float) -> None:
         self.stream_id = stream_id
@@ -30,15 +30,15 @@ class AsyncFrameStream(AsyncIterator[FrameResult]):
         self._closed = False
 
     async def send(self, *images: FrameImage) -> int:
-        """See FrameStream."""
-        # A task of its own: half a send must not be left behind, its number would be given to another frame.
+        """As `FrameStream.send`."""
+        # A separate task: a send interrupted halfway would leave its number for another frame.
         task = asyncio.create_task(self._send(images))
         self._sends.add(task)
         task.add_done_callback(self._sends.discard)
         return await asyncio.shield(task)
 
     async def __anext__(self) -> FrameResult:
-        """See FrameStream."""
+        """As `FrameStream.__next__`."""
         async with self._reading:
             while not self._unread:
                 if self._unread.finished or self._closed:
@@ -52,11 +52,11 @@ class AsyncFrameStream(AsyncIterator[FrameResult]):
             return self._unread.read()
 
     async def end(self) -> None:
-        """See FrameStream."""
+        """As `FrameStream.end`."""
         await self._persist(calls.end_frames(self.stream_id))
 
     async def close(self) -> None:
-        """See FrameStream."""
+        """As `FrameStream.close`."""
         if not self._closed:
             self._closed = True
             with contextlib.suppress(VLoraError):

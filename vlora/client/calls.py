@@ -1,4 +1,4 @@
-"""What a client may ask, as data: the sync and the asyncio client share every call and differ only in how they wait."""
+"""The client's calls as data: the blocking and the asyncio client share every call and differ only in how they wait."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ Image = bytes | bytearray | memoryview | str | os.PathLike[str]
 """An encoded image (JPEG, PNG, ...), or the path of one."""
 
 FrameImage = Image | tuple[bytes, int, int] | Any
-"""Of a stream's frame: as Image; or (RGB bytes, height, width); or an array of bytes [height, width, 3], RGB."""
+"""An image of a frame: an Image; or (RGB bytes, height, width); or an array of bytes [height, width, 3], RGB."""
 
 
 class Call(NamedTuple, Generic[T]):
-    """One exposed method and its values. num_bytes: how much of the message is images."""
+    """One exposed method and its arguments. num_bytes: the size of the images in the message."""
 
     name: str
     args: tuple[Any, ...]
@@ -126,7 +126,7 @@ def read_images(images: Sequence[Image]) -> tuple[bytes, ...]:
 
 
 def read_frame(images: Sequence[FrameImage]) -> tuple[Any, ...]:
-    """The images as values that can be sent. Raises BadImage for what is none."""
+    """The images as values that can be sent. Raises BadImage for other types."""
     return tuple(_read_raw(image) for image in images)
 
 
@@ -141,11 +141,11 @@ def _read_raw(image: FrameImage) -> bytes | tuple[bytes, int, int]:
             raise BadImage("a raw image is (RGB bytes, height, width)") from error
     try:
         view = memoryview(image)
-    except (TypeError, ValueError) as error:  # the latter for arrays of what has no bytes to show, such as dates
-        raise BadImage(f"a {type(image).__name__} is no image: bytes, a path, or RGB pixels are") from error
+    except (TypeError, ValueError) as error:  # ValueError: arrays of a type without a buffer, such as dates
+        raise BadImage(f"cannot use a {type(image).__name__} as an image; pass bytes, a path, or RGB pixels") from error
     if view.format != "B" or view.ndim != 3 or view.shape is None or view.shape[2] != 3:
         raise BadImage(
-            f"an array of {view.format} {view.shape} is no image: unsigned bytes [height, width, 3] are, red first"
+            f"cannot use an array of {view.format} {view.shape} as an image; pass uint8 [height, width, 3], RGB"
         )
     return view.tobytes(), view.shape[0], view.shape[1]
 
@@ -174,6 +174,6 @@ def _read(image: Image) -> bytes:
         return bytes(image)
     try:
         return Path(image).read_bytes()
-    except (OSError, ValueError) as error:  # the latter for what can be no path
+    except (OSError, ValueError) as error:  # ValueError: not a valid path
         why = error.strerror if isinstance(error, OSError) else error
         raise BadImage(f"cannot read image {os.fspath(image)!r}: {why}") from error

@@ -1,4 +1,4 @@
-"""One RPyC connection, shared by any number of threads: calls go out, a reader thread settles their futures."""
+"""One RPyC connection, shared by any number of threads: callers send calls, a reader thread sets their futures."""
 
 from __future__ import annotations
 
@@ -23,12 +23,13 @@ from vlora.errors import BadRequest, DeadlineMissed, Disconnected, TooLarge, VLo
 T = TypeVar("T")
 
 _CONNECT_S = 5.0
-_SEND_S = 60.0  # a server that takes nothing for this long is as good as gone
+_SEND_S = 60.0  # a server that reads nothing for this long counts as disconnected
 
 
 class ServerConnection:
-    """Raises Disconnected when the server cannot be reached, BadRequest when it speaks another protocol version,
-    Unauthorized when it does not take the token."""
+    """A connection to the server. Raises Disconnected if the server cannot be reached, BadRequest if it uses another
+    protocol version, Unauthorized if it rejects the token.
+    """
 
     def __init__(self, host: str, port: int, token: str | None, tls: ssl.SSLContext | None) -> None:
         self._address = f"{host}:{port}"
@@ -37,14 +38,14 @@ class ServerConnection:
         self._call_ids = itertools.count(1)
         try:
             self._stream = _connected(host, port, tls)
-        except (OSError, EOFError, ValueError) as error:  # ValueError: a host that can be none
+        except (OSError, EOFError, ValueError) as error:  # ValueError: an invalid host
             raise self._unreachable(error, tls) from error
         try:
-            # Images are compressed already: the channel leaves the bytes alone.
+            # Images are already compressed, so the channel does not compress them.
             channel = Channel(self._stream, compress=False)
             self._rpyc = _CallingConnection(rpyc.VoidService(), channel, {"sync_request_timeout": _CONNECT_S})
             self._root = self._rpyc.root
-        except Exception as error:  # who answers may be anybody, and say anything
+        except Exception as error:  # the peer may be any program and send anything
             self._stream.close()
             raise self._unreachable(error, tls) from error
         self._reader = threading.Thread(target=self._read, name="vlora-client-reader", daemon=True)
@@ -57,7 +58,7 @@ class ServerConnection:
         if self.hello.protocol != PROTOCOL_VERSION:
             self.close()
             raise BadRequest(
-                f"the server at {self._address} speaks protocol {self.hello.protocol}, this client {PROTOCOL_VERSION}; "
+                f"the server at {self._address} uses protocol {self.hello.protocol}, this client {PROTOCOL_VERSION}; "
                 "install the same version of vlora on both sides"
             )
 
@@ -66,14 +67,14 @@ class ServerConnection:
         return not self._reader.is_alive()
 
     def new_id(self) -> int:
-        """A number for a request that can be cancelled; unique on this connection."""
+        """A number for a cancellable request; unique on this connection."""
         return next(self._call_ids)
 
     def start(self, call: Call[T], hear: Callable[[T], bool] | None = None) -> Future[T]:
-        """Send a call; the future gets its value or its typed error. Does not wait for the answer.
+        """Send a call; its future receives the value or the typed error. Does not wait for the answer.
 
-        hear: for a call with several values: is given each, by the reader's thread, and says whether more follow. The
-        future gets the last one.
+        hear: for a call with several values: called with each value in the reader's thread; returns whether more
+        follow. The future receives the last one.
         """
         if call.num_bytes > (limit := self.hello.max_message_bytes if call.num_bytes else 0):
             raise TooLarge(f"the request has {call.num_bytes} bytes of images; this server takes at most {limit}")
@@ -82,27 +83,27 @@ class ServerConnection:
             if self.closed:
                 raise self._lost()
             self._pending.add(future)
-        future.add_done_callback(self._settle)  # before anything can come of it: what is pending has no answer yet
+        future.add_done_callback(self._settle)  # before any reply can arrive
         try:
             self._rpyc.start_call(self._root, call, future, hear)
         except UnicodeEncodeError as error:
             self._settle(future)
             raise BadRequest(f"the text cannot be sent: {error}") from error
-        except (OSError, EOFError, RuntimeError) as error:  # the last from RPyC, whose cleanup releases its lock
+        except (OSError, EOFError, RuntimeError) as error:  # RuntimeError: RPyC's cleanup has released its lock
             self._settle(future)
             raise self._lost() from error
         return future
 
     def wait(self, future: Future[T], timeout_s: float) -> T:
-        """The call's value. Raises DeadlineMissed when it takes longer than `timeout_s`, else what the call raised."""
+        """The call's value. Raises DeadlineMissed if it takes longer than `timeout_s`, or the error of the call."""
         try:
             return future.result(timeout_s)
         except TimeoutError as error:
             raise DeadlineMissed(f"no answer from {self._address} within {timeout_s:g} s") from error
 
     def close(self) -> None:
-        """Close the connection; the server cancels what it still had under way on it."""
-        # Shut down only: the reader, which may be waiting on the socket, is the one to close it.
+        """Close the connection; the server cancels the connection's running calls."""
+        # Shut down only: the reader, which may be waiting on the socket, closes it.
         shut_down(self._stream.sock)
         if threading.current_thread() is not self._reader:
             self._reader.join()
@@ -111,7 +112,7 @@ class ServerConnection:
         try:
             while True:
                 self._rpyc.serve(None)
-        except Exception:  # what comes need not be the protocol's; whatever it is, it is the connection's end
+        except Exception:  # any malformed input ends the connection
             shut_down(self._stream.sock)
         finally:
             with self._lock:
@@ -126,13 +127,13 @@ class ServerConnection:
 
     def _unreachable(self, error: Exception, tls: ssl.SSLContext | None) -> Disconnected:
         cause = error.args[0] if isinstance(error, EOFError) and error.args else error
-        remedy = "start one with `vlora serve`, or name another address"
+        remedy = "start one with `vlora serve`, or give another address"
         if isinstance(cause, ssl.SSLCertVerificationError):
-            remedy = "give the authority of its certificate (tls=, --tls-ca), and a host that the certificate names"
+            remedy = "give the CA of its certificate (tls=, --tls-ca), and a host that the certificate names"
         elif isinstance(cause, ssl.SSLError):
-            remedy = "it may speak no TLS, or ask for a certificate that it can verify (tls=, --tls-cert and --tls-key)"
+            remedy = "it may not use TLS, or it may require a client certificate (tls=, --tls-cert and --tls-key)"
         elif tls is None and isinstance(cause, ConnectionResetError | BrokenPipeError | str):
-            remedy = "it may be another kind of server, or speak TLS (tls=, --tls-ca)"
+            remedy = "it may be another kind of server, or require TLS (tls=, --tls-ca)"
         return Disconnected(f"cannot reach a server at {self._address}: {cause}; {remedy}")
 
     def _lost(self) -> Disconnected:
@@ -150,11 +151,11 @@ def _connected(host: str, port: int, tls: ssl.SSLContext | None) -> PlainStream 
 
 
 class _CallingConnection(rpyc.Connection):
-    """Calls the server's exposed methods with values; serves nothing in return."""
+    """Calls the server's exposed methods; exposes none itself."""
 
     def start_call(self, root: Any, call: Call[T], future: Future[T], hear: Callable[[T], bool] | None) -> None:
         def settle(is_exception: bool, reply: Any) -> bool:
-            """Whether more replies are to come."""
+            """Settle the future of a call, or deliver one of its values; whether more replies follow."""
             try:
                 if is_exception:
                     why = reply.args[0] if reply.args else type(reply).__name__
@@ -172,7 +173,7 @@ class _CallingConnection(rpyc.Connection):
         self._async_request(consts.HANDLE_CALLATTR, (root, f"exposed_{call.name}", call.args, ()), settle)
 
     def _seq_request_callback(self, msg: int, seq: int, is_exc: bool, obj: Any) -> None:
-        """As RPyC's, but a call that is not at its end keeps its number."""
+        """As in RPyC, except that a call with more replies to come keeps its number."""
         callback = self._request_callbacks.pop(seq, None)
         if callback is not None and callback(is_exc, obj) is True:
             self._request_callbacks[seq] = callback

@@ -16,10 +16,11 @@ from vlora.errors import Disconnected, VLoraError
 
 
 class FrameStream(Iterator[FrameResult]):
-    """Frames in, one result for each out, in the order of the frames. `Client.open_stream` makes one.
+    """Sends frames and iterates over one result per frame, in the order of the frames. Created by
+    `Client.open_stream`.
 
-    One thread may send while another reads. A broken connection is made anew for 30 s, and nothing is lost or comes
-    twice; then Disconnected is raised. UnknownStream: the server does not have the stream any more.
+    One thread may send while another reads. A broken connection is re-established for up to 30 s without losing or
+    repeating a result; then Disconnected is raised. UnknownStream: the server no longer has the stream.
     """
 
     def __init__(self, stream_id: str, ask: Callable[[Call[Any]], Any], timeout_s: float) -> None:
@@ -34,11 +35,11 @@ class FrameStream(Iterator[FrameResult]):
         self._closed = False
 
     def send(self, *images: FrameImage) -> int:
-        """Send one frame, as many images as its head reads; its number, counted from 0.
+        """Send one frame, as many images as its head reads; returns its number, counted from 0.
 
-        Waits for room: with drop "none" while the server is behind, always while 256 results were not read. Raises
-        DeadlineMissed when there is none within the client's `timeout_s`, BadImage, TooLarge; a frame that cannot be
-        decoded raises nothing here, its result says so.
+        Blocks while there is no room: with drop "none" while the server is behind, and always while 256 results are
+        unread. Raises DeadlineMissed if no room becomes free within the client's `timeout_s`, BadImage, TooLarge. A
+        frame that cannot be decoded raises nothing here; its result contains the error.
         """
         frame = calls.read_frame(images)
         with self._sending:
@@ -49,7 +50,7 @@ class FrameStream(Iterator[FrameResult]):
             return self._num_sent - 1
 
     def __next__(self) -> FrameResult:
-        """Waits for the next result; ends after the last one once `end` was called, and when the stream is closed."""
+        """Waits for the next result; stops after the last one once `end` was called, and when the stream is closed."""
         with self._reading:
             while not self._unread:
                 if self._unread.finished or self._closed:
@@ -63,14 +64,14 @@ class FrameStream(Iterator[FrameResult]):
             return self._unread.read()
 
     def end(self) -> None:
-        """No more frames follow: reading ends with the last one's result."""
+        """Mark the end of the frames: iteration stops after the last frame's result."""
         self._persist(calls.end_frames(self.stream_id))
 
     def close(self) -> None:
-        """Cancel what was not answered and forget what was not read."""
+        """Cancel unanswered frames and discard unread results."""
         if not self._closed:
             self._closed = True
-            with contextlib.suppress(VLoraError):  # without a connection the server forgets it by itself
+            with contextlib.suppress(VLoraError):  # without a connection the server drops the stream itself
                 self._ask(calls.close_frames(self.stream_id))
 
     def __enter__(self) -> Self:
@@ -80,7 +81,7 @@ class FrameStream(Iterator[FrameResult]):
         self.close()
 
     def _persist(self, call: Call[Any]) -> Any:
-        """Every call of a stream may be made again: the server knows what it has had."""
+        """Repeat a call until it succeeds: calls of a stream are idempotent on the server."""
         retry = Retry()
         while True:
             try:

@@ -1,4 +1,4 @@
-"""Which task head a question belongs to."""
+"""Selects the task head that a question belongs to."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from vlora.types import AdapterStatus
 def head_of_question(
     statuses: Iterable[AdapterStatus], question: str, num_images: int, adapter: str | None
 ) -> str | None:
-    """Name of the adapter's only head for this question about so many images; None where there is none, or several.
+    """Name of the adapter's only head for this question and number of images; None if there is none, or several.
 
-    Questions are compared without differences in whitespace. An empty question is the adapter's own.
+    Questions are compared without regard to whitespace. An empty question stands for the adapter's own question.
     """
     words = question.split()
     heads = [

@@ -6,13 +6,16 @@ from rpyc.core.stream import SocketStream
 
 
 class PlainStream(SocketStream):
-    """Used by both ends. Raises EOFError once the connection is gone, and when the peer takes nothing for as long as
-    the socket's timeout."""
+    """The stream of a plain connection, used by both ends. Raises EOFError once the connection is closed, and if the
+    peer reads nothing for the duration of the socket's timeout.
+    """
 
     __slots__ = ()
 
     def write(self, data: bytes) -> None:
-        """RPyC's own copies all that is left for each piece it sends, so that a raw 8K frame took half a minute."""
+        """Writes without copying: RPyC's own method copies the remainder for each chunk, so that a raw 8K frame took
+        half a minute.
+        """
         view = memoryview(data)
         try:
             while view:

@@ -1,4 +1,4 @@
-"""A peer that vanished without a word: its connection breaks within half a minute, not when TCP gives up by itself."""
+"""Detects peers that vanish: the connection breaks within half a minute, not at TCP's own timeout."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _UNACKNOWLEDGED_MS = 30_000
 
 
 def notice_silence(sock: socket.socket) -> None:
-    """Probe an idle connection, and give up bytes that nobody acknowledges, where the system has such options."""
+    """Enable keepalive probes on an idle connection and a limit for unacknowledged bytes, where supported."""
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for option, value in (
         ("TCP_KEEPIDLE", _IDLE_S),

@@ -1,4 +1,4 @@
-"""What both stream handles keep: which results were read, and how long a broken connection is tried again."""
+"""State shared by both stream handles: which results were read, and how long a broken connection is retried."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from collections import deque
 from vlora.client.values import FrameResult, FrameResults
 from vlora.errors import DeadlineMissed, Disconnected
 
-WAIT_S = 10.0  # how long the server holds a call that has to wait for room or for results
+WAIT_S = 10.0  # how long the server holds a call that waits for room or for results
 
-_RETRY_S = 30.0  # as long as a server keeps a stream without a connection
+_RETRY_S = 30.0  # the time that a server keeps a stream without a connection
 _FIRST_PAUSE_S = 0.1
 _LONGEST_PAUSE_S = 2.0
 
 
 class Unread:
-    """Results that came and were not read yet. What was read is acknowledged by the next pull."""
+    """Results received but not yet read. The next pull acknowledges those that were read."""
 
     def __init__(self) -> None:
         self._results: deque[FrameResult] = deque()
@@ -37,16 +37,16 @@ class Unread:
 
 
 class Retry:
-    """Pauses between attempts to reach the server again, each longer, until the stream has expired there."""
+    """Increasing pauses between attempts to reconnect, until the stream has expired on the server."""
 
     def __init__(self) -> None:
         self._pause_s = _FIRST_PAUSE_S
         self._until: float | None = None
 
     def pause_s(self, error: Disconnected) -> float:
-        """How long to wait before the next attempt. Raises the error when there is none."""
+        """Time to wait before the next attempt. Raises the error when no attempts remain."""
         now = time.monotonic()
-        # From the first failure on: the call may have been held by the server for a while before it.
+        # Counted from the first failure, because the server may have held the call for a while before it.
         self._until = self._until or now + _RETRY_S
         if now >= self._until:
             raise error
@@ -55,14 +55,14 @@ class Retry:
 
 
 class Credit:
-    """How long sending a frame may wait for room."""
+    """Limits how long sending a frame may wait for room."""
 
     def __init__(self, timeout_s: float) -> None:
         self._timeout_s = timeout_s
         self._until = time.monotonic() + timeout_s
 
     def check(self, number: int) -> None:
-        """Raises DeadlineMissed."""
+        """Raises DeadlineMissed after the limit."""
         if time.monotonic() >= self._until:
             raise DeadlineMissed(
                 f"frame {number} found no room within {self._timeout_s:g} s: read the stream's results while sending, "

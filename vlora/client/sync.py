@@ -1,4 +1,4 @@
-"""The blocking client. One may be shared by many threads; their requests are under way at the same time."""
+"""The blocking client. Many threads may share one; their requests run concurrently."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from vlora.types import AdapterStatus, EngineStats
 
 T = TypeVar("T")
 
-TIMEOUT_S = 150.0  # above the server's own limit, whose error says more
+TIMEOUT_S = 150.0  # above the server's own limit, so that the server's more specific error arrives first
 
 
 class Client:
-    """Talks to `vlora serve` over RPyC. Connects at the first call, and again after a connection broke.
+    """Client of `vlora serve` over RPyC. Connects at the first call, and reconnects after a connection broke.
 
     ::
 
@@ -34,12 +34,12 @@ class Client:
             print(client.generate("What is this?", ["photo.jpg"]).text)
             print(client.ask_head(["frame.png"], adapter="traffic", head="jam").label)
 
-    Errors are the classes of `vlora.errors`: BadRequest's kinds for what is wrong with the request, Disconnected when
-    there is no server, DeadlineMissed after `timeout_s`, EngineDead when the server lost its engine, Unauthorized and
-    Forbidden when it does not take the token.
+    Errors are the classes of `vlora.errors`: subclasses of BadRequest for invalid requests, Disconnected if the server
+    cannot be reached, DeadlineMissed after `timeout_s`, EngineDead if the server lost its engine, Unauthorized and
+    Forbidden if it rejects the token.
 
-    tls: how to check the server's certificate, and perhaps which one to show; `ssl.create_default_context(cafile=...)`
-    makes one. Without it the connection is plain.
+    tls: an SSL context that verifies the server's certificate and optionally presents a client certificate;
+    `ssl.create_default_context(cafile=...)` makes one. Without it the connection is plain.
     """
 
     def __init__(
@@ -70,11 +70,14 @@ class Client:
         priority: int = 0,
         **sampling: Any,
     ) -> Answer:
-        """Ask in words, about images if there are any. sampling: fields of `vlora.types.SamplingParams`.
+        """Generate a text answer to a question, optionally about images.
 
-        max_latency_s: an answer after that is none (DeadlineMissed). max_ttft_s: bound on the first token. Where the
-        server sees that it cannot keep a bound, it says so at once (DeadlineUnreachable). priority: who waits with a
-        higher one comes first, from -10 to 10.
+        Args:
+            sampling: fields of `vlora.types.SamplingParams`.
+            max_latency_s: bound on the whole answer; a later answer raises DeadlineMissed.
+            max_ttft_s: bound on the first token. If the server predicts that it cannot meet a bound, it rejects the
+                request immediately (DeadlineUnreachable).
+            priority: from -10 to 10; waiting requests of higher priority are scheduled first.
         """
         connection = self.connection()
         call_id = connection.new_id()
@@ -95,7 +98,7 @@ class Client:
         priority: int = 0,
         **sampling: Any,
     ) -> TextStream:
-        """As `generate`, but pieces of text as they come. Leaving the stream early cancels the request."""
+        """As `generate`, but yields pieces of text as they arrive. Leaving the stream early cancels the request."""
         connection = self.connection()
         call_id = connection.new_id()
         call = calls.stream(call_id, question, images, adapter, max_latency_s, max_ttft_s, priority, sampling)
@@ -110,14 +113,16 @@ class Client:
         max_latency_s: float | None = None,
         priority: int = 0,
     ) -> HeadResult:
-        """Ask a task head, which answers in one pass and brings its own question; images: as many as it has frames."""
+        """Query a task head, which answers in one pass and has a fixed question; images: as many as it has frames."""
         connection = self.connection()
         call_id = connection.new_id()
         return self._wait(connection, calls.ask_head(call_id, images, adapter, head, max_latency_s, priority), call_id)
 
     def head_of(self, question: str, adapter: str | None, num_images: int = 1) -> str | None:
-        """Name of the adapter's only head for this question about so many images, or for its own where it is empty;
-        None where there is none, or several. `ask_head` then answers better than text, which is trained beside it."""
+        """Name of the adapter's only head for this question and number of images, or for its own question if empty;
+        None if there is none, or several. `ask_head` then answers more accurately than text, which is trained
+        together with it.
+        """
         return None if adapter is None else head_of_question(self.adapters(), question, num_images, adapter)
 
     def open_stream(
@@ -130,12 +135,18 @@ class Client:
         drop: Literal["newest", "none"] = "newest",
         priority: int = 0,
     ) -> FrameStream:
-        """A stream of frames to one head; each frame gets a result, in order. Raises UnknownAdapter, UnknownHead,
-        OverCapacity when the server has too many streams.
+        """Open a stream of frames to one head; each frame gets a result, in order.
 
-        max_latency_s bounds each frame; fps is how many a second are started at most; drop is what happens when frames
-        come faster than they are answered: "newest" lets a newer one take the place of one that waits (whose result
-        then says so), "none" makes sending wait; priority is that of its requests among all that wait.
+        Args:
+            max_latency_s: bound on each frame.
+            fps: maximum number of frames started per second.
+            drop: policy when frames arrive faster than they are answered: "newest" replaces a waiting frame by a newer
+                one (the replaced frame's result reports it), "none" makes sending wait.
+            priority: priority of the stream's requests among all waiting requests.
+
+        Raises:
+            UnknownAdapter, UnknownHead: the server does not have them.
+            OverCapacity: the server has too many streams.
         """
         options = StreamOptions(
             adapter=adapter, head=head, max_latency_s=max_latency_s, fps=fps, drop=drop, priority=priority
@@ -148,26 +159,26 @@ class Client:
         return self._wait(self.connection(), calls.adapters())
 
     def load_adapter(self, name: str, path: str | os.PathLike[str]) -> AdapterStatus:
-        """Register an adapter folder of the server's file system under a name. Raises BadAdapter with the reason."""
+        """Register an adapter folder of the server's file system under a name. Raises BadAdapter with the cause."""
         return self._wait(self.connection(), calls.load_adapter(name, path))
 
     def unload_adapter(self, name: str, *, drain: bool = False) -> None:
-        """Forget an adapter: new requests for it are refused at once. Raises UnknownAdapter.
+        """Unregister an adapter: new requests for it are rejected immediately. Raises UnknownAdapter.
 
-        Its requests under way are cancelled; with `drain` they finish, and its memory is freed with the last of them.
+        Its running requests are cancelled; with `drain` they finish, and its memory is freed after the last of them.
         """
         self._wait(self.connection(), calls.unload_adapter(name, drain))
 
     def pin_adapter(self, name: str, pinned: bool = True) -> AdapterStatus:
-        """Keep an adapter on the server's device, or let it go. Raises UnknownAdapter, OverCapacity."""
+        """Keep an adapter on the server's device, or allow its eviction. Raises UnknownAdapter, OverCapacity."""
         return self._wait(self.connection(), calls.pin_adapter(name, pinned))
 
     def stats(self) -> EngineStats:
-        """Counters of the engine since it started."""
+        """Counters of the engine since its start."""
         return self._wait(self.connection(), calls.stats())
 
     def close(self) -> None:
-        """Close the connection; what is still under way on it is cancelled."""
+        """Close the connection; the server cancels the connection's running requests."""
         with self._lock:
             live, self._live = self._live, None
         if live is not None:
@@ -180,14 +191,14 @@ class Client:
         self.close()
 
     def connection(self) -> ServerConnection:
-        """The live connection; a new one when there is none. Raises Disconnected."""
+        """The live connection; connects if there is none. Raises Disconnected."""
         with self._lock:
             if self._live is None or self._live.closed:
                 self._live = ServerConnection(self._host, self._port, self._token, self._tls)
             return self._live
 
     def _wait(self, connection: ServerConnection, call: Call[T], call_id: int | None = None) -> T:
-        """call_id: what to cancel on the server when the caller gives up."""
+        """Wait for a call. call_id: the request to cancel on the server if the wait is abandoned."""
         future = connection.start(call)
         try:
             return connection.wait(future, self._timeout_s)
@@ -198,11 +209,11 @@ class Client:
 
 
 class TextStream(Iterator[str]):
-    """Pieces of an answer's text; `answer` is set when they have all come."""
+    """Pieces of an answer's text; `answer` is set after the last piece."""
 
     def __init__(self, parts: Iterator[str | Answer]) -> None:
         self._parts = parts
-        next(parts)  # nothing yet: the request is sent
+        next(parts)  # yields once without text after the request is sent
         self.answer: Answer | None = None
 
     def __next__(self) -> str:
@@ -213,7 +224,7 @@ class TextStream(Iterator[str]):
         return part
 
     def close(self) -> None:
-        """Cancel what has not come yet."""
+        """Cancel the rest of the answer."""
         self._parts.close()  # type: ignore[attr-defined]
 
     def __enter__(self) -> Self:
@@ -226,7 +237,7 @@ class TextStream(Iterator[str]):
 def _parts(
     connection: ServerConnection, call: Call[StreamPart], call_id: int, timeout_s: float
 ) -> Iterator[str | Answer]:
-    """Nothing once the request is sent; then its text, and its answer. Leaving earlier cancels it on the server."""
+    """Yields once after the request is sent, then its text, then its answer. Leaving earlier cancels the request."""
     arrived: queue.SimpleQueue[StreamPart | Future[StreamPart]] = queue.SimpleQueue()
 
     def hear(part: StreamPart) -> bool:
@@ -247,13 +258,13 @@ def _parts(
         assert answer is not None
         yield answer
     except queue.Empty as error:
-        raise DeadlineMissed(f"no word from the server within {timeout_s:g} s") from error
+        raise DeadlineMissed(f"no response from the server within {timeout_s:g} s") from error
     finally:
         if not future.done():
             abandon(connection, call_id)
 
 
 def abandon(connection: ServerConnection, call_id: int) -> None:
-    """Tell the server that nobody waits any more; without a connection it knows already."""
+    """Cancel an abandoned request on the server; without a connection the server cancels it itself."""
     with contextlib.suppress(VLoraError):
         connection.start(calls.cancel(call_id))

@@ -1,4 +1,4 @@
-"""TLS under RPyC: one connection that a thread reads while others write."""
+"""TLS under RPyC: one connection with one reader thread and several writers."""
 
 from __future__ import annotations
 
@@ -17,25 +17,27 @@ _CHUNK = 64 * 1024
 
 
 def shut_down(sock: Any) -> None:
-    """End a connection for both sides and wake who waits on it; whoever reads it closes it. Closed ones are left be."""
+    """Shut down a connection in both directions and wake the threads that wait on it; its reader closes it. Closed
+    sockets are ignored.
+    """
     if isinstance(sock, socket.socket):
         with contextlib.suppress(OSError):
-            # The plain socket's own method: that of a TLS socket drops its state, and what another thread writes at
-            # this moment would then leave unencrypted.
+            # The plain socket's own method: the method of a TLS socket drops its state, and a concurrent write of
+            # another thread would then be sent unencrypted.
             socket.socket.shutdown(sock, socket.SHUT_RDWR)
 
 
 class TlsStream(SocketStream):
-    """A socket whose handshake is done. Used by both ends; raises EOFError once the connection is gone.
+    """The stream of a socket after its handshake, used by both ends; raises EOFError once the connection is closed.
 
-    OpenSSL's state is not to be touched by two threads at once, so every touch is short, under a lock, and never waits.
-    What was decrypted waits in a buffer of ours: OpenSSL's own would keep it out of sight of `poll`.
+    OpenSSL's state must not be used by two threads at once, so every use is short, under a lock, and never waits.
+    Decrypted bytes are buffered here: in OpenSSL's own buffer they would be invisible to `poll`.
     """
 
     __slots__ = ("_buffer", "_lock", "_write_s")
 
     def __init__(self, sock: ssl.SSLSocket, write_s: float) -> None:
-        """write_s: a peer that takes nothing for so long is as good as gone."""
+        """write_s: a peer that reads nothing for this long counts as disconnected."""
         super().__init__(sock)
         sock.setblocking(False)
         self._write_s = write_s
@@ -43,7 +45,7 @@ class TlsStream(SocketStream):
         self._buffer = bytearray()
 
     def poll(self, timeout: float | Timeout | None) -> bool:
-        """Whether bytes can be read, waiting up to `timeout` seconds for some, without an end for None."""
+        """Whether bytes can be read, waiting up to `timeout` seconds for them; without limit for None."""
         left: float | None = Timeout(timeout).timeleft()
         deadline = None if left is None else time.monotonic() + left
         while not self._buffer:
@@ -68,9 +70,9 @@ class TlsStream(SocketStream):
             except (ssl.SSLWantWriteError, ssl.SSLWantReadError):
                 if not self._wait(select.POLLOUT, time.monotonic() + self._write_s):
                     self.close()
-                    raise EOFError(f"the peer took nothing for {self._write_s:g} s") from None
+                    raise EOFError(f"the peer read nothing for {self._write_s:g} s") from None
                 continue
-            except (OSError, ValueError) as error:  # the latter when another thread closes it at this moment
+            except (OSError, ValueError) as error:  # ValueError: another thread closed the socket meanwhile
                 self.close()
                 raise EOFError(error) from error
             view = view[sent:]
@@ -81,7 +83,7 @@ class TlsStream(SocketStream):
             super().close()
 
     def _receive(self) -> bool:
-        """Move what has come into the buffer; False when nothing has."""
+        """Move received bytes into the buffer; False if there are none."""
         try:
             with self._lock:
                 data = self.sock.recv(_CHUNK)
@@ -97,7 +99,7 @@ class TlsStream(SocketStream):
         return True
 
     def _wait(self, event: int, deadline: float | None) -> bool:
-        """Wait for the socket; False when the deadline passes first."""
+        """Wait for the socket; False if the deadline passes first."""
         if self.sock is ClosedFile:
             raise EOFError("the connection was closed")
         poller = select.poll()

@@ -1,4 +1,4 @@
-"""What a caller gets back, and how it crosses the RPyC wire: structs as msgpack bytes, failures as (code, message)."""
+"""Values returned to callers, and their encoding over RPyC: structs as msgpack bytes, failures as (code, message)."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ T = TypeVar("T")
 
 
 class TokenLogprob(msgspec.Struct, frozen=True, kw_only=True):
-    """One token of an answer's text and its log probability. top: the likeliest (token, log probability), best first.
+    """One token of an answer's text and its log probability. top: the most likely (token, log probability), best
+    first.
 
     Natural logarithms of the model's own distribution, before temperature and filters.
     """
@@ -30,11 +31,11 @@ class TokenLogprob(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Answer(msgspec.Struct, frozen=True, kw_only=True):
-    """A whole text answer.
+    """A complete text answer.
 
     finish_reason "stop": the model ended it or a stop string was met (which is not part of text); "length": max_tokens.
     logprobs: the tokens of the text, if the request asked for them. timings are the engine's; total_s is the server's
-    time from the request's arrival to its last word.
+    time from the arrival of the request to the end of the answer.
     """
 
     text: str
@@ -48,7 +49,7 @@ class Answer(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class HeadResult(HeadAnswer, frozen=True, kw_only=True):
-    """A task head's answer, boxes in pixels of the pictures as they were sent; who gave it, and how long it took."""
+    """A task head's answer, with boxes in pixels of the images as sent, the name of the head, and the time taken."""
 
     adapter: str
     head: str
@@ -57,7 +58,7 @@ class HeadResult(HeadAnswer, frozen=True, kw_only=True):
 
 
 class Hello(msgspec.Struct, frozen=True, kw_only=True):
-    """What a server says of itself. max_message_bytes: a longer message would only break the connection."""
+    """The server's description of itself. max_message_bytes: a longer message would break the connection."""
 
     protocol: int
     model: str
@@ -65,20 +66,20 @@ class Hello(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class StreamPart(msgspec.Struct, frozen=True, kw_only=True):
-    """One reply of a text stream: the text since the last one, or the whole answer, which ends it."""
+    """One reply of a text stream: the text since the previous one, or the complete answer, which ends it."""
 
     text: str = ""
     answer: Answer | None = None
 
 
 class StreamOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """What a stream of frames is for. max_latency_s bounds each frame, from its arrival; fps is how many are started a
-    second at most; priority is that of its requests.
+    """Options of a stream of frames.
 
-    drop: what becomes of frames that come faster than they are answered. "newest": a newer one takes the place of one
-    that waits; "none": sending waits.
+    max_latency_s bounds each frame, from its arrival; fps is the maximum number started per second; priority is that of
+    its requests. drop: policy for frames that arrive faster than they are answered. "newest": a newer frame replaces a
+    waiting one; "none": sending waits.
 
-    Raises BadRequest when a value cannot work.
+    Raises BadRequest for invalid values.
     """
 
     adapter: str
@@ -99,7 +100,7 @@ class StreamOptions(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class FrameResult(msgspec.Struct, frozen=True, kw_only=True):
-    """What became of one frame, by its number in the stream: its answer, or why it was dropped, or how it failed.
+    """The result of one frame, by its number in the stream: its answer, the reason it was dropped, or its error.
 
     latency_s: from the frame's arrival at the server to this result.
     """
@@ -112,7 +113,7 @@ class FrameResult(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class FrameResults(msgspec.Struct, frozen=True, kw_only=True):
-    """One pull from a stream of frames. finished: there are none after these."""
+    """One pull from a stream of frames. finished: no results follow."""
 
     results: tuple[FrameResult, ...] = ()
     finished: bool = False
@@ -149,19 +150,19 @@ def failure(error: VLoraError) -> Reply:
 
 
 def open_reply(reply: Reply, kind: type[T]) -> T:
-    """The value of a reply. Raises the typed error that it carries."""
+    """The value of a reply. Raises its typed error."""
     if reply[0]:
         return _DECODERS[kind](reply[1])  # type: ignore[arg-type]
     raise error_from_code(*reply[1:])  # type: ignore[arg-type]
 
 
 def sampling_pairs(sampling: SamplingParams) -> tuple[tuple[str, Any], ...]:
-    """Sampling parameters as plain values; RPyC's own serializer has no dictionaries."""
+    """Sampling parameters as plain values, because RPyC's serializer has no dictionaries."""
     return tuple(msgspec.structs.asdict(sampling).items())
 
 
 def sampling_params(options: dict[str, Any]) -> SamplingParams:
-    """Check and freeze sampling options by name. Raises BadRequest with the option's name."""
+    """Validate sampling options by name. Raises BadRequest with the option's name."""
     unknown = sorted(options.keys() - set(SamplingParams.__struct_fields__))
     if unknown:
         known = ", ".join(SamplingParams.__struct_fields__)

@@ -1,4 +1,4 @@
-"""A server that is not there yet, or has no engine yet."""
+"""Waiting for a server, or its engine, to become ready."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ def wait_for_server(
     stop: threading.Event | None = None,
     say: Callable[[str], None] = lambda text: None,
 ) -> None:
-    """Return once it answers; after `wait_s` seconds, or when `stop` is set, raise Disconnected or EngineDead.
+    """Return once the server answers; after `wait_s` seconds, or when `stop` is set, raise Disconnected or EngineDead.
 
-    say is told, once, that there is something to wait for.
+    say is called once, with the reason for waiting.
     """
     stop = stop or threading.Event()
     deadline = time.monotonic() + wait_s
@@ -33,6 +33,6 @@ def wait_for_server(
             if stop.is_set() or time.monotonic() >= deadline:
                 raise
             if not told:
-                say(f"{error}; it is waited for")
+                say(f"{error}; waiting for it")
                 told = True
             stop.wait(min(_PAUSE_S, max(0.0, deadline - time.monotonic())))

@@ -1,4 +1,4 @@
-"""The step loop and its processes. `LocalEngine` runs it here, `EngineClient` talks to it over a socket."""
+"""The step loop and its processes. `LocalEngine` runs it in this process, `EngineClient` talks to it over a socket."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Engine", "EngineInterface", "LocalEngine"]
 
-# A front end uses this package without a model, and torch and transformers take seconds to import.
+# Importing torch and transformers takes seconds; a front end uses this package without a model.
 __getattr__ = attributes(
     __name__,
     Engine="vlora.engine.engine",

@@ -1,4 +1,4 @@
-"""Adapters by name, as an operator changes them: register, load, unload, pin. Files are read beside the steps."""
+"""Adapter management by name: register, load, unload, pin. Files are read in the background while steps run."""
 
 from __future__ import annotations
 
@@ -20,8 +20,12 @@ from vlora.types import AdapterStatus, HeadSummary
 
 
 class _Call:
-    """A call that takes longer than a step. done: set once it has taken effect or has failed; it cannot be cancelled.
-    reading: the folder that it reads, once it does."""
+    """A call that spans several steps.
+
+    Attributes:
+        done: Set when the call has taken effect or failed; it cannot be cancelled.
+        reading: The read of its folder, once started.
+    """
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -41,11 +45,12 @@ class _Pin(_Call):
 
 
 class AdapterAdmin:
-    """Not thread-safe: belongs to the engine's thread, which calls `poll` between two steps.
+    """Adapter management for an engine.
 
-    Calls that read files (`load_in_background`, `pin_in_background`) form one queue, over all names, and take effect in
-    the order in which they came, one at a time. `unload`, and unpinning, take effect at once and end the calls on the
-    name that came before.
+    Not thread-safe: it belongs to the engine's thread, which calls `poll` between two steps.
+
+    Calls that read files (`load_in_background`, `pin_in_background`) form one queue over all names and take effect one
+    at a time, in call order. `unload` and `unpin` take effect at once and abort earlier calls on the same name.
     """
 
     def __init__(
@@ -59,10 +64,16 @@ class AdapterAdmin:
         is_mergeable: Callable[[str], bool],
         several_ranks: bool,
     ) -> None:
-        """Args:
-        retire: Drops the registration of a key that neither a name stands for nor a request uses.
-        is_mergeable: Whether the adapter of a key may be merged.
-        several_ranks: Whether a status shows how factors lie on the ranks.
+        """Create an empty queue of calls.
+
+        Args:
+            registry: The registered adapters.
+            bank: Loads adapters onto the device.
+            residency: The adapters' pages.
+            scheduler: Knows the adapters in use.
+            retire: Drops the registration of a key unless a name maps to it or a request uses it.
+            is_mergeable: Whether the adapter of a key may be merged.
+            several_ranks: Whether a status shows how factors are sharded over the ranks.
         """
         self.pinned: dict[str, Run] = {}
         self._registry = registry
@@ -77,23 +88,27 @@ class AdapterAdmin:
     # -- in the caller's thread ---------------------------------------------------------------------------------------
 
     def register(self, paths: Mapping[str, str]) -> None:
-        """Register folders by their headers, all or none. Raises BadAdapter, OverCapacity, BadRequest for a pinned
-        name."""
+        """Register folders by their headers, all or none.
+
+        Raises BadAdapter, OverCapacity, or BadRequest for a pinned name.
+        """
         before = [self._key_before(name) for name in paths]
         self._registry.register(paths, self._check_room)
         for key in before:
             self._retire(key)
 
     def load(self, name: str, path: str) -> AdapterStatus:
-        """Read a folder here and now, and put it under the name. Raises BadAdapter, OverCapacity, BadRequest for a
-        pinned name; the old content then stays."""
+        """Read a folder synchronously and register it under the name.
+
+        Raises BadAdapter, OverCapacity, or BadRequest for a pinned name; the previous content then stays.
+        """
         self._key_before(name)
         return self._accept(self._registry.read_folder(name, path, self._check_room))
 
     def unload(self, name: str) -> str | None:
-        """Free the name; the key that it stood for, None where it was still to be loaded. Raises UnknownAdapter.
+        """Free the name. Returns its key, or None if its first load is still queued. Raises UnknownAdapter.
 
-        Calls on the name that wait or are under way end with Aborted.
+        Queued and running calls on the name end with Aborted.
         """
         if self._abort(f"adapter {name!r} was unloaded", name) and name not in self._registry:
             return None
@@ -103,8 +118,10 @@ class AdapterAdmin:
         return key
 
     def pin(self, name: str) -> AdapterStatus:
-        """Bring an adapter to the device before this returns, and keep it there. Raises UnknownAdapter, BadAdapter,
-        OverCapacity."""
+        """Load an adapter onto the device before returning, and keep it resident.
+
+        Raises UnknownAdapter, BadAdapter, OverCapacity.
+        """
         registration = self._registry.get(name)
         if name not in self.pinned:
             self._registry.read(registration.key)
@@ -115,7 +132,7 @@ class AdapterAdmin:
         return self.status(registration)
 
     def unpin(self, name: str) -> AdapterStatus:
-        """Let an adapter be evicted again. Raises UnknownAdapter. Pinning it that waits or is under way is aborted."""
+        """Allow an adapter to be evicted again; abort a queued or running pin. Raises UnknownAdapter."""
         registration = self._registry.get(name)
         self._abort(f"adapter {name!r} was unpinned", name, _Pin)
         if name in self.pinned:
@@ -123,38 +140,37 @@ class AdapterAdmin:
             del self.pinned[name]
         return self.status(registration)
 
-    # -- beside the steps ---------------------------------------------------------------------------------------------
+    # -- in the background --------------------------------------------------------------------------------------------
 
     @property
     def has_work(self) -> bool:
-        """Whether a call waits for `poll`."""
+        """Whether `poll` has calls to process."""
         return bool(self._queue)
 
     @property
     def pending(self) -> tuple[Future[Any], ...]:
-        """What the call under way waits for."""
+        """Futures that the current call waits for."""
         if not self._queue:
             return ()
         reading = self._queue[0].reading
         return (*self._registry.pending, *self._bank.pending) if reading is None else (reading,)
 
     def load_in_background(self, name: str, path: str) -> Future[AdapterStatus]:
-        """As `load`, but files are read beside the steps. The result, or what `load` raises, is set by `poll`."""
+        """As `load`, but files are read in the background. `poll` sets the result or the exception."""
         call = _Load(name, path)
         self._queue.append(call)
         self.poll()
         return call.done
 
     def pin_in_background(self, name: str) -> Future[AdapterStatus]:
-        """As `pin`, but files are read and copied beside the steps. The result, or what `pin` raises, is set by
-        `poll`."""
+        """As `pin`, but files are read and copied in the background. `poll` sets the result or the exception."""
         call = _Pin(name)
         self._queue.append(call)
         self.poll()
         return call.done
 
     def poll(self) -> None:
-        """Go on with the calls as far as their files have been read."""
+        """Advance the queued calls as far as their files have been read."""
         while self._queue:
             call = self._queue[0]
             try:
@@ -173,19 +189,20 @@ class AdapterAdmin:
         self._abort("the engine was closed")
 
     def _advance_load(self, call: _Load) -> AdapterStatus | None:
-        """Begin to read, or take in what was read; None while it is being read."""
+        """Start a read, or register what was read; None while the read is running."""
         if call.reading is None:
             self._key_before(call.name)
-            fits = functools.partial(_check_fits, self._room)  # counted here: the arena's books are this thread's
+            # counted here: only this thread may read the arena's bookkeeping
+            fits = functools.partial(_check_fits, self._room)
             call.reading = self._registry.read_folder_in_background(call.name, call.path, fits)
         if not call.reading.done():
             return None
         registration = call.reading.result()
-        self._check_room(call.name, registration.num_bytes)  # others may have been pinned meanwhile
+        self._check_room(call.name, registration.num_bytes)  # other adapters may have been pinned meanwhile
         return self._accept(registration)
 
     def _advance_pin(self, name: str) -> AdapterStatus | None:
-        """Go on with pinning; None while the adapter is being read or brought."""
+        """Advance a pin; None while the adapter is being read or copied."""
         registration = self._registry.get(name)
         key = registration.key
         if name in self.pinned:
@@ -208,7 +225,7 @@ class AdapterAdmin:
     # -- statuses -----------------------------------------------------------------------------------------------------
 
     def statuses(self, after: str = "", most: int | None = None) -> tuple[AdapterStatus, ...]:
-        """In order of their names: those that follow `after`, at most so many."""
+        """Statuses in order of name: at most `most` of those after `after`."""
         names = (name for name in self._registry.names if name > after)
         return tuple(self.status(self._registry.get(name)) for name in itertools.islice(names, most))
 
@@ -248,13 +265,13 @@ class AdapterAdmin:
         return _Room(self._residency.room_beside(self.pinned.values()), len(self.pinned))
 
     def _check_room(self, name: str, num_bytes: int) -> None:
-        """Raises OverCapacity when the adapter could never be brought beside those that are pinned."""
+        """Raises OverCapacity if the adapter can never be loaded next to the pinned ones."""
         _check_fits(self._room, name, num_bytes)
 
     def _key_before(self, name: str) -> str | None:
-        """What a name stands for that is about to get new content. Raises BadRequest for a pinned one."""
+        """The key a name maps to before it gets new content. Raises BadRequest for a pinned name."""
         if name in self.pinned:
-            raise BadRequest(f"adapter {name!r} is pinned; unpin it before other content is loaded under its name")
+            raise BadRequest(f"adapter {name!r} is pinned; unpin it before loading other content under its name")
         return self._registry.get(name).key if name in self._registry else None
 
     def _accept(self, registration: Registration) -> AdapterStatus:
@@ -264,7 +281,7 @@ class AdapterAdmin:
         return self.status(current)
 
     def _bring(self, registration: Registration) -> None:
-        """Start to bring an adapter that was read. Raises OverCapacity."""
+        """Start to load an adapter that was read onto the device. Raises OverCapacity."""
         assert registration.adapter is not None
         in_use = pin_in_use(self._scheduler, self._residency)
         here = self._bank.bring(registration.adapter)
@@ -272,36 +289,36 @@ class AdapterAdmin:
             self._residency.unpin(other)
         if not here:
             raise OverCapacity(
-                f"there is no room to bring adapter {registration.name!r} now: others are in use; try again later"
+                f"no room to load adapter {registration.name!r} now: other adapters are in use; try again later"
             )
 
     def _keep(self, registration: Registration) -> None:
-        """Pin a resident adapter. Raises OverCapacity where another one would then find no room."""
+        """Pin a resident adapter. Raises OverCapacity if another registered adapter would no longer fit."""
         name, run = registration.name, self._residency.run(registration.key)
         room = self._residency.room_beside((*self.pinned.values(), run))
         for other in self._registry.names:
             needed = pages_for(self._registry.get(other).num_bytes)
             if other != name and other not in self.pinned and needed > room:
                 raise OverCapacity(
-                    f"pinning adapter {name!r} would leave {room} pages of the arena in a row, and adapter "
-                    f"{other!r} needs {needed}; unpin another, or start with a larger arena_bytes"
+                    f"pinning adapter {name!r} would leave {room} contiguous pages of the arena, but adapter "
+                    f"{other!r} needs {needed}; unpin another one or start with a larger arena_bytes"
                 )
         self._residency.pin(registration.key)
         self.pinned[name] = run
 
     def _abort(self, reason: str, name: str | None = None, kind: type[_Call] = _Call) -> bool:
-        """End the calls of a kind on a name, or on all names; whether there were any."""
+        """Abort the calls of a kind on one name, or on all names; returns whether there were any."""
         ended = [call for call in self._queue if isinstance(call, kind) and name in (None, call.name)]
         for call in ended:
             self._queue.remove(call)
             if call.reading is not None:
-                call.reading.cancel()  # a read that is under way ends by itself, and its result is dropped
+                call.reading.cancel()  # a running read finishes by itself, and its result is dropped
             call.done.set_exception(Aborted(reason))
         return bool(ended)
 
 
 class _Room(NamedTuple):
-    """Pages in a row that an adapter finds beside the pinned ones, and how many these are."""
+    """Contiguous pages available to an adapter next to the pinned ones, and the number of pinned ones."""
 
     num_pages: int
     num_pinned: int
@@ -311,6 +328,6 @@ def _check_fits(room: _Room, name: str, num_bytes: int) -> None:
     needed = pages_for(num_bytes)
     if needed > room.num_pages:
         raise OverCapacity(
-            f"adapter {name!r} needs {needed} pages of the arena in a row, but adapters find at most "
-            f"{room.num_pages} beside {room.num_pinned} pinned ones; unpin some, or start with a larger arena_bytes"
+            f"adapter {name!r} needs {needed} contiguous pages of the arena, but only {room.num_pages} are available "
+            f"({room.num_pinned} adapters are pinned); unpin some or start with a larger arena_bytes"
         )

@@ -1,4 +1,4 @@
-"""What Linux's control groups leave to this process: CPU time and memory, of containers and services among others."""
+"""CPU time and memory that Linux control groups (containers, services) leave to this process."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class _Group(NamedTuple):
 
 
 def cpu_quotas(root: Path = ROOT) -> Iterator[float]:
-    """Quotas of the process's groups and of those above them, in CPUs. root: where the system's files are."""
+    """CPU quotas of the process's groups and their ancestors, in CPUs. root: root of the system's files."""
     for group in _groups("cpu", root):
         quota = _cpu_quota(group)
         if quota is not None:
@@ -23,9 +23,9 @@ def cpu_quotas(root: Path = ROOT) -> Iterator[float]:
 
 
 def memory_left(root: Path = ROOT) -> int | None:
-    """Bytes that the process's groups, and those above them, still allow; None where none has a limit.
+    """Bytes that the process's groups and their ancestors still allow; None without a limit.
 
-    File pages that nobody has used of late count as free: the system takes them back before the limit does harm.
+    File pages that were not used recently count as free: the kernel reclaims them before the limit is reached.
     """
     left = [bytes_left for group in _groups("memory", root) if (bytes_left := _memory_left(group)) is not None]
     return max(0, min(left)) if left else None
@@ -40,7 +40,7 @@ def _groups(controller: str, root: Path) -> Iterator[_Group]:
         _, controllers, path = line.split(":", 2)
         if controllers and controller not in controllers.split(","):
             continue
-        # A container sees its own group as the root of the mount, while the path may be the one outside of it.
+        # A container sees its own group as the root of the mount, while the path may be the one on the host.
         base = root / "sys/fs/cgroup" / controllers
         group = base / path.lstrip("/")
         for folder in (group, *group.parents):
@@ -69,5 +69,5 @@ def _memory_left(group: _Group) -> int | None:
         most, used = int((group.folder / limit).read_text()), int((group.folder / usage).read_text())
         stat = dict(line.split() for line in (group.folder / "memory.stat").read_text().splitlines())
         return most - used + int(stat.get(unused, 0))
-    except (OSError, ValueError):  # "max" is no number: there is no limit
+    except (OSError, ValueError):  # "max" is not a number: no limit
         return None

@@ -1,4 +1,4 @@
-"""How many threads a step computes with, where nothing else is configured."""
+"""The default number of compute threads per step."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ def default_threads(
     cpus: Iterable[int] | None = None,
     root: Path = ROOT,
 ) -> int:
-    """Threads for each of `num_ranks` ranks: the physical cores that this process may use, shared between the ranks.
+    """Threads for each of `num_ranks` ranks: the physical cores available to this process, divided by the ranks.
 
-    OMP_NUM_THREADS, where it is set to a number, is taken instead of the cores. Two hardware threads of one core share
-    its multipliers and its way to memory, so they count once. A CPU quota of the control group counts in whole cores.
+    OMP_NUM_THREADS, if set to a number, replaces the number of cores. Hardware threads of one core share its
+    multipliers and its memory path, so they count once. A CPU quota of the control group counts in whole cores.
 
     Args:
         num_ranks: Processes that share the machine, each with its own threads.
         environ: The environment variables.
-        cpus: Logical CPUs of the process; None asks the system.
-        root: Where the system's files are.
+        cpus: Logical CPUs of the process; None queries the system.
+        root: Root of the system's files.
     """
     configured = environ.get("OMP_NUM_THREADS", "")
     cores = int(configured) if configured.isdecimal() else _cores(cpus, root)
@@ -40,7 +40,7 @@ def _cores(cpus: Iterable[int] | None, root: Path) -> int:
 
 
 def _core(cpu: int, root: Path) -> tuple[str, ...]:
-    """What identifies the physical core of a logical CPU; itself where the system does not say."""
+    """The identity of a logical CPU's physical core; the CPU itself if the system does not report one."""
     topology = root / f"sys/devices/system/cpu/cpu{cpu}/topology"
     try:
         return (topology / "physical_package_id").read_text(), (topology / "core_id").read_text()

@@ -1,5 +1,7 @@
-"""What every rank of a replica has: its weights, its arena, the adapters in it, and what runs a batch on them. Rank 0
-also decides; that is `Engine`."""
+"""The device state of a rank: its weights, its arena, its adapters, and the runner of batches.
+
+Rank 0 also schedules; see `Engine`.
+"""
 
 from __future__ import annotations
 
@@ -37,9 +39,9 @@ from vlora.threads import compute_with
 
 
 def set_threads(config: EngineConfig) -> int:
-    """Give the calling thread, which runs the steps, the threads as configured, and every other thread only itself.
+    """Set the configured number of threads for the calling thread, which runs the steps; other threads get one each.
 
-    Without a setting torch's number stays, which ranks share. Returns the number.
+    Without a setting, torch's default is divided by the ranks. Returns the number.
     """
     num_threads = config.threads or max(1, torch.get_num_threads() // config.tensor_parallel)
     compute_with(num_threads)
@@ -47,12 +49,13 @@ def set_threads(config: EngineConfig) -> int:
 
 
 def facts_of(config: EngineConfig, model: Any) -> dict[str, str]:
-    """What must be the same on every rank, by name."""
+    """Values that must be equal on every rank, by name."""
     return {
         "Python": platform.python_version(),
         "torch": str(torch.__version__),
         "transformers": transformers.__version__,
-        "compiled kernels": "yes" if atmm.load_kernels() else "no",  # hidden values travel as these keep them
+        # hidden states are exchanged in the format of these kernels
+        "compiled kernels": "yes" if atmm.load_kernels() else "no",
         "model": config.model,
         "weights": fingerprint(model),
     }
@@ -60,9 +63,10 @@ def facts_of(config: EngineConfig, model: Any) -> dict[str, str]:
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """A loaded model with its weights in slabs, and the memory there is besides. Alike on all ranks, but for values.
+    """A loaded model with its weights in slabs, and the remaining memory. The same on all ranks, except for values.
 
-    originals: None where merged weights are kept as a shadow copy. costs: of talking to the other ranks; None on one.
+    originals: None if merged weights are kept as a shadow copy. costs: of communication between ranks; None on a single
+    rank.
     """
 
     seam: Seam
@@ -74,9 +78,9 @@ class Layout:
 
 
 def lay_out(config: EngineConfig, seam: Seam, group: Group | None, *, loaded: bool) -> Layout:
-    """Put the weights into slabs, and agree with the other ranks on what memory allows. Raises BadConfig.
+    """Put the weights into slabs, and agree with the other ranks on memory limits. Raises BadConfig.
 
-    loaded: the weights came from config.model's files.
+    loaded: the weights come from config.model's files.
     """
     slabs = WeightSlabs(seam.language_linears)
     fits = _least(group, shadow_fits(config, seam, slabs.num_bytes))
@@ -85,7 +89,7 @@ def lay_out(config: EngineConfig, seam: Seam, group: Group | None, *, loaded: bo
     limits = dataclasses.replace(limits, num_pages=_least(group, limits.num_pages))
     arena = Arena(limits.num_pages, seam.device)
     if group is None:
-        # Of ranks that share the cores each would measure what the others leave of them: they follow the rule.
+        # Ranks that share the cores would disturb each other's measurements, so they use the static rule.
         atmm.measure_products([*(layer.weight for layer in _linears(seam)), seam.lm_head.weight])
     costs = None if group is None else measure(group, config.max_batch_size, seam.dtype, seam.device)
     return Layout(seam, slabs, originals, limits, arena, costs)
@@ -100,7 +104,7 @@ def _least(group: Group | None, value: int) -> int:
 
 
 class DeviceSide:
-    """Built from a layout: the arena, the bank, the switcher, the image encoder, the runner."""
+    """Built from a layout: the arena, the adapter pool, the switcher, the image encoder, the runner."""
 
     def __init__(
         self,
@@ -112,7 +116,7 @@ class DeviceSide:
         group: Group | None = None,
         others: OtherRanks | None = None,
     ) -> None:
-        """executor: brings adapters into the arena; None makes a thread."""
+        """executor: loads adapters into the arena; None creates a thread."""
         seam, slabs, arena = layout.seam, layout.slabs, layout.arena
         self.bank = AdapterBank(
             arena,

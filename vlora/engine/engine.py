@@ -1,4 +1,4 @@
-"""One replica, synchronous: `step()` decides who runs, runs them, records what came out."""
+"""One replica, synchronous: `step()` schedules a batch, runs it and records the results."""
 
 from __future__ import annotations
 
@@ -57,14 +57,14 @@ from vlora.types import (
     StepResult,
 )
 
-_LOAD_WAIT_S = 0.005  # how long a step without anything to run waits for a load before others may speak
+_LOAD_WAIT_S = 0.005  # how long a step with nothing to run waits for a load before messages are handled
 
 
 class Engine:
     """Scheduler, memory and model of one replica. Not thread-safe: one thread owns it.
 
-    Inside, an adapter is known by its key (name and registration), never by its name alone: reloading a name makes
-    a new registration for new requests, while requests under way finish on the one they started with.
+    Internally, an adapter is identified by its key (name and registration), never by its name alone: reloading a name
+    creates a new registration for new requests, while running requests finish on their original one.
     """
 
     def __init__(
@@ -77,21 +77,25 @@ class Engine:
         policy: Policy | None = None,
         cost: CostModel | None = None,
     ) -> None:
-        """Load the model and lay out memory; `model` gives an already built transformers model. Raises BadConfig.
+        """Load the model and allocate memory. Raises BadConfig.
 
-        executor: reads adapters, brings them to the device and compiles grammars; None makes a thread for each.
-        policy: decides instead of the one that `config` names. cost: learns what steps take; None for one that knows
-        nothing yet.
+        Args:
+            config: The configuration.
+            model: A built transformers model; None loads `config.model`.
+            clock: Seconds, monotonic.
+            executor: Reads adapters, loads them onto the device and compiles grammars; None creates a thread for each.
+            policy: Replaces the policy that `config` names.
+            cost: Learns step times; None for an untrained one.
         """
         if policy is None:
-            policy = make_policy(config.policy)  # before the model: a wrong name should not cost a load
+            policy = make_policy(config.policy)  # before the model: a wrong name fails without loading it
         self.config = config
         self._team: Team | None = None
         try:
             self._build(policy, cost, model, clock, executor)
         except BaseException as error:
             if self._team is not None:
-                # A collective that failed says little; the rank that left it has said why.
+                # The error of a failed collective is generic; the rank that left it has reported the cause.
                 cause = self._team.why(error) if isinstance(error, RuntimeError) else None
                 self._team.close()
                 if cause is not None:
@@ -108,7 +112,7 @@ class Engine:
     ) -> None:
         config = self.config
         self.num_threads = set_threads(config)
-        # Kernels are built here where that is still to do, and further down for a GPU: not in the middle of a request.
+        # Kernels are built here if necessary, and further down for a GPU, so that no request waits for a build.
         device = device_of(config, 0).type
         self._cpu_kernels = "" if device != "cpu" else "compiled" if atmm.load_kernels() else "plain torch"
         self._atmm_table = atmm.describe_table(device)
@@ -118,7 +122,7 @@ class Engine:
         else:
             if model is not None:
                 raise BadConfig("every rank loads its own model: tensor_parallel needs a folder or a hub name")
-            plan_of(read_config(config.model), 0, config.tensor_parallel)  # before anything is started
+            plan_of(read_config(config.model), 0, config.tensor_parallel)  # before any rank is started
             self._team = Team(config)
             loaded = load_model(config)
             self._seam = seam = Seam(loaded)
@@ -167,7 +171,7 @@ class Engine:
             is_cached=self._vision.is_cached,
             encode_share=config.encode_share,
         )
-        self._users: dict[str, set[str]] = {}  # requests under way by the key of their adapter
+        self._users: dict[str, set[str]] = {}  # running requests by the key of their adapter
         self._key_of: dict[str, str | None] = {}
         self._view = MemoryView(resident=frozenset(), mergeable=frozenset())
         self._num_hits = self._num_misses = 0
@@ -203,16 +207,16 @@ class Engine:
 
     @property
     def alarm(self) -> int | None:
-        """A file descriptor that can be read once another rank is gone; None where there is none to watch."""
+        """A file descriptor that becomes readable when another rank dies; None without other ranks."""
         return None if self._team is None else self._team.alarm
 
     def check_ranks(self) -> None:
-        """Raises EngineDead once another rank is gone: nothing can be computed any more."""
+        """Raises EngineDead if another rank is dead."""
         if self._team is not None:
             self._team.check()
 
     def add(self, request: Request) -> None:
-        """Take a request in. Raises BadRequest's subclasses, or BadAdapter, without touching anything else."""
+        """Admit a request. Raises subclasses of BadRequest, or BadAdapter, and then changes no state."""
         if request.request_id in self._key_of:
             raise BadRequest(f"request id {request.request_id!r} is already in use; ids must be unique")
         self._check_tokens(request)
@@ -243,15 +247,15 @@ class Engine:
         self._observer.asked(request.adapter)
 
     def cancel(self, request_id: str) -> RequestOutput | None:
-        """End a request now; its last output is returned. None when it is unknown or already finished."""
+        """Cancel a request and return its last output; None if it is unknown or already finished."""
         output = self._scheduler.cancel(request_id)
         self._release(request_id)
         return output
 
     def step(self) -> tuple[RequestOutput, ...]:
-        """Decide, run, record. Returns what became known for each request, in no particular order.
+        """Schedule, run, record. Returns the new output of each request, in no particular order.
 
-        Raises EngineDead when another rank is gone, or a step broke that several ranks had a part in.
+        Raises EngineDead if another rank is dead, or if a step on several ranks failed.
         """
         self.check_ranks()
         outputs = [*self._collect_loads(), *self._collect_grammars()]
@@ -277,33 +281,33 @@ class Engine:
     # -- adapters -----------------------------------------------------------------------------------------------------
 
     def register_adapters(self, paths: Mapping[str, str]) -> None:
-        """Register adapter folders by name, all or none, reading their headers only: thousands in seconds.
+        """Register adapter folders by name, all or none, reading only their headers: thousands in seconds.
 
-        The factors are read in the background when a request first needs them; values that are not finite then fail
-        the adapter's requests with BadAdapter. Raises BadAdapter, OverCapacity, BadRequest for a pinned name.
+        The factors are read in the background when a request first needs them; non-finite values then fail the
+        adapter's requests with BadAdapter. Raises BadAdapter, OverCapacity, or BadRequest for a pinned name.
         """
         self._admin.register(paths)
 
     def load_adapter(self, name: str, path: str) -> AdapterStatus:
-        """Register an adapter folder, reading and checking all of it before this returns.
+        """Register an adapter folder, reading and checking all of it before returning.
 
-        Raises BadAdapter or OverCapacity, and the old content then stays; BadRequest for a pinned one.
+        Raises BadAdapter or OverCapacity, or BadRequest for a pinned name; the previous content then stays.
         """
         return self._admin.load(name, path)
 
     def load_in_background(self, name: str, path: str) -> Future[AdapterStatus]:
-        """As `load_adapter`, but the folder is read beside the steps; a later step sets the result, or what is raised.
+        """As `load_adapter`, but the folder is read in the background; a later step sets the result or the exception.
 
-        Until then the name stands for what it did. Calls that read take effect in the order in which they came;
-        unloading the name in between ends this one with Aborted.
+        Until then the name keeps its previous content. Calls that read files take effect in call order; unloading the
+        name in between ends this one with Aborted.
         """
         return self._admin.load_in_background(name, path)
 
     def unload_adapter(self, name: str, drain: bool = False) -> tuple[RequestOutput, ...]:
-        """Forget an adapter: its name is free at once. Raises UnknownAdapter.
+        """Remove an adapter: its name is free at once. Raises UnknownAdapter.
 
-        Its requests are cancelled and all it held is freed before this returns. With `drain` those under way finish
-        instead, and what it held is freed with the last of them. Loading or pinning it that is under way is aborted.
+        Its requests are cancelled and its memory is freed before this returns. With `drain`, running requests finish,
+        and the last one frees the memory. A pending load or pin of the name is aborted.
         """
         key = self._admin.unload(name)
         if key is None:
@@ -313,22 +317,22 @@ class Engine:
         return outputs
 
     def pin_adapter(self, name: str, pinned: bool) -> AdapterStatus:
-        """Bring an adapter to the device before this returns and keep it there, or let it be evicted again.
+        """Load an adapter onto the device before returning and keep it resident, or allow it to be evicted again.
 
-        Raises UnknownAdapter, BadAdapter when reading it fails; OverCapacity when there is no room for it, or it would
-        leave none for another adapter.
+        Raises UnknownAdapter, BadAdapter if reading it fails, and OverCapacity if there is no room for it or another
+        adapter would no longer fit.
         """
         return self._admin.pin(name) if pinned else self._admin.unpin(name)
 
     def pin_in_background(self, name: str) -> Future[AdapterStatus]:
-        """As pinning by `pin_adapter`, but beside the steps; a later step sets the result, or what is raised.
+        """As `pin_adapter` with pinned=True, but in the background; a later step sets the result or the exception.
 
-        It takes effect after all loads that came before it; unpinning or unloading in between ends it with Aborted.
+        It takes effect after all earlier loads; unpinning or unloading in between ends it with Aborted.
         """
         return self._admin.pin_in_background(name)
 
     def adapters(self, after: str = "", most: int | None = None) -> tuple[AdapterStatus, ...]:
-        """In order of their names: those that follow `after`, at most so many."""
+        """Statuses in order of name: at most `most` of those after `after`."""
         return self._admin.statuses(after, most)
 
     def stats(self) -> EngineStats:
@@ -357,17 +361,17 @@ class Engine:
         )
 
     def snapshot(self, since: int = 0) -> EngineSnapshot:
-        """What is going on, with the steps after number `since`."""
+        """The engine's current state, with the steps after number `since`."""
         return self._observer.snapshot(since, self.stats())
 
     def check_integrity(self) -> None:
-        """Prove that every page is owned once. Raises AssertionError with the sum that does not add up."""
+        """Check that every page has one owner. Raises AssertionError with the sum that does not match."""
         self._books.check_integrity()
         self._tables.check_integrity()
         self._residency.check_integrity()
 
     def close(self) -> tuple[RequestOutput, ...]:
-        """Cancel everything still running, and load no more adapters."""
+        """Cancel all running requests, and stop loading adapters."""
         outputs = [self.cancel(request_id) for request_id in tuple(self._key_of)]
         self._admin.close()
         self._registry.close()
@@ -384,7 +388,7 @@ class Engine:
         vocab = self._seam.embed.weight.shape[0]
         wrong = next((token for token in request.prompt_ids if not 0 <= token < vocab), None)
         if wrong is not None:
-            raise BadRequest(f"the prompt holds token id {wrong}; this model's ids run from 0 to {vocab - 1}")
+            raise BadRequest(f"the prompt contains token id {wrong}; this model's ids run from 0 to {vocab - 1}")
         biased = next((token for token, _ in request.sampling.logit_bias if not 0 <= token < vocab), None)
         if biased is not None:
             raise BadRequest(
@@ -393,14 +397,14 @@ class Engine:
         answer = 0 if request.head is not None else request.sampling.max_tokens
         if len(request.prompt_ids) + answer > self.limits.max_context:
             raise PromptTooLong(
-                f"the prompt has {len(request.prompt_ids)} tokens and may be answered with {answer}, together over "
-                f"this model's context of {self.limits.max_context}; shorten the prompt or lower max_tokens"
+                f"the prompt has {len(request.prompt_ids)} tokens and up to {answer} output tokens are requested, "
+                f"over this model's context of {self.limits.max_context}; shorten the prompt or lower max_tokens"
             )
         for kind, token in (("image", self._seam.image_token_id), ("video", self._seam.video_token_id)):
             placed = request.prompt_ids.count(token) if token is not None else 0
             sent = sum(item.num_tokens for item in request.vision if item.kind == kind)
             if placed != sent:
-                raise BadRequest(f"the prompt has {placed} {kind} placeholder tokens, but the {kind}s sent fill {sent}")
+                raise BadRequest(f"the prompt has {placed} {kind} placeholder tokens, but its {kind}s need {sent}")
 
     def _adapter_for(self, request: Request) -> Registration | None:
         if request.adapter is None:
@@ -417,30 +421,30 @@ class Engine:
         return adapter
 
     def _read_from(self, request: Request, adapter: Registration | None) -> int | None:
-        """The first token that a head over image tokens reads. Raises BadRequest where there are none to be read."""
+        """The index of the first token that a head over image tokens reads. Raises BadRequest if there is none."""
         if adapter is None or request.head is None or not adapter.header.heads[request.head].task.reads_images:
             return None
         name = f"head {request.head!r} of adapter {request.adapter!r}"
         reason = why_no_grid(self._seam.config)
         if reason is not None:
-            raise BadRequest(f"{name} reads image tokens as a grid, and {reason}; ask a head over the whole picture")
+            raise BadRequest(f"{name} reads image tokens as a grid, and {reason}; use a head over the whole image")
         if not request.vision:
             raise BadRequest(f"{name} reads image tokens; the request has no image")
         placeholders = set(self._seam.placeholders.values())
         return next(place for place, token in enumerate(request.prompt_ids) if token in placeholders)
 
     def _collect_loads(self) -> list[RequestOutput]:
-        """Take in adapters that were read or brought meanwhile; the last words of requests whose adapter failed."""
+        """Collect adapters that were read or loaded, and return the last outputs of requests of failed adapters."""
         self._admin.poll()
         outputs: list[RequestOutput] = []
         for bad in self._registry.collect():
             outputs += self._fail_users(bad.key, BadAdapter(bad.error or ""))
         for key, error in self._bank.collect().items():
-            outputs += self._fail_users(key, StepFailed(f"its adapter could not be brought to the device: {error}"))
+            outputs += self._fail_users(key, StepFailed(f"its adapter could not be loaded onto the device: {error}"))
         return outputs
 
     def _collect_grammars(self) -> list[RequestOutput]:
-        """Let requests go whose grammar was compiled meanwhile; the last words of those whose grammar is wrong."""
+        """Release requests with a compiled grammar; return the last outputs of those with an invalid one."""
         outputs: list[RequestOutput] = []
         for request_id, found in self._grammars.collect():
             if isinstance(found, VLoraError):
@@ -456,7 +460,7 @@ class Engine:
         give_way_to_kv(self._scheduler, self._residency, self._switcher.merged_key)
         self._bank.forget_evicted()
         for key in self._scheduler.adapters_outside():
-            self._registry.fetch(key)  # into host memory only: whether its requests are let in nobody knows yet
+            self._registry.fetch(key)  # into host memory only: their requests are not admitted yet
         gone = self._switcher.merged_key
         if gone is not None and gone not in self._bank.resident:
             self._switcher.forget(gone)
@@ -466,7 +470,7 @@ class Engine:
         return adapter is not None and self._bank.bring(adapter)
 
     def _wait_for_load(self) -> None:
-        """Nobody can run before an adapter or grammar has come: give its thread the machine, messages a turn soon."""
+        """Nothing can run before an adapter or grammar is ready: yield the CPU to its thread for a short time."""
         pending: tuple[Future[Any], ...] = (*self._registry.pending, *self._bank.pending, *self._grammars.pending)
         if not self._scheduler.has_work:
             wait((*pending, *self._admin.pending), _LOAD_WAIT_S, FIRST_COMPLETED)
@@ -488,13 +492,13 @@ class Engine:
     def _memory_view(self) -> MemoryView:
         resident, before = self._bank.resident, self._view
         mergeable = before.mergeable
-        if resident is not before.resident:  # asked in every step, and there may be thousands
+        if resident is not before.resident:  # computed in every step, over possibly thousands of adapters
             mergeable = (mergeable & resident).union(filter(self._is_mergeable, resident - before.resident))
         self._view = MemoryView(resident=resident, mergeable=mergeable, loading=self._loading())
         return self._view
 
     def _loading(self) -> frozenset[str]:
-        """Needed adapters on their way to the device, or yet to be read."""
+        """Needed adapters that are being loaded onto the device or still have to be read."""
         arriving = self._bank.arriving
         return frozenset(
             key
@@ -517,7 +521,7 @@ class Engine:
                 self._retire(key)
 
     def _retire(self, key: str | None) -> None:
-        """Drop a registration that neither a name stands for nor a request uses."""
+        """Drop a registration unless a name maps to it or a request uses it."""
         if key is None or self._registry.is_current(key) or self._users.get(key):
             return
         self._switcher.forget(key)

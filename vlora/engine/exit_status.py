@@ -1,4 +1,4 @@
-"""How a process ended, in words."""
+"""A process's exit status as text."""
 
 from __future__ import annotations
 

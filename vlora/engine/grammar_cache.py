@@ -1,4 +1,4 @@
-"""Which grammars are compiled, and which requests wait for theirs."""
+"""Compiled grammars, and the requests that wait for one."""
 
 from __future__ import annotations
 
@@ -10,26 +10,26 @@ from vlora.errors import BadRequest, VLoraError
 from vlora.models.grammar import Grammar, GrammarCompiler
 from vlora.threads import background_executor
 
-_MOST_KEPT = 16  # compiled; each may take tens of megabytes if it is a hostile one
+_MOST_KEPT = 16  # compiled; a hostile grammar may take tens of megabytes
 
 
 class Grammars:
-    """Compiles each grammar once, in a thread beside the steps, and keeps those used last."""
+    """Compiles each grammar once, in a background thread, and keeps the most recently used ones."""
 
     def __init__(self, compiler: GrammarCompiler, executor: Executor | None = None) -> None:
-        """executor: compiles; None makes a thread."""
+        """executor: compiles grammars; None creates a thread."""
         self._compiler = compiler
         self._executor = executor or background_executor("vlora-grammar")
         self._known: OrderedDict[str, Future[Grammar]] = OrderedDict()
-        self._waiting: dict[str, Future[Grammar]] = {}  # by request
+        self._waiting: dict[str, Future[Grammar]] = {}  # by request id
 
     @property
     def pending(self) -> tuple[Future[Grammar], ...]:
-        """What requests wait for."""
+        """Futures that requests wait for."""
         return tuple(self._waiting.values())
 
     def wait_for(self, request_id: str, grammar: str) -> None:
-        """`collect` will tell this request's grammar, or what is wrong with it."""
+        """Let `collect` return this request's grammar, or the error in it."""
         if grammar not in self._known or self._known[grammar].cancelled():
             self._known[grammar] = self._executor.submit(self._compiler.compile, grammar)
             if len(self._known) > _MOST_KEPT:
@@ -38,7 +38,7 @@ class Grammars:
         self._waiting[request_id] = self._known[grammar]
 
     def collect(self) -> Iterator[tuple[str, Grammar | VLoraError]]:
-        """Requests whose grammar is there by now, each once."""
+        """Requests with a compiled or invalid grammar, each once."""
         for request_id in [each for each, future in self._waiting.items() if future.done()]:
             future = self._waiting.pop(request_id)
             error = future.exception()
@@ -50,11 +50,14 @@ class Grammars:
                 yield request_id, BadRequest(f"the grammar cannot be used: {type(error).__name__}: {error}")
 
     def forget(self, request_id: str) -> None:
-        """A request has ended; unknown ids are ignored. What nobody waits for any more is not begun."""
+        """Drop a request that has ended, and cancel a queued compilation that no other request waits for.
+
+        Unknown ids are ignored.
+        """
         future = self._waiting.pop(request_id, None)
         if future is not None and future not in self._waiting.values():
             future.cancel()
 
     def close(self) -> None:
-        """Compile no more."""
+        """Stop compiling."""
         self._executor.shutdown(wait=False, cancel_futures=True)

@@ -1,4 +1,4 @@
-"""The one interface to an engine, wherever it runs: `LocalEngine` in this process, `EngineClient` over a socket."""
+"""The interface to an engine: `LocalEngine` in this process, `EngineClient` over a socket."""
 
 from __future__ import annotations
 
@@ -10,14 +10,20 @@ from vlora.types import AdapterStatus, EngineStats, Request, RequestOutput
 
 
 class EngineInterface(Protocol):
-    """What a front end may ask of an engine. All calls are asyncio; a dead engine raises EngineDead at once, with its
-    cause."""
+    """The calls a front end may make to an engine.
+
+    All are asyncio; a dead engine raises EngineDead at once, with the cause.
+    """
 
     def generate(self, request: Request, until: float | None = None) -> AsyncIterator[RequestOutput]:
-        """Answer one request; the last output is finished and carries the error, if any.
+        """Generate the answer of one request; the last output is finished and carries the error, if any.
 
-        Closing the iterator before its end cancels the request and frees what it held. until: when waiting for the next
-        output ends with TimeoutError, by the loop's clock.
+        Closing the iterator early cancels the request and frees its memory.
+
+        Args:
+            request: The request.
+            until: When waiting for the next output ends with TimeoutError, in the loop's clock; None waits
+                indefinitely.
         """
         ...
 
@@ -26,33 +32,39 @@ class EngineInterface(Protocol):
         ...
 
     async def register_adapters(self, paths: Mapping[str, str]) -> None:
-        """Register adapter folders by name, all or none: only headers are read now, the rest at first use.
+        """Register adapter folders by name, all or none. Only headers are read now, the rest at first use.
 
-        Raises BadAdapter with the reason, OverCapacity for one that could never be brought to the device.
+        Raises BadAdapter with the reason, or OverCapacity for one that can never be loaded onto the device.
         """
         ...
 
     async def load_adapter(self, name: str, path: str) -> AdapterStatus:
-        """Register the adapter folder `path` as `name`; returns when all of it was read, beside the steps.
+        """Register the adapter folder `path` as `name`; returns when all of it was read, in the background.
 
-        Until then the name stands for what it did, also where this raises: BadAdapter with the reason, OverCapacity,
-        BadRequest for a pinned name, Aborted when the name is unloaded meanwhile. Loads and pins take effect in the
-        order of the calls.
+        Until then, and if this raises, the name keeps its previous content. Loads and pins take effect in call order.
+
+        Raises:
+            BadAdapter: The folder is not a valid adapter of this model.
+            OverCapacity: The adapter does not fit on the device.
+            BadRequest: The name is pinned.
+            Aborted: The name was unloaded meanwhile.
         """
         ...
 
     async def unload_adapter(self, name: str, drain: bool = False) -> None:
-        """Forget an adapter; requests by its name are refused from now on. Raises UnknownAdapter.
+        """Remove an adapter; new requests by its name are refused. Raises UnknownAdapter.
 
-        Its requests under way are cancelled and its memory is freed; with `drain` they finish first.
+        Its running requests are cancelled and its memory is freed; with `drain` they finish first.
         """
         ...
 
     async def pin_adapter(self, name: str, pinned: bool) -> AdapterStatus:
-        """Bring an adapter to the device, beside the steps, and keep it there; or let it be evicted again.
+        """Load an adapter onto the device in the background and keep it resident, or allow it to be evicted again.
 
-        Raises UnknownAdapter, OverCapacity when there is no room for it or it would leave none for another, Aborted
-        when it is unpinned or unloaded meanwhile.
+        Raises:
+            UnknownAdapter: No adapter is registered under the name.
+            OverCapacity: There is no room for it, or another adapter would no longer fit.
+            Aborted: It was unpinned or unloaded meanwhile.
         """
         ...
 
@@ -65,7 +77,7 @@ class EngineInterface(Protocol):
         ...
 
     async def snapshot(self, since: int = 0) -> EngineSnapshot:
-        """What is going on, with the steps after number `since`; made between two steps."""
+        """The engine's current state between two steps, with the steps after number `since`."""
         ...
 
     async def close(self) -> None:

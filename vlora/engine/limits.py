@@ -1,4 +1,4 @@
-"""What the hardware and the model allow, computed once at start. What the user chose is in `EngineConfig`."""
+"""Limits that follow from the hardware and the model, computed once at start. Settings are in `EngineConfig`."""
 
 from __future__ import annotations
 
@@ -13,16 +13,22 @@ from vlora.errors import BadConfig
 from vlora.memory.arena import PAGE_BYTES, block_pages
 from vlora.models.hf_adapter import Seam
 
-_ADAPTER_BYTES = 256 * 2**20  # room for adapters when the arena sizes itself
-_REQUEST_TOKENS = 4096  # in each place of a batch on a CPU, if an arena sizes itself: pictures, question and answer
-_CPU_SHARE = 0.4  # of free memory: the machine runs other things too
-_GPU_SHARE = 0.9  # of free memory after the shadow slabs: activations take the rest
+_ADAPTER_BYTES = 256 * 2**20  # for adapters, if arena_bytes is not set
+_REQUEST_TOKENS = 4096  # per sequence of a batch on a CPU (images, question, answer), likewise
+_CPU_SHARE = 0.4  # of free memory: the machine also runs other programs
+_GPU_SHARE = 0.9  # of free memory after the shadow slabs: the rest is for activations
 
 
 @dataclasses.dataclass(frozen=True)
 class Limits:
-    """max_context: prompt and answer of one request, tokens. block_pages, num_pages: the arena's measure.
-    arena_basis: what num_pages follows from, in words."""
+    """Limits of an engine.
+
+    Attributes:
+        max_context: Maximum tokens of one request, prompt and answer together.
+        block_pages: Pages of a KV block.
+        num_pages: Pages of the arena.
+        arena_basis: How num_pages was determined, as text.
+    """
 
     max_context: int
     block_pages: int
@@ -31,17 +37,17 @@ class Limits:
 
     @property
     def max_adapter_pages(self) -> int:
-        """Half of the arena at most is for adapters, so that requests always find room."""
+        """Adapters get at most half of the arena, so that requests always find room."""
         return self.num_pages // 2
 
     @property
     def max_request_blocks(self) -> int:
-        """KV blocks one request can always have, whatever adapters are resident."""
+        """KV blocks that one request can always have, regardless of resident adapters."""
         return (self.num_pages - self.max_adapter_pages) // self.block_pages
 
 
 def compute_limits(config: EngineConfig, seam: Seam, shadow_bytes: int) -> Limits:
-    """Raises BadConfig when the arena cannot hold one request of the smallest useful size."""
+    """Raises BadConfig if the arena cannot hold one request of the smallest useful size."""
     max_context = min(seam.max_positions, config.max_context or seam.max_positions)
     pages = block_pages(seam.num_layers, config.block_size, seam.kv_dim, seam.dtype)
     if config.arena_bytes is not None:
@@ -51,32 +57,35 @@ def compute_limits(config: EngineConfig, seam: Seam, shadow_bytes: int) -> Limit
     if num_pages < 2 * pages:
         raise BadConfig(
             f"the arena would have {num_pages} pages of {PAGE_BYTES} bytes, but one KV block of "
-            f"{config.block_size} tokens takes {pages}; give arena_bytes of at least {2 * pages * PAGE_BYTES}"
+            f"{config.block_size} tokens takes {pages}; set arena_bytes to at least {2 * pages * PAGE_BYTES}"
         )
     return Limits(max_context, pages, num_pages // pages * pages, basis)
 
 
 def _own_size(config: EngineConfig, seam: Seam, max_context: int, pages: int, free_bytes: int) -> tuple[int, str]:
-    """Pages of an arena that no setting sizes, and what they follow from.
+    """Pages of an arena without a configured size, and how the number was determined.
 
-    Full batches of the longest requests are what a model can use at most. A GPU serves nothing else, so that it keeps
-    room for them; a CPU shares its memory, and full batches of requests so long would take minutes a step there.
+    A model can use at most full batches of the longest requests. A GPU is dedicated to serving, so it reserves memory
+    for them; a CPU shares its memory, and full batches of such long requests would take minutes per step.
     """
     tokens = max_context if seam.device.type == "cuda" else min(max_context, _REQUEST_TOKENS)
     full_batch = config.max_batch_size * -(-tokens // config.block_size)
-    longest = 2 * -(-max_context // config.block_size)  # one of these: half of the arena is always there for KV
+    # one request in half of the arena, which is always available to KV
+    longest = 2 * -(-max_context // config.block_size)
     wanted = max(full_batch, longest) * pages + _ADAPTER_BYTES // PAGE_BYTES
     if wanted * PAGE_BYTES > free_bytes:
         share = _GPU_SHARE if seam.device.type == "cuda" else _CPU_SHARE
-        return free_bytes // PAGE_BYTES, f"{share:.0%} of the memory that was free"
+        return free_bytes // PAGE_BYTES, f"{share:.0%} of free memory"
     batch = f"{config.max_batch_size} requests of {tokens:,} tokens"
-    room = batch if full_batch >= longest else f"a request of {max_context:,} tokens in either half"
+    room = batch if full_batch >= longest else f"one request of {max_context:,} tokens in each half"
     return wanted, f"{room}, and {_ADAPTER_BYTES // 2**20} MiB of adapters"
 
 
 def shadow_fits(config: EngineConfig, seam: Seam, shadow_bytes: int) -> bool:
-    """Whether a shadow copy leaves room for the arena: the one asked for, or one that holds a request of the longest
-    context beside the adapters."""
+    """Whether a shadow copy leaves room for the arena.
+
+    The arena has its configured size, or holds at least one request of maximum context and the adapters.
+    """
     if config.arena_bytes is not None:
         return config.arena_bytes <= _room(config, seam.device) - shadow_bytes
     blocks = -(-min(seam.max_positions, config.max_context or seam.max_positions) // config.block_size)
@@ -90,7 +99,7 @@ def _free_bytes(config: EngineConfig, device: torch.device, shadow_bytes: int) -
 
 
 def _room(config: EngineConfig, device: torch.device) -> int:
-    """Bytes that this process may count on: ranks on a CPU share its memory."""
+    """Bytes that this process may use: ranks on a CPU share its memory."""
     return _available(device) // (1 if device.type == "cuda" else config.tensor_parallel)
 
 

@@ -1,5 +1,4 @@
-"""The engine in this process: synchronous for tests, fusion and benches, asyncio with a thread of its own for a front
-end."""
+"""The engine in this process: synchronous for tests, fusion and benchmarks; asyncio and a thread for a front end."""
 
 from __future__ import annotations
 
@@ -34,7 +33,7 @@ class LocalEngine:
     # -- synchronous --------------------------------------------------------------------------------------------------
 
     def run(self, requests: Iterable[Request]) -> dict[str, list[RequestOutput]]:
-        """Answer all requests, batched together; outputs by request id, the last of each finished.
+        """Run all requests to the end, batched together. Returns outputs by request id, the last of each finished.
 
         A request refused at admission gets one finished output with the error.
         """
@@ -179,7 +178,7 @@ class LocalEngine:
                 self._deliver(RequestOutput(request_id=request_id, finish_reason="error", error=value))
 
     def _take_calls(self, *, block: bool) -> bool:
-        """Run what was asked of the engine; False when it is to stop."""
+        """Run the pending calls; False if the engine is to stop."""
         while True:
             try:
                 call = self._calls.get(block=block)

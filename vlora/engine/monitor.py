@@ -1,6 +1,6 @@
-"""Watches the step loop and makes an `EngineSnapshot` of it when somebody asks.
+"""Records the step loop and creates an `EngineSnapshot` on request.
 
-That happens between two steps, so every part of a snapshot is bounded: a thousand adapters must not hold a step up.
+This happens between two steps, so every part of a snapshot is bounded: a thousand adapters must not delay a step.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ from vlora.orchestrator import Scheduler
 from vlora.types import Batch, EngineStats, RequestStatus, StepResult
 
 MAX_STEPS = 2000
-"""Steps that are remembered."""
+"""Number of steps kept."""
 
 _MAX_SHOWN = 64  # requests, adapters, runs
 _MAX_CELLS = 1024
-_LETTERS = "fakcp"  # of `ArenaMap`, by the kinds of `ArenaBooks.page_kinds`; packed copies are told apart here
+_LETTERS = "fakcp"  # of `ArenaMap`, by the kinds of `ArenaBooks.page_kinds`; packed copies are distinguished here
 _PACKED = _LETTERS.index("p")
 
 
 class Observer:
-    """Reads the engine's parts and changes none. users: ids of requests under way by adapter's key; pinned: by name."""
+    """Reads the engine's parts and changes none. users: ids of running requests by adapter key; pinned: by name."""
 
     def __init__(
         self,
@@ -70,7 +70,7 @@ class Observer:
         self._rates = Rates(clock)
 
     def asked(self, adapter: str | None) -> None:
-        """A request has come, for the base model where adapter is None."""
+        """A request has arrived, for the base model if adapter is None."""
         if adapter is not None:
             self._rates.count(adapter)
 
@@ -92,7 +92,7 @@ class Observer:
         )
 
     def snapshot(self, since: int, stats: EngineStats) -> EngineSnapshot:
-        """With the steps after number `since` that are remembered."""
+        """A snapshot with the recorded steps after number `since`."""
         wanted = min(len(self._steps), max(0, self._num_steps - since))
         return EngineSnapshot(
             now_s=self._clock(),
@@ -130,12 +130,12 @@ class Observer:
             page_bytes=PAGE_BYTES,
             pages_per_cell=size,
             cells=cells,
-            # The last are the packed copies and the adapters used last.
+            # The last ones are the packed copies and the most recently used adapters.
             runs=tuple(ArenaRun(self._name_of(key), run.first_page, run.num_pages) for key, run in runs[-_MAX_SHOWN:]),
         )
 
     def _loads(self) -> tuple[AdapterLoad, ...]:
-        """Adapters in demand or on the device, the most asked for first."""
+        """Adapters in demand or on the device, the most requested first."""
         rates, resident, arriving = self._rates.read(), self._bank.resident, self._bank.arriving
         here = {self._registry.known(key).name for key in resident | arriving}
         there = [name for name in here | rates.keys() if name in self._registry]
@@ -169,22 +169,22 @@ class Observer:
 
 
 class Rates:
-    """Requests a second by name: each counts less the longer it is ago, with a time constant of `WINDOW_S`."""
+    """Requests per second by name, exponentially decayed with the time constant `WINDOW_S`."""
 
     WINDOW_S = 10.0
     _LEAST = 1e-3
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
-        self._rates: dict[str, tuple[float, float]] = {}  # the rate, and when it was that
+        self._rates: dict[str, tuple[float, float]] = {}  # the rate and its time
 
     def count(self, name: str) -> None:
-        """One more request."""
+        """Count one request."""
         now = self._clock()
         self._rates[name] = self._rate(name, now) + 1 / self.WINDOW_S, now
 
     def read(self) -> dict[str, float]:
-        """Who was not asked for in a long while is forgotten."""
+        """Drops names without recent requests."""
         now = self._clock()
         rates = {name: self._rate(name, now) for name in self._rates}
         for name, rate in rates.items():
@@ -198,9 +198,9 @@ class Rates:
 
 
 def arena_cells(kinds: bytes, packed: Collection[Run], most: int = _MAX_CELLS) -> tuple[int, str]:
-    """Pages per cell, and for each of at most `most` cells the letter (see `ArenaMap`) that most of its pages have.
+    """Pages per cell, and for each of at most `most` cells the letter (see `ArenaMap`) of the majority of its pages.
 
-    kinds: of every page, as `ArenaBooks.page_kinds` says. packed: runs that hold packed copies.
+    kinds: of every page, as in `ArenaBooks.page_kinds`. packed: runs that hold packed copies.
     """
     pages = bytearray(kinds)
     for run in packed:

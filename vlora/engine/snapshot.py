@@ -1,4 +1,4 @@
-"""What the engine is doing right now, as a value: the last steps, who waits, what lies where, who is asked for."""
+"""The engine's current state as a value: the last steps, the queue, the arena, the demand for adapters."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from vlora.types import EngineStats
 
 
 class StepRecord(msgspec.Struct, frozen=True, array_like=True):
-    """One step. ended_s: by the engine's clock. merged: the name of the adapter in the weights; None is W0."""
+    """One step. ended_s: in the engine's clock. merged: the name of the merged adapter; None is W0."""
 
     number: int
     ended_s: float
@@ -24,7 +24,13 @@ class StepRecord(msgspec.Struct, frozen=True, array_like=True):
 
 
 class QueuedRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """credit_s: above theta it starves. new_tokens: to compute before its next answer; num_sampled: answered so far."""
+    """A waiting or running request.
+
+    Attributes:
+        credit_s: The request starves if this is above theta.
+        new_tokens: Tokens to compute before the next output token.
+        num_sampled: Output tokens so far.
+    """
 
     adapter: str | None
     head: str | None
@@ -44,8 +50,12 @@ class ArenaRun(msgspec.Struct, frozen=True, array_like=True):
 
 
 class ArenaMap(msgspec.Struct, frozen=True, kw_only=True):
-    """cells: from the first page to the last, a letter for every `pages_per_cell` pages, for what most of them are:
-    a adapter, p packed copies, k KV blocks in use, c KV blocks cached, f free."""
+    """The contents of the arena's pages.
+
+    Attributes:
+        cells: From the first page to the last, one letter per `pages_per_cell` pages, for the majority of them: a
+            adapter, p packed copies, k KV blocks in use, c KV blocks cached, f free.
+    """
 
     num_pages: int
     page_bytes: int
@@ -55,8 +65,13 @@ class ArenaMap(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class AdapterLoad(msgspec.Struct, frozen=True, kw_only=True):
-    """place: where it is; host is this machine's memory. rate: requests a second, the last ten seconds weighing most.
-    num_under_way: of its requests, those that have not ended."""
+    """An adapter and its demand.
+
+    Attributes:
+        place: Where the adapter is; host is this machine's memory.
+        rate: Requests per second, mostly of the last ten seconds.
+        num_under_way: Its unfinished requests.
+    """
 
     name: str
     rank: int
@@ -70,8 +85,14 @@ class AdapterLoad(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class EngineSnapshot(msgspec.Struct, frozen=True, kw_only=True):
-    """now_s: the engine's clock. steps: those after the number that was asked for. queue: highest credits first;
-    adapters: most asked for first, those on the device and those in demand; both cut where they are long."""
+    """The engine's state between two steps. The queue and the adapters are truncated if long.
+
+    Attributes:
+        now_s: In the engine's clock.
+        steps: Those after the requested number.
+        queue: Highest credits first.
+        adapters: On the device or in demand, most requested first.
+    """
 
     now_s: float
     stats: EngineStats

@@ -1,6 +1,6 @@
-"""How each adapter lies on several ranks: as its user says, else as is predicted to be faster.
+"""How each adapter is sharded over several ranks: as configured, otherwise as predicted to be faster.
 
-What was taken is said in the log, and in the adapter's status.
+The decision is in the log and in the adapter's status.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ log = logging.getLogger(__name__)
 
 
 class Ways:
-    """Decides once per registration, on rank 0. groups: by layer, which layers read the same input."""
+    """Decides once per registration, on rank 0. groups: by layer, the layers that read the same input."""
 
     def __init__(
         self,
@@ -41,7 +41,7 @@ class Ways:
         through = next((target for target in header.targets if target.cut.densified is not None), None)
         if through is not None and through.blocks is not None:
             log.warning(
-                "adapter %r has %d blocks, which %d ranks cut through: it is served in its dense form, zeros and all",
+                "adapter %r has %d blocks, which %d ranks do not divide evenly; it is served dense, including zeros",
                 name,
                 through.blocks.num,
                 self._config.tensor_parallel,

@@ -1,5 +1,7 @@
-"""Adapters on disk and in host memory: reading PEFT folders, validation, versions, the registry. No device memory
-here."""
+"""Adapters on disk and in host memory: PEFT folders, validation, versions, and the registry.
+
+Device memory is the subject of `vlora.lora.adapter_pool`, which this module does not import.
+"""
 
 from vlora.lora.host_adapter import HostAdapter
 from vlora.lora.layout import HostFactors, aligned, carve

@@ -1,7 +1,7 @@
-"""Linear layers that add each token's own adapter delta, made by swapping the class of the model's own layers.
+"""Linear layers that add each token's adapter delta, created by swapping the class of the model's layers.
 
-Swapping `__class__` keeps parameter names, state dicts and isinstance checks as they were, and costs nothing
-measurable; wrapper modules and forward hooks cost 20 to 30 % of a small call.
+Swapping `__class__` preserves parameter names, state dicts and isinstance checks, and has no measurable cost. Wrapper
+modules and forward hooks cost 20 to 30 % of a small call.
 """
 
 from __future__ import annotations
@@ -22,27 +22,27 @@ from vlora.parallel.adapter_sharding import FactorShape
 
 
 class LaneScope:
-    """Which lanes are on right now, for all layers that share the scope.
+    """The active lanes of all layers that share the scope.
 
-    Lanes are given over units: tokens for the language model, patches or tiles for the vision tower. A layer whose
-    rows are a multiple or a fraction of the units (class tokens, patch mergers) gets the same lanes in proportion.
+    Lanes are ranges of units: tokens for the language model, patches or tiles for the vision tower. If a layer has
+    a multiple or a fraction of the units as rows (class tokens, patch mergers), its lanes are scaled in proportion.
     """
 
     def __init__(self) -> None:
-        self._plan: atmm.SegmentPlan | None = None  # None: no lanes are on
+        self._plan: atmm.SegmentPlan | None = None  # None: no active lanes
         self._last = atmm.SegmentPlan(0, ())
         self._scaled: dict[int, atmm.SegmentPlan] = {}  # of the last plan, by rows
 
     @contextmanager
     def lanes(self, num_units: int, lanes: Sequence[atmm.Lane]) -> Iterator[None]:
-        """Add these lanes' deltas in every layer of the scope until the block ends."""
+        """Context in which every layer of the scope adds the deltas of these lanes."""
         assert self._plan is None, "lane scopes do not nest"
         if lanes:
             plan = atmm.SegmentPlan(num_units, lanes)
             if (plan.num_tokens, plan.lanes) != (self._last.num_tokens, self._last.lanes):
                 self._last = plan
                 self._scaled.clear()
-            # Decode steps of the same requests look alike: what was prepared for one serves the next.
+            # Decode steps of the same requests have equal lanes, so the prepared plan is reused.
             self._plan = self._last
         try:
             yield
@@ -51,7 +51,7 @@ class LaneScope:
 
     @contextmanager
     def replaced(self, plan: atmm.SegmentPlan | None) -> Iterator[None]:
-        """Until the block ends, layers see this plan (None: no lanes). It must cover exactly the rows that they get."""
+        """Context in which layers use this plan (None: no lanes). It must cover exactly the rows of their inputs."""
         before, self._plan = self._plan, plan
         try:
             yield
@@ -60,7 +60,7 @@ class LaneScope:
 
     @contextmanager
     def suspended(self) -> Iterator[None]:
-        """Take the lanes off, for a call inside the block that has lanes of its own."""
+        """Context without active lanes, for calls that set their own lanes."""
         plan, self._plan = self._plan, None
         try:
             yield
@@ -88,11 +88,15 @@ class LaneScope:
 
 
 class Placement(Protocol):
-    """Where adapters act whose factors at a layer are not two dense matrices."""
+    """Adds the deltas of adapters with factors other than two dense matrices at a layer."""
 
-    def attach(self, key: str, shape: FactorShape, factors: tuple[torch.Tensor, torch.Tensor]) -> None: ...
+    def attach(self, key: str, shape: FactorShape, factors: tuple[torch.Tensor, torch.Tensor]) -> None:
+        """Register an adapter's factors under its key. They are referenced, not copied."""
+        ...
 
-    def detach(self, key: str) -> None: ...
+    def detach(self, key: str) -> None:
+        """Remove an adapter; unknown keys are ignored."""
+        ...
 
     def add(self, y: torch.Tensor, x: torch.Tensor, plan: atmm.SegmentPlan) -> None:
         """Add every lane's delta to y [T, d_out], in place. Lanes of other adapters add nothing."""
@@ -100,10 +104,10 @@ class Placement(Protocol):
 
 
 class AdaptedLinear(nn.Linear):
-    """An `nn.Linear` of the base model plus the deltas of its scope's lanes. Made by `adapt`, never constructed.
+    """An `nn.Linear` of the base model plus the deltas of its scope's lanes. Created by `adapt`, never constructed.
 
-    site: where dense factors act. others: those of other kinds, by kind and number of parts. shard: which part of the
-    model's layer this is.
+    site: holds dense factors. others: placements of other factor kinds, by kind and number of parts. shard: the part of
+    the model's layer that is on this rank.
     """
 
     site: atmm.Site
@@ -113,7 +117,7 @@ class AdaptedLinear(nn.Linear):
     siblings: Siblings | None
 
     def attach(self, key: str, shape: FactorShape, factors: tuple[torch.Tensor, torch.Tensor]) -> None:
-        """From now on lanes of `key` add what these factors say, which stay where they are."""
+        """Register the factors for lanes of `key`. They are referenced, not copied."""
         if shape.kind == "dense":
             self.site.factors[key] = atmm.Factors(*factors)
             return
@@ -128,7 +132,7 @@ class AdaptedLinear(nn.Linear):
             other.detach(key)
 
     def add_deltas(self, y: torch.Tensor, x: torch.Tensor, plan: atmm.SegmentPlan) -> None:
-        """Add what the plan's lanes say to y [T, d_out], in place. x: [T, d_in]."""
+        """Add the deltas of the plan's lanes to y [T, d_out], in place. x: [T, d_in]."""
         atmm.add_delta(y, x, self.site, plan)
         for other in self.others.values():
             other.add(y, x, plan)
@@ -145,10 +149,10 @@ class AdaptedLinear(nn.Linear):
 
 
 class Siblings:
-    """Layers that read one input, computed together when the first of them is called: all their deltas then take the
-    launches of one layer, or on a CPU one call. Either costs more than a small layer's arithmetic.
+    """Layers with the same input, computed together when the first of them is called.
 
-    What is computed for one input and plan waits until each layer has asked for it, once.
+    All their deltas then need the kernel launches of one layer, or one call on a CPU; either costs more than the
+    arithmetic of a small layer. The outputs for one input and plan are kept until each layer has read its own once.
     """
 
     def __init__(self, layers: Sequence[AdaptedLinear]) -> None:
@@ -163,7 +167,7 @@ class Siblings:
             layer.siblings = self
 
     def output(self, layer: AdaptedLinear, input: torch.Tensor, plan: atmm.SegmentPlan) -> torch.Tensor:
-        """What the layer gives for this input with the plan's lanes, [..., d_out]; a view of more."""
+        """The layer's output for this input with the plan's lanes, [..., d_out]; a view of a larger tensor."""
         if plan is not self._plan or layer not in self._outputs or not self._held.is_same(input):
             self._compute(input, plan)
         y = self._outputs.pop(layer)
@@ -186,7 +190,7 @@ class Siblings:
 
 
 def adapt(linear: nn.Linear, name: str, scope: LaneScope) -> AdaptedLinear:
-    """Turn a linear layer of the model, in place, into one that adapters can target under `name`."""
+    """Convert a linear layer of the model, in place, into one that adapters can target under `name`."""
     assert type(linear) is nn.Linear, f"{name} is a {type(linear).__name__}, not a plain linear layer"
     linear.__class__ = AdaptedLinear
     adapted: AdaptedLinear = linear  # type: ignore[assignment]

@@ -24,7 +24,7 @@ from vlora.parallel.adapter_sharding import FactorShape
 
 @dataclasses.dataclass(frozen=True)
 class _Resident:
-    """merged: by layer, what merging reads instead of `factors`, where these are split over ranks."""
+    """merged: unsplit factors by layer, which merging reads instead of `factors` if these are split over ranks."""
 
     shapes: Mapping[str, FactorShape]
     dtype: torch.dtype
@@ -34,32 +34,32 @@ class _Resident:
 
 
 class OtherRanks(Protocol):
-    """Those that keep their parts of the same adapters in the same pages of their arenas."""
+    """The other ranks, which hold their parts of the same adapters in the same pages of their arenas."""
 
     def bring(self, key: str, run: Run) -> Future[None]:
-        """Bring an adapter there; done when every rank has it."""
+        """Load an adapter on the other ranks. The future is done when every rank has it."""
         ...
 
     def move(self, key: str, run: Run) -> None:
-        """It lies there now; its bytes were copied already."""
+        """Use another run for an adapter. Its bytes were already copied there."""
         ...
 
     def drop(self, key: str) -> None:
-        """Forget it there."""
+        """Evict an adapter on the other ranks."""
         ...
 
     def pack(self, keys: tuple[str, ...], run: Run) -> None:
-        """Keep packed copies of these there, too."""
+        """Create packed copies of these adapters on the other ranks."""
         ...
 
     def unpack(self) -> None:
-        """Give them up there."""
+        """Free the packed copies on the other ranks."""
         ...
 
 
 @dataclasses.dataclass(frozen=True)
 class _Arriving:
-    """copies: here, and on the other ranks."""
+    """An adapter that is being loaded. copies: the copy on this rank, then the one for the other ranks."""
 
     adapter: HostAdapter
     factors: Mapping[str, HostFactors]
@@ -71,15 +71,15 @@ class _Arriving:
 
     @property
     def error(self) -> BaseException | None:
-        """What went wrong first. All must be done."""
+        """The error of the first failed copy, or None. All copies must be done."""
         return next((error for copy in self.copies if (error := copy.exception()) is not None), None)
 
 
 class AdapterBank:
-    """Brings adapters into the arena, hands their factors to the sites, and takes them away again.
+    """Loads adapters into the arena, attaches their factors to the layers, and evicts them.
 
-    An adapter is on its way first and resident then: its pages are taken in the books at once and stay pinned while
-    they are written, beside the steps; only when all is there may a step use it.
+    An adapter is loading first and resident afterwards. Its pages are allocated at once and stay pinned while they are
+    written in the background. Steps may use the adapter when the whole copy is done.
     """
 
     def __init__(
@@ -101,7 +101,7 @@ class AdapterBank:
         self._vision = vision.keys()
         self._arriving: dict[str, _Arriving] = {}
         self._residents: dict[str, _Resident] = {}
-        self._resident: frozenset[str] | None = frozenset()  # None when it is to be made anew
+        self._resident: frozenset[str] | None = frozenset()  # None: rebuilt at the next access
         self._groups = site_groups(language)
         self._packed: _Packed | None = None
         self._waiting_to_pack: tuple[tuple[str, ...], int] = ((), 0)
@@ -110,38 +110,39 @@ class AdapterBank:
 
     @property
     def sites(self) -> dict[str, SiteShape]:
-        """The model's adaptable layers, in the order that factors lie in a run."""
+        """The model's adaptable layers, in the order of their factors in a run."""
         shards = ((name, self._linears[name].shard) for name in self._order)
         return {name: SiteShape(shard.d_in, shard.d_out, name in self._vision, shard) for name, shard in shards}
 
     @property
     def resident(self) -> frozenset[str]:
-        """Adapters that a step may use; the same object as long as nothing comes or goes."""
+        """Adapters that a step may use. The same object is returned until an adapter is loaded or evicted."""
         if self._resident is None:
             self._resident = frozenset(self._residents)
         return self._resident
 
     @property
     def arriving(self) -> frozenset[str]:
-        """Adapters on their way."""
+        """Adapters that are being loaded."""
         return frozenset(self._arriving)
 
     @property
     def pending(self) -> tuple[Future[None], ...]:
-        """Copies under way."""
+        """Running copies."""
         copies = (copy for arriving in self._arriving.values() for copy in arriving.copies)
         return tuple(copy for copy in copies if not copy.done())
 
     def compile_ahead(self) -> None:
-        """On a GPU: have the kernels of any step ready. On a CPU nothing is compiled per shape."""
+        """Compile the kernels of every possible step on a GPU. On a CPU nothing is compiled per shape."""
         weight = next(iter(self._linears.values())).weight
         if weight.device.type == "cuda":
             atmm.compile_ahead(self._groups, weight.dtype, weight.device)
 
     def bring(self, adapter: HostAdapter) -> bool:
-        """Start to make an adapter resident, evicting cold ones if it must; True when it is here or on its way.
+        """Start loading an adapter, evicting cold adapters if necessary.
 
-        False, and nothing changed, when it cannot fit now.
+        Returns:
+            True if the adapter is resident or loading. False if it does not fit now; then nothing has changed.
         """
         key, num_pages = adapter.key, pages_for(adapter.run.nbytes)
         if key in self._residents or key in self._arriving:
@@ -170,20 +171,20 @@ class AdapterBank:
         return True
 
     def loads_of(self, key: str) -> int:
-        """How often an adapter was loaded to the device."""
+        """Number of loads of an adapter to the device."""
         return self._loads[key]
 
     def forget_evicted(self) -> None:
-        """Let go of adapters whose pages were taken."""
+        """Detach the adapters that were evicted to reuse their pages."""
         for evicted in self._residency.drain_evicted():
             self._forget(evicted)
 
     def has_arrived(self, key: str) -> bool:
-        """Whether settling an adapter that is on its way takes no waiting."""
+        """Whether the copies of a loading adapter are done, so that `settle` does not block."""
         return self._arriving[key].done
 
     def settle(self, key: str) -> None:
-        """Wait until an adapter that is on its way is resident. Raises what went wrong; its pages are free then."""
+        """Wait until a loading adapter is resident. If its copy failed, free its pages and raise the error."""
         arriving = self._arriving[key]
         wait(arriving.copies)
         del self._arriving[key]
@@ -203,7 +204,7 @@ class AdapterBank:
         )
 
     def collect(self) -> dict[str, Exception]:
-        """Make resident what has arrived; the keys of those whose copy failed, and why."""
+        """Make adapters with finished copies resident. Returns the errors of failed copies by key."""
         failed: dict[str, Exception] = {}
         for key in [key for key, arriving in self._arriving.items() if arriving.done]:
             try:
@@ -213,7 +214,7 @@ class AdapterBank:
         return failed
 
     def drop(self, key: str) -> None:
-        """Forget an adapter and free its memory; unknown keys are ignored. A copy that already runs is waited for."""
+        """Evict an adapter and free its memory. Waits for a copy that is already running. Unknown keys are ignored."""
         self._loads.pop(key, None)
         arriving = self._arriving.pop(key, None)
         if arriving is not None:
@@ -227,18 +228,18 @@ class AdapterBank:
             self._forget(key)
 
     def close(self) -> None:
-        """Bring no more."""
+        """Stop loading adapters."""
         self._transfer.close()
 
     def head(self, key: str, name: str) -> TaskHead:
         return self._residents[key].heads[name]
 
     def factors(self, key: str, site: str) -> HostFactors:
-        """What lies in the arena of one layer."""
+        """The factors of one layer in the arena."""
         return self._residents[key].factors[site]
 
     def shapes(self, key: str) -> dict[str, FactorShape]:
-        """What merging adds to each adapted layer: never split over ranks."""
+        """Shapes of the factors that merging reads, by layer. These factors are never split over ranks."""
         resident = self._residents[key]
         return {
             name: FactorShape(shape.rank, pair.a.shape[1], pair.bt.shape[1])
@@ -250,7 +251,8 @@ class AdapterBank:
     def stacked(self, key: str, names: Sequence[str]) -> tuple[torch.Tensor, torch.Tensor]:
         """Factors of neighbouring layers of equal shape as a [n, rows_a, d_in] and bt [n, rows_bt, d_out].
 
-        Without copying, unless they are split over ranks: what merging needs then comes from host memory.
+        The result is a view, unless the factors are split over ranks; then the unsplit factors are copied from host
+        memory.
         """
         merged = self._residents[key].merged
         if names[0] in merged:
@@ -263,11 +265,11 @@ class AdapterBank:
     # -- packed copies ----------------------------------------------------------------------------------------------
 
     def pack_for(self, keys: Iterable[str]) -> None:
-        """Keep packed copies for the adapters that steps keep using together.
+        """Create packed copies of adapters that consecutive steps use together.
 
-        Called with the keys of a step's lanes, where that step gains from a packed copy. Copying costs a good part of
-        a step, so a set must come back a few times before it is packed; a step whose set is covered by the packed one
-        uses it as it is.
+        Called with the keys of a step's lanes if the step benefits from a packed copy. Copying costs a large part of
+        a step, so a set is packed only after it repeats a few times. A step with adapters that are all packed uses the
+        existing copies.
         """
         wanted = tuple(sorted(set(keys)))
         if len(wanted) < 2 or (self._packed is not None and self._packed.serves(wanted)):
@@ -283,13 +285,13 @@ class AdapterBank:
         pages = pages_for(sum(self._packed_sizes(keys)))
         run = self._residency.reserve(pages) if pages else None
         if run is None:
-            return  # no room: the strategies that need no packed copy serve as well
+            return  # no free pages: strategies that need no packed copy are used instead
         self.pack(keys, run)
         if self._others is not None:
             self._others.pack(keys, run)
 
     def pack(self, keys: tuple[str, ...], run: Run) -> None:
-        """Keep packed copies of resident adapters in pages that were taken for them."""
+        """Create packed copies of resident adapters in pages that are reserved for them."""
         buffer = self._arena.buffer(run.first_page, run.num_pages)
         offset = 0
         for group, size in zip(self._groups, self._packed_sizes(keys), strict=True):
@@ -299,7 +301,7 @@ class AdapterBank:
         self._packed = _Packed(keys, run)
 
     def unpack(self) -> None:
-        """Give up the packed copies, if there are any."""
+        """Free the packed copies, if any."""
         if self._packed is not None:
             for group in self._groups:
                 group.unpack()
@@ -312,7 +314,7 @@ class AdapterBank:
         return [aligned(group.packed_bytes(keys)) for group in self._groups]
 
     def follow(self, key: str) -> None:
-        """An adapter lies elsewhere now: new views of it. A packed copy of it holds what it held."""
+        """Update the views of an adapter that was moved in the arena. Its packed copy stays valid."""
         run, resident = self._residency.run(key), self._residents[key]
         buffer = self._arena.buffer(run.first_page, run.num_pages)
         factors = carve(buffer, resident.shapes, resident.dtype)
@@ -326,7 +328,7 @@ class AdapterBank:
             self._linears[name].attach(key, shapes[name], pair)
 
     def _leave(self, key: str) -> None:
-        """Give up the pages of an adapter that never became resident."""
+        """Free the pages of an adapter that never became resident."""
         self._residency.drop(key)
         if self._others is not None:
             self._others.drop(key)
@@ -350,16 +352,16 @@ class _Packed:
     run: Run
 
     def serves(self, wanted: Sequence[str]) -> bool:
-        """Every wanted adapter is packed, and not so many others that their columns would cost more than a new copy."""
+        """Whether all wanted adapters are packed, with few enough others that a new copy would not pay off."""
         return set(wanted) <= set(self.keys) and len(self.keys) <= 2 * len(wanted)
 
 
-# Layers that read the very same input: one shrink can serve them all.
+# Layers that read the same input tensor: one shrink can serve all of them.
 _SHARED_INPUT = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 
 
 def shared_inputs(linears: Mapping[str, AdaptedLinear]) -> list[list[str]]:
-    """The names of adaptable layers, those that read the very same input together."""
+    """The names of adaptable layers, grouped by input tensor."""
     groups: list[list[str]] = []
     taken: set[str] = set()
     for name in linears:
@@ -375,7 +377,7 @@ def shared_inputs(linears: Mapping[str, AdaptedLinear]) -> list[list[str]]:
 
 
 def site_groups(linears: Mapping[str, AdaptedLinear]) -> list[atmm.SiteGroup]:
-    """The sites of adaptable layers, by what they read."""
+    """The sites of adaptable layers, grouped by input tensor."""
     groups: list[atmm.SiteGroup] = []
     for names in shared_inputs(linears):
         layers = [linears[name] for name in names]

@@ -1,6 +1,6 @@
-"""The base weights W0 in files, mapped into memory: what in-place switching starts from and goes back to.
+"""The base weights W0 as memory-mapped files, from which in-place switching restores the model's weights.
 
-Mapped pages hold no memory that the system could not take back: whatever is dropped is read again from the file.
+The system can reclaim mapped pages at any time, since their content is read again from the file.
 """
 
 from __future__ import annotations
@@ -21,22 +21,30 @@ from vlora.lora.weight_slabs import WeightSlabs
 
 
 class Originals(Protocol):
-    """Gives back each target layer's W0, bit for bit, whatever became of the slabs."""
+    """Bit-exact W0 of each target layer, independent of the current content of the slabs."""
 
     def weight(self, name: str) -> torch.Tensor:
-        """W0 of a layer, [out, in], on the CPU in the model's dtype. Read it, do not write it."""
+        """W0 of a layer, [out, in], on the CPU in the model's dtype. Read-only."""
 
 
 class CheckpointOriginals:
-    """W0 as the checkpoint's safetensors files hold it, in the dtype they hold it in.
+    """W0 in the checkpoint's safetensors files, in the files' dtype.
 
-    A library version may load a tensor under another name than the file's. So a layer's tensor is looked for by the
-    tail of its name, and taken only if its bytes, rounded to the model's dtype, are those that were loaded: what is
-    restored later is then exactly that, by whatever rule the names were changed.
+    A library version may load a tensor under a different name than the file's. A layer's tensor is therefore found by
+    the tail of its name, and accepted only if its bytes, rounded to the model's dtype, equal the loaded weights. The
+    restored weights are then exact for any renaming rule.
     """
 
     def __init__(self, files: Sequence[str], slabs: WeightSlabs) -> None:
-        """slabs: as loaded, nothing merged. Raises BadConfig naming the layer that no tensor of the files equals."""
+        """Find the tensor of every layer.
+
+        Args:
+            files: The checkpoint's safetensors files.
+            slabs: The weights as loaded, with nothing merged.
+
+        Raises:
+            BadConfig: No tensor of the files equals a layer's weights. The message names the layer.
+        """
         by_tail: dict[str, list[torch.Tensor]] = {}
         for name, tensor in _mapped(files):
             by_tail.setdefault(_tail(name), []).append(tensor)
@@ -48,7 +56,7 @@ class CheckpointOriginals:
             found = next((tensor for tensor in candidates if _same_bits(tensor.to(self._dtype), loaded)), None)
             if found is None:
                 raise BadConfig(
-                    f"switching in place needs {name}.weight as it was loaded, but none of the {len(candidates)} "
+                    f"switching in_place needs {name}.weight with its loaded values, but none of the {len(candidates)} "
                     f"tensors of that name in {', '.join(map(os.path.basename, files))} equals it; "
                     "choose switching shadow"
                 )
@@ -59,22 +67,29 @@ class CheckpointOriginals:
 
 
 class CopiedOriginals:
-    """W0 in a file of our own, for a model that came from no file. Nobody else sees the file; it ends with us."""
+    """W0 in an unlinked temporary file, for a model that was not loaded from files."""
 
     def __init__(self, slabs: WeightSlabs) -> None:
-        """slabs: as loaded, nothing merged. Raises BadConfig where the temporary folder has no room for the file."""
+        """Copy the weights.
+
+        Args:
+            slabs: The weights as loaded, with nothing merged.
+
+        Raises:
+            BadConfig: The temporary folder has too little free space.
+        """
         self._slots = slabs.slots
         self._slabs: dict[tuple[int, int], torch.Tensor] = {}
         for shape, slab in slabs.base.items():
             num_bytes = slab.numel() * slab.element_size()
             with tempfile.NamedTemporaryFile(prefix="vlora-originals-") as file:
                 try:
-                    # Taken now: a hole in the file that finds the disk full when it is written would end the process.
+                    # Allocated now: writing to a sparse mapping while the disk is full would kill the process.
                     os.posix_fallocate(file.fileno(), 0, num_bytes)
                 except OSError as error:
                     raise BadConfig(
-                        f"switching in place keeps a copy of the weights in {tempfile.gettempdir()}, which takes "
-                        f"{slabs.num_bytes} bytes: {error.strerror}; set TMPDIR to a disk with room"
+                        f"switching in_place keeps a copy of the weights in {tempfile.gettempdir()}, which needs "
+                        f"{slabs.num_bytes} bytes: {error.strerror}; set TMPDIR to a disk with enough free space"
                     ) from error
                 # The mapping outlives the file's name.
                 mapped = torch.from_file(file.name, shared=True, size=slab.numel(), dtype=slab.dtype)
@@ -86,7 +101,7 @@ class CopiedOriginals:
 
 
 def checkpoint_files(model: str) -> list[str]:
-    """The safetensors files that transformers loads `model` (a folder or hub name) from; none if it has no such."""
+    """The safetensors files from which transformers loads `model` (a folder or hub name); empty if it has none."""
     for name in (SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME):
         file = cached_file(
             model,
@@ -104,13 +119,15 @@ def checkpoint_files(model: str) -> list[str]:
 
 
 def _mapped(files: Sequence[str]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Every tensor of the files by name, as a view of the mapped file."""
+    """Yield every tensor of the files with its name, as a view of the mapped file."""
     with ExitStack() as opened:
         for file in files:
             try:
                 tensors = opened.enter_context(safe_open(file, framework="pt"))
             except (OSError, SafetensorError) as error:
-                raise BadConfig(f"cannot map {file} to switch in place: {error}; choose switching shadow") from error
+                raise BadConfig(
+                    f"cannot map {file} for in_place switching: {error}; choose switching shadow"
+                ) from error
             for name in tensors.keys():  # noqa: SIM118 (not a mapping)
                 yield name, tensors.get_tensor(name)
 
@@ -118,7 +135,7 @@ def _mapped(files: Sequence[str]) -> Iterator[tuple[str, torch.Tensor]]:
 def _tail(name: str) -> str:
     """'model.language_model.layers.7.self_attn.q_proj.weight' -> 'layers.7.self_attn.q_proj.weight'.
 
-    What comes before the layer's number names the part of the model, and differs between files and library versions.
+    The prefix before the layer's number names the part of the model, and differs between files and library versions.
     """
     parts = name.split(".")
     number = next((i for i, part in enumerate(parts) if part.isdigit()), 0)

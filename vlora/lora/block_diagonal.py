@@ -1,4 +1,4 @@
-"""Block-diagonal adapters at one layer (BD-LoRA): each block adds to its own outputs, or reads its own inputs."""
+"""Block-diagonal adapters at one layer (BD-LoRA): each block has its own slice of the outputs or of the inputs."""
 
 from __future__ import annotations
 
@@ -9,8 +9,10 @@ from vlora.parallel.adapter_sharding import FactorShape, parts_of
 
 
 class BlockSites:
-    """Where adapters of several blocks act, all of one side and number: every block is a site of its own, so that the
-    zeros between blocks are neither stored nor multiplied."""
+    """The sites of a layer's block-diagonal adapters, all with the same block side and number of blocks.
+
+    Every block is a separate site, so that the zeros between blocks are neither stored nor multiplied.
+    """
 
     def __init__(self, name: str, shape: FactorShape) -> None:
         d_in = shape.d_in // shape.parts if shape.kind == "blocks_a" else shape.d_in

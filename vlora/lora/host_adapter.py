@@ -1,4 +1,4 @@
-"""An adapter in host memory: tensors read, checked and brought to the form the engine uses."""
+"""An adapter in host memory: tensors read, checked, and converted to the engine's layout."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ from vlora.parallel.adapter_sharding import FactorShape, dense
 _ROWS = torch.contiguous_format
 
 Measure = Callable[[Mapping[str, HostFactors]], float]
-"""Merge fidelity of an adapter's factors, dense ones: how much of it survives merging, 1.0 being all of it."""
+"""Merge fidelity of an adapter's dense factors: the share of the adapter that survives merging; 1.0 is lossless."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class HostAdapter:
-    """One registered content. key: what every cache and table on the device is keyed by, never the name alone.
+    """The content of one registration.
 
-    version: hash of the folder's content. run: all factors as bytes, as they will lie in the arena, being values of
-    `dtype`; `carve` gives views of it. They are not kept: those of thousands of adapters are a million objects that
-    garbage collection walks through between two steps. merged: by layer, what merging reads instead, where factors are
-    split over ranks.
+    key: the key of all caches and tables on the device, which is never the name alone. version: hash of the folder's
+    content. run: all factors as bytes in the layout of the arena, with values of `dtype`; `carve` gives views of it.
+    Views are not kept: for thousands of adapters they are a million objects, which garbage collection would traverse
+    between two steps. merged: unsplit factors by layer, for merging factors that are split over ranks.
     """
 
     key: str
@@ -45,9 +45,10 @@ class HostAdapter:
 
 
 def load_adapter(key: str, header: AdapterHeader, dtype: torch.dtype, measure: Measure) -> HostAdapter:
-    """Read an adapter's tensors: finite check, scaling folded in float32, cast to the model's dtype.
+    """Read an adapter's tensors: fold the scaling in float32, cast to the model's dtype, check for finite values.
 
-    Raises BadAdapter for values that are not finite, and for files that are not those the header was read from.
+    Raises:
+        BadAdapter: A value is not finite, or the files differ from those of the header.
     """
     file = header.path / WEIGHTS_FILE
     run = torch.zeros(header.num_bytes(dtype), dtype=torch.uint8)
@@ -87,14 +88,14 @@ def load_adapter(key: str, header: AdapterHeader, dtype: torch.dtype, measure: M
 
 
 def _check_finite(header: AdapterHeader, values: torch.Tensor, factors: Mapping[str, HostFactors]) -> None:
-    """One NaN or infinity makes the sum one, too. A sum may also be too large, so then each tensor is asked."""
+    """A NaN or infinity makes the sum non-finite. The sum may also overflow, so each tensor is then checked."""
     if math.isfinite(values.sum(dtype=torch.float32).item()):
         return
     for target in header.targets:
         for tensor, label in zip(factors[target.site], (target.tensor_a, target.tensor_b), strict=True):
             if not torch.isfinite(tensor).all():
                 raise BadAdapter(
-                    f"{header.path / WEIGHTS_FILE}: tensor {label!r} holds values that are not finite "
+                    f"{header.path / WEIGHTS_FILE}: tensor {label!r} contains values that are not finite "
                     f"(NaN or infinity) in {tensor.dtype}"
                 )
 

@@ -1,7 +1,7 @@
-"""An adapter as one run of bytes, laid out the same way in host memory and in the arena: bringing it is one copy.
+"""An adapter as one run of bytes, with the same layout in host memory and in the arena, so that loading is one copy.
 
-First every layer's A, then every layer's Bt, in the order of the model's sites, each tensor at a 256-byte boundary:
-neighbouring layers of one rank are then one strided view [layers, rank, dim], which merging reads in one call.
+Every layer's A comes first, then every layer's Bt, in the order of the model's sites, each tensor at a 256-byte
+boundary. Neighbouring layers of equal rank are one strided view [layers, rank, dim], which merging reads in one call.
 """
 
 from __future__ import annotations
@@ -19,8 +19,10 @@ ALIGNMENT = 256  # bytes at which every tensor starts: one full GPU cache line p
 
 
 class HostFactors(NamedTuple):
-    """One layer's factors, scaling folded into bt; their `FactorShape` says what they are. Dense ones are a [r, d_in]
-    and bt [r, d_out], and delta = (x a^T) bt."""
+    """One layer's factors, with the scaling folded into bt; their `FactorShape` describes them.
+
+    Dense factors are a [r, d_in] and bt [r, d_out], with delta = (x a^T) bt.
+    """
 
     a: torch.Tensor
     bt: torch.Tensor
@@ -32,7 +34,7 @@ def aligned(num_bytes: int) -> int:
 
 
 def run_bytes(shapes: Mapping[str, FactorShape], dtype: torch.dtype) -> int:
-    """Bytes of a run that holds factors of these shapes, by layer."""
+    """Bytes of a run with factors of these shapes, by layer."""
     return _layout(tuple(shapes.values()), dtype).num_bytes
 
 
@@ -64,7 +66,7 @@ class _Layout(NamedTuple):
 
 @functools.lru_cache(maxsize=256)
 def _layout(shapes: tuple[FactorShape, ...], dtype: torch.dtype) -> _Layout:
-    """Found once for adapters made alike: thousands of them come and go between steps."""
+    """Cached, because thousands of adapters with equal layouts are loaded and evicted between steps."""
     sizes = [(shape.rows_a, shape.d_in) for shape in shapes] + [(shape.rows_bt, shape.d_out) for shape in shapes]
     places: list[_Place] = []
     num_bytes = 0

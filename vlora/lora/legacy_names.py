@@ -1,12 +1,12 @@
-"""Module names of adapters saved before transformers 5 renamed the inside of vision-language models."""
+"""Module names of adapters saved before transformers 5 renamed the modules of vision-language models."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Container, Iterator
 
-# (pattern, replacement), each tried alone and then together with the ones below it. The left sides are the names that
-# published adapters carry; the right sides are today's.
+# (pattern, replacement), tried first alone and then combined with `_TOWER`. The left sides are the names in published
+# adapters; the right sides are the current names.
 _RENAMES = (
     (r"^language_model\.model\.", "model.language_model."),
     (r"^model\.language_model\.model\.", "model.language_model."),
@@ -32,5 +32,5 @@ def _candidates(name: str) -> Iterator[str]:
 
 
 def resolve(name: str, known: Container[str]) -> str | None:
-    """Today's name of module `name`, if the model has it under this or a later name; else None."""
+    """The current name of module `name`, or None if the model has no such module."""
     return next((candidate for candidate in _candidates(name) if candidate in known), None)

@@ -1,5 +1,4 @@
-"""One-shot switching between inference modes (V-LoRA section 4.4.1): what every strategy does, and how a merge is cut
-into calls."""
+"""One-shot switching between inference modes (V-LoRA section 4.4.1): the interface of all switchers, and merging."""
 
 from __future__ import annotations
 
@@ -17,25 +16,26 @@ from vlora.parallel.adapter_sharding import FactorShape, parts_of
 
 
 class ModeSwitcher(Protocol):
-    """Puts `W0` or `W0 + delta` of one adapter under the language model.
+    """Sets the language model's weights to `W0` or to `W0 + delta` of one adapter.
 
-    in_place: merged weights are written over W0, so that nothing is at hand: every switch is a pass over the weights.
+    in_place: merged weights overwrite W0, so that every switch is a pass over the weights.
     """
 
     in_place: bool
     merged_key: str | None
 
     def switch(self, key: str | None) -> bool:
-        """Put the merged weights of adapter `key` (None: W0) in place. Returns whether anything changed.
+        """Apply the merged weights of adapter `key` (None: W0). Returns whether the weights changed.
 
-        The adapter must be resident in the bank. Layers it does not touch have W0. A switch that fails leaves W0.
+        The adapter must be resident in the bank. Layers without a delta have W0. After a failed switch all layers have
+        W0.
         """
 
     def forget(self, key: str) -> None:
-        """The adapter is gone, or about to go: nothing of it may be in place or used again."""
+        """Remove every trace of an adapter from the weights, because it is being evicted."""
 
     def base_rows(self, name: str, step: int) -> torch.Tensor:
-        """Every `step`th row of a layer's W0, whatever is in place."""
+        """Every `step`th row of a layer's W0, whatever is merged."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,8 +49,12 @@ class MergeRun:
 
 
 def merge_runs(slabs: WeightSlabs, shapes: Mapping[str, FactorShape]) -> list[MergeRun]:
-    """Cut an adapter's layers into runs of neighbouring slab entries with factors of equal shape. shapes: by adapted
-    layer."""
+    """Split an adapter's layers into runs of neighbouring slab entries with factors of equal shape.
+
+    Args:
+        slabs: The slabs that the runs refer to.
+        shapes: The factors' shapes by adapted layer.
+    """
     runs: list[MergeRun] = []
     for name, (shape, index) in slabs.slots.items():
         if name not in shapes:
@@ -78,10 +82,15 @@ def merge_layers(
 def merge_fidelity(
     slabs: WeightSlabs, switcher: ModeSwitcher, factors: Mapping[str, HostFactors], num_rows: int = 64
 ) -> float:
-    """How much of an adapter survives merging: 1 - |round(W0 + d) - W0 - d| / |d|, on evenly spread rows of every
-    layer.
+    """The share of an adapter that survives merging: 1 - |round(W0 + d) - W0 - d| / |d|, on evenly spaced rows.
 
-    1.0 loses nothing; an adapter that moves no language-model weight counts as 1.0, since merging it changes nothing.
+    1.0 is lossless. An adapter without language-model layers has 1.0, since merging it changes nothing.
+
+    Args:
+        slabs: The target weights.
+        switcher: Gives rows of W0.
+        factors: The adapter's dense factors by layer.
+        num_rows: Approximate number of rows to sample per layer.
     """
     lost = total = 0.0
     for name, pair in factors.items():
@@ -89,8 +98,8 @@ def merge_fidelity(
             continue
         step = max(1, slabs.slots[name].shape[0] // num_rows)
         base = switcher.base_rows(name, step)
-        # The difference is taken in float32: exact enough for W0 of 16 bits, and 1.0 within rounding for float32
-        # weights.
+        # The difference is computed in float32, which is sufficient for 16-bit W0 and gives 1.0 within rounding for
+        # float32 weights.
         weight = base.float()
         delta = (pair.bt[:, ::step].float().t() @ pair.a.float()).to(weight.device)
         merged = (weight + delta).to(base.dtype).float()

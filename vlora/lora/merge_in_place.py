@@ -1,12 +1,12 @@
-"""Switching inside the slabs, for memory that has no room for a shadow copy: merged weights are written over W0.
+"""Switching inside the slabs, for machines without memory for a shadow copy: merged weights overwrite W0.
 
-There are two ways to do it. *Rewriting* starts from the mapped originals: `slab = W0 + delta`, or `slab = W0`, in one
-pass, exact whatever came before. *Subtracting* stays in the slab: `slab -= delta`, then `slab += delta` of the next
-adapter, each computed in float32 and rounded once. That does not bring back every bit, so weights drift a little
-further with every adapter that comes and goes; layers that have drifted too far are rewritten.
+There are two methods. *Rewriting* reads the mapped originals: `slab = W0 + delta`, or `slab = W0`, in one pass, and is
+always exact. *Subtracting* uses the slab alone: `slab -= delta`, then `slab += delta` of the next adapter, each
+computed in float32 and rounded once. That does not restore every bit, so the weights drift with every merged adapter;
+layers that have drifted too far are rewritten.
 
-On a CPU rewriting moves as many bytes as subtracting does once, so there is nothing to trade exactness for. On a GPU
-the originals lie across the bus, which is many times slower than the device's own memory.
+On a CPU rewriting moves as many bytes as one subtraction, so it is always used. On a GPU the originals are read over
+the bus, which is many times slower than device memory.
 """
 
 from __future__ import annotations
@@ -23,27 +23,34 @@ from vlora.lora.merge import merge_layers, merge_runs
 from vlora.lora.weight_slabs import WeightSlabs
 from vlora.parallel.adapter_sharding import dense
 
-# A promise: |weights - W| / |W| of any layer, root mean square, is at most this at any time, W being W0 while nothing
-# is merged and W0 + delta rounded once while something is. Rounding that sum to bfloat16 is 1.7e-3 off by itself.
+# Guaranteed upper bound of |weights - W| / |W| (root mean square) of every layer at any time, where W is W0 if nothing
+# is merged, else W0 + delta rounded once. Rounding that sum to bfloat16 alone has an error of 1.7e-3.
 MAX_DRIFT = 2e-3
-# What a sample of a layer's rows may show of it; the rest is for the rows outside the sample. One of 2**15 values was
-# up to 6 % short of the whole layer, one of 2**17 2 % (docs/decisions.md, 2026-11-22).
+# Share of the bound that applies to a sample of a layer's rows; the margin is for rows outside the sample. Samples of
+# 2**15 values underestimated the layer's drift by up to 6 %, samples of 2**17 by 2 % (docs/decisions/0004).
 _SAMPLE_SHARE = 0.9
-_SAMPLE_ROWS, _SAMPLE_VALUES = 32, 2**17  # at least so many of each, as far as there are
+_SAMPLE_ROWS, _SAMPLE_VALUES = 32, 2**17  # minimum of each, or the whole layer
 
 
 class InPlaceSwitcher:
-    """A `ModeSwitcher` without a second copy of the target weights: what is merged lies where W0 lay."""
+    """A `ModeSwitcher` without a second copy of the target weights: merged weights overwrite W0."""
 
     in_place = True
 
     def __init__(self, slabs: WeightSlabs, bank: AdapterBank, originals: Originals, *, subtracting: bool) -> None:
-        """slabs: as loaded. originals: of the same weights. subtracting: instead of rewriting at every switch."""
+        """Create a switcher over slabs with nothing merged.
+
+        Args:
+            slabs: The weights as loaded.
+            bank: Gives the factors of resident adapters.
+            originals: W0 of the same weights.
+            subtracting: Subtract deltas, instead of rewriting the layers at every switch.
+        """
         self._slabs = slabs
         self._bank = bank
         self._originals = originals
-        self._changed: set[str] = set()  # layers whose entries may differ from W0, by a delta or by drift
-        self._torn = False  # a switch began and did not end
+        self._changed: set[str] = set()  # layers that may differ from W0, by a delta or by drift
+        self._torn = False  # a switch started and did not complete
         self._samples: list[_Sample] = []
         if subtracting:
             for shape, slab in slabs.base.items():
@@ -53,7 +60,6 @@ class InPlaceSwitcher:
         self.merged_key: str | None = None
 
     def switch(self, key: str | None) -> bool:
-        """See ModeSwitcher."""
         if key == self.merged_key and not self._torn:
             return False
         left, self.merged_key = self.merged_key, None
@@ -73,16 +79,16 @@ class InPlaceSwitcher:
         return True
 
     def forget(self, key: str) -> None:
-        """See ModeSwitcher. The factors may be gone already, so nothing is subtracted."""
+        """Rewrites the layers instead of subtracting, because the factors may already be freed."""
         if self.merged_key == key:
             self._restore()
 
     def base_rows(self, name: str, step: int) -> torch.Tensor:
-        """See ModeSwitcher. Never from the slabs: who asks may be a thread that reads adapters while weights change."""
+        """Reads the originals: the caller may be a reader thread while the slabs change."""
         return self._originals.weight(name)[::step].to(self._slabs.entry(name).device)
 
     def _restore(self) -> None:
-        """W0 everywhere, bit for bit. Until it is done, no weights count as merged and the next switch rewrites all."""
+        """Restore the exact W0 in all layers. Until it completes, the next switch rewrites every changed layer."""
         self.merged_key, self._torn = None, True
         self._rewrite(self._changed, None)
         self._torn = False
@@ -92,7 +98,7 @@ class InPlaceSwitcher:
         return set() if key is None else self._bank.shapes(key).keys() & self._slabs.slots.keys()
 
     def _add(self, key: str | None, sign: float) -> None:
-        """Add an adapter's deltas to the slabs, or take them off."""
+        """Add an adapter's deltas to the slabs, or subtract them (sign -1)."""
         if key is None:
             return
         for run in merge_runs(self._slabs, self._bank.shapes(key)):
@@ -101,7 +107,7 @@ class InPlaceSwitcher:
             merge_layers(self._bank, key, run.names, entries, entries, sign)
 
     def _rewrite(self, names: Set[str], key: str | None) -> None:
-        """Write layers anew from their originals: with the adapter's delta where it has one, else as they were."""
+        """Rewrite layers from their originals, with the adapter's delta if it has one for the layer."""
         merged = self._layers(key)
         for name in sorted(names):
             entry, original = self._slabs.entry(name), self._originals.weight(name)
@@ -113,7 +119,7 @@ class InPlaceSwitcher:
                 self._changed.discard(name)
 
     def _drifted(self, key: str | None) -> set[str]:
-        """Layers whose sampled rows are too far from what rewriting them would have given."""
+        """Layers with sampled rows that differ too much from the result of rewriting them."""
         runs = () if key is None else merge_runs(self._slabs, self._bank.shapes(key))
         drifted: set[str] = set()
         for shape, names, step, base in self._samples:
@@ -125,7 +131,7 @@ class InPlaceSwitcher:
                     atmm.merge(rows, rows, a, bt[:, :, ::step].contiguous())
             error = (self._slabs.base[shape][:, ::step].float() - wanted.float()).square().sum((1, 2))
             allowed = (_SAMPLE_SHARE * MAX_DRIFT) ** 2 * wanted.float().square().sum((1, 2))
-            # Written so that a NaN counts as too far.
+            # Negated so that a NaN counts as drifted.
             drifted.update(names[index] for index in (~(error <= allowed)).nonzero()[:, 0].tolist())
         return drifted
 
@@ -134,9 +140,10 @@ class InPlaceSwitcher:
         return dense(self._bank.shapes(key)[names[0]], *self._bank.stacked(key, names))
 
     def _outgrown(self, key: str | None) -> set[str]:
-        """Layers with a row whose delta is larger than the layer's rows of W0 are.
+        """Layers in which the delta of a row is larger than the average row of W0.
 
-        Adding it rounds away most of that row, and subtracting would not bring it back; no sample need show it.
+        Adding such a delta rounds away most of the row, and subtracting does not restore it. The sampled rows may not
+        include that row.
         """
         if key is None:
             return set()

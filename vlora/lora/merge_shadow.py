@@ -1,7 +1,7 @@
-"""Switching with a shadow copy of the target weights: where there is memory for one.
+"""Switching with a shadow copy of the target weights, for machines with enough memory.
 
-W0 is never written. Merging an adapter is one pass `shadow = W0 + delta` over all layers, one call per run of
-neighbouring layers; going back is re-pointing the parameters, so it is free and bit-exact however often it happens.
+W0 is never written. Merging an adapter is one pass `shadow = W0 + delta` over all layers, with one call per run of
+neighbouring layers. Switching back re-points the parameters to W0, which is free and always bit-exact.
 """
 
 from __future__ import annotations
@@ -15,22 +15,21 @@ from vlora.memory.huge_pages import empty
 
 
 class ShadowSwitcher:
-    """A `ModeSwitcher` that leaves W0 in the slabs and points the model at merged copies of them."""
+    """A `ModeSwitcher` that keeps W0 in the slabs and points the model to merged copies."""
 
     in_place = False
 
     def __init__(self, slabs: WeightSlabs, bank: AdapterBank) -> None:
         self._slabs = slabs
         self._bank = bank
-        # Written to at once, which is when a system finds the memory: a first merge that did would hold everybody up,
-        # and look like the price of a merge to who learns it.
+        # Written at once, so that the system allocates the memory now. During the first merge that would delay all
+        # requests and distort the cost model's measurement of a merge.
         self._shadow = {shape: empty(base.shape, base.dtype, base.device).zero_() for shape, base in slabs.base.items()}
         self._shadow_key: str | None = None
         self._shadow_names: frozenset[str] = frozenset()
         self.merged_key: str | None = None
 
     def switch(self, key: str | None) -> bool:
-        """See ModeSwitcher."""
         if key == self.merged_key:
             return False
         if key is not None and key != self._shadow_key:
@@ -44,18 +43,17 @@ class ShadowSwitcher:
         return True
 
     def forget(self, key: str) -> None:
-        """See ModeSwitcher. Whatever the shadow holds of the adapter may not be used again."""
+        """Invalidates the shadow's content if it belongs to the adapter."""
         if self.merged_key == key:
             self.switch(None)
         if self._shadow_key == key:
             self._shadow_key = None
 
     def base_rows(self, name: str, step: int) -> torch.Tensor:
-        """See ModeSwitcher."""
         return self._slabs.entry(name)[::step]
 
     def _merge(self, key: str) -> None:
-        # While the shadow is being rewritten nothing may point into it half-built.
+        # No parameter may point into the shadow while it is being rewritten.
         self.switch(None)
         self._shadow_key = None
         names: list[str] = []

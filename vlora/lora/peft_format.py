@@ -1,7 +1,7 @@
-"""Reading the header of a LoRA adapter folder in PEFT's format: configuration, tensor shapes and task heads, which
-are small; none of the factors.
+"""Reads the header of a LoRA adapter folder in PEFT's format: configuration, tensor shapes and task heads.
 
-Whatever cannot be served exactly is refused here by name. No tensor of the file is ever silently ignored.
+The factors are not read here. Features that cannot be served exactly are rejected by name. No tensor of the file is
+silently ignored.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ CONFIG_FILE = "adapter_config.json"
 WEIGHTS_FILE = "adapter_model.safetensors"
 HEAD_FILES = ("heads.json", "heads.safetensors")
 
-# Setting -> why it cannot be served. A setting counts as used when it is neither absent nor empty nor False.
+# Setting -> why it is not supported. A setting counts as used when it is neither absent nor empty nor False.
 _REFUSED = {
     "use_dora": "DoRA rescales whole weight columns, which is not a low-rank delta",
     "modules_to_save": "it replaces whole modules of the base model, which other adapters share",
@@ -53,8 +53,11 @@ _TENSOR = re.compile(r"^base_model\.model\.(?P<module>.+)\.lora_(?P<side>[AB])\.
 
 @dataclasses.dataclass(frozen=True)
 class SiteShape:
-    """A linear layer of the base model that adapters may target. vision: it lies before the language model. shard: the
-    part of it that is here, None being all."""
+    """A linear layer of the base model that adapters may target.
+
+    vision: whether it belongs to the vision tower or the projector. shard: the part on this rank; None is the whole
+    layer.
+    """
 
     d_in: int
     d_out: int
@@ -62,18 +65,19 @@ class SiteShape:
     shard: LinearShard | None = None
 
     def cut(self, rank: int, blocks: Blocks | None, way: Way) -> Cut:
-        """What is kept here of an adapter's factors of this rank."""
+        """The part of an adapter's factors, of LoRA rank `rank`, that this process stores."""
         return plan_cut(rank, self.shard or LinearShard.whole(self.d_in, self.d_out), blocks, way)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class TargetHeader:
-    """One adapted layer: where it is in the model, which tensors of the file hold its factors, their rank and scale.
+    """One adapted layer: its site in the model, the tensors of its factors in the file, their rank and scale.
 
-    disk: the shapes of a and b there, block-diagonal ones without their zeros. cut: what of them is kept here. merged:
-    what merging them into the weights needs, which is more where the factors are split over ranks.
+    disk: the shapes of a and b in the file; block-diagonal factors are stored without their zeros. cut: the part of
+    the factors that this process stores. merged: the part that merging needs, which is larger than `cut` if the factors
+    are split over ranks.
 
-    Thousands of adapters have hundreds of these each, mostly the same ones: made by `_target_header`, they are shared.
+    Thousands of adapters have hundreds of mostly equal headers each, so `_target_header` shares them.
     """
 
     site: str
@@ -90,7 +94,7 @@ class TargetHeader:
 
 @dataclasses.dataclass(frozen=True)
 class AdapterHeader:
-    """All that is known of an adapter before its factors are read. targets: in the order of the model's sites."""
+    """The properties of an adapter that are known before its factors are read. targets: in the order of the sites."""
 
     path: Path
     targets: tuple[TargetHeader, ...]
@@ -111,7 +115,7 @@ class AdapterHeader:
 
     @property
     def keeps_blocks(self) -> bool:
-        """Whether its block-diagonal factors lie here in blocks, not in their dense form."""
+        """Whether all block-diagonal factors are stored as blocks, not in dense form."""
         return self.has_blocks and all(target.cut.densified is None for target in self.targets)
 
     @property
@@ -124,7 +128,7 @@ class AdapterHeader:
         return run_bytes(self.shapes, dtype)
 
     def says_the_same(self, other: AdapterHeader) -> bool:
-        """Whether what was promised of one holds for the other: layers, ranks, scales and the heads' questions."""
+        """Whether both have equal layers, ranks, scales and head specifications."""
         return self.targets == other.targets and self._specs() == other._specs()
 
     def _specs(self) -> dict[str, HeadSpec]:
@@ -132,9 +136,16 @@ class AdapterHeader:
 
 
 def read_header(path: Path, sites: Mapping[str, SiteShape], hidden_size: int, way: Way = "replicated") -> AdapterHeader:
-    """Read and check an adapter folder against the base model: its layers, in order, and its hidden states' width.
+    """Read an adapter folder and check it against the base model.
 
-    way: how its dense factors lie on several ranks. Raises BadAdapter with the reason.
+    Args:
+        path: The adapter's folder.
+        sites: The base model's adaptable layers, in order.
+        hidden_size: The width of the base model's hidden states.
+        way: Sharding of the dense factors on several ranks.
+
+    Raises:
+        BadAdapter: The adapter cannot be served; the message has the reason.
     """
     config = read_config(path)
     _refuse_unsupported(path, config)
@@ -143,10 +154,10 @@ def read_header(path: Path, sites: Mapping[str, SiteShape], hidden_size: int, wa
     for tensor in shapes:
         match = _TENSOR.match(tensor)
         if match is None:
-            raise BadAdapter(f"{path}: tensor {tensor!r} is not a LoRA factor of a linear layer; it cannot be served")
+            raise BadAdapter(f"{path}: tensor {tensor!r} is not a LoRA factor of a linear layer; it is not supported")
         pairs.setdefault(match["module"], {})[match["side"]] = tensor
     if not pairs:
-        raise BadAdapter(f"{path}: {WEIGHTS_FILE} holds no LoRA factors")
+        raise BadAdapter(f"{path}: {WEIGHTS_FILE} contains no LoRA factors")
     targets = tuple(_target(path, config, module, sides, shapes, sites) for module, sides in sorted(pairs.items()))
     seen: dict[str, str] = {}
     for target in targets:
@@ -162,9 +173,9 @@ def read_header(path: Path, sites: Mapping[str, SiteShape], hidden_size: int, wa
 
 
 def split_over_ranks(header: AdapterHeader, sites: Mapping[str, SiteShape]) -> AdapterHeader:
-    """The same adapter with both factors of every layer split (S-LoRA), where its layer is and the ranks divide it.
+    """The same adapter with both factors of every layer split (S-LoRA), if the layer is split and its shape divides.
 
-    Block-diagonal factors are cut along their blocks and stay as they are.
+    Block-diagonal factors are not changed: they are cut along their blocks.
     """
     targets = tuple(
         dataclasses.replace(target, cut=sites[target.site].cut(target.rank, None, "slora"))
@@ -181,7 +192,7 @@ def _heads(path: Path, hidden_size: int) -> dict[str, TaskHead]:
     try:
         found = load_heads(path)
     except (ValueError, OSError, SafetensorError) as error:
-        raise BadAdapter(f"{path}: its task heads cannot be read: {error}") from error
+        raise BadAdapter(f"{path}: cannot read its task heads: {error}") from error
     for head_name, head in found.items():
         if head.weight.shape[1] != hidden_size:
             raise BadAdapter(
@@ -192,31 +203,31 @@ def _heads(path: Path, hidden_size: int) -> dict[str, TaskHead]:
 
 
 def read_config(path: Path) -> dict[str, Any]:
-    """An adapter's configuration as it is in the folder. Raises BadAdapter where there is none."""
+    """An adapter's configuration, as stored in the folder. Raises BadAdapter if it is missing or malformed."""
     file = path / CONFIG_FILE
     try:
         config = json.loads(file.read_text())
     except FileNotFoundError as error:
         raise BadAdapter(f"{path}: no {CONFIG_FILE}; an adapter is a folder in PEFT's format") from error
     except OSError as error:
-        raise BadAdapter(f"{file}: cannot be read: {error.strerror}") from error
+        raise BadAdapter(f"{file}: cannot read: {error.strerror}") from error
     except (ValueError, RecursionError) as error:
-        why = "nested too deep" if isinstance(error, RecursionError) else json_errors.described(error)
+        why = "nested too deeply" if isinstance(error, RecursionError) else json_errors.described(error)
         raise BadAdapter(f"{file}: is not JSON: {why}") from error
     if not isinstance(config, dict):
-        raise BadAdapter(f"{file}: holds {type(config).__name__}, expected an object")
+        raise BadAdapter(f"{file}: contains {type(config).__name__}; expected an object")
     return config
 
 
 def _refuse_unsupported(path: Path, config: Mapping[str, Any]) -> None:
     kind = config.get("peft_type", "LORA")
     if kind != "LORA":
-        raise BadAdapter(f"{path}: peft_type is {kind!r}; only LORA adapters are served")
+        raise BadAdapter(f"{path}: peft_type is {kind!r}; only LORA adapters are supported")
     for setting, why in _REFUSED.items():
         if config.get(setting):
-            raise BadAdapter(f"{path}: {setting} = {config[setting]!r} is not served: {why}")
+            raise BadAdapter(f"{path}: {setting} = {config[setting]!r} is not supported: {why}")
     if config.get("bias", "none") != "none":
-        raise BadAdapter(f"{path}: bias = {config['bias']!r} is not served: it changes the base model's biases")
+        raise BadAdapter(f"{path}: bias = {config['bias']!r} is not supported: it changes the base model's biases")
     init = config.get("init_lora_weights")
     if isinstance(init, str) and init.lower().split("_niter")[0] in _REFUSED_INITS:
         raise BadAdapter(
@@ -227,12 +238,14 @@ def _refuse_unsupported(path: Path, config: Mapping[str, Any]) -> None:
 
 def _read_shapes(file: Path) -> dict[str, tuple[int, ...]]:
     if not file.exists():
-        raise BadAdapter(f"{file.parent}: no {WEIGHTS_FILE}; pickled weights (.bin) are not read, save as safetensors")
+        raise BadAdapter(
+            f"{file.parent}: no {WEIGHTS_FILE}; pickled weights (.bin) are not supported, save as safetensors"
+        )
     try:
         with safe_open(file, framework="pt") as tensors:
             return {name: tuple(tensors.get_slice(name).get_shape()) for name in tensors.keys()}  # noqa: SIM118
     except (SafetensorError, OSError) as error:
-        raise BadAdapter(f"{file}: cannot be read as safetensors ({error}); the file may be cut short") from error
+        raise BadAdapter(f"{file}: cannot be read as safetensors ({error}); the file may be truncated") from error
 
 
 def _target(
@@ -245,12 +258,12 @@ def _target(
 ) -> TargetHeader:
     for side in ("A", "B"):
         if side not in sides:
-            raise BadAdapter(f"{path}: layer {module!r} has no lora_{side}; both factors are needed")
+            raise BadAdapter(f"{path}: layer {module!r} has no lora_{side}; both factors are required")
     shape_a, shape_b = shapes[sides["A"]], shapes[sides["B"]]
     if len(shape_a) == len(shape_b) and shape_a[2:]:
         raise BadAdapter(
             f"{path}: module {module!r} is a convolution (Conv{len(shape_a) - 2}d, its lora_A has shape {shape_a}); "
-            "adapters are served on linear layers only; train this adapter with "
+            "adapters are supported on linear layers only; train this adapter with "
             f"exclude_modules=[{'.'.join(module.split('.')[-2:])!r}] in its LoraConfig"
         )
     site = resolve(module, sites)
@@ -258,11 +271,11 @@ def _target(
         raise BadAdapter(
             f"{path}: the base model has no adaptable linear layer {module!r}; the adapter was made for another model"
             if "lm_head" not in module
-            else f"{path}: layer {module!r} is the output head, which is not adapted here"
+            else f"{path}: layer {module!r} is the output head; adapters on it are not supported"
         )
     expected = sites[site]
     blocks = _blocks(path, config, module)
-    # A block-diagonal factor is stored without its zeros: its blocks lie below each other.
+    # A block-diagonal factor is stored without its zeros, as vertically stacked blocks.
     cut_a = blocks.num if blocks is not None and blocks.side == "a" else 1
     cut_b = blocks.num if blocks is not None and blocks.side == "b" else 1
     if len(shape_a) != 2 or len(shape_b) != 2 or shape_a[0] != shape_b[1] * cut_b or shape_a[0] < 1:
@@ -272,8 +285,8 @@ def _target(
         )
     if expected.d_in % cut_a:
         raise BadAdapter(
-            f"{path}: {module!r} is declared to have {cut_a} blocks, which do not divide the {expected.d_in} inputs of "
-            "this base model's layer"
+            f"{path}: {module!r} has {cut_a} blocks in its configuration, which do not divide the {expected.d_in} "
+            "inputs of this base model's layer"
         )
     if (shape_a[1] * cut_a, shape_b[0]) != (expected.d_in, expected.d_out):
         raise BadAdapter(
@@ -283,7 +296,7 @@ def _target(
     rank = shape_a[0]
     if rank % (cut_a * cut_b) or shape_b[0] % cut_b:
         raise BadAdapter(
-            f"{path}: {module!r} has rank {rank} and {shape_b[0]} outputs, which cannot be cut into its "
+            f"{path}: {module!r} has rank {rank} and {shape_b[0]} outputs, which cannot be divided into its "
             f"{cut_a * cut_b} blocks"
         )
     scale = _scale(path, config, (module, site), rank)
@@ -300,7 +313,7 @@ def _target_header(
     tensor_b: str,
     scale: float,
 ) -> TargetHeader:
-    """The same object for the same layer of adapters made alike."""
+    """Create a header, or return the shared one if an equal header exists."""
     rank = disk[0][0]
     cut = expected.cut(rank, blocks, "replicated")
     return TargetHeader(
@@ -322,8 +335,10 @@ def _per(count: int) -> str:
 
 
 def _blocks(path: Path, config: Mapping[str, Any], module: str) -> Blocks | None:
-    """Which factor of a layer is block-diagonal, as PEFT finds it: by the lists of names that are part of the layer's
-    own. The two lists' help texts in PEFT contradict each other, so only what is declared counts."""
+    """The block-diagonal factor of a layer, found as PEFT does: by names that are substrings of the layer's name.
+
+    PEFT's help texts of the two lists contradict each other, so only the lists themselves count.
+    """
     declared = config.get("use_bdlora")
     if not declared:
         return None
@@ -342,7 +357,7 @@ def _blocks(path: Path, config: Mapping[str, Any], module: str) -> Blocks | None
 
 
 def _scale(path: Path, config: Mapping[str, Any], names: tuple[str, ...], rank: int) -> float:
-    """alpha / r, or alpha / sqrt(r) for rsLoRA, with alpha_pattern matched on the module's path as PEFT does."""
+    """alpha / r, or alpha / sqrt(r) for rsLoRA, with alpha_pattern matched on the module's path as in PEFT."""
     alpha = config.get("lora_alpha", 8)
     patterns = config.get("alpha_pattern") or {}
     if not isinstance(patterns, dict):

@@ -1,4 +1,4 @@
-"""Every adapter the engine knows by name, in host memory once it was needed."""
+"""The adapters that the engine knows by name. Their factors are read into host memory when first needed."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ from vlora.threads import background_executor
 log = logging.getLogger(__name__)
 
 MAX_NAME = 128
-_MAX_READS = 8  # under way or queued: few, so that the next to be read is the one most wanted by then
+_MAX_READS = 8  # running or queued: few, so that the order of reads follows the current demand
 
 
 @dataclasses.dataclass(eq=False)
 class Registration:
-    """One content under one name, known by its key from the moment its header was read; no two ever share a key.
+    """One content under one name. Its key is assigned when the header is read and is never reused.
 
-    way: how its dense factors lie on several ranks. num_bytes: what its factors take in memory. adapter: its content,
-    None before it was read. error: why it cannot be served, once reading it has failed.
+    way: sharding of its dense factors on several ranks. num_bytes: size of its factors in memory. adapter: its content,
+    or None before it is read. error: why it cannot be served, after reading failed.
     """
 
     key: str
@@ -45,10 +45,10 @@ def _version(registration: Registration) -> str | None:
 
 
 Check = Callable[[str, int], None]
-"""Told of a name and its adapter's bytes before the name changes hands; what it raises refuses the adapter."""
+"""Called with a name and its adapter's bytes before the name is registered; an exception rejects the adapter."""
 
 Choose = Callable[[str, AdapterHeader], Way]
-"""How an adapter of that name lies on several ranks."""
+"""Chooses the sharding of an adapter on several ranks, by name and header."""
 
 
 def _accept(name: str, num_bytes: int) -> None:
@@ -56,18 +56,23 @@ def _accept(name: str, num_bytes: int) -> None:
 
 
 def always_replicated(name: str, header: AdapterHeader) -> Way:
-    """The choice where there is one rank: there is none."""
+    """The choice for a single rank."""
     return "replicated"
 
 
 class AdapterRegistry:
-    """Names to registrations. Registering reads headers only; factors are read when an adapter is first needed.
+    """Maps names to registrations. Registering reads headers only; factors are read when an adapter is first needed.
 
-    A name that is registered again stands for a new registration from then on. The old one stays known by its key, for
-    the requests under way on it, until `forget`.
+    Registering a name again replaces its registration. The old one stays known by its key, for the requests that use
+    it, until `forget`.
 
-    sites: the model's adaptable layers, in the order factors are laid out. executor: reads in the background; None
-    makes threads. measure: an adapter's merge fidelity, called where it is read. choose: see Choose.
+    Args:
+        sites: The model's adaptable layers, in the order in which factors are laid out.
+        dtype: The factors' type in memory.
+        hidden_size: The width of the model's hidden states.
+        executor: Reads adapters in the background. None creates threads.
+        measure: Computes an adapter's merge fidelity; called by the thread that reads the adapter.
+        choose: See `Choose`.
     """
 
     def __init__(
@@ -99,7 +104,7 @@ class AdapterRegistry:
 
     @property
     def num_bytes(self) -> int:
-        """Host memory that factors take."""
+        """Host memory used by factors."""
         return sum(known.adapter.run.nbytes for known in self._known.values() if known.adapter is not None)
 
     def __contains__(self, name: str) -> bool:
@@ -108,8 +113,11 @@ class AdapterRegistry:
     # -- names --------------------------------------------------------------------------------------------------------
 
     def register(self, paths: Mapping[str, str], check: Check = _accept) -> None:
-        """Register folders under names by their headers: all of them, or none. Raises BadAdapter, and what `check`
-        raises."""
+        """Register folders under names by their headers: all of them, or none.
+
+        Raises:
+            BadAdapter: A folder cannot be served. Errors of `check` are raised too.
+        """
         made = [self._registration(name, path) for name, path in paths.items()]
         for registration in made:
             check(registration.name, registration.num_bytes)
@@ -117,9 +125,10 @@ class AdapterRegistry:
             self._enter(registration)
 
     def read_folder(self, name: str, path: str, check: Check = _accept) -> Registration:
-        """Read all of a folder for a name, which goes on standing for what it did. For any thread.
+        """Read a whole folder for a name without changing the name's current registration. Thread-safe.
 
-        Raises BadAdapter, and what `check` raises.
+        Raises:
+            BadAdapter: The folder cannot be served. Errors of `check` are raised too.
         """
         registration = self._registration(name, path)
         check(name, registration.num_bytes)
@@ -127,13 +136,14 @@ class AdapterRegistry:
         return registration
 
     def read_folder_in_background(self, name: str, path: str, check: Check = _accept) -> Future[Registration]:
-        """As `read_folder`, by a thread of its own: no request waits for it, and none waits behind it."""
+        """As `read_folder`, on a separate thread, so that it does not delay reads for requests."""
         return self._loader.submit(self.read_folder, name, path, check)
 
     def accept(self, registration: Registration) -> Registration:
-        """Have a name stand for content that was read for it; what it stands for now.
+        """Make content that was read for a name the name's registration.
 
-        That is the registration before where the content is the same: it may be in use.
+        Returns:
+            The name's current registration: the previous one if its content is equal, since it may be in use.
         """
         before = self._current.get(registration.name)
         if before is None or _version(before) is None or _version(before) != _version(registration):
@@ -141,30 +151,30 @@ class AdapterRegistry:
         return self._current[registration.name]
 
     def get(self, name: str) -> Registration:
-        """What a name stands for now. Raises UnknownAdapter."""
+        """The current registration of a name. Raises UnknownAdapter."""
         if name not in self._current:
             raise UnknownAdapter(f"no adapter named {name[:MAX_NAME]!r}; registered: {listed(self.names)}")
         return self._current[name]
 
     def remove(self, name: str) -> None:
-        """Take a name away; its registration stays known by its key. Raises UnknownAdapter."""
+        """Remove a name; its registration stays known by its key. Raises UnknownAdapter."""
         del self._current[self.get(name).name]
 
     # -- content ------------------------------------------------------------------------------------------------------
 
     def is_current(self, key: str) -> bool:
-        """Whether a name stands for this registration."""
+        """Whether this registration is the current one of its name."""
         known = self._known.get(key)
         return known is not None and self._current.get(known.name) is known
 
     def known(self, key: str) -> Registration:
-        """The registration of a key that was not forgotten."""
+        """The registration of a known key."""
         return self._known[key]
 
     def fetch(self, key: str) -> HostAdapter | None:
-        """A known adapter's content; None while it is being read in the background, or waits for its turn.
+        """A known adapter's content, or None while its background read is running or pending.
 
-        Call in the order of want: few are read at a time.
+        Call in order of priority, because few adapters are read at a time.
         """
         if key in self._reading:
             self._settle((key,))
@@ -176,7 +186,7 @@ class AdapterRegistry:
         return known.adapter
 
     def read(self, key: str) -> HostAdapter:
-        """A known adapter's content, read now if it was not yet. Raises BadAdapter."""
+        """A known adapter's content, read synchronously if necessary. Raises BadAdapter."""
         known = self._known[key]
         if known.adapter is None and known.error is None:
             under_way = self._reading.pop(key, None)
@@ -188,28 +198,28 @@ class AdapterRegistry:
         return known.adapter
 
     def collect(self) -> list[Registration]:
-        """Take in what was read since the last call; returns those that turned out bad, with their `error`."""
+        """Collect finished reads. Returns the registrations that failed since the last call, with `error` set."""
         self._settle(tuple(self._reading))
         failed, self._failed = self._failed, []
         return [self._known[key] for key in failed if key in self._known]
 
     @property
     def pending(self) -> tuple[Future[HostAdapter], ...]:
-        """Reads under way."""
+        """Running and queued reads."""
         return tuple(self._reading.values())
 
     def forget(self, key: str) -> None:
-        """Let go of a registration that no name stands for and nobody uses; unknown keys are ignored."""
+        """Forget a registration that is neither current nor in use; unknown keys are ignored."""
         self._known.pop(key, None)
         if (reading := self._reading.pop(key, None)) is not None:
-            reading.cancel()  # one under way ends by itself, and nobody takes its result
+            reading.cancel()  # a running read completes, and its result is discarded
 
     def close(self) -> None:
-        """Read no more."""
+        """Stop reading adapters."""
         for executor in (self._executor, self._loader):
             executor.shutdown(wait=False, cancel_futures=True)
 
-    # -- inside -------------------------------------------------------------------------------------------------------
+    # -- internal -----------------------------------------------------------------------------------------------------
 
     def _enter(self, registration: Registration) -> None:
         self._current[registration.name] = self._known[registration.key] = registration
@@ -223,14 +233,14 @@ class AdapterRegistry:
                 except BadAdapter as error:
                     known.error = str(error)
                 except Exception as error:
-                    # A mistake of ours, or no memory: whoever asks for this adapter pays, and nobody else.
+                    # An internal error or a lack of memory: only requests for this adapter fail.
                     log.exception("reading adapter %r failed", known.name)
                     known.error = f"adapter {known.name!r} could not be read: {type(error).__name__}: {error}"
                 if known.error is not None:
                     self._failed.append(key)
 
     def _read(self, registration: Registration) -> HostAdapter:
-        """Everything is read again, so that what was promised by the header is what is served."""
+        """Read the header again and the factors, and check that the header has not changed since registration."""
         header = read_header(registration.header.path, self._sites, self._hidden_size, registration.way)
         if not header.says_the_same(registration.header):
             raise BadAdapter(
@@ -248,11 +258,11 @@ class AdapterRegistry:
             or any(letter in name for letter in "@/\\")
         ):
             raise BadAdapter(
-                f"adapter name {name[:MAX_NAME]!r} is not usable: it has 1 to {MAX_NAME} printable characters, no @, "
-                "no slashes, and does not begin with a dot"
+                f"adapter name {name[:MAX_NAME]!r} is invalid: a name has 1 to {MAX_NAME} printable characters, no @, "
+                "no slashes, no space at either end, and no dot at the beginning"
             )
         if "\0" in path:
-            raise BadAdapter(f"adapter {name!r}: a path cannot hold a zero byte")
+            raise BadAdapter(f"adapter {name!r}: a path cannot contain a null byte")
         header = read_header(Path(path), self._sites, self._hidden_size)
         way = self._choose(name, header)
         if way != "replicated":

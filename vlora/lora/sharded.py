@@ -1,8 +1,8 @@
-"""S-LoRA's adapters over several ranks (section 6): both factors are split, and ranks exchange hidden values x a^T.
+"""Adapters sharded over several ranks (S-LoRA section 6): both factors are split; ranks exchange hidden values x a^T.
 
-Hidden values of all lanes of all adapters lie one after the other in one flat tensor, so that a collective moves
-exactly what is needed, whatever the number of adapters and their ranks. What steps of the same lanes have in common is
-prepared once, until an adapter comes or goes.
+The hidden values of all lanes of all adapters are concatenated in one flat tensor, so that a collective moves no
+padding, whatever the number of adapters and their LoRA ranks. The preparation for a plan is reused in steps with the
+same lanes until an adapter is attached or detached.
 """
 
 from __future__ import annotations
@@ -20,8 +20,7 @@ from vlora.parallel.adapter_sharding import FactorShape
 
 
 class _Prepared(NamedTuple):
-    """What a plan's lanes ask of layers that read one input. expands: by layer, of those that a lane's adapter
-    targets."""
+    """The prepared products of a plan for layers with the same input. expands: by layer, for layers with factors."""
 
     plan: atmm.SegmentPlan
     shrink: Shrink
@@ -29,14 +28,14 @@ class _Prepared(NamedTuple):
 
 
 class GatheredSites:
-    """Column-parallel layers that read one input: their hidden values are gathered together, at the first of them."""
+    """Column-parallel layers with the same input: the first call gathers the hidden values of all of them."""
 
     def __init__(self, group: Group, num_layers: int) -> None:
         self._group = group
         self._factors: list[dict[str, atmm.Factors]] = [{} for _ in range(num_layers)]
         self._prepared: _Prepared | None = None
         self._hidden: Tensor | None = None
-        self._waiting: set[int] = set()  # layers that have not asked for these hidden values yet
+        self._waiting: set[int] = set()  # layers that have not read these hidden values yet
         self._held = HeldInput()
 
     def attach(self, index: int, key: str, factors: atmm.Factors) -> None:
@@ -83,7 +82,7 @@ class GatheredSites:
 
 
 class GatheredLayer:
-    """One of these layers."""
+    """One layer of `GatheredSites`."""
 
     def __init__(self, sites: GatheredSites, index: int) -> None:
         self._sites = sites
@@ -102,13 +101,15 @@ class GatheredLayer:
 
 
 class ReducedLayer:
-    """A row-parallel layer: ranks sum hidden values, and each adds the outputs that its factors make. The base model's
-    all-reduce puts these together."""
+    """A row-parallel layer: ranks sum the hidden values, and each computes a slice of the adapter's outputs.
+
+    The base model's all-reduce combines the slices.
+    """
 
     def __init__(self, group: Group) -> None:
         self._group = group
         self._factors: dict[str, atmm.Factors] = {}
-        self._width = 0  # outputs that a rank makes
+        self._width = 0  # outputs that a rank computes
         self._prepared: tuple[atmm.SegmentPlan, Shrink, Expand] | None = None
 
     def attach(self, key: str, shape: FactorShape, factors: tuple[Tensor, Tensor]) -> None:
@@ -141,6 +142,6 @@ class ReducedLayer:
 
 
 def gathered(group: Group, num_layers: int) -> Sequence[GatheredLayer]:
-    """For layers that read one input, in the order they are called."""
+    """Create the layers of a `GatheredSites`, in the order in which the model calls them."""
     sites = GatheredSites(group, num_layers)
     return [GatheredLayer(sites, index) for index in range(num_layers)]

@@ -12,16 +12,16 @@ from vlora.memory.huge_pages import empty
 
 
 class SlabSlot(NamedTuple):
-    """Where a layer's weight lies: which slab (by shape), which entry of it."""
+    """The place of a layer's weight: the slab, by shape, and the entry in it."""
 
     shape: tuple[int, int]
     entry: int
 
 
 class WeightSlabs:
-    """Owns the base weights as slabs, W0 as loaded; the modules' parameters are views into them.
+    """Owns the base weights as slabs, with the loaded W0; the modules' parameters are views into them.
 
-    Entries are ordered by module type, then layer, so that an adapter's layers of one type are neighbours and can be
+    Entries are ordered by module type, then by layer, so that an adapter's layers of one type are neighbours and are
     merged in one call.
     """
 
@@ -39,17 +39,17 @@ class WeightSlabs:
             for index, name in enumerate(names):
                 self.slots[name] = SlabSlot(shape, index)
                 slab[index].copy_(linears[name].weight.data)
-                # Dropping the module's own storage right away keeps the peak at one extra layer, not one extra model.
+                # Freeing the module's own storage now keeps the peak at one extra layer, not one extra model.
                 linears[name].weight.data = slab[index]
             self.base[shape] = slab
 
     @property
     def order(self) -> tuple[str, ...]:
-        """Layer names in slab order; adapters are laid out in memory in this order."""
+        """Layer names in slab order, which is also the order of layers in an adapter's memory."""
         return tuple(self.slots)
 
     def entry(self, name: str) -> torch.Tensor:
-        """What the slab holds for a layer now, [out, in]."""
+        """The current content of a layer's slab entry, [out, in]."""
         shape, index = self.slots[name]
         return self.base[shape][index]
 

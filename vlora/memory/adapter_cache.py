@@ -1,4 +1,4 @@
-"""Which adapters are on the device: least recently used first out, pinned ones never. Books only."""
+"""Resident adapters, evicted in LRU order; pinned adapters are never evicted. Page bookkeeping only, no bytes."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from collections.abc import Iterable, Set
 from vlora.memory.books import ArenaBooks, Run
 from vlora.memory.compaction import Plan, plan_room
 
-_MOVED = 2  # what a page that moves counts beside one of an evicted adapter
+_MOVED = 2  # cost of moving a page, relative to a page of an evicted adapter
 
 
 class Residency:
     """Adapter runs in the arena, all of them below page `max_pages`.
 
-    The share is a line in the arena, not a mere sum: runs scattered over the KV side could each spoil a whole block,
-    and then nobody could promise a request how many blocks it finds.
+    The adapters' share is a fixed page limit, not only a page count. Runs scattered over the KV side could each make a
+    whole KV block unusable, and the number of blocks available to a request could not be guaranteed.
     """
 
     def __init__(self, books: ArenaBooks, max_pages: int) -> None:
@@ -28,19 +28,19 @@ class Residency:
         self._pins: Counter[str] = Counter()
         self._evicted: list[str] = []
         self._moved: list[str] = []
-        self._room: int | None = None  # most pages in a row beside what stays, or more; None until somebody fails
-        self._resident: frozenset[str] | None = frozenset()  # None when it is to be made anew
+        self._room: int | None = None  # bound on contiguous pages between fixed runs; None until an allocation fails
+        self._resident: frozenset[str] | None = frozenset()  # None: recompute on the next access
 
     @property
     def resident(self) -> frozenset[str]:
-        """The same object as long as nothing comes or goes."""
+        """Resident adapter names. The same object is returned until an adapter is loaded or evicted."""
         if self._resident is None:
             self._resident = frozenset(self._runs)
         return self._resident
 
     @property
     def num_pages(self) -> int:
-        """Pages held, reserved ones included."""
+        """Pages held by adapters and reservations."""
         return sum(run.num_pages for run in (*self._runs.values(), *self._reserved))
 
     def run(self, name: str) -> Run:
@@ -48,15 +48,14 @@ class Residency:
 
     @property
     def runs(self) -> tuple[tuple[str | None, Run], ...]:
-        """Every run and whose it is; None for reserved ones."""
+        """Every run with its adapter name; the name is None for reserved runs."""
         return (*self._runs.items(), *((None, run) for run in self._reserved))
 
     def bring(self, name: str, num_pages: int) -> Run | None:
-        """Find room for an adapter, moving what is in the way and evicting cold ones as far as needed; None when it
-        cannot fit now.
+        """Allocate a run for an adapter; return None if it cannot fit now.
 
-        Nothing is moved or evicted in vain: None leaves everything as it was. Names evicted are in `drain_evicted()`,
-        those that lie elsewhere now in `drain_moved()`.
+        Moves unpinned runs and KV blocks and evicts cold adapters as needed. On failure nothing is moved or evicted.
+        Afterwards `drain_evicted()` returns the evicted names and `drain_moved()` the names of moved adapters.
         """
         if name in self._runs:
             self.touch(name)
@@ -70,18 +69,21 @@ class Residency:
         return run
 
     def drain_evicted(self) -> tuple[str, ...]:
-        """Names evicted since the last call."""
+        """Return the names evicted since the last call."""
         evicted, self._evicted = tuple(self._evicted), []
         return evicted
 
     def drain_moved(self) -> tuple[str, ...]:
-        """Names whose run is another one since the last call; their content lies there already."""
+        """Return the names of adapters moved since the last call. Their content is already at the new run."""
         moved, self._moved = tuple(self._moved), []
         return moved
 
     def yield_blocks(self, num_blocks: int, kept: Set[str | None]) -> None:
-        """Free up to so many more KV blocks: adapters leave that are neither pinned nor kept, least recently used
-        first. Names evicted are in `drain_evicted()`."""
+        """Evict adapters until `num_blocks` more KV blocks are free, or no candidate is left.
+
+        Candidates are adapters that are neither pinned nor in `kept`, least recently used first. `drain_evicted()`
+        returns the evicted names.
+        """
         wanted = self.books.num_free_blocks + num_blocks
         for name in [name for name in self._runs if name not in kept and not self._pins[name]]:
             if self.books.num_free_blocks >= wanted:
@@ -90,33 +92,33 @@ class Residency:
             self._evicted.append(name)
 
     def reserve(self, num_pages: int) -> Run | None:
-        """Pages of the adapters' share for something made from them, such as a packed copy. Never evicts."""
+        """Reserve pages in the adapters' share for derived data, such as a packed copy. Never evicts."""
         run = self.books.allocate_run(num_pages, self.max_pages)
         if run is not None:
             self._reserved.add(run)
         return run
 
     def release(self, run: Run) -> None:
-        """Give reserved pages back."""
+        """Free reserved pages."""
         self._reserved.remove(run)
         self._room = None
         self.books.free_run(run)
 
     def room_beside(self, kept: Iterable[Run]) -> int:
-        """Most pages in a row that an adapter finds once everything but these runs has left."""
+        """Longest run of contiguous pages that is free once all runs except `kept` are evicted."""
         edges = [(0, 0), *sorted((run.first_page, run.end) for run in kept), (self.max_pages, self.max_pages)]
         return max(start - end for (_, end), (start, _) in itertools.pairwise(edges))
 
     def room_without(self, reserved: Run) -> int:
-        """Most pages in a row that an adapter might find if these were given back; KV blocks may lie there."""
+        """Longest run of contiguous pages that could be freed after releasing `reserved`, KV blocks included."""
         return self.room_beside(self._staying - {reserved})
 
     def touch(self, name: str) -> None:
-        """Mark as just used."""
+        """Mark an adapter as most recently used."""
         self._runs.move_to_end(name)
 
     def pin(self, name: str) -> None:
-        """Keep a resident adapter from being evicted until unpinned as often as pinned."""
+        """Prevent a resident adapter from being evicted or moved. Each `pin` needs one `unpin`."""
         assert name in self._runs, f"{name} is not resident"
         self._pins[name] += 1
 
@@ -128,22 +130,22 @@ class Residency:
             self._room = None
 
     def drop(self, name: str) -> None:
-        """Free an adapter's pages. It must not be pinned."""
+        """Free the pages of an adapter, which must not be pinned."""
         assert not self._pins[name], f"{name} is pinned {self._pins[name]} times"
         self.books.free_run(self._runs.pop(name))
         self._resident = None
 
     @property
     def _staying(self) -> set[Run]:
-        """Runs that may neither move nor leave."""
+        """Runs that may be neither moved nor evicted."""
         return {*self._reserved, *(self._runs[name] for name in self._pins)}
 
     def _make_room(self, num_pages: int) -> int | None:
-        """Free `num_pages` in a row: the first of them, or None, and nothing changed.
+        """Free `num_pages` contiguous pages; return the first page, or None with nothing changed.
 
-        By moving what is not pinned, by evicting, or both. Pages are counted: those that are copied now, and those of
-        evicted adapters, which are copied if they come back, at half their number. The fewest win, and of two equal
-        ways the one that evicts less.
+        Room is made by moving unpinned runs and blocks, by evicting adapters, or by both. The cost of a plan is the
+        number of pages copied now, plus half the number of evicted pages, since an evicted adapter may have to be
+        loaded again. The cheapest plan is used; on a tie, the one that evicts less.
         """
         if (gap := self.books.find_gap(num_pages, self.max_pages)) is not None:
             return gap
@@ -152,10 +154,11 @@ class Residency:
         cold = [name for name in self._runs if not self._pins[name]]
         movable = [self._runs[name] for name in cold]
         if plan_room(self.books, num_pages, self.max_pages, movable, movable) is None:
-            # Too few stay too few while more is pinned: in a step that has no room hundreds of adapters may ask.
+            # Pinning more adapters cannot enlarge this bound. It avoids a search per adapter when hundreds fail in one
+            # step.
             self._room = self.room_beside(self._staying)
             return None
-        best: tuple[int, int, Plan] | None = None  # pages, number of evicted, how
+        best: tuple[int, int, Plan] | None = None  # cost in pages, number of evicted adapters, plan
         num_evicted = held = 0
         held_by_runs = sum(run.num_pages for run in self.books.runs)
         while best is None or num_evicted < best[0]:
@@ -188,17 +191,17 @@ class Residency:
             self.books.move_block(block, target)
 
     def check_integrity(self) -> None:
-        """Prove that the arena's runs are exactly the adapters' and the reserved ones, all within their share."""
+        """Assert that the arena's runs are exactly the adapters' and reserved runs, all within the adapters' share."""
         held = [*self._runs.values(), *self._reserved]
         assert len(held) == len(set(held)), "two adapters share a run"
-        assert set(held) == self.books.runs, f"{len(held)} runs are held, the books list {len(self.books.runs)}"
-        assert all(run.end <= self.max_pages for run in held), f"a run lies beyond page {self.max_pages}"
-        assert all(count > 0 and name in self._runs for name, count in self._pins.items()), "a pin outlived its adapter"
-        assert self._room is None or self._room >= self.room_beside(self._staying), "there is more room than was found"
+        assert set(held) == self.books.runs, f"{len(held)} runs are held, ArenaBooks lists {len(self.books.runs)}"
+        assert all(run.end <= self.max_pages for run in held), f"a run ends beyond page {self.max_pages}"
+        assert all(count > 0 and name in self._runs for name, count in self._pins.items()), "pinned but not resident"
+        assert self._room is None or self._room >= self.room_beside(self._staying), "the room bound is too low"
 
 
 class Appointed:
-    """The same questions on a rank that keeps no books: rank 0 has said where an adapter lies, and when it leaves."""
+    """`Residency` interface for follower ranks: rank 0 decides where each adapter is placed and when it is evicted."""
 
     def __init__(self) -> None:
         self._runs: dict[str, Run] = {}
@@ -224,7 +227,7 @@ class Appointed:
         return ()
 
     def reserve(self, num_pages: int) -> Run | None:
-        """Never: rank 0 says where packed copies lie."""
+        """Always None: rank 0 decides where packed copies are placed."""
         return None
 
     def release(self, run: Run) -> None: ...

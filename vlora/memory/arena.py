@@ -1,5 +1,4 @@
-"""The arena's bytes: one device allocation that KV blocks and adapters are views of. Who owns which page:
-`books.py`."""
+"""The arena's bytes: one device allocation; KV blocks and adapters are views of it. Page ownership is in `books.py`."""
 
 from __future__ import annotations
 
@@ -13,33 +12,36 @@ PAGE_BYTES = 64 * 1024
 
 
 def block_pages(num_layers: int, block_size: int, kv_dim: int, dtype: torch.dtype) -> int:
-    """Pages one KV block takes: all layers, K and V, rounded up so that a block is a whole number of rows too."""
+    """Pages per KV block: all layers, K and V.
+
+    Rounded up so that a block is a whole number of both pages and rows.
+    """
     row = kv_dim * dtype.itemsize
     unit = math.lcm(row, PAGE_BYTES)
     return math.ceil(num_layers * 2 * block_size * row / unit) * unit // PAGE_BYTES
 
 
 class Arena:
-    """`num_pages` pages of 64 KiB in one allocation, read through typed views.
+    """`num_pages` pages of 64 KiB in one allocation, accessed through typed views.
 
-    The KV side is one matrix `[rows, kv_dim]` over the whole arena: token `offset` of block `b`, layer `l`, lies in row
-    `b * R + (2 * l + is_v) * block_size + offset`, R being the rows of one block. So a layer's rows are the base rows
-    plus a constant, and one index array per step serves all layers.
+    The KV side is one matrix `[rows, kv_dim]` over the whole arena. Token `offset` of block `b`, layer `l`, is in row
+    `b * R + (2 * l + is_v) * block_size + offset`, where R is the number of rows per block. A layer's rows are the base
+    rows plus a constant, so one index array per step serves all layers.
     """
 
     def __init__(self, num_pages: int, device: torch.device) -> None:
         self.num_pages = num_pages
-        self.num_copied = 0  # pages, since the start
+        self.num_copied = 0  # pages copied since start
         raw = empty([num_pages * PAGE_BYTES + PAGE_BYTES], torch.uint8, device)
         skip = -raw.data_ptr() % PAGE_BYTES
         self.bytes = raw[skip : skip + num_pages * PAGE_BYTES]
 
     def copy(self, first_page: int, target: int, num_pages: int) -> None:
-        """Copy a run of pages to where `target` is the first; the two may overlap.
+        """Copy pages to a range that starts at `target`; the ranges may overlap.
 
-        On a GPU in the order of the stream, so that steps queued before still read what was there.
+        On a GPU the copy is ordered on the current stream, so steps queued earlier read the old content.
         """
-        step = min(abs(target - first_page), num_pages)  # as much as can be copied without writing over what is left
+        step = min(abs(target - first_page), num_pages)  # chunk size that does not overwrite pages still to be copied
         if step == 0:
             return
         offsets = range(0, num_pages, step)
@@ -49,7 +51,7 @@ class Arena:
         self.num_copied += num_pages
 
     def kv_matrix(self, dtype: torch.dtype, kv_dim: int) -> torch.Tensor:
-        """All of the arena as `[rows, kv_dim]`; a tail shorter than a row is left out."""
+        """The whole arena as `[rows, kv_dim]`; a tail shorter than a row is dropped."""
         flat = self.bytes.view(dtype)
         rows = flat.numel() // kv_dim
         return flat[: rows * kv_dim].view(rows, kv_dim)

@@ -1,4 +1,4 @@
-"""Who owns which page of the arena. Books only: no bytes, no policy.
+"""Page ownership in the arena. Bookkeeping only: no bytes, no policy.
 
 ::
 
@@ -7,13 +7,13 @@
            +--- runs: any length,   ---> :     <--- blocks: `pages_per_block` pages, ---+
                 lowest fit               :          highest free number first
 
-An adapter takes one contiguous *run* of pages at the low end. A KV *block* takes `pages_per_block` pages, aligned to
-its number: block b owns pages [b * pages_per_block, (b + 1) * pages_per_block). Blocks are handed out from the high
-end and may use every free page, so the border between the two moves with demand; runs stay below a limit (see
-`Residency`), so what lies above it is always to be had for blocks.
+An adapter occupies one contiguous *run* of pages at the low end. A KV *block* occupies `pages_per_block` pages,
+aligned to its number: block b owns pages [b * pages_per_block, (b + 1) * pages_per_block). Blocks are allocated from
+the high end and may use every free page, so the border between the two moves with demand. Runs stay below a limit
+(see `Residency`), so all pages above the limit are available to blocks.
 
-A *cached* block is used by nobody, but what it holds may be used again (`PrefixCache`). Its pages count as free: a
-block or a run takes them where no others are left, the least recently used block's first, or those in the way.
+A *cached* block has no users, but its content may be reused (`PrefixCache`). Its pages count as free. When no other
+free pages fit, an allocation evicts cached blocks: a block evicts the least recently used one, a run those it overlaps.
 """
 
 from __future__ import annotations
@@ -41,10 +41,14 @@ class Run(NamedTuple):
 
 
 class ArenaBooks:
-    """Counts pages: every page is in exactly one run, in exactly one block (taken or cached), or free.
+    """Page accounting: every page is in exactly one run, in exactly one block (taken or cached), or free.
 
-    displaced: told of each cached block whose pages somebody else takes. copy: copies pages, told of (first page, where
-    to, how many) before anything else happens to either place; the two may overlap.
+    Args:
+        num_pages: pages of the arena.
+        pages_per_block: pages of one KV block.
+        displaced: called with the number of each cached block that is evicted.
+        copy: copies pages; called with (first page, target page, number of pages) before either range changes
+            otherwise. The ranges may overlap.
     """
 
     def __init__(
@@ -64,9 +68,9 @@ class ArenaBooks:
         self._displaced = displaced
         self._copy = copy
         self._renamed: list[Callable[[int, int], None]] = []
-        # Byte maps: searching them is a memory scan in C, which stays quick with a million pages.
+        # Byte maps: a search is a memory scan in C, which is fast even with a million pages.
         self._pages = bytearray(num_pages)  # _FREE, _RUN, _BLOCK or _CACHED
-        self._blocks = bytearray(self.num_blocks)  # _FREE when all pages of the block are, else who has some of them
+        self._blocks = bytearray(self.num_blocks)  # _FREE if all pages of the block are free, else the kind of owner
         self._num_free_blocks = self.num_blocks
 
     @property
@@ -83,16 +87,16 @@ class ArenaBooks:
 
     @property
     def num_free_blocks(self) -> int:
-        """Blocks that could be taken right now, cached ones included."""
+        """Blocks that can be allocated now, cached ones included."""
         return self._num_free_blocks
 
     @property
     def page_kinds(self) -> bytes:
-        """For each page what it is: free (0), in a run (1), in a block (2), in a cached block (3)."""
+        """The kind of each page: free (0), in a run (1), in a block (2), in a cached block (3)."""
         return bytes(self._pages)
 
     def take_block(self) -> int | None:
-        """The highest free block, else the least recently used cached one; None when there is neither."""
+        """Allocate the highest free block, else the least recently used cached one; None if there is neither."""
         block = self._blocks.rfind(_FREE)
         if block < 0:
             if not self._cached:
@@ -110,27 +114,27 @@ class ArenaBooks:
         self._num_free_blocks += 1
 
     def cache_block(self, block: int) -> None:
-        """Give a block back, its content to be kept for as long as nobody needs the pages."""
+        """Free a block but keep its content until the pages are needed."""
         self.return_block(block)
         self._cached[block] = None
         self._blocks[block] = _CACHED
         self._mark(self.pages_of(block), _CACHED)
 
     def take_cached_block(self, block: int) -> None:
-        """Take one certain block for what it holds."""
+        """Allocate a given cached block and keep its content."""
         self.free_cached_block(block)
         self._own(block)
 
     def free_cached_block(self, block: int) -> None:
-        """Forget a cached block's content: it is free like any other."""
+        """Discard the content of a cached block and make it a free block."""
         del self._cached[block]
         self._blocks[block] = _FREE
         self._mark(self.pages_of(block), _FREE)
 
     def allocate_run(self, num_pages: int, limit: int | None = None) -> Run | None:
-        """The lowest gap of `num_pages` contiguous pages below page `limit`, or None when there is no such gap.
+        """Allocate the lowest gap of `num_pages` contiguous pages below page `limit`; None if there is no such gap.
 
-        Cached blocks give way where no gap is free without them.
+        Evicts cached blocks if no gap is free without them.
         """
         assert num_pages >= 1
         wanted, stop = bytes(num_pages), self.num_pages if limit is None else limit
@@ -146,7 +150,7 @@ class ArenaBooks:
         return self.take_run(run)
 
     def take_run(self, run: Run) -> Run:
-        """Take these very pages, which must be free."""
+        """Allocate exactly these pages, which must be free."""
         assert not any(self._pages[run.first_page : run.end]), f"a page of {run} is not free"
         self._runs.add(run)
         self._mark(run, _RUN)
@@ -161,37 +165,37 @@ class ArenaBooks:
         self._mark(run, _FREE)
         for block in self._blocks_touched(run):
             pages = self.pages_of(block)
-            if not any(self._pages[pages.first_page : pages.end]):  # a neighbouring run may still have some
+            if not any(self._pages[pages.first_page : pages.end]):  # a neighbouring run may still own some of them
                 self._blocks[block] = _FREE
                 self._num_free_blocks += 1
 
-    # -- moving what lies there -----------------------------------------------------------------------------------
+    # -- moving runs and blocks -----------------------------------------------------------------------------------
 
     def find_gap(self, num_pages: int, limit: int) -> int | None:
-        """First page of the lowest gap that holds nothing at all; None when there is no such gap below `limit`."""
+        """First page of the lowest gap of free, uncached pages; None if there is no such gap below `limit`."""
         first = self._pages.find(bytes(num_pages), 0, limit)
         return None if first < 0 else first
 
     def page_map(self) -> bytearray:
-        """A byte for each page, 0 for those that are free and hold nothing; a copy."""
+        """A copy of the page map: one byte per page, 0 if the page is free and not cached."""
         return bytearray(self._pages)
 
     def pages_of(self, block: int) -> Run:
-        """Where a block lies, or would."""
+        """The pages that a block number covers."""
         return Run(block * self.pages_per_block, self.pages_per_block)
 
     def on_renamed(self, told: Callable[[int, int], None]) -> None:
-        """Have somebody told of each block that moved: (number before, number now)."""
+        """Register a callback for each moved block: called with (old number, new number)."""
         self._renamed.append(told)
 
     def move_run(self, run: Run, first_page: int) -> Run:
-        """Take a run's content to a gap, which may overlap where it lies; where it is now."""
+        """Move a run and its content to a gap, which may overlap the old pages; return the new run."""
         self._copy(run.first_page, first_page, run.num_pages)
         self.free_run(run)
         return self.take_run(Run(first_page, run.num_pages))
 
     def move_block(self, block: int, target: int) -> None:
-        """Take a block, or what is kept of one, to a free place; a cached block stays as recently used as it was."""
+        """Move a block and its content to a free block number. A cached block keeps its LRU position."""
         self._copy(self.pages_of(block).first_page, self.pages_of(target).first_page, self.pages_per_block)
         if block in self._taken:
             self.return_block(block)
@@ -206,18 +210,18 @@ class ArenaBooks:
             told(block, target)
 
     def displace(self, block: int) -> None:
-        """Give up a cached block's content."""
+        """Evict a cached block."""
         self.free_cached_block(block)
         self._displaced(block)
 
     def check_integrity(self) -> None:
-        """Prove that every page has exactly one place and that the sums add up."""
+        """Assert that every page has exactly one owner and that the counters match."""
         pages = bytearray(self.num_pages)
         owners = [(run, _RUN) for run in self._runs]
         owners += [(self.pages_of(block), _BLOCK) for block in self._taken]
         owners += [(self.pages_of(block), _CACHED) for block in self._cached]
         for owner, kind in owners:
-            assert 0 <= owner.first_page < owner.end <= self.num_pages, f"{owner} lies outside the arena"
+            assert 0 <= owner.first_page < owner.end <= self.num_pages, f"{owner} is outside the arena"
             assert not any(pages[owner.first_page : owner.end]), f"a page of {owner} has two owners"
             pages[owner.first_page : owner.end] = bytes([kind]) * owner.num_pages
         assert pages == self._pages, "the page map differs from what the runs and blocks own"
@@ -246,9 +250,9 @@ class ArenaBooks:
 
 
 class BlockTables:
-    """Each request's KV blocks, in token order. With a prefix cache, requests whose tokens begin alike share blocks.
+    """The KV blocks of each request, in token order. With a prefix cache, requests with a common prefix share blocks.
 
-    Shared and known blocks are full and never written: a request writes behind them only.
+    Shared and known blocks are full and read-only: a request writes only to the blocks after them.
     """
 
     def __init__(self, books: ArenaBooks, block_size: int, prefix: PrefixCache | None = None) -> None:
@@ -261,12 +265,12 @@ class BlockTables:
 
     @property
     def num_free_blocks(self) -> int:
-        """Blocks to be had, cached ones included."""
+        """Blocks that can be allocated, cached ones included."""
         return self.books.num_free_blocks
 
     @property
     def num_cached_blocks(self) -> int:
-        """Blocks that nobody uses and whose content is kept."""
+        """Blocks without users that keep their content."""
         return len(self.books.cached_blocks)
 
     @property
@@ -290,22 +294,22 @@ class BlockTables:
         return self._tables.get(request_id, ())
 
     def num_users(self, block: int) -> int:
-        """How many requests hold a block."""
+        """The number of requests that hold a block."""
         return self._num_users[block]
 
     def num_own(self, request_id: str) -> int:
-        """How many blocks a request holds that no other request holds."""
+        """The number of blocks that only this request holds."""
         table = self.table(request_id)
         if self._prefix is None:
             return len(table)
         return sum([self._num_users[block] == 1 for block in table])
 
     def missing(self, request_id: str, num_tokens: int) -> int:
-        """How many more blocks would have to be free for `grow` to succeed; 0 when it would."""
+        """The number of additional free blocks that `grow` needs to succeed; 0 if it would succeed."""
         return max(0, self.blocks_for(num_tokens) - len(self.table(request_id)) - self.num_free_blocks)
 
     def grow(self, request_id: str, num_tokens: int) -> bool:
-        """Make the table hold `num_tokens`. All or nothing: False, and nothing changed, when blocks are short."""
+        """Extend the table to hold `num_tokens`. Returns False, with nothing changed, if too few blocks are free."""
         table = self.table(request_id)
         wanted = self.blocks_for(num_tokens) - len(table)
         if wanted <= 0:
@@ -316,33 +320,33 @@ class BlockTables:
         return True
 
     def free(self, request_id: str) -> int:
-        """Give back all of a request's blocks; returns how many. Known ones that nobody else uses stay cached."""
+        """Free all blocks of a request; return their number. Known blocks without other users stay cached."""
         table = self._tables.pop(request_id, ())
-        for block in reversed(table):  # a prefix is worth nothing without its beginning, so its end leaves first
+        for block in reversed(table):  # LRU order: the end of a prefix is useless without its beginning
             self._leave(block)
         return len(table)
 
-    # -- what requests have in common ---------------------------------------------------------------------------------
+    # -- prefix cache -------------------------------------------------------------------------------------------------
 
     @property
     def reuses(self) -> bool:
-        """Whether there is a prefix cache."""
+        """Whether prefix caching is enabled."""
         return self._prefix is not None
 
     @property
     def known(self) -> Set[Key]:
-        """Keys of the blocks that `reuse` finds."""
+        """Keys of the blocks that `reuse` can find."""
         return self._prefix.keys if self._prefix is not None else frozenset()
 
     def chain(self, request: Request) -> TokenChain | None:
-        """The keys of a request's blocks; None without a prefix cache."""
+        """The block keys of a request; None without a prefix cache."""
         return None if self._prefix is None else TokenChain(request, self.block_size, self._prefix.placeholders)
 
     def reuse(self, request_id: str, chain: TokenChain, cached_len: int, device_len: int) -> int:
-        """Put known blocks into the table, from `cached_len` on as far as they go; returns the tokens in place then.
+        """Add known blocks to the table, from `cached_len` on; return the number of tokens with KV in place afterwards.
 
-        A block of the request's own that was only begun gives way to a known one. Tokens whose hidden states are
-        needed, such as the last of the `device_len` known ones, are left to be computed.
+        A known block replaces a partially filled block of the request. Tokens that need hidden states, such as the last
+        of the `device_len` known ones, are left to be computed.
         """
         assert self._prefix is not None
         table = list(self.table(request_id))
@@ -365,21 +369,21 @@ class BlockTables:
         return max(cached_len, place * self.block_size)
 
     def num_shared(self, chain: TokenChain, cached_len: int) -> int:
-        """Of the known blocks that hold a chain's first `cached_len` tokens, those that requests hold at present."""
+        """The number of known blocks, of those for a chain's first `cached_len` tokens, that requests hold now."""
         if self._prefix is None:
             return 0
         found = [self._prefix.find(chain.key(place)) for place in range(cached_len // self.block_size)]
         return sum(block is not None and self._num_users[block] > 0 for block in found)
 
     def learn(self, request_id: str, chain: TokenChain, start: int, stop: int) -> None:
-        """The KV of a request's tokens [start, stop) has been computed: blocks that are full now become known."""
+        """Register the blocks that became full when the KV of a request's tokens [start, stop) was computed."""
         assert self._prefix is not None
         table = self.table(request_id)
         for place in range(start // self.block_size, stop // self.block_size):
             self._prefix.learn(chain.key(place), table[place], chain.adapter)
 
     def forget(self, adapter: str) -> None:
-        """Nothing computed with this version of an adapter may be found any more."""
+        """Remove all blocks computed with this adapter version from the prefix cache."""
         if self._prefix is None:
             return
         for block in self._prefix.blocks_of(adapter):
@@ -388,13 +392,16 @@ class BlockTables:
                 self.books.free_cached_block(block)
 
     def writable(self, request_id: str, first_token: int) -> bool:
-        """Whether all blocks from that token on are the request's alone, and not known."""
+        """Whether all blocks from that token on are held by this request only and are not known."""
         known = frozenset() if self._prefix is None else self._prefix.blocks
         own = self.table(request_id)[first_token // self.block_size :]
         return all(self._num_users[block] == 1 and block not in known for block in own)
 
     def check_integrity(self) -> None:
-        """Prove that each block is in tables, as often as counted, or cached, and known if it is; or is not taken."""
+        """Assert that reference counts match the tables.
+
+        Each taken block is in a table, each cached block is known and in no table, and no other block is taken.
+        """
         assert all(self._tables.values()), "a request without blocks is listed as a holder"
         assert all(len(table) == len(set(table)) for table in self._tables.values()), "a block is twice in one table"
         placed = Counter(block for table in self._tables.values() for block in table)

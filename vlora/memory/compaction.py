@@ -1,10 +1,11 @@
-"""How room for a run of pages can be made by moving what lies there, and what that costs. Plans only: `Residency`
-chooses one and `ArenaBooks` carries it out.
+"""Plans that free contiguous pages by moving runs and blocks, with their cost.
 
-A plan clears one window of the arena. What lies in it goes elsewhere, one after the other: first runs, the largest
-first, to the lowest gap below the limit, which may overlap the place they leave; then KV blocks, to the highest free
-numbers. Where no block is free, one in use takes the place of the least recently used cached one, and one that is only
-cached is forgotten.
+`Residency` chooses a plan and `ArenaBooks` executes it.
+
+A plan clears one window of the arena. First the runs in the window move, the largest first, each to the lowest gap
+below the limit; the gap may overlap the pages that the run leaves. Then the KV blocks move to the highest free block
+numbers. If no block is free, a block in use replaces the least recently used cached block, and a cached block in the
+window is discarded.
 """
 
 from __future__ import annotations
@@ -16,13 +17,18 @@ from typing import NamedTuple
 
 from vlora.memory.books import ArenaBooks, Run
 
-_MOST_TRIES = 8  # windows, the cheapest first: one that is hard to clear is not worth a step's time
+_MOST_TRIES = 8  # windows tried, cheapest first; further ones do not justify the time within a step
 
 
 class Plan(NamedTuple):
-    """What to do, in this order: forgotten, cached blocks that are given up; runs and blocks, each with where it goes
-    (first page, number). num_pages: how many are copied, which is what the plan costs: cached blocks count as free,
-    here as everywhere. first_page: of the window.
+    """Moves to execute, in this order: `forgotten`, `runs`, `blocks`.
+
+    Attributes:
+        first_page: first page of the window.
+        forgotten: cached blocks to discard.
+        runs: each run with its new first page.
+        blocks: each block with its new number.
+        num_pages: pages to copy, which is the cost of the plan. Cached blocks count as free.
     """
 
     first_page: int
@@ -35,9 +41,14 @@ class Plan(NamedTuple):
 def plan_room(
     books: ArenaBooks, num_pages: int, limit: int, movable: Collection[Run], gone: Collection[Run] = ()
 ) -> Plan | None:
-    """The cheapest way found to have `num_pages` in a row free below page `limit`; None where there is none.
+    """The cheapest plan found that frees `num_pages` contiguous pages below page `limit`; None if there is none.
 
-    movable: runs that may go elsewhere; all others stay where they are. gone: runs to be seen as freed already.
+    Args:
+        books: the arena's pages; not modified.
+        num_pages: pages needed.
+        limit: end of the adapters' share.
+        movable: runs that may move; all others stay.
+        gone: runs to treat as already freed.
     """
     pages = books.page_map()
     for run in gone:
@@ -60,7 +71,7 @@ def plan_room(
 
 
 class _Item(NamedTuple):
-    """What lies in the arena: a run, or the block of that number."""
+    """A run in the arena, or the block with the given number."""
 
     run: Run
     block: int | None
@@ -71,9 +82,9 @@ class _Item(NamedTuple):
 
 
 def _windows(items: list[_Item], num_pages: int, limit: int) -> Iterator[int]:
-    """First pages of the windows without anything that stays, those with the fewest pages to move first.
+    """First pages of the windows without fixed runs, fewest pages to move first.
 
-    Of windows that hold the same items, one that begins where an item ends, or ends where one begins, stands for all.
+    Among windows that contain the same items, only those that start or end at an item's edge are considered.
     """
     edges = {0, limit - num_pages}
     edges.update(item.run.end for item in items)
@@ -91,12 +102,12 @@ def _windows(items: list[_Item], num_pages: int, limit: int) -> Iterator[int]:
 
 
 def _clear(books: ArenaBooks, pages: bytearray, items: list[_Item], window: Run, limit: int) -> Plan | None:
-    """Find a place for everything in the window. pages: what is free as the plan goes on; it is written to."""
+    """Find a new place for each item in the window. `pages` is the working page map and is modified."""
     inside = [item for item in items if item.overlaps(window)]
 
     def mark(run: Run, kind: int) -> None:
         pages[run.first_page : run.end] = bytes([kind]) * run.num_pages
-        pages[window.first_page : window.end] = b"\xff" * window.num_pages  # nothing may go there
+        pages[window.first_page : window.end] = b"\xff" * window.num_pages  # nothing may move into the window
 
     mark(window, 0xFF)
     runs: list[tuple[Run, int]] = []
@@ -112,7 +123,7 @@ def _clear(books: ArenaBooks, pages: bytearray, items: list[_Item], window: Run,
     cold = (block for block in books.cached_blocks if block not in moving)
     forgotten: list[int] = []
     blocks: list[tuple[int, int]] = []
-    for block in sorted(moving, key=books.cached_blocks.__contains__):  # those in use choose first
+    for block in sorted(moving, key=books.cached_blocks.__contains__):  # blocks in use take precedence over cached ones
         place = next(free, None)
         if place is None and block not in books.cached_blocks:
             place = next(cold, None)

@@ -1,4 +1,4 @@
-"""Bytes on their way from host memory into the arena, beside the steps that run meanwhile."""
+"""Copies from host memory into the arena, concurrent with running steps."""
 
 from __future__ import annotations
 
@@ -13,34 +13,34 @@ from vlora.threads import background_executor
 
 
 class Transfer(Protocol):
-    """Copies one adapter after the other, in the order they were started."""
+    """Copies adapters one at a time, in submission order."""
 
     def start(self, source: torch.Tensor, target: torch.Tensor) -> Future[None]:
-        """Copy `source` (host, uint8) to `target` (arena, as many bytes).
+        """Copy `source` (host, uint8) to `target` (arena, same size).
 
-        Neither may change before the future is done; then any step started later reads the copy.
+        Neither may change before the future is done. Any step started after that reads the copy.
         """
         ...
 
     def close(self) -> None:
-        """Start no more copies."""
+        """Reject further copies."""
         ...
 
 
 def make_transfer(device: torch.device, executor: Executor | None = None) -> Transfer:
-    """The way into an arena on `device`. executor: runs the copies; None makes a thread."""
+    """The `Transfer` for an arena on `device`. `executor` runs the copies; None creates a thread."""
     executor = executor or background_executor("vlora-copy")
     return RingTransfer(executor, SideStream(device)) if device.type == "cuda" else HostTransfer(executor)
 
 
 class HostTransfer:
-    """Into an arena in host memory."""
+    """Copies into an arena in host memory."""
 
     def __init__(self, executor: Executor) -> None:
         self._executor = executor
 
     def start(self, source: torch.Tensor, target: torch.Tensor) -> Future[None]:
-        # numpy copies without the interpreter's lock, and gains nothing from a second thread.
+        # numpy releases the GIL while copying, and a second thread does not speed it up.
         return self._executor.submit(np.copyto, target.numpy(), source.numpy())
 
     def close(self) -> None:
@@ -48,10 +48,10 @@ class HostTransfer:
 
 
 class RingTransfer:
-    """Into an arena on a GPU: piece by piece through a ring of pinned buffers, on a stream of its own.
+    """Copies into an arena on a GPU: in pieces through a ring of pinned buffers, on a separate stream.
 
-    Pinned memory is what the GPU can fetch without the host waiting; a ring of it is enough, where pinning every
-    registered adapter would take that memory from everybody else on the machine.
+    Copies from pinned memory are asynchronous. A small ring is enough; pinning every registered adapter would withhold
+    that memory from other processes on the machine.
     """
 
     def __init__(self, executor: Executor, stream: Stream, slot_bytes: int = 8 * 2**20, num_slots: int = 2) -> None:
@@ -66,9 +66,9 @@ class RingTransfer:
         self._executor.shutdown(wait=False, cancel_futures=True)
 
     def _copy(self, source: torch.Tensor, target: torch.Tensor, started: Any) -> None:
-        # Kernels that were queued before may still read what lay in these pages.
+        # Kernels queued earlier may still read the old content of these pages.
         self._stream.wait(started)
-        left: list[Any] = [None] * len(self._slots)  # per slot: when its last piece has left it
+        left: list[Any] = [None] * len(self._slots)  # per slot: event of its last copy
         size = len(self._slots[0])
         for number, (piece, place) in enumerate(zip(source.split(size), target.split(size), strict=True)):
             turn = number % len(self._slots)
@@ -81,31 +81,31 @@ class RingTransfer:
 
 
 class Stream(Protocol):
-    """What the ring asks of a GPU."""
+    """GPU operations that `RingTransfer` uses."""
 
     def pinned(self, num_bytes: int) -> torch.Tensor:
-        """Host memory that copies are queued from."""
+        """Allocate pinned host memory as a copy source."""
         ...
 
     def mark_caller(self) -> Any:
-        """A point after all that the caller has queued so far."""
+        """Record an event after all work that the caller has queued so far."""
         ...
 
     def wait(self, mark: Any) -> None:
-        """Start nothing before that point."""
+        """Make later work on this stream wait for the event."""
         ...
 
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> Any:
-        """Queue a copy; what is returned can be waited for with `synchronize()`."""
+        """Queue a copy; return an event with a `synchronize()` method."""
         ...
 
     def synchronize(self) -> None:
-        """Wait until everything queued is done."""
+        """Block until all queued work is done."""
         ...
 
 
 class SideStream:
-    """A CUDA stream beside the one that steps run on."""
+    """A CUDA stream separate from the one that runs steps."""
 
     def __init__(self, device: torch.device) -> None:
         self._stream = torch.cuda.Stream(device)
@@ -129,7 +129,7 @@ class SideStream:
 
 
 class Inline(Executor):
-    """Runs what it is given at once, in the caller's thread: for whoever times or tests single steps."""
+    """Runs each task immediately in the caller's thread, for timing or testing single steps."""
 
     def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
         future: Future[Any] = Future()

@@ -1,7 +1,7 @@
-"""Large buffers, in huge pages where the system has them.
+"""Large buffers, in huge pages where the system provides them.
 
-A decode step walks through gigabytes once. In pages of 4 KiB it waits for addresses to be translated as much as for
-the bytes: the same factors are read 1.3 to 1.6 times as fast from pages of 2 MiB (docs/decisions.md, 2026-11-22).
+A decode step reads gigabytes once. With pages of 4 KiB, address translation costs as much time as the data: the same
+factors are read 1.3 to 1.6 times as fast from pages of 2 MiB (docs/decisions/0017).
 """
 
 from __future__ import annotations
@@ -15,28 +15,30 @@ import torch
 from torch import Tensor
 
 _HUGE_BYTES = 2 * 2**20
-_ADVICE: int | None = getattr(mmap, "MADV_HUGEPAGE", None)  # Linux has it
+_ADVICE: int | None = getattr(mmap, "MADV_HUGEPAGE", None)  # Linux only
 
 
 def empty(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """As `torch.empty`; on a CPU it starts at a huge page's boundary, and the system is asked for huge pages.
+    """Like `torch.empty`; on a CPU, large buffers are aligned to huge pages and huge pages are requested.
 
-    Where it has none, or is set to give none, this is memory like any other. Raises what torch raises for a device
-    that lacks memory, OSError for a CPU that does.
+    Falls back to ordinary pages where the system has no huge pages or does not grant them.
+
+    Raises:
+        OSError: host memory is exhausted. On other devices torch raises its own error.
     """
     num_bytes = math.prod(shape) * dtype.itemsize
     if _ADVICE is None or not _served(device, num_bytes):
         return torch.empty(*shape, dtype=dtype, device=device)
     mapped = mmap.mmap(-1, num_bytes + _HUGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    with contextlib.suppress(OSError):  # a kernel without them
+    with contextlib.suppress(OSError):  # the kernel does not support huge pages
         mapped.madvise(_ADVICE)
-    raw = torch.frombuffer(mapped, dtype=torch.uint8)  # which keeps the mapping for as long as a view of it lives
+    raw = torch.frombuffer(mapped, dtype=torch.uint8)  # keeps the mapping alive as long as any view exists
     skip = -raw.data_ptr() % _HUGE_BYTES
     return raw[skip : skip + num_bytes].view(dtype).view(*shape)
 
 
 def in_huge_pages(tensor: Tensor) -> Tensor:
-    """A copy of a large tensor that lies there; the tensor itself where huge pages are not for it."""
+    """A copy of a large CPU tensor in huge pages; the tensor itself where huge pages do not apply."""
     if _ADVICE is None or not _served(tensor.device, tensor.nbytes):
         return tensor
     return empty(tensor.shape, tensor.dtype, tensor.device).copy_(tensor)

@@ -1,4 +1,4 @@
-"""Which full KV blocks hold what: a block is known by everything its content was made from. Books only."""
+"""The prefix cache: maps content keys to full KV blocks. Bookkeeping only."""
 
 from __future__ import annotations
 
@@ -10,17 +10,20 @@ from typing import NamedTuple
 from vlora.types import Request, VisionInput
 
 Key = bytes
-"""128 bits: a digest over a block's content and the key of the block before it."""
+"""128-bit digest of a block's content and the key of the previous block."""
 
 
 class TokenChain:
-    """The keys of one request's blocks, each made once, when it is first asked for.
+    """The keys of one request's blocks, computed lazily and once.
 
-    A key covers the adapter's version, all tokens up to the block's end, and what its image and video placeholders
-    stand for (content hash and place within the item; the hash covers pixels, grids and frame timing). Equal keys mean
-    equal KV, whatever the mode it was computed in.
+    A key covers the adapter's version, all tokens up to the block's end, and the content of its image and video
+    placeholders (content hash and position within the item; the hash covers pixels, grids and frame timing). Equal keys
+    imply equal KV, in any inference mode.
 
-    placeholders: token id by kind of visual item.
+    Args:
+        request: the request.
+        block_size: tokens per block.
+        placeholders: token id by kind of visual item.
     """
 
     __slots__ = ("_answer", "_keys", "_prompt", "_read_from", "_root", "_visuals", "adapter", "block_size")
@@ -39,17 +42,20 @@ class TokenChain:
         ]
 
     def append(self, token: int) -> None:
-        """The request was answered with one more token."""
+        """Append a sampled token."""
         self._answer.append(token)
 
     def may_find(self, place: int, device_len: int) -> bool:
-        """Whether the block at a place of the request's table may be one that was computed before: it holds no token
-        whose hidden state is needed, which the last of the `device_len` known tokens' is in any case."""
+        """Whether the block at `place` in the request's table may be taken from the cache.
+
+        It may, unless the hidden state of one of its tokens is needed. That of the last of the `device_len` known
+        tokens is always needed.
+        """
         needed = device_len - 1 if self._read_from is None else min(device_len - 1, self._read_from)
         return (place + 1) * self.block_size <= needed
 
     def key(self, place: int) -> Key:
-        """The key of the block at a place of the request's table, all of whose tokens must be known."""
+        """The key of the block at `place` in the request's table. All of its tokens must be known."""
         while len(self._keys) <= place:
             self._keys.append(self._digest(len(self._keys) * self.block_size))
         return self._keys[place]
@@ -57,21 +63,21 @@ class TokenChain:
     def _digest(self, start: int) -> Key:
         stop, num_prompt = start + self.block_size, len(self._prompt)
         tokens = self._prompt[start:stop]
-        # The first key starts from the adapter, hashed to the length of a key.
+        # The parent of the first key is a digest of the adapter, of the same length as a key.
         parent = self._keys[-1] if self._keys else blake2b(self._root, digest_size=16).digest()
         digest = blake2b(parent, digest_size=16)
-        # In an answer a placeholder's id is a token like any other: it stands for nothing.
+        # In sampled tokens a placeholder id is an ordinary token without an image.
         visuals = [cursor.take(tokens.count(token)) for token, cursor in self._visuals]
         if stop > num_prompt:
             tokens += tuple(self._answer[max(0, start - num_prompt) : stop - num_prompt])
-        assert len(tokens) == self.block_size, "a block's key was asked for before its tokens were known"
+        assert len(tokens) == self.block_size, "the key of a block was requested before its tokens were known"
         digest.update(array("q", tokens).tobytes())
         digest.update(repr(visuals).encode())
         return digest.digest()
 
 
 class _Cursor:
-    """Goes through the placeholder tokens of one kind: whose the next one is, and which of its own."""
+    """Iterates over the placeholder tokens of one kind, tracking the current item and the offset within it."""
 
     __slots__ = ("_items", "_offset")
 
@@ -80,7 +86,7 @@ class _Cursor:
         self._offset = 0
 
     def take(self, count: int) -> list[tuple[str, int, int]]:
-        """Items of the next `count` placeholders: (content hash, first placeholder of the item, how many)."""
+        """Items of the next `count` placeholders: (content hash, first placeholder within the item, number)."""
         pieces: list[tuple[str, int, int]] = []
         while count:
             content, size = self._items[-1]
@@ -100,9 +106,10 @@ class _Known(NamedTuple):
 
 
 class PrefixCache:
-    """Known blocks by key. Who uses a block is in `BlockTables`; who may take its pages, in `ArenaBooks`.
+    """Known blocks by key. `BlockTables` counts the users of a block; `ArenaBooks` owns its pages.
 
-    placeholders: token id by kind of visual item ("image", "video").
+    Args:
+        placeholders: token id by kind of visual item ("image", "video").
     """
 
     def __init__(self, placeholders: Mapping[str, int]) -> None:
@@ -121,22 +128,22 @@ class PrefixCache:
         return self._known.keys()
 
     def find(self, key: Key) -> int | None:
-        """The block that holds what `key` stands for."""
+        """The block with the content of `key`; None if unknown."""
         return self._blocks.get(key)
 
     def learn(self, key: Key, block: int, adapter: str | None) -> None:
-        """A block's content is complete; nobody may write to it from now on. Of two equal ones the first stays."""
+        """Register a full block, which is read-only from now on. For duplicate keys the first block is kept."""
         if key not in self._blocks:
-            assert block not in self._known, f"block {block} was written although it was known"
+            assert block not in self._known, f"block {block} is known and was written"
             self._blocks[key] = block
             self._known[block] = _Known(key, adapter)
 
     def drop(self, block: int) -> None:
-        """A block's content is gone, or may not be used any more."""
+        """Remove a block after its content was discarded or became invalid."""
         del self._blocks[self._known.pop(block).key]
 
     def rename(self, block: int, target: int) -> None:
-        """What a block holds lies in another one now; unknown blocks are ignored."""
+        """Update the number of a moved block; unknown blocks are ignored."""
         if (known := self._known.pop(block, None)) is not None:
             self._blocks[known.key] = target
             self._known[target] = known
@@ -146,6 +153,6 @@ class PrefixCache:
         return [block for block, known in self._known.items() if known.adapter == adapter]
 
     def check_integrity(self) -> None:
-        """Prove that keys and blocks name each other."""
-        assert len(self._blocks) == len(self._known), f"{len(self._blocks)} keys name {len(self._known)} blocks"
-        assert all(self._known[block].key == key for key, block in self._blocks.items()), "a key names another's block"
+        """Assert that keys and blocks map to each other."""
+        assert len(self._blocks) == len(self._known), f"{len(self._blocks)} keys map to {len(self._known)} blocks"
+        assert all(self._known[block].key == key for key, block in self._blocks.items()), "a key maps to a wrong block"

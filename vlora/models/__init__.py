@@ -1,4 +1,4 @@
-"""The model side of the engine: loading, the seam into transformers, vision, sampling, the runner, mode switching."""
+"""The model side of the engine: loading, the adapter to transformers' models, vision, sampling, and the runner."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Attention over the paged KV cache, for one packed batch of prefill chunks and decode tokens.
 
-Prefill is plain torch: gather the context rows, then scaled-dot-product attention. Decode tokens on a CPU go through a
-compiled kernel that reads the cache in place. Its plain twin gathers too, and never expands KV heads: a decode query is
+Prefill uses torch: gather the context rows, then scaled-dot-product attention. Decode tokens on a CPU use a compiled
+kernel that reads the cache in place. Its torch fallback gathers the rows and never expands KV heads: a decode query is
 reshaped to [batch, kv_heads, group, head_dim], so a group's query heads read their shared KV head as one small matrix.
 """
 
@@ -17,14 +17,16 @@ import torch.nn.functional as F
 import atmm
 from atmm.processor import multiplies_bfloat16
 
-# Padding every decode row to the longest context costs memory traffic, one call per row costs dispatch. Measured on CPU
-# (docs/decisions.md, 2026-11-21): padding wins while it adds less than a quarter.
+# Padding every decode row to the longest context costs memory traffic; one call per row costs dispatch time. On a CPU
+# padding is faster while it adds less than a quarter.
 _MOST_PADDING = 1.25
 
 
 class KVCache:
-    """Per-layer views of the arena's KV matrix. `k[layer]`, `v[layer]`: [rows, kv_heads * head_dim], indexed by base
-    rows."""
+    """Per-layer views of the arena's KV matrix.
+
+    `k[layer]` and `v[layer]`: [rows, kv_heads * head_dim], indexed by base rows.
+    """
 
     def __init__(self, matrix: torch.Tensor, num_layers: int, block_size: int) -> None:
         self.k = [matrix[(2 * layer) * block_size :] for layer in range(num_layers)]
@@ -33,11 +35,11 @@ class KVCache:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class PrefillSpan:
-    """Tokens [start, stop) of the packed batch belong to one request's prompt.
+    """Tokens [start, stop) of the packed batch, which belong to one request's prompt.
 
-    rows: base rows of its whole context [context], or None when the chunk is the whole context (nothing to gather).
-    queries: places in the batch of those of its tokens that attend [n], or None when all do. mask: bool [n, context],
-    True where a token may look; None for plain causal attention of all tokens over the chunk itself.
+    rows: base rows of its whole context [context], or None if the chunk is the whole context (nothing to gather).
+    queries: batch indices of its tokens that attend [n], or None if all do. mask: bool [n, context], True where a token
+    attends; None for plain causal attention of all tokens over the chunk itself.
     """
 
     start: int
@@ -51,9 +53,9 @@ class PrefillSpan:
 class DecodeRows:
     """The packed rows that are single decode tokens.
 
-    index: their places in the batch [D], or None when the whole batch decodes. rows: base rows of their contexts,
-    padded [D * longest] when mask or equal lengths allow, else ragged [sum of lengths]. lengths: None when padded.
-    mask: bool [D, 1, 1, longest], None when all contexts are equally long.
+    index: their batch indices [D], or None if the whole batch decodes. rows: base rows of their contexts, padded
+    [D * longest] or ragged [sum of lengths]. lengths: context lengths, or None if padded.
+    mask: bool [D, 1, 1, longest], or None if all contexts are equally long.
     """
 
     index: torch.Tensor | None
@@ -64,7 +66,7 @@ class DecodeRows:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class PagedRows:
-    """The same for the compiled kernel, which reads the cache in place: see `atmm.attend` for places, rows, starts."""
+    """Decode tokens for the compiled kernel, which reads the cache in place. `atmm.attend` describes the fields."""
 
     places: torch.Tensor
     rows: torch.Tensor
@@ -80,15 +82,16 @@ class Queries:
 
     @property
     def writes_rows(self) -> bool:
-        """Whether results are written into rows of a common tensor, and are not one."""
+        """Whether results are written into rows of a shared output tensor."""
         return bool(self.prefills) or not isinstance(self.decodes, DecodeRows) or self.decodes.index is not None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class StepAttention:
-    """What the attention of one step needs, built once and shared by all layers.
+    """Attention inputs of one step, built once and shared by all layers.
 
-    write_rows: base row of every token [T]. queries: of all layers but the last one, of which fewer may be read.
+    write_rows: base row of every token [T]. queries: for all layers except the last. last_queries: for the last layer,
+    of which fewer rows may be read.
     """
 
     cache: KVCache
@@ -100,8 +103,10 @@ class StepAttention:
 def decode_rows(
     index: torch.Tensor | None, contexts: list[torch.Tensor], device: torch.device, dtype: torch.dtype
 ) -> DecodeRows | PagedRows:
-    """Lay out the decode contexts (each [length], on the host): for the compiled kernel where it serves this type,
-    else padded or ragged, whichever moves less."""
+    """Lay out the decode contexts (each [length], on the host).
+
+    The layout is for the compiled kernel if it supports the type, else padded or ragged by cost.
+    """
     lengths = [len(rows) for rows in contexts]
     if atmm.serves_attention(device, dtype):
         places = torch.arange(len(contexts)) if index is None else index
@@ -113,7 +118,7 @@ def decode_rows(
     padded = torch.empty(len(lengths), longest, dtype=torch.int64)
     for i, rows in enumerate(contexts):
         padded[i, : lengths[i]] = rows
-        # Masked, and of the request's own: what is not a number in another's KV would pass a mask (0 times NaN is NaN).
+        # Padding repeats the request's own last row: a NaN in another request's KV would pass the mask (0 * NaN = NaN).
         padded[i, lengths[i] :] = rows[-1]
     mask = None
     if min(lengths) != longest:
@@ -133,7 +138,7 @@ def paged_attention(
 ) -> tuple[torch.Tensor, None]:
     """Transformers' attention interface. query [1, heads, T, head_dim], key and value [1, kv_heads, T, head_dim].
 
-    Rows of the result whose tokens do not attend in this layer are not defined.
+    Rows of tokens that do not attend in this layer are undefined in the result.
     """
     assert vlora_step is not None, "this model runs inside the engine only: its attention needs a StepAttention"
     step = vlora_step
@@ -141,7 +146,7 @@ def paged_attention(
     queries = step.last_queries if layer == len(step.cache.k) - 1 else step.queries
     q = query[0]
     if q.stride(-1) != 1 and (queries.prefills or isinstance(queries.decodes, DecodeRows)):
-        # Thin products lie transposed, and a query whose head dimension is strided falls off torch's fast path.
+        # Thin products return transposed results, and a query with a strided head dimension misses torch's fast path.
         q = q.contiguous()
     num_heads, num_tokens, head_dim = q.shape
     num_kv_heads = key.shape[1]

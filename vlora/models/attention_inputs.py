@@ -1,4 +1,4 @@
-"""Which tokens of a packed batch attend to what: in all layers but the last, and in the last, of which less is read."""
+"""Attention inputs of a packed batch: for all layers except the last, and for the last, where fewer rows are read."""
 
 from __future__ import annotations
 
@@ -16,9 +16,17 @@ from vlora.models.last_layer import ReadRows, lanes_of_rows
 def queries_of(
     packed: ForwardBatch, lanes: Sequence[atmm.Lane], device: torch.device, dtype: torch.dtype
 ) -> tuple[Queries, Queries, ReadRows | None]:
-    """Queries of all layers but the last, of the last layer, and the rows of it that are read (None: all).
+    """Build the queries of a packed batch.
 
-    lanes: of the packed batch. dtype: of the KV cache.
+    Args:
+        packed: The batch.
+        lanes: The batch's lanes.
+        device: The model's device.
+        dtype: The KV cache's type.
+
+    Returns:
+        The queries of all layers except the last, those of the last layer, and the rows of the last layer that are read
+        (None: all).
     """
     attending = [np.arange(row.start, row.stop) for row in packed.rows]
     queries = _queries(packed.rows, attending, packed.num_tokens, device, dtype)
@@ -37,13 +45,13 @@ def _queries(
     device: torch.device,
     dtype: torch.dtype,
 ) -> Queries:
-    """attending: of each row, the places in the batch of its tokens that attend."""
+    """attending: for each row, the batch indices of its tokens that attend."""
     spans: list[PrefillSpan] = []
     places: list[int] = []
     contexts: list[torch.Tensor] = []
     for row, own in zip(rows, attending, strict=True):
         if len(own) == 1:
-            # One token attends as a decode step does, over the cache, which has its own key and value by then.
+            # A single token attends as in a decode step, over the cache, which already has its own key and value.
             place = int(own[0])
             places.append(place)
             contexts.append(torch.from_numpy(row.context[: row.first + place - row.start + 1]))
@@ -56,12 +64,12 @@ def _queries(
 
 
 def _span(row: Row, own: np.ndarray, device: torch.device) -> PrefillSpan:
-    """The tokens of one request's chunk that attend, two or more."""
+    """The span of one request's chunk, of which two or more tokens attend."""
     context = None if row.first == 0 else torch.from_numpy(row.context).to(device)
     everything = len(own) == row.stop - row.start
     if everything and context is None:
         return PrefillSpan(row.start, row.stop, None, None, None)
-    seen = own - row.start + row.first  # the last token of the context that each one sees
+    seen = own - row.start + row.first  # the last token of the context that each token sees
     mask = torch.from_numpy(seen[:, None] >= np.arange(row.last)[None]).to(device)
     queries = None if everything else torch.from_numpy(own).to(device)
     return PrefillSpan(row.start, row.stop, context, queries, mask)

@@ -1,7 +1,7 @@
-"""The allow-list: which model families are served, and what differs between them.
+"""The allow-list of supported model families, and their differences.
 
-A family whose attention is not implemented here (sliding windows, bidirectional image tokens, ...) would give wrong
-answers without an error, so everything not listed is refused with the reason.
+A family with attention that is not implemented here (sliding windows, bidirectional image tokens, ...) would give wrong
+answers without an error, so every model that is not listed is rejected with the reason.
 """
 
 from __future__ import annotations
@@ -19,9 +19,10 @@ from vlora.types import VisionInput
 
 @dataclasses.dataclass(frozen=True)
 class Family:
-    """What the engine must know of one model type.
+    """Properties of one model type.
 
-    mrope: positions have three rows (time, height, width). tiles: an image is cut into a variable number of tiles.
+    mrope: positions have three rows (time, height, width). tiles: an image is divided into a variable number of tiles.
+    video: whether it accepts videos.
     """
 
     model_type: str
@@ -59,18 +60,18 @@ def family_of(config: Any) -> Family:
     family = FAMILIES.get(str(model_type))
     if family is None:
         why = _WHY_NOT.get(str(model_type), "its attention has not been checked against this engine")
-        raise UnsupportedModel(f"model type {model_type!r} is not served: {why}. Served: {', '.join(FAMILIES)}")
+        raise UnsupportedModel(f"model type {model_type!r} is not supported: {why}. Supported: {', '.join(FAMILIES)}")
     text = config.text_config
     if text.model_type not in TEXT_MODELS:
         raise UnsupportedModel(
-            f"{model_type} over a text model of type {text.model_type!r} is not served; text models served: "
+            f"{model_type} with a text model of type {text.model_type!r} is not supported; supported text models: "
             f"{', '.join(sorted(TEXT_MODELS))}"
         )
     layer_types = getattr(text, "layer_types", None) or ()
     windowed = [kind for kind in layer_types if kind != "full_attention"]
     if windowed or (text.model_type == "mistral" and getattr(text, "sliding_window", None)):
         kind = windowed[0] if windowed else "sliding_attention"
-        raise UnsupportedModel(f"{model_type} with {kind} layers is not served: only full attention is implemented")
+        raise UnsupportedModel(f"{model_type} with {kind} layers is not supported: only full attention is implemented")
     return family
 
 
@@ -83,24 +84,24 @@ def patch_flops(config: Any) -> float:
     tower = _tower_depth(config) * (4 * width * width + num_matrices * width * inner)
     if not family.mrope:
         return 2.0 * (tower + width * hidden + hidden * hidden)
-    # The merger joins so many patches, and its layers have as many rows fewer.
+    # The merger joins this many patches into one row, so its layers have fewer rows by that factor.
     merged = vision.spatial_merge_size**2
     num_mergers = 1 + len(getattr(vision, "deepstack_visual_indexes", ()))
     return 2.0 * (tower + num_mergers * (merged * width * width + width * hidden))
 
 
 def encode_patches(config: Any, item: VisionInput) -> int:
-    """What encoding an image or video costs (`VisionInput.num_patches`), from the shapes of its tensors."""
+    """The cost of encoding an image or video (`VisionInput.num_patches`), from the shapes of its tensors."""
     grid_field = item.fields.get("image_grid_thw" if item.kind == "image" else "video_grid_thw")
     pixels = item.fields.get("pixel_values" if item.kind == "image" else "pixel_values_videos")
     family, vision = family_of(config), config.vision_config
     if pixels is None or (family.mrope and grid_field is None):
-        return max(1, item.num_tokens)  # it cannot be encoded, and fails on its turn
+        return max(1, item.num_tokens)  # it cannot be encoded; encoding it fails later
     if family.mrope:
         assert grid_field is not None
         num_patches = max(1, pixels.shape[0])
         times = int.from_bytes(grid_field.data[:8], sys.byteorder) if grid_field.dtype == "int64" else 1
-        span = num_patches / min(max(1, times), num_patches)  # patches that one attends to
+        span = num_patches / min(max(1, times), num_patches)  # patches that one patch attends to
         full = getattr(vision, "fullatt_block_indexes", None)
         if full is not None:
             share = len(full) / vision.depth
@@ -124,9 +125,9 @@ def _tower_depth(config: Any) -> int:
 
 
 def placeholder_count(config: Any, fields: dict[str, torch.Tensor]) -> int:
-    """How many placeholder tokens one image fills, from the tensors its image processor made for it alone.
+    """The number of placeholder tokens of one image, from the image processor's tensors for this image alone.
 
-    Asks the model's own shape functions, on a meta tensor, so that it can never disagree with the features.
+    Calls the model's own shape functions, on a meta tensor, so that the number always matches the features.
     """
     family = family_of(config)
     if family.mrope:
@@ -135,7 +136,7 @@ def placeholder_count(config: Any, fields: dict[str, torch.Tensor]) -> int:
     base = side * side
     if not family.tiles:
         return base + (1 if config.vision_feature_select_strategy == "full" else 0)
-    # Imported here: the modeling files are heavy, and only tiled families need them.
+    # Imported here, because the modeling files are slow to import and only tiled families need them.
     from transformers.models.llava_next.modeling_llava_next import get_anyres_image_grid_shape, unpad_image
 
     if fields["pixel_values"].shape[1] == 1:

@@ -1,4 +1,4 @@
-"""The `Batch` as arrays for one forward: built on the host with numpy, read only around that forward."""
+"""A `Batch` as arrays for one forward pass, built on the host with numpy."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from vlora.types import BatchItem, Mode
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Row:
-    """One request's place in the packed batch: rows [start, stop) hold its tokens [first, last).
+    """One request in the packed batch: rows [start, stop) hold its tokens [first, last).
 
-    context: base KV rows of its tokens [0, last). answers: whether the step ends with an answer to it.
+    context: base KV rows of its tokens [0, last). answers: whether the step produces a token or a head's answer.
     """
 
     state: RequestState
@@ -32,10 +32,10 @@ class Row:
 
 
 def lane_by_lane(items: Sequence[BatchItem], merged: str | None) -> list[BatchItem]:
-    """The order of a packed batch: tokens of one adapter side by side, so that they make one lane.
+    """Sort items so that the tokens of one adapter are adjacent and form one lane.
 
-    Short lanes come before long ones: what the decode kernels read is then a narrow range of the batch. The merged
-    adapter's tokens go last, so that all others, which share the deLoRA lane, are side by side too.
+    Short lanes come before long ones, so that decode kernels read a narrow range of the batch. The merged adapter's
+    tokens come last, so that all other tokens, which share the deLoRA lane, are adjacent too.
     """
     num_tokens: Counter[str | None] = Counter()
     for item in items:
@@ -73,7 +73,7 @@ class ForwardBatch:
             self.write_rows[row.start : row.stop] = row.context[row.first :]
 
     def read_rows(self) -> list[np.ndarray]:
-        """By item, the places in the batch of its tokens whose final hidden state is read, ascending."""
+        """For each item, the batch indices of tokens with a final hidden state that is read, ascending."""
         read = []
         for row in self.rows:
             tokens = row.state.head_tokens
@@ -96,10 +96,11 @@ class ForwardBatch:
         return out
 
     def place_visuals(self, embeddings: torch.Tensor) -> tuple[torch.Tensor | None, list[torch.Tensor]]:
-        """Write image and video embeddings over their placeholders, in place, in embeddings [T, hidden].
+        """Write image and video embeddings over their placeholders in embeddings [T, hidden], in place.
 
-        Returns the mask of those rows [T] and, per deepstack level, the rows' extra features; (None, []) when there
-        are none.
+        Returns:
+            The mask of those rows [T] and, per deepstack level, the rows' additional features; (None, []) if there are
+            none.
         """
         mask = np.zeros(self.num_tokens, dtype=bool)
         features: list[torch.Tensor] = []
@@ -122,7 +123,7 @@ class ForwardBatch:
         return rows, [torch.cat(level) for level in zip(*levels, strict=True)]
 
     def lanes(self, mode: Mode, merged: str | None) -> list[atmm.Lane]:
-        """Which deltas which rows get (the table of modes): own adapter, and minus the merged one in mixed mode."""
+        """The lanes of the batch: each row's own adapter and, in mixed mode, minus the merged adapter."""
         if mode is Mode.MERGED:
             return []
         lanes: list[atmm.Lane] = []

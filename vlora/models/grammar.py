@@ -1,7 +1,7 @@
-"""Answers held to a grammar: which tokens may come next, by llguidance, an optional extra of the package.
+"""Answers constrained by a grammar. llguidance, an optional dependency, computes the allowed next tokens.
 
-A grammar is text in llguidance's form of Lark; nothing here knows what it describes. Masks are made as the answer goes,
-so compiling costs milliseconds, and the limits below bound what a hostile grammar can cost.
+A grammar is text in llguidance's Lark dialect. Masks are computed during generation, so compiling takes milliseconds;
+the limits below bound the cost of a malicious grammar.
 """
 
 from __future__ import annotations
@@ -29,10 +29,16 @@ _UNFORCED = '%llguidance {"no_forcing": true}\n'
 
 
 class GrammarCompiler:
-    """Compiles grammars for one model's tokens. Its tokenizer is read with the first one. One thread at a time."""
+    """Compiles grammars for one model's tokens. The first grammar loads the tokenizer. Not thread-safe."""
 
     def __init__(self, model: str, num_tokens: int, eos_ids: Iterable[int]) -> None:
-        """model: where the tokenizer is. num_tokens: width of the logits."""
+        """Store the settings; the tokenizer is not loaded yet.
+
+        Args:
+            model: Folder or hub name with the tokenizer.
+            num_tokens: Width of the logits.
+            eos_ids: Token ids that end an answer.
+        """
         self._model = model
         self._num_tokens = num_tokens
         self._eos_ids = sorted(eos_ids)
@@ -41,12 +47,12 @@ class GrammarCompiler:
         self._never_first: np.ndarray | None = None
 
     def compile(self, grammar: str) -> Grammar:
-        """Raises BadRequest, with the reason, for a grammar that cannot be served."""
+        """Compile a grammar. Raises BadRequest, with the reason, if it is invalid or not supported."""
         try:
             from llguidance import LLMatcher, LLParserLimits
         except ImportError as error:
             raise BadRequest(
-                "this server holds no answer to a grammar: it lacks llguidance (pip install 'vlora[grammar]')"
+                "this server does not support grammars: llguidance is not installed (pip install 'vlora[grammar]')"
             ) from error
         if self._tokenizer is None:
             self._tokenizer = self._read_tokenizer()
@@ -62,19 +68,19 @@ class GrammarCompiler:
             tokenizer = from_pretrained(AutoTokenizer, self._model)
             backend: Any = tokenizer.backend_tokenizer
             if type(backend.decoder).__name__ == "WordPiece":
-                # Where only one text can follow, the library would take the tokens that the tokenizer makes of it on
-                # its own: here that is another text.
+                # Where only one text can follow, the library forces the tokens that the tokenizer gives for this text
+                # alone. For WordPiece they decode to another text.
                 self._preamble = _UNFORCED
                 pieces: Any = _WordPieces(tokenizer, backend.decoder.prefix)
                 self._never_first = pieces.continues
                 return LLTokenizer(pieces, eos_token=self._eos_ids)
             return LLTokenizer(backend.to_str(), eos_token=self._eos_ids)
         except (OSError, ValueError, AttributeError) as error:
-            raise BadRequest(f"no answer of this model can be held to a grammar: {error}") from error
+            raise BadRequest(f"this model does not support grammars: {error}") from error
 
 
 class Grammar:
-    """A compiled grammar, from which any number of answers begin. never_first: tokens that none of them begins with."""
+    """A compiled grammar for any number of answers. never_first: tokens that cannot be the first of an answer."""
 
     def __init__(self, matcher: Any, num_tokens: int, never_first: np.ndarray | None = None) -> None:
         self._matcher = matcher
@@ -86,7 +92,7 @@ class Grammar:
 
 
 class Cursor:
-    """One answer's place in its grammar."""
+    """One answer's position in its grammar."""
 
     def __init__(self, matcher: Any, num_tokens: int, never_next: np.ndarray | None = None) -> None:
         self._matcher = matcher
@@ -94,15 +100,16 @@ class Cursor:
         self._never_next = never_next
 
     def allowed(self) -> np.ndarray:
-        """bool [num_tokens]: which may come next; the end of the answer is one of them where it may be over.
+        """The allowed next tokens, bool [num_tokens], including end-of-sequence tokens if the answer may end.
 
-        Raises BadRequest when there is none, or when finding them takes too much.
+        Raises:
+            BadRequest: No token is allowed, or computing the mask exceeds a limit.
         """
         bits = np.unpackbits(np.frombuffer(self._matcher.compute_bitmask(), np.uint8), bitorder="little")
         if self._matcher.is_error():
             if _reason(self._matcher).startswith("NoExtension"):
                 raise _no_way_on()
-            raise BadRequest(f"the answer cannot be held to its grammar any further: {_reason(self._matcher)}")
+            raise BadRequest(f"the answer cannot continue within its grammar: {_reason(self._matcher)}")
         allowed = np.zeros(self._num_tokens, dtype=bool)
         known = min(len(bits), self._num_tokens)
         allowed[:known] = bits[:known]
@@ -113,23 +120,28 @@ class Cursor:
         return allowed
 
     def advance(self, token: int) -> None:
-        """Take the token that was chosen. Raises BadRequest where nothing can follow it."""
+        """Advance by the sampled token. Raises BadRequest if the grammar does not accept it."""
         if not self._matcher.consume_token(token):
             raise _no_way_on()
         self._never_next = None
 
 
 def hold(logits: torch.Tensor, cursors: Sequence[Cursor | None]) -> tuple[torch.Tensor, dict[int, BadRequest]]:
-    """`logits` [n, num_tokens] with minus infinity for what a row's grammar does not allow; a copy where there is one.
+    """Mask the tokens that a row's grammar does not allow with minus infinity.
 
-    Errors by row, for those that cannot go on.
+    Args:
+        logits: [n, num_tokens]; not changed.
+        cursors: One per row; None for a row without a grammar.
+
+    Returns:
+        The masked logits (a copy if any row has a grammar), and errors by row for answers that cannot continue.
     """
     errors: dict[int, BadRequest] = {}
     if all(cursor is None for cursor in cursors):
         return logits, errors
     on_host = logits.device.type == "cpu"
-    # On the host numpy masks a row in 0.1 ms; torch's threads take as long as that to begin, and far longer when the
-    # cores are busy.
+    # On the host numpy masks a row in 0.1 ms; torch's threads need as long to start, and much longer if the cores are
+    # busy.
     held = torch.from_numpy(logits.numpy().copy()) if on_host else logits.clone()
     for row, cursor in enumerate(cursors):
         if cursor is None:
@@ -147,11 +159,11 @@ def hold(logits: torch.Tensor, cursors: Sequence[Cursor | None]) -> tuple[torch.
 
 
 class _WordPieces:
-    """What llguidance asks of a tokenizer that it does not know: each token's bytes.
+    """The interface that llguidance requires of a custom tokenizer: each token's bytes.
 
-    A piece that continues no word comes with the space that decoding puts before it; the first one of an answer loses
-    it, which is why grammars here begin with an optional space. A piece that continues one cannot be the first: its
-    prefix would stay in the text.
+    A piece that starts a word includes the space that decoding inserts before it. The first piece of an answer loses
+    that space, so grammars begin with an optional space. A continuation piece cannot be the first token of an answer,
+    because its prefix would stay in the text.
     """
 
     is_tokenizer_wrapper = True
@@ -165,16 +177,16 @@ class _WordPieces:
         self.special_token_ids = tokenizer.all_special_ids
 
     def __call__(self, text: bytes) -> list[int]:
-        raise NotImplementedError("nothing is tokenized where nothing is forced")
+        raise NotImplementedError("text is tokenized only if tokens are forced, which is disabled")
 
 
 def _no_way_on() -> BadRequest:
     return BadRequest(
-        "the answer cannot be held to its grammar any further: no token of this model continues it; a tokenizer of "
-        "whole words cannot write every text. Ask for another form"
+        "the answer cannot continue within its grammar: no token of this model fits; a tokenizer of whole words cannot "
+        "produce every text. Use another grammar or schema"
     )
 
 
 def _reason(matcher: Any) -> str:
-    """The library's own words, without the parser's state, which follows in lines of its own."""
+    """The first line of the library's message; the parser's state follows in later lines."""
     return str(matcher.get_error()).strip().partition("\n")[0][:_MOST_REASON]

@@ -1,4 +1,4 @@
-"""What task heads say of one step: their rows over the hidden states they read, kept until a prompt is complete."""
+"""Task heads in one step: their logits over the hidden states they read, kept until a prompt is complete."""
 
 from __future__ import annotations
 
@@ -20,10 +20,13 @@ from vlora.types import ErrorValue, FoundBox, HeadAnswer
 def read_heads(
     hidden: torch.Tensor, packed: ForwardBatch, bank: AdapterBank, config: Any
 ) -> tuple[dict[str, HeadAnswer], dict[str, ErrorValue]]:
-    """By request id: the answers of requests whose prompt this step ends, and those that failed alone.
+    """Read all heads of all adapters in one call.
 
-    All heads of all adapters are read at once. A prompt may come in chunks: of a head over image tokens, each step
-    reads those it computed.
+    A prompt may be computed in chunks. For a head over image tokens, each step reads the tokens that it computed.
+
+    Returns:
+        By request id: the answers of requests that reach the end of their prompt in this step, and the errors of
+        requests that failed alone.
     """
     rows: dict[tuple[str, str], list[Row]] = {}
     for row in packed.rows:
@@ -59,14 +62,17 @@ def read_heads(
         if torch.isfinite(row.state.head_logits).all():
             answers[request.request_id] = _answer(row.state, head, config)
         else:
-            error = StepFailed(f"head {request.head!r} gave values that are not finite for this input")
+            error = StepFailed(f"head {request.head!r} returned values that are not finite for this input")
             errors[request.request_id] = ErrorValue.of(error)
     return answers, errors
 
 
 class _ReadNow(NamedTuple):
-    """rows: of the hidden states, int64. first: how many of the request's tokens were read before these. total:
-    how many its head reads in all."""
+    """The rows that a head reads in this step.
+
+    rows: rows of the hidden states, int64. first: number of the request's tokens that were read in earlier steps.
+    total: number of tokens that its head reads in all.
+    """
 
     rows: np.ndarray
     first: int
@@ -74,14 +80,14 @@ class _ReadNow(NamedTuple):
 
 
 def _read_now(row: Row) -> _ReadNow:
-    """What a head reads of one request's share of the step."""
+    """The rows that a head reads in one request's share of the step."""
     wanted = row.state.head_tokens
     first, stop = np.searchsorted(wanted, (row.first, row.last))
     return _ReadNow(wanted[first:stop] - row.first + row.start, int(first), len(wanted))
 
 
 def _keep(state: RequestState, now: _ReadNow, logits: torch.Tensor, head: TaskHead) -> None:
-    """Tokens that are computed again after a preemption say the same again."""
+    """Store logits by token. Tokens that are recomputed after a preemption overwrite them with the same values."""
     if state.head_logits is None:
         state.head_logits = logits.new_full((now.total, head.task.num_outputs), torch.nan)
     state.head_logits[now.first : now.first + len(logits)] = logits

@@ -1,8 +1,8 @@
-"""The one seam into transformers: everything this engine relies on inside the models' published code.
+"""The only interface to transformers: everything the engine relies on inside the models' published code.
 
-The models run unmodified. What is used of them: attention registered by name, the text model called directly with our
-own keyword passing through its layers, the vision tower's feature functions, and M-RoPE's position function. The
-checks in `Seam.__init__` fail at start, not in the middle of a request, when a later version moves one of these.
+The models run unmodified. The engine uses attention registered by name, the text model called directly with an
+additional keyword that its layers pass on, the vision tower's feature functions, and M-RoPE's position function. If a
+later version changes one of these, the checks in `Seam.__init__` fail at startup instead of during a request.
 """
 
 from __future__ import annotations
@@ -32,8 +32,7 @@ _IMAGE, _VIDEO = 1, 2  # token types of transformers' mm_token_type_ids
 
 @dataclasses.dataclass(frozen=True)
 class VisionFeatures:
-    """Embeddings of one image or video: rows [num_tokens, hidden], and one such tensor per deepstack level
-    (Qwen3-VL)."""
+    """Embeddings of one image or video: rows [num_tokens, hidden], and one such tensor per Qwen3-VL deepstack level."""
 
     rows: torch.Tensor
     deepstack: tuple[torch.Tensor, ...]
@@ -44,7 +43,7 @@ class VisionFeatures:
 
 
 class Seam:
-    """One loaded transformers model with its attention replaced and its linear layers made adaptable."""
+    """A loaded transformers model with its attention replaced and its linear layers converted by `adapt`."""
 
     def __init__(self, model: Any) -> None:
         self.model = model
@@ -54,7 +53,7 @@ class Seam:
         self.inner = model.model
         self.text_model = self.inner.language_model
         self.lm_head: nn.Linear = model.get_output_embeddings()
-        self.lm_head.weight.data = in_huge_pages(self.lm_head.weight.data)  # all of it is read in every step
+        self.lm_head.weight.data = in_huge_pages(self.lm_head.weight.data)  # read completely in every step
         self.embed: nn.Embedding = model.get_input_embeddings()
         self.image_token_id: int = model.config.image_token_id
         self.video_token_id: int | None = getattr(model.config, "video_token_id", None)
@@ -64,17 +63,20 @@ class Seam:
         AttentionInterface.register(ATTENTION_NAME, paged_attention)
         model.set_attn_implementation({"text_config": ATTENTION_NAME})
         if self.text_model.config._attn_implementation != ATTENTION_NAME:
-            raise UnsupportedModel(f"{self.family.model_type}: this version of transformers did not take our attention")
+            raise UnsupportedModel(
+                f"{self.family.model_type}: this version of transformers does not accept a registered attention "
+                "function for its text model"
+            )
         heads = self.text_config.num_attention_heads
         self.head_dim: int = getattr(self.text_config, "head_dim", None) or self.hidden_size // heads
-        self.num_kv_heads: int = self.text_config.num_key_value_heads  # of those, on several ranks: this rank's
+        self.num_kv_heads: int = self.text_config.num_key_value_heads  # with several ranks: of this rank
         self.language_scope, self.vision_scope = LaneScope(), LaneScope()
         self._pace_vision_attention()
         fuse_norms(model)
         self.language_linears, self.vision_linears = self._adapt_linears()
 
     def move(self, device: torch.device) -> None:
-        """Bring all of the model there."""
+        """Move the whole model to a device."""
         self.model.to(device)
         self.device = device
 
@@ -98,7 +100,7 @@ class Seam:
 
     @property
     def placeholders(self) -> dict[str, int]:
-        """Token id that stands for one embedding of an image, and of a video where the family takes them."""
+        """Token ids of the placeholders for one embedding of an image and, if the family accepts videos, of a video."""
         ids = {"image": self.image_token_id, "video": self.video_token_id}
         return {kind: token for kind, token in ids.items() if token is not None}
 
@@ -122,17 +124,16 @@ class Seam:
         return language, vision
 
     def _pace_vision_attention(self) -> None:
-        """Divide the tower's attention into pieces, where it is the kind that can be."""
+        """Make the vision tower's attention interruptible, if it is scaled-dot-product attention."""
         if getattr(self.config.vision_config, "_attn_implementation", None) != "sdpa":
-            return  # an image of such a model is interrupted at linear layers only
+            return  # encoding is then interrupted at linear layers only
         AttentionInterface.register(VISION_ATTENTION, paced_attention)
         self.model.set_attn_implementation({"vision_config": VISION_ATTENTION})
 
     # -- vision ---------------------------------------------------------------------------------------------------
 
     def num_units(self, kind: str, fields: dict[str, torch.Tensor]) -> int:
-        """How many of the vision tower's units (patches for Qwen, tiles for LLaVA) one item is; lanes are given in
-        these."""
+        """The number of units in one item: patches for Qwen, tiles for LLaVA. Lanes are ranges of units."""
         if self.family.mrope:
             return int(fields["image_grid_thw" if kind == "image" else "video_grid_thw"].prod())
         if kind == "video":
@@ -140,39 +141,39 @@ class Seam:
         return fields["pixel_values"].shape[1] if self.family.tiles else 1
 
     def group_of(self, kind: str, fields: dict[str, torch.Tensor]) -> tuple[Any, ...]:
-        """Items with equal groups may share one call of `encode`."""
+        """A key of the item; items with equal keys may share one call of `encode`."""
         if kind == "video" and not self.family.mrope:
             return (kind, tuple(fields["pixel_values_videos"].shape))
         untiled = self.family.model_type == "llava_onevision" and int(fields["batch_num_images"][0]) > 1
         return (kind, untiled) if kind == "image" and self.family.model_type == "llava_onevision" else (kind,)
 
     def encode(self, kind: str, items: Sequence[dict[str, torch.Tensor]]) -> list[VisionFeatures]:
-        """Run the vision tower over several items of one kind and group in one call. Lanes: `vision_scope`."""
+        """Run the vision tower over several items of one kind and group in one call. `vision_scope` has the lanes."""
         fields = {name: _stack([item[name] for item in items]).to(self.device) for name in items[0]}
         if kind == "video":
             if not self.family.video:
-                raise BadRequest(f"{self.family.model_type} takes images, not videos; send frames as images")
+                raise BadRequest(f"{self.family.model_type} accepts images, not videos; send frames as images")
             names: tuple[str, ...] = ("pixel_values_videos", "video_grid_thw")
             call = self.inner.get_video_features
         else:
             names = ("pixel_values", "image_grid_thw", "image_sizes", "batch_num_images")
             call = self.inner.get_image_features
             if "batch_num_images" in fields:
-                # One number covers a request's images; any number above one switches tiling off for all of them.
+                # One number covers a request's images; any number above one disables tiling for all of them.
                 single = int(items[0]["batch_num_images"][0]) == 1
                 fields["batch_num_images"] = (
                     torch.ones(len(items), dtype=torch.long) if single else torch.tensor([max(len(items), 2)])
                 )
         arguments = {name: fields[name] for name in names if name in fields}
         pixels = names[0]
-        # By position: versions name this argument differently.
+        # Positional, because the argument's name differs between versions.
         out = call(arguments.pop(pixels).to(self.dtype), **arguments, return_dict=True)
         rows = [item.reshape(-1, self.hidden_size) for item in out.pooler_output]
         if kind == "video" and not self.family.mrope:
             rows = [self._ended_by_newline(item, fields[pixels].shape[1]) for item in rows]
         counts = [len(item) for item in rows]
         levels = getattr(out, "deepstack_features", None) or ()
-        # One version gives a tensor per level, another a tuple of per-item tensors.
+        # Some versions return a tensor per level, others a tuple of per-item tensors.
         joined = [torch.cat(list(level)) if not isinstance(level, torch.Tensor) else level for level in levels]
         split = [level.split(counts) for level in joined]
         return [
@@ -181,8 +182,10 @@ class Seam:
         ]
 
     def _ended_by_newline(self, clip: torch.Tensor, num_frames: int) -> torch.Tensor:
-        """A clip's features [tokens, hidden] with the newline embedding that ends them, which older versions of
-        transformers add only later."""
+        """A clip's features [tokens, hidden] with the final newline embedding.
+
+        Older versions of transformers add it at a later stage.
+        """
         vision = self.config.vision_config
         side = math.ceil(vision.image_size // vision.patch_size / 2)  # frames are pooled two by two
         if len(clip) > num_frames * side * side:
@@ -192,7 +195,7 @@ class Seam:
     # -- positions ------------------------------------------------------------------------------------------------
 
     def positions(self, prompt_ids: torch.Tensor, fields: Sequence[tuple[str, dict[str, torch.Tensor]]]) -> Positions:
-        """M-RoPE positions of one prompt [n] with its images and videos; one plain row for families without M-RoPE."""
+        """M-RoPE positions of one prompt [n] with its images and videos; a single row for families without M-RoPE."""
         num_tokens = len(prompt_ids)
         if not self.family.mrope or not fields:
             rows = 3 if self.family.mrope else 1
@@ -222,8 +225,11 @@ class Seam:
         visual_mask: torch.Tensor | None,
         deepstack: Sequence[torch.Tensor],
     ) -> torch.Tensor:
-        """Hidden states [T, hidden] after the final norm, for packed embeddings [T, hidden] and positions [1 or 3,
-        T]."""
+        """Run the text model on packed embeddings [T, hidden] and positions [1 or 3, T].
+
+        Returns:
+            Hidden states [T, hidden] after the final norm.
+        """
         extra: dict[str, Any] = {}
         if deepstack:
             assert visual_mask is not None
@@ -241,8 +247,10 @@ class Seam:
 
 @dataclasses.dataclass(frozen=True)
 class Positions:
-    """Rotary positions of a prompt: rows [1 or 3, n], and what is added to a later token's index to get its
-    position."""
+    """Rotary positions of a prompt.
+
+    rows: [1 or 3, n]. delta: the difference between the position and the index of a token after the prompt.
+    """
 
     rows: torch.Tensor
     delta: int
@@ -258,7 +266,7 @@ class Positions:
 
 
 def _stack(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Concatenate along dimension 0; tiled images [1, tiles, ...] are zero-padded to the most tiles first."""
+    """Concatenate along dimension 0. Tiled images [1, tiles, ...] are first zero-padded to the largest tile count."""
     if tensors[0].ndim == 5:
         most = max(t.shape[1] for t in tensors)
         tensors = [torch.cat([t, t.new_zeros(1, most - t.shape[1], *t.shape[2:])], 1) for t in tensors]

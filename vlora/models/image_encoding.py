@@ -1,4 +1,4 @@
-"""Encodes the images of requests: as the scheduler says, ahead of the step that needs them, or at the latest in it."""
+"""Encodes the images of requests: as scheduled, ahead of the step that needs them, or at the latest in that step."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ _ELSEWHERE = ErrorValue.of(StepFailed("its images could not be encoded on anothe
 
 
 class ImageEncoding:
-    """Keeps the call of the vision tower that is under way, and gives requests their embeddings.
+    """Manages the running call of the vision tower, and gives requests their embeddings.
 
     Args:
-        seam: the model.
-        vision: encodes and caches by content.
-        states: the requests of the runner, which adds and removes them.
-        group: the ranks that do the same; a request whose images fail on one of them fails on all.
+        seam: The model.
+        vision: Encodes items and caches embeddings by content.
+        states: The runner's requests. The runner adds and removes them.
+        group: The ranks that encode the same images. If images fail on one rank, their request fails on all.
     """
 
     def __init__(
@@ -41,21 +41,21 @@ class ImageEncoding:
         self._group = group
         self._patch_flops = patch_flops(seam.config)
         self._call: _Call | None = None
-        self._last_done = 0  # number of the call that was completed last
+        self._last_done = 0  # number of the last completed call
 
     def release(self, request_id: str) -> None:
-        """A request has ended: a call for nobody else is abandoned."""
+        """Handle the end of a request: abandon a running call that serves no other request."""
         if self._call is not None and all(state.request.request_id == request_id for state, _ in self._call.alive()):
             self._abandon()
 
     def advance(self, encode: Encode) -> tuple[Encoded, dict[str, ErrorValue]]:
-        """Do a step's share of a call.
+        """Run one step's share of a call.
 
         Returns:
-            What was done, and the error of the call's request where the call was for one alone and has failed.
+            The progress, and the error by request id if the call was for a single request and has failed.
         """
         if encode.number == self._last_done:
-            return Encoded(num_patches=0.0, seconds=0.0, done=True), {}  # a step failed before this was reported
+            return Encoded(num_patches=0.0, seconds=0.0, done=True), {}  # reported again after a failed step
         if self._call is None or self._call.number != encode.number:
             self._abandon()
             self._call = _Call(encode, self._states, self._vision)
@@ -66,14 +66,14 @@ class ImageEncoding:
         try:
             done = call.running.advance(encode.budget * self._patch_flops)
             if self._seam.device.type == "cuda":
-                torch.cuda.synchronize(self._seam.device)  # the seconds are what the cost model learns from
+                torch.cuda.synchronize(self._seam.device)  # the cost model learns from the measured time
         except Exception as raised:
             error = raised
         num_patches = (call.running.flops - flops) / self._patch_flops
         seconds = time.perf_counter() - started
         fine = error is None
         if self._group is not None:
-            # Ranks with other numbers of threads work in other pieces: the call is done when it is on all of them.
+            # Ranks with different numbers of threads use different pieces: the call is done when all ranks are done.
             fine, done = map(bool, self._group.smallest([fine, done], "images"))
         if not fine:
             self._abandon()
@@ -92,10 +92,13 @@ class ImageEncoding:
         return Encoded(num_patches=num_patches, seconds=seconds, done=done), {}
 
     def prepare(self, items: Sequence[BatchItem]) -> dict[str, ErrorValue]:
-        """Give requests that start what they need: embeddings that are held or cached, and positions.
+        """Give starting requests their embeddings and positions.
 
-        What is missing is encoded here, in as few calls as possible: after blocks of the prefix cache were lost within
-        a step, and where no scheduler has said what to encode. What a request reuses the KV of is not encoded.
+        Missing images are encoded here, in as few calls as possible: after prefix-cache blocks were evicted within a
+        step, and if no scheduler planned the encoding. Images with reused KV are not encoded.
+
+        Returns:
+            Errors by request id.
         """
         new = [
             (state, item.start) for item in items if not (state := self._states[item.request_id]).prepared(item.start)
@@ -107,7 +110,7 @@ class ImageEncoding:
             try:
                 self._encode(new)
             except Exception as together:
-                log.warning("vision batch failed (%s); encoding its requests one by one", together)
+                log.warning("encoding a batch of images failed (%s); encoding each request separately", together)
                 for state, start in new:
                     try:
                         self._encode([(state, start)])
@@ -118,7 +121,7 @@ class ImageEncoding:
 
     @staticmethod
     def _agree(group: Group, seen: Sequence[str], errors: dict[str, ErrorValue]) -> dict[str, ErrorValue]:
-        """Ranks must run one batch: of the requests with images, one that fails on any rank fails on all."""
+        """Fail a request with images on all ranks if it fails on any, since all ranks must run the same batch."""
         fine = group.smallest([request_id not in errors for request_id in seen], "images")
         failed = [request_id for request_id, is_fine in zip(seen, fine, strict=True) if not is_fine]
         return {**dict.fromkeys(failed, _ELSEWHERE), **errors}
@@ -147,7 +150,7 @@ class ImageEncoding:
 
 
 class _Call:
-    """A call of the vision tower that is under way."""
+    """A running call of the vision tower."""
 
     def __init__(self, encode: Encode, states: Mapping[str, RequestState], vision: VisionEncoder) -> None:
         self.number = encode.number
@@ -157,7 +160,7 @@ class _Call:
         self.running: PacedCall[list[VisionFeatures]] = PacedCall(lambda: vision.encode(tasks))
 
     def alive(self) -> list[tuple[RequestState, int]]:
-        """Its items whose requests have not ended."""
+        """The call's items with active requests."""
         return [(state, i) for state, i in self.items if self._states.get(state.request.request_id) is state]
 
 

@@ -1,10 +1,10 @@
-"""The last decoder layer, reduced to what is read of it: keys and values of all rows, all else of the rows that answer.
+"""The last decoder layer, limited to the rows that are read; keys and values are computed for all rows.
 
-No later layer reads the last layer's hidden states. Of a prompt only the last token's is read (a task head over image
-tokens reads those), so most rows of a prefill need no query, no attention, no output projection and no MLP there.
+No later layer reads the last layer's hidden states. Of a prompt only the last token's state is read (a task head over
+image tokens reads those instead), so most rows of a prefill need no query, attention, output projection or MLP there.
 
-`q_proj`, `o_proj` and `mlp` map each row on its own, whatever the model family. Their classes are swapped for ones that
-compute the rows that are read and return zeros for the others, so the model's code sees the shapes that it expects.
+`q_proj`, `o_proj` and `mlp` map each row independently in every model family. Their classes are swapped for ones that
+compute the rows that are read and return zeros for the others, so that the model's code sees the expected shapes.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from vlora.lora.adapted_linear import AdaptedLinear, LaneScope
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ReadRows:
-    """Rows of the packed batch whose final hidden state is read.
+    """Rows of the packed batch with a final hidden state that is read.
 
     index: int64 [K], ascending, on the model's device. lanes: the batch's lanes over these K rows.
     """
@@ -35,7 +35,7 @@ class ReadRows:
 
 
 def lanes_of_rows(lanes: Sequence[atmm.Lane], rows: np.ndarray) -> list[atmm.Lane]:
-    """The lanes of a packed batch over some of its rows, which become rows 0 to len(rows) - 1. rows: ascending."""
+    """The lanes of a packed batch over a subset of its rows, renumbered from 0 to len(rows) - 1. rows: ascending."""
     kept: list[atmm.Lane] = []
     for lane in lanes:
         start, stop = (int(place) for place in np.searchsorted(rows, (lane.start, lane.stop)))
@@ -45,19 +45,20 @@ def lanes_of_rows(lanes: Sequence[atmm.Lane], rows: np.ndarray) -> list[atmm.Lan
 
 
 class LastLayer:
-    """A decoder layer whose row-wise modules can be limited to some rows of the batch."""
+    """A decoder layer with row-wise modules that can be limited to a subset of the batch's rows."""
 
     def __init__(self, layer: nn.Module, scope: LaneScope) -> None:
-        """Swap the classes of the layer's modules, in place; after the model was cut into shards.
+        """Swap the classes of the layer's modules, in place. Call it after sharding the model.
 
-        Raises UnsupportedModel when the layer has not the modules that this relies on.
+        Raises:
+            UnsupportedModel: The layer does not have the required modules.
         """
         attention: Any = getattr(layer, "self_attn", None)
         projections: list[Any] = [getattr(attention, name, None) for name in ("q_proj", "k_proj", "v_proj", "o_proj")]
         mlp: Any = getattr(layer, "mlp", None)
         if not all(isinstance(linear, AdaptedLinear) for linear in projections) or not isinstance(mlp, nn.Module):
             raise UnsupportedModel(
-                f"{type(layer).__name__} has no self_attn with q_proj, k_proj, v_proj and o_proj beside an mlp; "
+                f"{type(layer).__name__} has no self_attn with q_proj, k_proj, v_proj and o_proj, or no mlp; "
                 "this version of transformers is not supported"
             )
         query, *keys_and_values, output = projections
@@ -69,13 +70,13 @@ class LastLayer:
 
     @contextmanager
     def limited_to(self, rows: ReadRows | None) -> Iterator[None]:
-        """Until the block ends, compute these rows only. None: all rows."""
+        """Context in which only these rows are computed. None: all rows."""
         if rows is None:
             yield
             return
         num_rows = len(rows.index)
         self.active = rows.index, atmm.SegmentPlan(num_rows, rows.lanes) if rows.lanes else None
-        # q reads fewer rows than k and v here, so one product for all three does not fit.
+        # q is computed for fewer rows than k and v here, so the three cannot share one product.
         siblings = [linear.siblings for linear in self._inputs]
         for linear in self._inputs:
             linear.siblings = None
@@ -87,7 +88,7 @@ class LastLayer:
                 linear.siblings = before
 
     def compute(self, forward: Callable[[torch.Tensor], torch.Tensor], width: int, x: torch.Tensor) -> torch.Tensor:
-        """A row-wise function of x [..., T, d]: [..., T, width], zero in rows that nothing reads."""
+        """Apply a row-wise function to x [..., T, d]. Returns [..., T, width], with zeros in rows that are not read."""
         if self.active is None:
             return forward(x)
         index, plan = self.active
@@ -99,7 +100,7 @@ class LastLayer:
 
 
 class _Limited(nn.Module):
-    """Mixed into the class of a row-wise module."""
+    """A mixin for the class of a row-wise module."""
 
     limit: LastLayer
     width: int

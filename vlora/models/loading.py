@@ -1,4 +1,4 @@
-"""Loading a base model by folder or hub name, or with random weights at its config's real shapes."""
+"""Loads a base model by folder or hub name, or creates one with random weights in the shapes of its config."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from vlora.models.families import family_of
 from vlora.models.pretrained import from_pretrained
 
 _HUB_HINT = (
-    "; there is no folder of that name either. Give a folder with the checkpoint's files, or set HTTPS_PROXY for a "
-    "proxy, HF_ENDPOINT for a mirror of the hub, HF_HOME for a cache that can be written"
+    "; there is no folder of that name either. Set a folder with the checkpoint's files, or set HTTPS_PROXY for a "
+    "proxy, HF_ENDPOINT for a mirror of the hub, HF_HOME for a writable cache"
 )
 
 
 def load_model(config: EngineConfig, rank: int = 0) -> Any:
-    """The transformers model in eval mode, whole, on its device. Raises BadConfig, UnsupportedModel.
+    """Load the whole transformers model in eval mode. Raises BadConfig, UnsupportedModel.
 
-    Where several ranks share a model it may be larger than a rank's device, and `sharding.shard` brings a part there:
-    until then weights are mapped files, of which nothing is read that nobody looks at.
+    With one rank the model is on its device. With several ranks it may be larger than a rank's device, so its weights
+    stay memory-mapped files on the CPU, read on access, until `sharding.shard` moves the rank's part to the device.
     """
     device = device_of(config, rank)
     model_config = read_config(config.model)
@@ -49,7 +49,7 @@ def read_config(model: str) -> Any:
 
 
 def dummy_model(model_config: Any, dtype: str, device: torch.device, seed: int) -> Any:
-    """Random weights of the right shapes: for performance work, where the numbers' values do not matter."""
+    """A model with random weights, for performance measurements that do not depend on the values."""
     family_of(model_config)
     torch_dtype = (model_config.dtype or torch.float32) if dtype == "auto" else getattr(torch, dtype)
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), torch.device(device):
@@ -63,22 +63,21 @@ def _ready(model: Any, device: torch.device) -> Any:
 
 
 def device_of(config: EngineConfig, rank: int) -> torch.device:
-    """The device itself where there is one rank; with more, each has its own GPU, or they share the CPU. Raises
-    BadConfig."""
+    """The device of a rank. With several ranks each has its own GPU, or all share the CPU. Raises BadConfig."""
     name = config.device
     try:
         device = torch.device(name)
     except RuntimeError as error:
         raise BadConfig(f"device {name!r} is not known to torch; use cpu, cuda or cuda:N") from error
     if device.type not in ("cpu", "cuda"):
-        raise BadConfig(f"device {name!r} is not served; use cpu, cuda or cuda:N")
+        raise BadConfig(f"device {name!r} is not supported; use cpu, cuda or cuda:N")
     if device.type == "cuda" and not torch.cuda.is_available():
-        raise BadConfig(f"device {name!r} was asked for, but torch sees no CUDA device here")
+        raise BadConfig(f"device {name!r} was requested, but torch finds no CUDA device")
     if config.tensor_parallel == 1 or device.type == "cpu":
         return device
     if device.index is not None or torch.cuda.device_count() < config.tensor_parallel:
         raise BadConfig(
-            f"tensor_parallel {config.tensor_parallel} on device {name!r} takes that many GPUs, and torch sees "
-            f"{torch.cuda.device_count()} here; give device cuda, and as many ranks as GPUs at most"
+            f"tensor_parallel {config.tensor_parallel} on device {name!r} needs that many GPUs, but torch finds "
+            f"{torch.cuda.device_count()}; set device cuda, and at most as many ranks as GPUs"
         )
     return torch.device("cuda", rank)

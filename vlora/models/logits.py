@@ -1,4 +1,4 @@
-"""What a request's sampling parameters change in its logits before a token is chosen: bias, penalties, no early end."""
+"""Logit adjustments before sampling: logit bias, penalties, and the minimum number of tokens."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from vlora.types import SamplingParams
 
 
 class Written(NamedTuple):
-    """One row's tokens so far: the prompt's, then the answer's. num_prompt: how many are the prompt's."""
+    """One row's tokens so far: the prompt's, then the answer's. num_prompt: number of prompt tokens."""
 
     tokens: Sequence[int]
     num_prompt: int
@@ -22,7 +22,7 @@ class Written(NamedTuple):
 
 
 def changes_logits(params: SamplingParams, num_answered: int) -> bool:
-    """Whether `adjusted` differs from the logits for the token at this place of the answer."""
+    """Whether `adjusted` changes the logits of the token at this index of the answer."""
     return bool(
         params.logit_bias
         or params.repetition_penalty != 1
@@ -35,11 +35,11 @@ def changes_logits(params: SamplingParams, num_answered: int) -> bool:
 def adjusted(
     logits: torch.Tensor, params: Sequence[SamplingParams], written: Sequence[Written], eos_ids: Collection[int]
 ) -> torch.Tensor:
-    """`logits` [n, vocab] as sampling takes them; a copy where a row changes.
+    """Adjust `logits` [n, vocab] for sampling. Returns a copy if any row changes.
 
-    In this order: minus infinity for the end-of-sequence tokens (eos_ids) until a row has `min_tokens`, the bias, the
-    repetition penalty over prompt and answer, frequency and presence penalties over the answer. A token that has minus
-    infinity keeps it.
+    The order is: minus infinity for end-of-sequence tokens (eos_ids) until the answer has `min_tokens`, the logit bias,
+    the repetition penalty over prompt and answer, and the frequency and presence penalties over the answer. Logits of
+    minus infinity do not change.
     """
     rows = [
         row
@@ -55,7 +55,7 @@ def adjusted(
 
 
 def _adjust(logits: torch.Tensor, params: SamplingParams, written: Written, eos_ids: Collection[int]) -> None:
-    """In place. logits [vocab]."""
+    """Adjust logits [vocab] in place."""
     if params.min_tokens > len(written.answer):
         logits[list(eos_ids)] = -torch.inf
     if params.logit_bias:

@@ -1,4 +1,4 @@
-"""Which picture files are read, and what their pixels are: the same for what is served and what is trained on."""
+"""Supported image formats and image decoding, shared by serving and training."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "GIF", "TIFF")
 
 
 class Region(NamedTuple):
-    """The part of a picture that its tokens show, in pixels."""
+    """The part of an image that its tokens represent, in pixels."""
 
     left: float
     top: float
@@ -19,10 +19,10 @@ class Region(NamedTuple):
 
 
 def upright_rgb(image: Image.Image) -> Image.Image:
-    """Decode to RGB, turned upright by EXIF; the first frame of an animation. Broken files raise any kind of error."""
+    """Decode to RGB, rotated upright by EXIF; the first frame of an animation. Broken files raise any exception."""
     image.load()
     upright = ImageOps.exif_transpose(image)
     if upright.mode.startswith("I;16"):
-        # Sixteen bits to eight; a plain conversion would cut everything above 255 to white.
+        # Scale 16 bits to 8 bits; a plain conversion would clip all values above 255.
         upright = upright.convert("I").point(lambda value: value / 256).convert("L")
     return upright.convert("RGB")

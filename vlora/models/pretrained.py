@@ -1,4 +1,4 @@
-"""The one way to transformers' `from_pretrained`: a checkpoint is read, and code that it brings is never run."""
+"""The only call of transformers' `from_pretrained`. Code that comes with a checkpoint is never run."""
 
 from __future__ import annotations
 
@@ -12,19 +12,25 @@ from vlora.errors import BadConfig
 
 
 def from_pretrained(kind: Any, model: str | Path, **options: Any) -> Any:
-    """What a folder or hub name holds. kind: one of transformers' Auto classes.
+    """Load an object from a folder or hub name.
 
-    Raises BadConfig for a checkpoint that only code of its own can read, else what `kind` raises.
+    Args:
+        kind: One of transformers' Auto classes.
+        model: The folder or hub name.
+        options: Passed on to `kind.from_pretrained`.
+
+    Raises:
+        BadConfig: The checkpoint needs custom code. Errors of `kind` are raised too.
     """
     if not sys.stderr.isatty():
-        logging.disable_progress_bar()  # type: ignore[no-untyped-call]  # bars are for who watches
+        logging.disable_progress_bar()  # type: ignore[no-untyped-call]  # for terminals only
     try:
-        # Said each time: where nothing is said, transformers asks on the terminal and runs the code on a yes.
+        # Always explicit: by default transformers prompts on the terminal and runs the code if the user agrees.
         return kind.from_pretrained(model, trust_remote_code=False, **options)
     except ValueError as error:
         if "trust_remote_code" not in str(error):
             raise
         raise BadConfig(
-            f"{str(model)!r} brings code of its own (auto_map) for what {kind.__name__} reads, and code of a "
-            "checkpoint is never run here; take one that transformers itself knows"
+            f"{str(model)!r} needs custom code (auto_map) for {kind.__name__}, and code from a checkpoint is never "
+            "run here; use a checkpoint that transformers supports itself"
         ) from error

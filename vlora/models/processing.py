@@ -1,7 +1,7 @@
-"""From what a person sends (a question, images) to what the engine takes (token ids, processed tensors).
+"""Converts user input (a question, images) to engine input (token ids, processed tensors).
 
-Only the tokenizer and the image processor are used: the families' combined processors need torchvision for their video
-half, which a CPU box may not have, and would hide how many placeholder tokens an image fills.
+Only the tokenizer and the image processor are used. The families' combined processors require torchvision for videos,
+which a CPU machine may not have, and hide the number of placeholder tokens of an image.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import torch
 from PIL import Image
 from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerBase
 
-# From its own module: without torchvision, older versions export a stand-in that refuses to work.
+# Imported from its own module: without torchvision, older versions export a placeholder that raises an error.
 from transformers.models.auto.image_processing_auto import AutoImageProcessor
 
 from vlora.errors import BadConfig, BadImage, BadRequest
@@ -31,8 +31,10 @@ _IMAGE_FIELDS = ("pixel_values", "image_grid_thw", "image_sizes", "batch_num_ima
 
 
 class EncodedPrompt(NamedTuple):
-    """A prompt ready to become a Request: placeholders expanded, one VisionInput per image, in order. shown: what part
-    of each image its tokens show."""
+    """A prompt in the form of a Request: placeholders expanded, and one VisionInput per image, in order.
+
+    shown: the part of each image that its tokens represent.
+    """
 
     prompt_ids: tuple[int, ...]
     vision: tuple[VisionInput, ...]
@@ -53,8 +55,12 @@ class InputProcessor:
 
     @classmethod
     def from_pretrained(cls, path: str) -> InputProcessor:
-        """Load from a folder or hub name. Raises BadConfig when a piece is missing, UnsupportedModel for other
-        families."""
+        """Load from a folder or hub name.
+
+        Raises:
+            BadConfig: A part of the model cannot be loaded.
+            UnsupportedModel: The model's family is not supported.
+        """
         try:
             config = from_pretrained(AutoConfig, path)
             tokenizer = from_pretrained(AutoTokenizer, path)
@@ -64,23 +70,27 @@ class InputProcessor:
         return cls(config, tokenizer, image_processor)
 
     def chat(self, question: str, num_images: int = 0) -> str:
-        """The model's chat template around one user turn: images first, then the question, then the assistant's cue."""
+        """Apply the chat template to one user turn: images first, then the question, then the generation prompt."""
         content = [{"type": "image"}] * num_images + [{"type": "text", "text": question}]
         return self.template([{"role": "user", "content": content}])
 
     @functools.cached_property
     def takes_tools(self) -> bool:
-        """Whether the chat template has a place for tools, calls and their results."""
+        """Whether the chat template supports tools, tool calls and their results."""
         if self.tokenizer.chat_template is None:
             return False
         template: str = self.tokenizer.get_chat_template(tools=[{}])
         return "tools" in jinja2.meta.find_undeclared_variables(jinja2.Environment().parse(template))
 
     def template(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = ()) -> str:
-        """Apply the chat template to whole conversations. Content entries are {"type": "image"} or {"type": "text",
-        ...}. tools: as OpenAI's API declares them, for a template that `takes_tools`.
+        """Apply the chat template to a whole conversation.
 
-        Raises BadRequest when the template refuses the messages.
+        Args:
+            messages: Messages with content entries {"type": "image"} or {"type": "text", ...}.
+            tools: Tools in the format of OpenAI's API, for a template that `takes_tools`.
+
+        Raises:
+            BadRequest: The template rejects the messages.
         """
         if self.tokenizer.chat_template is None:
             raise BadConfig("the tokenizer has no chat template; add chat_template.jinja to the model folder")
@@ -89,12 +99,14 @@ class InputProcessor:
             declared: Any = list(tools) or None
             return str(self.tokenizer.apply_chat_template(turns, declared, tokenize=False, add_generation_prompt=True))
         except Exception as error:  # jinja raises its own classes, and templates raise through it
-            raise BadRequest(f"the model's chat template refuses these messages: {error}") from error
+            raise BadRequest(f"the model's chat template rejects these messages: {error}") from error
 
     def encode(self, prompt: str, images: Sequence[Image.Image] = ()) -> EncodedPrompt:
-        """Tokenize a prompt (already templated) and process its images.
+        """Tokenize a prompt (after the chat template) and process its images.
 
-        Raises BadRequest when markers and images do not match in number, BadImage when an image cannot be processed.
+        Raises:
+            BadRequest: The numbers of image markers and images differ.
+            BadImage: An image cannot be processed.
         """
         pieces = prompt.split(self.image_token)
         if len(pieces) - 1 != len(images):
@@ -106,30 +118,30 @@ class InputProcessor:
         text = pieces[0]
         for item, piece in zip(vision, pieces[1:], strict=True):
             text += self.image_token * item.num_tokens + piece
-        # Templates write the beginning-of-text token themselves; tokenizers would add a second one.
+        # Templates include the beginning-of-text token; the tokenizer would add a second one.
         bos = self.tokenizer.bos_token
         special = not (bos is not None and text.startswith(bos))
         shown = tuple(shown_region(self.image_processor, image.width, image.height) for image in images)
         return EncodedPrompt(tuple(self._tokenize(text, special)), vision, shown)
 
     def as_given(self, token_ids: Sequence[int]) -> EncodedPrompt:
-        """A prompt whose token ids are given, without images."""
+        """A prompt given as token ids, without images."""
         return EncodedPrompt(tuple(token_ids), ())
 
     def decode(self, token_ids: Sequence[int]) -> str:
         return str(self.tokenizer.decode(list(token_ids), skip_special_tokens=True))
 
     def token_text(self, token_id: int) -> str:
-        """One token on its own, special tokens by name; a part of a character shows as the replacement character."""
+        """The text of one token. Special tokens are shown by name, partial characters as the replacement character."""
         raw = self.tokenizer.convert_ids_to_tokens([token_id])[0]
         text = str(self.tokenizer.decode([token_id], skip_special_tokens=False))
-        # Decoders of this kind take the space of a text's first word away.
+        # Decoders of this kind strip the leading space of a text.
         return " " + text if raw is not None and raw.startswith("\u2581") and not text.startswith(" ") else text
 
     def _process(self, images: Sequence[Image.Image]) -> tuple[VisionInput, ...]:
         try:
             if self.family.model_type == "llava_onevision" and len(images) > 1:
-                # Several images in one prompt are not tiled, so the processor must see them together.
+                # Several images in one prompt are not tiled, so the processor must get them together.
                 together = self.image_processor([[image.convert("RGB") for image in images]], return_tensors="pt")
                 fields = [
                     {
@@ -143,7 +155,7 @@ class InputProcessor:
                 fields = [dict(self.image_processor(image.convert("RGB"), return_tensors="pt")) for image in images]
         except (ValueError, TypeError, OSError) as error:
             sizes = ", ".join(f"{image.width}x{image.height}" for image in images)
-            raise BadImage(f"the image processor refuses the images ({sizes}): {error}") from error
+            raise BadImage(f"the image processor rejects the images ({sizes}): {error}") from error
         return tuple(self._vision_input(item) for item in fields)
 
     def _vision_input(self, fields: dict[str, torch.Tensor]) -> VisionInput:
@@ -152,11 +164,11 @@ class InputProcessor:
 
 
 def _short_way(tokenizer: PreTrainedTokenizerBase) -> Callable[[str, bool], Sequence[int]]:
-    """Token ids of a text, with or without the special tokens around it.
+    """A function that returns the token ids of a text, with or without special tokens.
 
-    A tokenizer's own call prepares for pairs, batches, padding and truncation. Where it rests on `tokenizers` that is
-    left out: next to an engine no code stays in a core's cache, and what is not run need not come from memory
-    (docs/decisions.md, 2026-11-22).
+    A tokenizer's own call also handles pairs, batches, padding and truncation. For tokenizers of the `tokenizers`
+    library that code is bypassed: beside a running engine it is not cached and must be fetched from memory in every
+    call (docs/decisions/0003).
     """
     if not tokenizer.is_fast:
         return lambda text, special: tokenizer(text, add_special_tokens=special)["input_ids"]  # type: ignore[no-any-return]
@@ -168,7 +180,7 @@ def _short_way(tokenizer: PreTrainedTokenizerBase) -> Callable[[str, bool], Sequ
 
 
 def vision_input(kind: str, fields: Mapping[str, torch.Tensor], num_tokens: int) -> VisionInput:
-    """Pack processed tensors of one image or video into a value, with the hash its embeddings are cached under."""
+    """Pack the processed tensors of one image or video into a value, with the hash that keys its cached embeddings."""
     values = {name: tensor_value(tensor) for name, tensor in sorted(fields.items())}
     digest = hashlib.blake2b(digest_size=16)
     for name, value in values.items():
@@ -183,7 +195,7 @@ def tensor_value(tensor: torch.Tensor) -> TensorValue:
 
 
 def to_tensor(value: TensorValue) -> torch.Tensor:
-    """The tensor behind a value. Raises BadRequest when bytes and shape do not agree."""
+    """Convert a value to a tensor. Raises BadRequest if its bytes, dtype and shape do not match."""
     try:
         array = np.frombuffer(value.data, dtype=value.dtype).reshape(value.shape)
     except (TypeError, ValueError) as error:
@@ -195,7 +207,7 @@ def to_tensor(value: TensorValue) -> torch.Tensor:
 
 
 def shown_region(image_processor: Any, width: int, height: int) -> Region:
-    """What an image processor keeps of a picture: all of it, or the middle that a crop leaves of it."""
+    """The part of an image that an image processor keeps: the whole image, or its centre crop."""
     if not getattr(image_processor, "do_center_crop", False):
         return Region(0, 0, width, height)
     size, crop = dict(image_processor.size), dict(image_processor.crop_size)

@@ -1,4 +1,4 @@
-"""A request's tensors while it lives in the runner."""
+"""The state and tensors of a request in the runner."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from vlora.types import Request, VisionInput
 class Visual:
     """Embeddings of a prompt's images and videos (all, or the later ones), in the order of their placeholder tokens.
 
-    before: [n + 1], how many of these placeholders stand before each token. features [placeholders, hidden]; deepstack:
-    the same rows once per level (Qwen3-VL).
+    before: [n + 1], the number of these placeholders before each token. features: [placeholders, hidden]. deepstack:
+    the same rows for each level (Qwen3-VL).
     """
 
     before: np.ndarray
@@ -33,14 +33,21 @@ class Visual:
     def build(
         cls, request: Request, places: Sequence[np.ndarray], features: Sequence[VisionFeatures], device: torch.device
     ) -> Visual:
-        """places: of each item of `features`, its placeholders' indices in the prompt.
+        """Combine the features of several items.
 
-        Raises BadRequest when placeholders and embeddings do not match in number.
+        Args:
+            request: The request that has the items.
+            places: For each item of `features`, the indices of its placeholders in the prompt.
+            features: The items' embeddings.
+            device: The model's device.
+
+        Raises:
+            BadRequest: The numbers of placeholders and embeddings differ.
         """
         for own, made in zip(places, features, strict=True):
             if len(own) != len(made.rows):
                 raise BadRequest(
-                    f"an image or video of request {request.request_id!r} makes {len(made.rows)} embeddings, but fills "
+                    f"an image or video of request {request.request_id!r} has {len(made.rows)} embeddings, but "
                     f"{len(own)} placeholder tokens"
                 )
         joined = np.concatenate(places)
@@ -56,11 +63,15 @@ class Visual:
 
 
 class RequestState:
-    """tokens: prompt and answer so far. Positions and visuals are there once the request has been prepared.
+    """A request's tokens, embeddings and intermediate results.
 
-    head_logits: of the tokens that the request's head reads, [tokens, outputs] on the host, as far as they have been
-    computed; None before the first of them. placeholders: token id by kind of visual item. features: embeddings by
-    place in `Request.vision`, held until all of them are in `visual`.
+    tokens: prompt and answer so far. positions, visual: set once the request is prepared. head_logits: [tokens,
+    outputs] on the host for the tokens that the request's head reads, filled as they are computed; None before the
+    first. features: embeddings by index in `Request.vision`, kept until all of them are in `visual`.
+
+    Args:
+        vision_key: Key of the adapter that applies to the vision side, or None.
+        placeholders: Token id by kind of visual item.
     """
 
     def __init__(self, request: Request, vision_key: str | None, placeholders: Mapping[str, int]) -> None:
@@ -68,23 +79,23 @@ class RequestState:
         self.vision_key = vision_key
         self.tokens: list[int] = list(request.prompt_ids)
         self.seed = seed_of(request.request_id, request.sampling)
-        self.cursor: Cursor | None = None  # in its grammar; it moves with tokens, which a preemption keeps
+        self.cursor: Cursor | None = None  # position in its grammar; a preemption keeps it, like the tokens
         self.positions: Positions | None = None
         self.visual: Visual | None = None
         self.features: dict[int, VisionFeatures] = {}
         self.head_logits: torch.Tensor | None = None
         self.places = _places(request, placeholders)
         self._last = [int(own[-1]) if len(own) else len(request.prompt_ids) for own in self.places]
-        self._visual_from = len(request.prompt_ids) + 1  # images and videos that reach this token are there
+        self._visual_from = len(request.prompt_ids) + 1  # images and videos that reach this token are in `visual`
         self._block_table: tuple[int, ...] = ()
         self._rows = np.empty(0, dtype=np.int64)
 
     def prepared(self, start: int) -> bool:
-        """Whether everything is there to compute tokens from `start` on."""
+        """Whether all inputs for computing tokens from `start` on are available."""
         return self.positions is not None and all(last < start or last >= self._visual_from for last in self._last)
 
     def visible(self, start: int) -> list[int]:
-        """Which images and videos are needed from token `start` on: what lies wholly before it is in the KV cache."""
+        """Indices of the images and videos needed from token `start` on. KV of items wholly before it is cached."""
         return [i for i, last in enumerate(self._last) if last >= start]
 
     @property
@@ -111,20 +122,20 @@ class RequestState:
         return len(self.tokens) - len(self.request.prompt_ids)
 
     def prepare(self, positions: Positions, visual: Visual | None, start: int) -> None:
-        """Everything needed from token `start` on is there."""
+        """Set the positions and embeddings that are needed from token `start` on."""
         self.positions, self.visual, self._visual_from = positions, visual, start
         if len(self.visible(start)) == len(self._last):
             self.features.clear()  # `visual` has a copy of all of them, whatever token is computed next
 
     def grids(self) -> list[tuple[str, dict[str, torch.Tensor]]]:
-        """The small tensors positions depend on, per image or video; pixels are left out."""
+        """The small tensors that positions depend on, per image or video, without pixels."""
         return [
             (item.kind, {name: to_tensor(value) for name, value in item.fields.items() if "pixel" not in name})
             for item in self.request.vision
         ]
 
     def kv_rows(self, block_table: tuple[int, ...], block_size: int, block_rows: int) -> np.ndarray:
-        """Base row of every token slot of the table, int64 [len(table) * block_size]; kept until the table changes."""
+        """Base row of every token slot of the table, int64 [len(table) * block_size]; cached for the same table."""
         if block_table != self._block_table:
             first = np.asarray(block_table, dtype=np.int64) * block_rows
             self._rows = (first[:, None] + np.arange(block_size)).reshape(-1)
@@ -133,8 +144,7 @@ class RequestState:
 
 
 def _places(request: Request, placeholders: Mapping[str, int]) -> list[np.ndarray]:
-    """Indices of each image's or video's placeholder tokens in the prompt; each kind's tokens belong to its items in
-    order."""
+    """Indices of each image's or video's placeholder tokens in the prompt, assigned in order within each kind."""
     if not request.vision:
         return []
     ids = np.asarray(request.prompt_ids)

@@ -1,4 +1,4 @@
-"""RMS norms of the model's own layers, computed by one compiled kernel where eager torch launches eight."""
+"""RMS norms of the model's layers, computed by one compiled kernel instead of eight eager torch kernels."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import atmm
 
 
 class _FusedNorm(nn.Module):
-    """Mixed into the class of a norm `weight * round(x / sqrt(mean(x^2) + variance_epsilon))`."""
+    """A mixin for the class of a norm `weight * round(x / sqrt(mean(x^2) + variance_epsilon))`."""
 
     weight: torch.Tensor
     variance_epsilon: float
@@ -26,13 +26,13 @@ class _FusedNorm(nn.Module):
 
 
 def fuse_norms(model: nn.Module) -> int:
-    """Let the kernel compute every RMS norm of a model that is this function.
+    """Replace every RMS norm of a model with the kernel, if it computes this function.
 
-    A class counts as that where its name says so, it has the two parameters, and it gives the same for some values: a
-    family with another formula keeps its own. Models on a GPU keep theirs, too.
+    A class qualifies if its name ends with RMSNorm, it has the two parameters, and it returns the same for some values.
+    Norms with another formula, and norms of models on a GPU, are not changed.
 
     Returns:
-        How many norms there are.
+        The number of replaced norms.
     """
     fused: dict[type, type | None] = {}
     number = 0

@@ -1,4 +1,4 @@
-"""The only class that runs the model: a `Batch` goes in, tokens and head answers come out."""
+"""The only class that runs the model: takes a `Batch` and returns tokens and head answers."""
 
 from __future__ import annotations
 
@@ -33,10 +33,11 @@ log = logging.getLogger(__name__)
 
 
 class ModelRunner:
-    """Holds each request's tensors by `request_id`, builds the packed batch, runs it, samples and reads heads.
+    """Keeps each request's tensors by `request_id`, builds the packed batch, runs it, samples, and reads heads.
 
-    block_pages: pages of one KV block, which fixes the block's stride in KV rows. group: the ranks that run the same
-    batches; rank 0 samples, and the others are told by `take_tokens`.
+    Args:
+        block_pages: Pages of one KV block, which determine the block's stride in KV rows.
+        group: The ranks that run the same batches. Rank 0 samples; the other ranks get the tokens by `take_tokens`.
     """
 
     def __init__(
@@ -63,28 +64,28 @@ class ModelRunner:
         self._images = ImageEncoding(seam, vision, self._states, group)
 
     def add(self, request: Request, vision_key: str | None) -> None:
-        """Take a request's tensors in. vision_key: its adapter's key if that adapter changes the vision side."""
+        """Add a request. vision_key: its adapter's key if that adapter changes the vision side, else None."""
         self._states[request.request_id] = RequestState(request, vision_key, self._seam.placeholders)
 
     def begin_grammar(self, request_id: str, cursor: Cursor) -> None:
-        """Hold a request's answer, of which there is nothing yet, to a grammar."""
+        """Constrain a request's answer to a grammar, before its first token."""
         self._states[request_id].cursor = cursor
 
     def release(self, request_id: str) -> None:
-        """Forget a request; unknown ids are ignored."""
+        """Remove a request; unknown ids are ignored."""
         self._images.release(request_id)
         self._states.pop(request_id, None)
 
     def take_tokens(self, tokens: Mapping[str, int]) -> None:
-        """What rank 0 sampled in the last step, by request."""
+        """Append the tokens that rank 0 sampled in the last step, by request id."""
         for request_id, token in tokens.items():
             self._states[request_id].tokens.append(token)
 
     def run(self, batch: Batch) -> StepResult:
-        """One step. A request that fails alone gets an error in the result; the others are answered.
+        """Run one step. A request that fails alone gets an error in the result; the others continue.
 
-        Raises StepFailed when the switch or the forward itself fails: then every request of the batch is lost, and only
-        those.
+        Raises:
+            StepFailed: The switch or the forward pass failed. All requests of the batch, and no others, are lost.
         """
         started = time.perf_counter()
         try:
@@ -93,7 +94,7 @@ class ModelRunner:
         except Exception as error:
             log.exception("switch failed")
             raise StepFailed(
-                f"the weights could not be switched to {batch.merged_adapter or 'the base model'}: "
+                f"switching the weights to {batch.merged_adapter or 'the base model'} failed: "
                 f"{type(error).__name__}: {error}"
             ) from error
         switch_s = time.perf_counter() - started
@@ -114,9 +115,9 @@ class ModelRunner:
                     heads, failed = read_heads(hidden, packed, self._bank, self._seam.config)
                     errors |= refused | failed
                 except RanksApart:
-                    raise  # nothing of this batch
+                    raise  # not an error of this batch
                 except Exception as error:
-                    # Whatever went wrong, only this batch may pay for it: the engine serves on.
+                    # Any error fails only this batch; the engine continues.
                     log.exception("step failed")
                     raise StepFailed(f"the batch failed inside the model: {type(error).__name__}: {error}") from error
         return StepResult(
@@ -134,7 +135,7 @@ class ModelRunner:
     # -- the packed batch -------------------------------------------------------------------------------------------
 
     def _forward(self, batch: Batch, items: Sequence[BatchItem]) -> tuple[torch.Tensor, ForwardBatch]:
-        """The packed batch and its hidden states [T, hidden], which only rows that are read have."""
+        """Run the model. Returns hidden states [T, hidden], valid only in rows that are read, and the packed batch."""
         seam = self._seam
         device = seam.device
         merged = batch.merged_adapter
@@ -157,7 +158,11 @@ class ModelRunner:
     def _sample(
         self, hidden: torch.Tensor, rows: Sequence[Row]
     ) -> tuple[dict[str, int], dict[str, TokenScore], dict[str, ErrorValue]]:
-        """By request id: the token, how likely it was where that was asked for, and why a grammar let none follow."""
+        """Sample one token per row.
+
+        Returns:
+            By request id: tokens, scores of requests with logprobs, and errors of answers that a grammar stopped.
+        """
         if not rows:
             return {}, {}, {}
         picked = hidden.index_select(0, torch.tensor([row.stop - 1 for row in rows]).to(hidden.device))

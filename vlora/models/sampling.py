@@ -1,6 +1,6 @@
-"""Token choice. A draw depends on the request's seed and the token's place in its answer, on nothing else.
+"""Sampling. A draw depends only on the request's seed and the token's index in the answer.
 
-So the same request gives the same answer in any batch, after any preemption, with no generator state to keep.
+The same request therefore gets the same answer in any batch and after any preemption, without generator state.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from vlora.types import SamplingParams, TokenScore
 
 
 def seed_of(request_id: str, params: SamplingParams) -> int:
-    """The request's seed, or one made from its id."""
+    """The request's seed, or one derived from its id."""
     if params.seed is not None:
         return params.seed
     return int.from_bytes(hashlib.blake2b(request_id.encode(), digest_size=8).digest(), "little")
@@ -24,9 +24,15 @@ def seed_of(request_id: str, params: SamplingParams) -> int:
 def sample(
     logits: torch.Tensor, params: Sequence[SamplingParams], seeds: Sequence[int], places: Sequence[int]
 ) -> list[int]:
-    """Choose one token per row. logits [n, vocab] float32, contiguous; places: index of the token within each row's
-    answer."""
-    # On the host numpy's argmax is an order of magnitude faster than torch's.
+    """Choose one token per row.
+
+    Args:
+        logits: float32 [n, vocab], contiguous.
+        params: Sampling parameters of each row.
+        seeds: Seed of each row.
+        places: Index of the token in each row's answer.
+    """
+    # On the host numpy's argmax is ten times as fast as torch's.
     greedy = logits.numpy().argmax(-1) if logits.device.type == "cpu" else logits.argmax(-1)
     tokens: list[int] = greedy.tolist()
     for row, chosen in enumerate(params):
@@ -38,9 +44,9 @@ def sample(
 def token_scores(
     logits: torch.Tensor, params: Sequence[SamplingParams], chosen: Sequence[int]
 ) -> dict[int, TokenScore]:
-    """By row, for the rows that ask for logprobs: how likely the model held the chosen token, and the likeliest ones.
+    """Log probabilities of the chosen and the most likely tokens, by row, for rows that ask for logprobs.
 
-    Taken from the logits as they are, before temperature and filters.
+    They are computed from the given logits, before temperature and filters.
     """
     rows = [row for row, asked in enumerate(params) if asked.logprobs is not None]
     if not rows:
@@ -56,7 +62,7 @@ def token_scores(
 
 
 def _draw(logits: torch.Tensor, params: SamplingParams, seed: int, place: int) -> int:
-    """Inverse-CDF draw over the tokens that top-k, min-p and top-p leave, likeliest first."""
+    """Inverse-CDF draw over the tokens that top-k, min-p and top-p keep, most likely first."""
     count = min(params.top_k or logits.numel(), logits.numel())
     values, ids = torch.topk(logits.double() / params.temperature, count)
     probabilities = torch.softmax(values, -1)
@@ -64,8 +70,8 @@ def _draw(logits: torch.Tensor, params: SamplingParams, seed: int, place: int) -
         probabilities = torch.where(probabilities >= params.min_p * probabilities[0], probabilities, 0.0)
         probabilities /= probabilities.sum()
     cumulative = probabilities.cumsum(-1)
-    # A token stays when the mass before it is below top_p: the first one always does. One that a grammar forbids has no
-    # mass.
+    # A token is kept if the mass before it is below top_p, so the first token is always kept. Tokens that a grammar
+    # forbids have no mass.
     kept = int((((cumulative - probabilities) < params.top_p) & (probabilities > 0)).sum())
     bits = np.random.Philox(key=seed & (2**64 - 1), counter=place)
     uniform = float(np.random.Generator(bits).random())

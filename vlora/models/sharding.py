@@ -1,6 +1,6 @@
-"""One rank's part of the unmodified language model, cut in place; vision tower, embeddings and output head stay whole.
+"""Shards the language model in place; the vision tower, the embeddings and the output head stay whole on every rank.
 
-The models' attention takes its number of heads from the width of q, k and v, so cutting these is all it needs.
+The models' attention derives its number of heads from the width of q, k and v, so sharding these layers is sufficient.
 """
 
 from __future__ import annotations
@@ -22,8 +22,7 @@ _SAMPLE = 64  # values of each tensor that a fingerprint reads
 
 
 class RowParallelLinear(AdaptedLinear):
-    """A layer whose inputs are split over ranks: what it and its adapters add up to is summed over ranks, in one
-    all-reduce."""
+    """A layer with inputs split over ranks. One all-reduce sums the outputs of the layer and its adapters."""
 
     group: Group
 
@@ -38,7 +37,7 @@ class RowParallelLinear(AdaptedLinear):
 
 
 def plan_of(model_config: Any, rank: int, size: int) -> ShardPlan:
-    """A rank's part of a model, by its transformers config. Raises BadConfig when it cannot be cut so."""
+    """A rank's part of a model, from its transformers config. Raises BadConfig if the model cannot be sharded so."""
     text = model_config.text_config
     heads = text.num_attention_heads
     return ShardPlan(
@@ -52,8 +51,11 @@ def plan_of(model_config: Any, rank: int, size: int) -> ShardPlan:
 
 
 def shard(seam: Seam, group: Group) -> None:
-    """Keep this rank's part of every linear layer of the language model, and bring the model to the group's device.
-    Raises BadConfig."""
+    """Keep this rank's part of every linear layer of the language model, and move the model to the group's device.
+
+    Raises:
+        BadConfig: The model cannot be sharded over this number of ranks.
+    """
     plan = plan_of(seam.config, group.rank, group.size)
     for name, layer in seam.language_linears.items():
         part = plan.shard(name, layer.in_features, layer.out_features)
@@ -81,13 +83,13 @@ def _gather_together(linears: Mapping[str, AdaptedLinear], group: Group) -> None
 
 
 def fingerprint(model: Any) -> str:
-    """Of names, shapes and a sample of the weights: differs where two ranks loaded different models."""
+    """A hash of names, shapes and a sample of the weights. It differs between ranks that loaded different models."""
     digest = hashlib.blake2b(digest_size=16)
     for name, tensor in model.state_dict().items():
         digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode())
         sample = tensor.flatten()
         if len(sample) > _SAMPLE:
-            # Drawn, the same everywhere: at equal distances all would be of a few columns, the first one mostly.
+            # Random with a fixed seed: equidistant samples would cover only a few columns, mostly the first.
             places = torch.randint(len(sample), (_SAMPLE,), generator=torch.Generator().manual_seed(0))
             sample = sample[places.to(sample.device)]
         digest.update(sample.contiguous().view(torch.uint8).cpu().numpy().tobytes())

@@ -1,9 +1,9 @@
-"""Runs the vision tower a piece at a time, so that decode steps run between two pieces of a large image.
+"""Runs the vision tower in pieces, so that decode steps run between the pieces of a large image.
 
-The tower's published code is one call. It runs here on a stack of its own (a greenlet of the same thread, so that the
-process keeps one OpenMP pool) which is left after a piece of work and re-entered in a later step. Linear layers are
-divided by rows and attention by heads and query rows, always in the same places, so that a call that is interrupted
-gives bit for bit what an uninterrupted one gives.
+The tower's published code is one call. It runs here on a separate stack (a greenlet of the same thread, so that the
+process keeps one OpenMP pool), which yields after a piece of work and is resumed in a later step. Linear layers are
+divided by rows, and attention by heads and query rows. The boundaries are fixed, so an interrupted call and an
+uninterrupted one give bit-identical results.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from vlora.lora.adapted_linear import AdaptedLinear
 # Must not contain "flash" or "sdpa": transformers tests attention names for those substrings.
 VISION_ATTENTION = "vlora_vision"
 
-CPU_PIECE_FLOPS = 2.5e8  # per thread: some 7 ms on a core of 40 GFLOP/s
+CPU_PIECE_FLOPS = 2.5e8  # per thread: about 7 ms on a core with 40 GFLOP/s
 GPU_PIECE_FLOPS = 1e12
 MIN_ROWS = 128  # of a linear layer's piece: products of fewer rows are slower per row
 MIN_QUERIES = 256  # of an attention piece; the CPU kernel is faster with 256 to 512 than with all of a large image
@@ -30,14 +30,14 @@ T = TypeVar("T")
 
 
 class _Stack(greenlet):
-    """Where an interruptible call runs. spent: floating-point operations since it was entered; budget: allowed."""
+    """Stack of an interruptible call. spent: floating-point operations since it was resumed; budget: their limit."""
 
     spent: float
     budget: float
 
 
 def spend(flops: float) -> None:
-    """Count work of the vision tower; an interruptible call that has used its share is left until it may go on."""
+    """Count work of the vision tower. An interruptible call that has used its budget yields until it is resumed."""
     stack = getcurrent()
     if isinstance(stack, _Stack):
         stack.spent += flops
@@ -47,9 +47,9 @@ def spend(flops: float) -> None:
 
 
 class PacedCall(Generic[T]):
-    """A call of the vision tower that advances by pieces. All of it must happen in one thread.
+    """A call of the vision tower that advances in pieces. It must be used from one thread only.
 
-    result: what the call returned, once `advance` has returned True. flops: used so far.
+    result: the call's return value, after `advance` has returned True. flops: operations so far.
     """
 
     result: T
@@ -63,13 +63,13 @@ class PacedCall(Generic[T]):
         self.result = self._call()
 
     def advance(self, flops: float) -> bool:
-        """Do about `flops` more operations, at least one piece, or nothing once the call has returned.
+        """Run about `flops` more operations, at least one piece. After the call has returned this does nothing.
 
         Returns:
             Whether the call has returned.
 
         Raises:
-            Exception: what the call raised; it is then over.
+            Exception: Any exception of the call, which is then finished.
         """
         stack = self._stack
         if stack.dead:
@@ -82,7 +82,7 @@ class PacedCall(Generic[T]):
         return stack.dead
 
     def close(self) -> None:
-        """Abandon the call; its context managers are left."""
+        """Abandon the call and exit its context managers."""
         if self._stack:
             self._stack.parent = getcurrent()
             self._stack.throw(GreenletExit)
@@ -94,7 +94,7 @@ def piece_flops(device: torch.device) -> float:
 
 
 class PacedLinear(AdaptedLinear):
-    """An adapted linear layer of the vision side, computed in pieces of rows. Made by `pace`."""
+    """An adapted linear layer of the vision side, computed in pieces of rows. Created by `pace`."""
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         num_rows = input.numel() // self.in_features
@@ -117,7 +117,7 @@ class PacedLinear(AdaptedLinear):
 
 
 def pace(layer: AdaptedLinear) -> AdaptedLinear:
-    """Turn an adapted linear layer, in place, into one that is computed in pieces."""
+    """Convert an adapted linear layer, in place, into one that is computed in pieces."""
     layer.__class__ = PacedLinear
     return layer
 
@@ -130,7 +130,7 @@ def paced_attention(
     attention_mask: torch.Tensor | None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Scaled dot-product attention as transformers calls it, computed in pieces of heads and queries.
+    """Scaled dot-product attention with transformers' interface, computed in pieces of heads and queries.
 
     Takes query, key and value [batch, heads, tokens, head_dim]; returns [batch, tokens, heads, head_dim].
     """

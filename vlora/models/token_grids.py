@@ -1,4 +1,4 @@
-"""How a request's image tokens lie in its pictures: what a head that reads them must know to say where things are."""
+"""Grids of image tokens: the positions of a request's tokens in its images, which detection heads need."""
 
 from __future__ import annotations
 
@@ -12,18 +12,20 @@ from vlora.types import VisionInput
 
 
 def why_no_grid(config: Any) -> str | None:
-    """Why a model's image tokens form no grid, or None where they do."""
+    """The reason why a model's image tokens form no grid, or None if they form one."""
     family = family_of(config)
     if family.tiles:
-        return f"{family.model_type} cuts a picture into tiles and adds an overview"
+        return f"{family.model_type} divides an image into tiles and adds a downscaled copy"
     if not family.mrope and config.vision_feature_select_strategy == "full":
-        return f"this {family.model_type} has a token that belongs to no place in the picture"
+        return f"this {family.model_type} has an image token without a position in the image"
     return None
 
 
 def image_grids(config: Any, vision: Sequence[VisionInput]) -> tuple[Grid, ...]:
-    """The grid of every picture, and of every time step of a video, in the order of `vision`. None at all for models
-    whose tokens form no grid."""
+    """The grid of every image, and of every time step of a video, in the order of `vision`.
+
+    The result is empty for models with image tokens that form no grid.
+    """
     if why_no_grid(config) is not None:
         return ()
     grids: list[Grid] = []

@@ -1,4 +1,4 @@
-"""Image and video embeddings: the vision tower runs once per content, and what it made is kept."""
+"""Image and video embeddings: the vision tower runs once per content, and its results are cached."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from vlora.types import VisionInput
 
 
 class VisionTask(NamedTuple):
-    """One item to encode, with the adapter whose vision-side deltas apply (None: none do)."""
+    """One item to encode, and the key of the adapter with vision-side deltas that applies to it, or None."""
 
     item: VisionInput
     adapter_key: str | None
@@ -26,19 +26,18 @@ class VisionTask(NamedTuple):
 
 
 class VisionEncoder:
-    """Runs the vision tower for many requests at once and caches embeddings by content (and adapter where it
-    matters)."""
+    """Runs the vision tower for many requests at once and caches embeddings by content and vision-side adapter."""
 
     def __init__(self, seam: Seam, cache_bytes: int) -> None:
         self._seam = seam
         self._cache_bytes = cache_bytes
         self._cache: OrderedDict[tuple[str, str | None], VisionFeatures] = OrderedDict()
-        self.num_bytes = 0  # what the cache holds
+        self.num_bytes = 0  # size of the cache's content
         self.num_hits = 0
         self.num_encoded = 0
 
     def is_cached(self, key: tuple[str, str | None]) -> bool:
-        """Whether the embeddings of a content, under an adapter's vision-side deltas, are kept."""
+        """Whether the embeddings of a content with an adapter's vision-side deltas are cached."""
         return key in self._cache
 
     def encode(self, tasks: Sequence[VisionTask]) -> list[VisionFeatures]:
@@ -57,7 +56,7 @@ class VisionEncoder:
             fields = {name: to_tensor(value) for name, value in task.item.fields.items()}
             groups.setdefault(self._seam.group_of(task.item.kind, fields), []).append((task, fields))
         for members in groups.values():
-            # Items of one adapter side by side: fewer lanes.
+            # Items of one adapter are adjacent, which gives fewer lanes.
             members.sort(key=lambda member: member[0].adapter_key or "")
             for (task, _), features in zip(members, self._run(members), strict=True):
                 found[task.cache_key] = features
@@ -65,7 +64,7 @@ class VisionEncoder:
         return [found[task.cache_key] for task in tasks]
 
     def forget(self, adapter_key: str) -> None:
-        """Drop what was encoded with an adapter that is gone."""
+        """Evict the embeddings that were computed with an adapter."""
         for key in [key for key in self._cache if key[1] == adapter_key]:
             self.num_bytes -= self._cache.pop(key).num_bytes
 

@@ -1,7 +1,7 @@
-"""What the two ways of dense adapters on several ranks cost here, measured on the code that serves them.
+"""Measures the costs of both shardings of dense adapters on several ranks, with the code that serves them.
 
-A product on its own says little: factors that stay in the cache are read for nothing, and around each of S-LoRA's
-collectives values are put together and taken apart.
+Timing a single product would be misleading: cached factors are read at no cost, and each of S-LoRA's collectives
+also packs and unpacks values.
 """
 
 from __future__ import annotations
@@ -21,24 +21,24 @@ from vlora.parallel.adapter_sharding import FactorShape
 from vlora.parallel.choice import Costs
 
 _TURNS = 15
-_FEATURES = 1024  # inputs and outputs of the layer that stands for all
+_FEATURES = 1024  # inputs and outputs of the layer that represents all layers
 _RANK = 128
-_KEYS = [str(key) for key in range(8)]  # adapters by turns: 4 MiB of bfloat16, more than a core has to itself
-_VALUES = 2**15  # of the collective that shows what a byte costs: as hidden values are, small
+_KEYS = [str(key) for key in range(8)]  # adapters used in turn: 4 MiB of bfloat16, more than a core's private cache
+_VALUES = 2**15  # size of the collective that measures the cost per byte; small, like hidden values
 
 Add = Callable[[torch.Tensor, torch.Tensor, atmm.SegmentPlan], None]
 
 
 def measure(group: Group, num_tokens: int, dtype: torch.dtype, device: torch.device) -> Costs:
-    """On all ranks together. num_tokens: of the batches to choose for."""
+    """Measure the costs. All ranks must call it together. num_tokens: size of the batches to choose a sharding for."""
     x = torch.zeros(num_tokens, _FEATURES, dtype=dtype, device=device)
     y = torch.zeros_like(x)
     travels = hidden_dtype(num_tokens, device, dtype)
     few, many = (torch.zeros(count, dtype=travels, device=device) for count in (num_tokens, _VALUES))
     low, high = (_site(rank, x) for rank in (group.size, _RANK))
     gather = _two_gathered(group, x)
-    # Where others use the machine too, a product's median says more of them than of it; a collective waits for ranks
-    # that they hold up, so there it belongs to the cost.
+    # On a shared machine a product's median includes interference, so the lower quartile is used. For a collective
+    # the interference on other ranks is part of the cost.
     low_s, high_s = (
         statistics.quantiles(taken, n=4)[0]
         for taken in _seconds(
@@ -78,7 +78,7 @@ def _site(rank: int, x: torch.Tensor) -> atmm.Site:
 
 
 def _two_gathered(group: Group, x: torch.Tensor) -> Sequence[Add]:
-    """Two layers that read one input, as gate and up do, of the least rank that can be split."""
+    """Two layers with the same input, like gate and up, with the smallest LoRA rank that can be split."""
     layers = gathered(group, 2)
     shape = FactorShape(group.size, _FEATURES, _FEATURES, "gathered", group.size)
     for layer, key in itertools.product(layers, _KEYS):
@@ -99,7 +99,7 @@ def _factors(like: torch.Tensor, rows_a: int, rows_bt: int, d_out: int) -> tuple
 
 
 def _adding(adds: Iterable[Add], x: torch.Tensor, y: torch.Tensor) -> Callable[[], None]:
-    """Calls `adds` for the next adapter, all tokens being its own."""
+    """A function that calls `adds` for the next adapter in turn, with a single lane for all tokens."""
     following = itertools.cycle([atmm.SegmentPlan(len(x), [atmm.Lane(key, 0, len(x), 1.0)]) for key in _KEYS])
 
     def call() -> None:
@@ -111,7 +111,7 @@ def _adding(adds: Iterable[Add], x: torch.Tensor, y: torch.Tensor) -> Callable[[
 
 
 def _seconds(calls: Sequence[Callable[[], object]], device: torch.device) -> list[list[float]]:
-    """Of each, called by turns: all ranks in the same order."""
+    """Times of each call. The calls take turns, in the same order on all ranks."""
     taken: list[list[float]] = [[] for _ in calls]
     for turn in range(_TURNS + 1):
         for call, seconds in zip(calls, taken, strict=True):
@@ -119,6 +119,6 @@ def _seconds(calls: Sequence[Callable[[], object]], device: torch.device) -> lis
             call()
             if device.type == "cuda":
                 torch.cuda.synchronize(device)
-            if turn:  # the first prepares
+            if turn:  # the first turn is a warm-up
                 seconds.append(time.perf_counter() - started)
     return taken

@@ -1,7 +1,9 @@
-"""Who runs next, and in which mode. Pure Python, deterministic under a fake clock; never touches a tensor.
+"""The scheduler: selects the requests of each step and the inference mode.
 
-Reading order: `base.py` (the interface), `algorithm1.py` (the paper's policy), `request_state.py` (a request's three
-lengths), `budgets.py` (cutting a decision to tokens and blocks), `cost_model.py`, `scheduler.py` (all of it together).
+Pure Python, deterministic under a fake clock; uses no tensors.
+
+Reading order: `policies/base.py` (the interface), `policies/algorithm1.py` (the paper's policy), `request_state.py`
+(per-request lengths), `budgets.py` (token and block budgets), `cost_model.py`, `scheduler.py` (everything combined).
 """
 
 from vlora.orchestrator.adapter_prefetch import bring_wanted, give_way_to_kv, pin_in_use

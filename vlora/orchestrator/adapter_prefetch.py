@@ -1,4 +1,4 @@
-"""Which adapters come into memory before a step, and which must stay there meanwhile."""
+"""Selects the adapters to load before a step and those that must stay resident during it."""
 
 from __future__ import annotations
 
@@ -9,9 +9,12 @@ from vlora.orchestrator.scheduler import Scheduler
 
 
 def bring_wanted(scheduler: Scheduler, residency: Residency, bring: Callable[[str], bool]) -> None:
-    """Make the adapters that requests need resident, most wanted first, as far as memory goes.
+    """Load the adapters that requests need, in order of demand, as far as memory allows.
 
-    bring: loads one adapter, evicting cold ones if it must; False when it cannot fit now.
+    Args:
+        scheduler: provides the needed adapters.
+        residency: the resident adapters.
+        bring: loads one adapter, evicting cold ones if necessary; False if it cannot fit now.
     """
     resident = residency.resident
     if scheduler.needed_adapters <= resident:
@@ -21,7 +24,7 @@ def bring_wanted(scheduler: Scheduler, residency: Residency, bring: Callable[[st
     pinned = pin_in_use(scheduler, residency)
     for name in scheduler.waiting_adapters():
         if bring(name):
-            # A less wanted adapter may not evict it again before its requests have had their step.
+            # Keep a less wanted adapter from evicting this one before its requests have run a step.
             residency.pin(name)
             pinned.append(name)
     for name in pinned:
@@ -29,11 +32,15 @@ def bring_wanted(scheduler: Scheduler, residency: Residency, bring: Callable[[st
 
 
 def give_way_to_kv(scheduler: Scheduler, residency: Residency, merged: str | None) -> None:
-    """Evict adapters where KV blocks are short: for the next step those that no entered request needs, as loading one
-    again costs less than computing a request's KV again; for a request to enter those that no request needs at all.
-    To be called after `bring_wanted`.
+    """Evict adapters when KV blocks are short. Call after `bring_wanted`.
 
-    merged: an adapter whose weights are in place, which stays.
+    If the next step lacks blocks, evicts adapters that no entered request needs: loading one again costs less than
+    recomputing a request's KV. If a waiting request lacks blocks to enter, evicts only adapters that no request needs.
+
+    Args:
+        scheduler: provides the demand for blocks and adapters.
+        residency: the resident adapters.
+        merged: the currently merged adapter, which is kept.
     """
     needed = {*scheduler.needed_adapters, merged}
     if num_blocks := scheduler.blocks_short():
@@ -43,7 +50,7 @@ def give_way_to_kv(scheduler: Scheduler, residency: Residency, merged: str | Non
 
 
 def pin_in_use(scheduler: Scheduler, residency: Residency) -> list[str]:
-    """Keep what requests under way need from being evicted; which adapters these are, for the caller to unpin."""
+    """Pin the resident adapters that running requests need; return their names for the caller to unpin."""
     pinned = [name for name in scheduler.adapters_in_use() if name in residency.resident]
     for name in pinned:
         residency.pin(name)

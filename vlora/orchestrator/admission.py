@@ -1,6 +1,9 @@
-"""Early abort: requests with a bound on their first answer wait here until the next step has room for them, or until
-it is certain enough that they cannot keep it (S-LoRA section 4.3 and appendix B). With fair shares between tenants the
-others wait here, too, and are never refused."""
+"""Early abort: admission control for requests with a deadline on their first answer.
+
+Such a request waits here until the next step has room for it, or until it is sufficiently certain to miss its deadline
+(S-LoRA section 4.3 and appendix B). With fair shares between tenants, requests without a deadline wait here too and are
+never refused.
+"""
 
 from __future__ import annotations
 
@@ -13,24 +16,28 @@ from vlora.orchestrator.fairness import FairShares, in_turn
 from vlora.orchestrator.request_state import Tracked
 
 _SMOOTH = 0.1  # weight of the newest period in the moving averages of rates
-# How a measured time scatters about the expected one, as TCP's retransmission timer has it (RFC 6298).
+# Mean and deviation of measured over predicted times, as in TCP's retransmission timer (RFC 6298).
 _MEAN, _DEVIATION, _DEVIATIONS = 1 / 8, 1 / 4, 2
-_RELAX = 1 / 32  # how much of a pessimism that nothing can correct is dropped in a period
+_RELAX = 1 / 32  # fraction of the margin dropped per period while no first answer can correct it
 
 
 class Verdict(NamedTuple):
-    """let_in: in the order in which they come in. refused: each with the seconds that its first answer was expected
-    to take."""
+    """Outcome of one admission period.
+
+    Attributes:
+        let_in: admitted requests, in order of admission.
+        refused: refused requests, each with the predicted seconds to its first answer.
+    """
 
     let_in: Sequence[Tracked]
     refused: Sequence[tuple[Tracked, float]]
 
 
 class Load:
-    """What is under way, as far as it delays the first answer of whoever is let in next, and what still has room.
+    """The current load: how much it delays the first answer of the next admitted request, and the room left.
 
-    Requests without a bound are let in whatever there is, so they take no places here; nor do their prompts delay a
-    request that is about to miss its bound, which starves, and starving requests come first.
+    Requests without a deadline are always admitted, so they take no places here. Their prompts do not delay a request
+    that is about to miss its deadline either: it starves, and starving requests run first.
     """
 
     def __init__(
@@ -48,9 +55,21 @@ class Load:
         patches_left: Callable[[Tracked], float] = lambda tracked: 0.0,
         encode_share: float = SHARE,
     ) -> None:
-        """accepted: everybody who was let in and has not ended. resident: adapters in memory, which holds at most
-        `most_adapters` as far as anybody knows. all_wait_outside: requests without a bound as well, so that they take
-        places here like the others. patches_left: of a request's images, those still to encode."""
+        """Collect the load.
+
+        Args:
+            accepted: unfinished requests that were admitted.
+            costs: current estimates.
+            max_batch_size: requests per batch.
+            max_step_tokens: tokens per step.
+            block_size: tokens per KV block.
+            free_blocks: KV blocks that no entered request is expected to need.
+            resident: adapters in memory.
+            most_adapters: estimated number of adapters that memory holds.
+            all_wait_outside: requests without a deadline wait for admission too, so they take places here.
+            patches_left: image patches of a request that are still to be encoded.
+            encode_share: see `Scheduler`.
+        """
         self._costs = costs
         self._max_batch_size = max_batch_size
         self._max_step_tokens = max_step_tokens
@@ -59,7 +78,7 @@ class Load:
         self._num_accepted = len(accepted)
         bounded = accepted if all_wait_outside else [t for t in accepted if t.answer_by is not None]
         self._num_bounded = len(bounded)
-        self._due = 0  # tokens until everybody with a bound has a first answer
+        self._due = 0  # tokens until all requests with a deadline have a first answer
         self._due_unseen = 0  # of these, tokens of requests with images to encode
         self._due_patches = 0.0
         self._patches_left = patches_left
@@ -78,7 +97,7 @@ class Load:
         self._num_prompts = len(new_tokens) - new_tokens.count(1)
         self._context = sum(t.cached_len for t in accepted)
         self._tokens_a_step = max_step_tokens - self._num_decoding
-        self._known: dict[int | tuple[int, float], float] = {}  # by tokens, and patches where there are images
+        self._known: dict[int | tuple[int, float], float] = {}  # predictions by tokens, and patches if there are any
         self._all_patches = sum([patches_left(t) for t in accepted if t.images])
         self._most_decoding = max([t.max_len - t.device_len for t in accepted if t.new_tokens == 1], default=0)
         self._resident = resident
@@ -87,14 +106,13 @@ class Load:
 
     @property
     def will_tell(self) -> bool:
-        """Whether somebody is under way whose first answer shows what predictions are worth."""
+        """Whether a running request's first answer will show how accurate predictions are."""
         return self._due > 0
 
     def has_room(self, tracked: Tracked) -> bool:
-        """Whether the next step could begin with this one: a place in the batch, a token of the budget, KV blocks, time
-        for its images."""
+        """Whether the next step has a batch slot, budget tokens, KV blocks and encoding time for the request."""
         if not self._num_bounded:
-            return True  # one at a time always goes, whatever others hold
+            return True  # a single request is always admitted
         blocks = -(-tracked.new_tokens // self._block_size)
         if tracked.images and self._due_patches * self._costs.patch_s >= ALONE_S and self._patches_left(tracked):
             return False
@@ -105,11 +123,11 @@ class Load:
         )
 
     def has_adapter(self, tracked: Tracked) -> bool:
-        """Whether its adapter is in memory, or can be brought before the step: nobody else waits for one, and fewer are
-        in use than memory holds.
+        """Whether the adapter is resident or can be loaded before the step.
 
-        This is adapter clustering where it pays (S-LoRA section 4.2): with more adapters among those let in than
-        memory holds, each step would bring adapters that the next one evicts.
+        It can be loaded if no other request waits for an adapter and fewer adapters are in use than memory holds. This
+        limits adapter clustering to where it pays (S-LoRA section 4.2): if the admitted requests used more adapters
+        than memory holds, each step would load adapters that the next one evicts.
         """
         return (
             tracked.adapter is None
@@ -119,8 +137,8 @@ class Load:
         )
 
     def first_answer_s(self, tracked: Tracked) -> float:
-        """Predicted seconds to the first answer of a request that is let in now."""
-        # Each of a thousand waiting requests is looked at twice a step.
+        """Predicted seconds to the first answer of a request that is admitted now."""
+        # Called twice a step for each waiting request, of which there may be a thousand.
         new_tokens = tracked.device_len - tracked.cached_len
         key = (new_tokens, self._patches_left(tracked)) if tracked.images else new_tokens
         seconds = self._known.get(key)
@@ -129,11 +147,11 @@ class Load:
         return seconds
 
     def prices_known(self, tracked: Tracked) -> bool:
-        """Whether all that a prediction is made of has been measured."""
+        """Whether all costs that the prediction uses have been measured."""
         return self._costs.patch_s > 0 or not (self._all_patches or self._patches_left(tracked))
 
     def take(self, tracked: Tracked) -> None:
-        """Count one in that is let in."""
+        """Add an admitted request to the load."""
         self._num_accepted += 1
         self._num_bounded += 1
         self._due += tracked.new_tokens
@@ -152,7 +170,7 @@ class Load:
         tokens_s, patch_s = self._tokens_s(new_tokens), self._costs.patch_s
         if not patches:
             return tokens_s + min(self._all_patches * patch_s, self._encode_share * tokens_s)
-        # Images come before the prompt, in the order of their requests, and share the machine with those that decode.
+        # Images are encoded before the prompt, in request order, concurrently with decoding requests.
         encode_s = (self._due_patches + patches) * patch_s
         decode_s = self._costs.merged_s(self._num_decoding, self._context)
         decode_s += self._costs.lanes_s(self._num_decoding, min(len(self._needed), self._num_decoding))
@@ -167,7 +185,8 @@ class Load:
             num_steps * self._num_decoding + max(due, self._prompts + new_tokens),
         )
         decoding = num_steps * self._num_decoding
-        # Who decodes shares a lane for each adapter; prompts have one each, or one a step where they are longer.
+        # Decoding requests share one lane per adapter. Each prompt has its own lane, or one per step if longer than a
+        # step.
         decoding_lanes = num_steps * min(len(self._needed), self._num_decoding)
         prompt_lanes = min(max(num_steps, self._num_prompts + 1), num_steps * (len(self._needed) + 1))
         return (
@@ -178,39 +197,40 @@ class Load:
 
 
 class Admission:
-    """Holds requests until they are let in or, with a bound, refused, whichever comes first; both in a step's time.
+    """Queues requests until they are admitted or, if they have a deadline, refused. Both are decided once per step.
 
     Every period (a step) ends with a verdict:
 
-    1. Who could not answer in time even if it were let in now is refused.
-    2. If more requests come in a period than can be let in, by moving averages, the newest are let in first, otherwise
-       the oldest: under overload somebody must be refused, and who came last has most time left. Those without a bound
-       keep their places. Priority and fair shares come before age.
-    3. They are let in as long as the next step has room. Who needs an adapter that cannot be brought is passed over.
-    4. Who is left, and so far behind that at the present rate it would be let in too late, is refused as well.
+    1. Requests that would miss their deadline even if admitted now are refused.
+    2. If more requests arrive per period than can be admitted, by moving averages, the newest are admitted first,
+       otherwise the oldest. Under overload some requests must be refused, and the newest have most time left. Requests
+       without a deadline keep their positions. Priority and fair shares precede age.
+    3. Requests are admitted while the next step has room. A request with an adapter that cannot be loaded is skipped.
+    4. A remaining request is refused as well if, at the current rate, it would be admitted too late.
 
-    S-LoRA's rule is 1 to 3 with the longest prefill seen as the expected time; here that is the cost model's
-    prediction, times how much longer than predicted first answers took of late. While all are refused nothing is
-    learned, so that one step that took far too long would close the door for good: then predictions are trusted a
-    little less in each period, until somebody is let in and shows what they are worth.
+    S-LoRA's rule is 1 to 3, with the longest prefill seen as the expected time. Here the expected time is the cost
+    model's prediction, multiplied by the recent ratio of measured to predicted first-answer times. No ratio is measured
+    while all requests are refused, so one exceptionally slow step could block admission permanently. Therefore the
+    margin then shrinks a little in each period, until a request is admitted and its first answer gives a new
+    measurement.
     """
 
     def __init__(self, shares: Sequence[FairShares]) -> None:
         self._shares = shares
         self._waiting: dict[str, Tracked] = {}  # in order of arrival
         self._num_arrived = 0
-        self._arrivals = _Average()  # a period
-        self._entries = _Average()  # a period in which not all found room
+        self._arrivals = _Average()  # per period
+        self._entries = _Average()  # admitted per period, over periods that left some waiting
         self._period_s = _Average()
         self._full_since: float | None = None
-        self._trust = {False: _Trust(), True: _Trust()}  # in predictions for requests without and with images
+        self._trust = {False: _Trust(), True: _Trust()}  # for requests without (False) and with images (True)
 
     def __len__(self) -> int:
         return len(self._waiting)
 
     @property
     def waiting(self) -> Iterable[Tracked]:
-        """In order of arrival."""
+        """Waiting requests in order of arrival."""
         return self._waiting.values()
 
     def get(self, request_id: str) -> Tracked | None:
@@ -221,26 +241,26 @@ class Admission:
         self._num_arrived += 1
 
     def remove(self, request_id: str) -> None:
-        """Forget a request that has ended."""
+        """Remove a request that has ended."""
         del self._waiting[request_id]
 
     @property
     def overloaded(self) -> bool:
-        """Whether more requests come than can be let in."""
+        """Whether more requests arrive than can be admitted."""
         return self._entries.known and self._arrivals.value > self._entries.value
 
     def observe(self, tracked: Tracked, seconds: float) -> None:
-        """Learn from a first answer how far predictions can be trusted."""
+        """Update the prediction margin from a measured first answer."""
         if tracked.expected_s > 0:
             self._trust[bool(tracked.request.vision)].observe(seconds / tracked.expected_s)
 
     def rest(self) -> None:
-        """End a period in which nobody waits."""
+        """End a period in which no request waits."""
         self._arrivals.add(0)
         self._full_since = None
 
     def judge(self, now: float, load: Load) -> Verdict:
-        """End a period: who is let in and does not wait here any more, and who is to be refused and removed."""
+        """End a period: decide which requests to admit and which to refuse. The caller removes the refused ones."""
         self._arrivals.add(self._num_arrived)
         self._num_arrived = 0
         if self._full_since is not None:
@@ -273,8 +293,8 @@ class Admission:
                 break
             if not load.has_adapter(tracked):
                 left.append(tracked)
-            elif in_time(tracked):  # those let in just now have made it longer
-                # While the price of a patch is not known, a prediction says nothing about predictions.
+            elif in_time(tracked):  # recently admitted requests have increased the prediction
+                # Without a measured cost per patch, the ratio would not measure the quality of the predictions.
                 tracked.expected_s = load.first_answer_s(tracked) if load.prices_known(tracked) else 0.0
                 load.take(tracked)
                 let_in.append(tracked)
@@ -282,7 +302,7 @@ class Admission:
             self._entries.add(len(let_in))
         self._full_since = now if left else None
         entry_s = self._period_s.value / self._entries.value if self._entries.value else 0.0
-        if let_in or entry_s:  # else nothing has changed since the first look
+        if let_in or entry_s:  # otherwise nothing has changed since the first check
             num_ahead = 0
             for tracked in left:
                 num_ahead += in_time(tracked, num_ahead * entry_s)
@@ -295,7 +315,7 @@ class Admission:
 
 
 class _Trust:
-    """How much longer than predicted first answers took of late, and how far that scatters."""
+    """Recent ratio of measured to predicted first-answer times, and its deviation."""
 
     def __init__(self) -> None:
         self._slowness = 1.0
@@ -303,23 +323,23 @@ class _Trust:
 
     @property
     def margin(self) -> float:
-        """What predictions are multiplied with."""
+        """Factor applied to predictions."""
         return self._slowness + _DEVIATIONS * self._scatter
 
     def observe(self, ratio: float) -> None:
-        """Learn from a first answer that took so many times what was predicted."""
+        """Update from a first answer; `ratio` is measured over predicted time."""
         error = ratio - self._slowness
         self._scatter += _DEVIATION * (abs(error) - self._scatter)
         self._slowness += _MEAN * error
 
     def relax(self) -> None:
-        """Trust predictions a little more, while nothing corrects them."""
+        """Reduce the margin a little while no measurement corrects it."""
         self._slowness *= 1 - _RELAX
         self._scatter *= 1 - _RELAX
 
 
 class _Average:
-    """An exponential moving average; the first value starts it."""
+    """An exponential moving average, initialized with the first value."""
 
     def __init__(self) -> None:
         self.known = False

@@ -1,4 +1,4 @@
-"""Cutting a decision to its budgets: tokens first, then KV blocks, which may have to be taken back from others."""
+"""Cuts a decision to the token budget, then to the KV blocks, preempting other requests if necessary."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from vlora.types import BatchItem, RequestStatus
 
 
 class Grants(NamedTuple):
-    """What fits into the step, and whose blocks were taken back for it."""
+    """The items that fit into the step, and the requests preempted for them."""
 
     items: tuple[BatchItem, ...]
     preempted: tuple[Tracked, ...]
 
 
 def share_tokens(order: Sequence[Tracked], starving: Set[str], max_step_tokens: int) -> dict[str, int]:
-    """Tokens of this step by request_id; a request left out gets none.
+    """Tokens of this step by request_id; requests that are left out get none.
 
-    One for every decoding request and at least one for every starving one, so that a long prompt ahead of it cannot
-    keep a starving request from running; the rest goes to prefill chunks in the given order, and none of it to a
-    request whose next block another one computes in this very step: it finds it in the next. At most max_step_tokens
-    requests.
+    Each decoding request gets one token and each starving request at least one, so that a long prompt ahead of it
+    cannot block a starving request. The remaining tokens go to prefill chunks in the given order. A request gets none
+    of them if another request computes its next block in this step: it reuses that block in the next step. At most
+    max_step_tokens requests.
     """
     shares = {t.request_id: 1 for t in order if t.device_len - t.cached_len == 1 or t.request_id in starving}
     left = max_step_tokens - len(shares)
@@ -51,16 +51,16 @@ def grant_blocks(
     tracked: Mapping[str, Tracked],
     ready: Sequence[Tracked],
 ) -> Grants:
-    """Find blocks for each share, most important request first; all of a share or nothing.
+    """Allocate blocks for each share, in order of importance; a share is granted completely or not at all.
 
-    A request that starts takes over what the prefix cache has of it. It may be less than was thought when shares were
-    made, where those before it took blocks; then its share covers less of its prompt.
+    A request that starts reuses its blocks in the prefix cache. If allocations before it evicted some of them, its
+    share covers less of its prompt.
 
-    Where blocks are short they are taken back (preemption by recompute) from requests that do not run in this step,
-    then from those further back in the order, newest arrival first each time; never from one that has its grant
-    already, and from nobody unless it is enough. A request preempted before that has not yielded a token since comes
-    last, and only an older request may take its blocks: so the oldest always gets on, and no two requests can undo
-    each other's work forever. A request without KV takes no blocks from others, unless it is the oldest ready one.
+    If blocks are short, requests are preempted (by recompute): first those that do not run in this step, then those
+    further back in the order, newest arrival first in both groups. A request with a grant is never preempted, and none
+    is preempted unless enough blocks become free. A request that was preempted and has not produced a token since comes
+    last, and only an older request may preempt it. The oldest request therefore always progresses, and two requests
+    cannot preempt each other forever. A request without KV preempts no other, unless it is the oldest ready one.
     """
     items: list[BatchItem] = []
     preempted: list[Tracked] = []
@@ -76,7 +76,7 @@ def grant_blocks(
         share = min(shares[request_id], device_len - cached_len)
         wanted = cached_len + share
         table = tables.table(request_id)
-        if len(table) * tables.block_size < wanted:  # a decoding request mostly has room left
+        if len(table) * tables.block_size < wanted:  # usually false for a decoding request
             missing = tables.missing(request_id, wanted)
             if missing and (candidate.status is not RequestStatus.WAITING or candidate is ready[0]):
                 victims = victims or _Victims(tables, tracked, shares.keys(), ready)
@@ -96,7 +96,7 @@ def grant_blocks(
 
 
 class _Victims:
-    """Requests that hold blocks, in the order they are preempted. Built once in a step that is short of blocks."""
+    """Requests that hold blocks, in preemption order. Built at most once per step."""
 
     def __init__(
         self, tables: BlockTables, tracked: Mapping[str, Tracked], chosen: Set[str], ready: Sequence[Tracked]
@@ -109,13 +109,13 @@ class _Victims:
         )
 
     def for_blocks(self, num_blocks: int, taker: Tracked, granted: Set[str]) -> list[Tracked]:
-        """Whom to preempt so that `num_blocks` more are free; empty when there is no way."""
+        """The requests to preempt to free `num_blocks` more; empty if that is impossible."""
         chosen: list[Tracked] = []
-        users: dict[int, int] = {}  # of the blocks of those chosen, once these have gone
+        users: dict[int, int] = {}  # users per block after the preemptions
         for victim in self._order:
             if num_blocks <= 0:
                 break
-            # One that is not ready cannot run, so it could hold its blocks for good.
+            # A request that is not ready cannot run, so it could hold its blocks forever.
             shielded = victim.protected and victim.arrival < taker.arrival and victim in self._ready
             table = self._tables.table(victim.request_id)
             if table and not shielded and victim is not taker and victim.request_id not in granted:
@@ -125,5 +125,5 @@ class _Victims:
                     num_blocks -= not users[block]
         if num_blocks > 0:
             return []
-        # Whose blocks are all needed by others as well gives way for nothing.
+        # Skip requests that share all their blocks: preempting them frees nothing.
         return [t for t in chosen if not all(users[block] for block in self._tables.table(t.request_id))]

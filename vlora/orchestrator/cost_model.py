@@ -1,4 +1,4 @@
-"""What a step and a switch cost on this machine, learned from the steps that ran."""
+"""Predicts the time of steps and switches on this machine, learned from measured steps."""
 
 from __future__ import annotations
 
@@ -8,28 +8,37 @@ from typing import NamedTuple
 
 from vlora.types import Batch
 
-_FORGET = 0.98  # weight of the past per new sample: the fit follows a machine that slows down within some fifty steps
+_FORGET = 0.98  # decay per new sample: the fit follows a machine that slows down within some fifty steps
 _SMOOTH = 0.2  # weight of the newest switch in the moving average
-_SWEEPS = 4  # per sample; the fit starts from the last one, so a few suffice
-# Lanes before tokens: while every step seen was unmerged the two cannot be told apart, and what is put down to lanes is
-# an invitation to merge, which tells them apart. The other way round nobody would ever find out. Adapters before lanes,
-# for the same reason: while no two requests had the same adapter, what is put down to adapters is an invitation to run
-# several of one unmerged; merged steps would never tell.
+_SWEEPS = 4  # per sample; few suffice, since the fit starts from the last one
+# Lanes before tokens: while every observed step was unmerged, the two costs cannot be separated. Time attributed to
+# lanes encourages merging, and merged steps separate them; time attributed to tokens would never be corrected. Adapters
+# before lanes, for the same reason: while no two requests shared an adapter, time attributed to adapters encourages
+# running several requests of one adapter unmerged; merged steps would not separate these costs.
 _SWEEP_ORDER = (6, 5, 3, 2, 1, 0, 4)
-_FORGOTTEN = 1e-12  # a feature last seen so long ago that its coefficient is left alone
+_FORGOTTEN = 1e-12  # a feature decayed below this keeps its coefficient
 
 
 class Costs(NamedTuple):
-    """What a machine takes, in seconds: a step without tokens, a token, a token's lane, a token of context, an adapter.
+    """Estimated costs of this machine in seconds.
 
-    An adapter's tokens lie side by side in a step: they are one lane, for which the adapter is read once. Lanes of at
-    most `short_lane` tokens are short. On a CPU they are computed in another way than long ones
-    (`atmm.strategies.hybrid`), so both have prices of their own; where all lanes are computed alike, none is short.
+    The tokens of one adapter are contiguous in a step. They form one lane, for which the adapter is read once. Lanes of
+    at most `short_lane` tokens are short. On a CPU they are computed by another method than long ones
+    (`atmm.strategies.hybrid`), so both have their own costs. Where all lanes are computed alike, none is short.
 
-    lane_s, adapter_s: of short lanes; long_lane_s, long_adapter_s: of long ones.
-    merge_s: putting another adapter into the weights. back_s: going back to W0; 0 where a shadow copy keeps both W0 and
-    the weights merged last, so that going between the two is free. patch_s: encoding a patch of an image, whose work
-    `VisionInput.num_patches` says.
+    Attributes:
+        base_s: a step without tokens.
+        token_s: a token.
+        lane_s: a token in a short lane.
+        long_lane_s: a token in a long lane.
+        context_token_s: a token of context.
+        adapter_s: an adapter with a short lane.
+        long_adapter_s: an adapter with a long lane.
+        merge_s: merging another adapter.
+        back_s: restoring W0; 0 where a shadow copy keeps both W0 and the last merged weights, so that switching between
+            the two is free.
+        short_lane: the longest short lane, in tokens.
+        patch_s: encoding an image patch, counted as in `VisionInput.num_patches`.
     """
 
     base_s: float = 0.0
@@ -46,31 +55,34 @@ class Costs(NamedTuple):
 
     @property
     def round_trip_s(self) -> float:
-        """Leaving merged weights for W0 and coming back."""
+        """Restoring W0 and merging again; 0 with a shadow copy."""
         return self.back_s + self.merge_s if self.back_s else 0.0
 
     def merged_s(self, num_tokens: float, num_context: float, num_steps: float = 1.0) -> float:
-        """Seconds of steps that have so much together, without their lanes."""
+        """Seconds of `num_steps` steps with these totals, without their lanes."""
         return self.base_s * num_steps + self.token_s * num_tokens + self.context_token_s * num_context
 
     def lanes_s(self, num_tokens: float, num_lanes: float = 1.0) -> float:
-        """Seconds of so many lanes that have so many tokens together, all of one length."""
+        """Seconds of `num_lanes` lanes of equal length with `num_tokens` tokens in total."""
         if num_tokens > self.short_lane * num_lanes:
             return self.long_adapter_s * num_lanes + self.long_lane_s * num_tokens
         return self.adapter_s * num_lanes + self.lane_s * num_tokens
 
     def step_s(self, size: StepSize) -> float:
-        """Seconds of a step, merging not included."""
+        """Seconds of a step, excluding merging."""
         tokens_s = self.merged_s(size.num_tokens, size.num_context) if size.num_tokens else 0.0
         return tokens_s + sum(map(self.lanes_s, size.lanes)) + self.patch_s * size.num_patches
 
 
 class StepSize(NamedTuple):
-    """What is in a step.
+    """The contents of a step.
 
-    num_tokens: computed in it. lanes: tokens of each lane, one for each different adapter that is read, the merged
-    one's deLoRA branch included: it has all tokens that have not the merged adapter. num_context: tokens whose KV was
-    in place before and is read. num_patches: of images, encoded beside the tokens.
+    Attributes:
+        num_tokens: tokens computed.
+        lanes: tokens per lane, one lane per distinct adapter that is read. The deLoRA branch of the merged adapter is a
+            lane too, with all tokens of other adapters and of the base model.
+        num_context: tokens with KV in place before the step, which is read.
+        num_patches: image patches encoded in addition to the tokens.
     """
 
     num_tokens: int
@@ -86,7 +98,7 @@ class StepSize(NamedTuple):
 
     @classmethod
     def holding(cls, items: Iterable[tuple[str | None, int]], merged: str | None, num_context: int) -> StepSize:
-        """items: adapter and tokens of each request."""
+        """The size of a step with these items, given as (adapter, tokens) per request."""
         by_adapter: dict[str | None, int] = {}
         for adapter, num_tokens in items:
             by_adapter[adapter] = by_adapter.get(adapter, 0) + num_tokens
@@ -97,7 +109,7 @@ class StepSize(NamedTuple):
         return cls(total, (*by_adapter.values(), *branch), num_context)
 
     def features(self, short_lane: int) -> tuple[float, ...]:
-        """How often each of `Costs` counts, as far as they are of a step's tokens."""
+        """The factors of the linear model, in the order of the fields of `Costs` up to `long_adapter_s`."""
         short = [lane for lane in self.lanes if lane <= short_lane]
         num_short, short_tokens = len(short), sum(short)
         return (
@@ -112,45 +124,49 @@ class StepSize(NamedTuple):
 
 
 def num_lanes(adapter: str | None, merged: str | None) -> int:
-    """Lanes each token of a request takes: minus the merged adapter if that is another, plus its own if it has one."""
+    """Lanes per token of a request.
+
+    One subtracts the merged adapter, if that is another; one adds the request's own adapter, if it has one.
+    """
     if adapter == merged:
         return 0
     return (adapter is not None) + (merged is not None)
 
 
 class CostModel:
-    """Learns `Costs`: a step linear in (1, tokens, lane tokens, context tokens, adapters) with no negative coefficient,
-    those of lanes and adapters being others for long lanes than for short ones.
+    """Learns `Costs` by online non-negative least squares.
 
-    Online non-negative least squares: forgetting normal equations, coordinate descent from the last solution. No
-    coefficient can be negative, so neither can an estimate, and a step never looks cheaper than one that lacks some of
-    its lanes, or whose lanes are shorter and on the same side of the border.
-    Before the first sample every estimate is 0: nothing is known, so nothing is assumed.
+    A step is linear in (1, tokens, lane tokens, context tokens, adapters) with non-negative coefficients; lane tokens
+    and adapters have separate coefficients for short and long lanes. The normal equations decay exponentially and are
+    solved by coordinate descent from the last solution.
+
+    Estimates cannot be negative, and a step is never predicted to be cheaper than one with a subset of its lanes, or
+    with shorter lanes of the same class. Before the first sample every estimate is 0.
     """
 
     def __init__(self, short_lane: int = 0) -> None:
-        """short_lane: tokens up to which a lane is short on this machine."""
+        """`short_lane`: the longest short lane on this machine, in tokens."""
         self._short_lane = short_lane
         self._gram = [[0.0] * _NUM for _ in range(_NUM)]
         self._moment = [0.0] * _NUM
         self._weights = [0.0] * _NUM
         self._switch_s: float | None = None
         self._back_s: float | None = None
-        self._patches = self._encode_s = 0.0  # sums that forget
+        self._patches = self._encode_s = 0.0  # exponentially decayed sums
         self._costs = Costs(short_lane=short_lane)
 
     @property
     def switch_s(self) -> float:
-        """Expected seconds of merging another adapter."""
+        """Predicted seconds to merge another adapter."""
         return self._switch_s or 0.0
 
     @property
     def costs(self) -> Costs:
-        """What is expected now."""
+        """Current estimates."""
         return self._costs
 
     def observe_step(self, size: StepSize, seconds: float) -> None:
-        """Learn from a step that took `seconds`, switching not included."""
+        """Learn from a step that took `seconds`, switching excluded."""
         features = tuple(map(mul, size.features(self._short_lane), _UNITS))
         weights, moment = self._weights, self._moment
         for i, (row, feature) in enumerate(zip(self._gram, features, strict=True)):
@@ -164,7 +180,7 @@ class CostModel:
         self._expect()
 
     def observe_encoding(self, num_patches: float, seconds: float) -> None:
-        """Learn from `seconds` in which so many patches were encoded."""
+        """Learn from the encoding of `num_patches` patches in `seconds`."""
         self._patches = _FORGET * self._patches + num_patches
         self._encode_s = _FORGET * self._encode_s + seconds
         self._expect()
@@ -175,7 +191,7 @@ class CostModel:
         self._expect()
 
     def observe_back(self, seconds: float) -> None:
-        """Learn from a way back to W0 that took `seconds`. Never called where it is free."""
+        """Learn from a restore of W0 that took `seconds`. Not called where restoring is free."""
         self._back_s = _smoothed(self._back_s, seconds)
         self._expect()
 
@@ -189,6 +205,6 @@ def _smoothed(average: float | None, newest: float) -> float:
     return newest if average is None else (1 - _SMOOTH) * average + _SMOOTH * newest
 
 
-# Of each feature, so that usual values are near 1, which keeps the descent well conditioned.
+# Feature scales: typical values are near 1, so that the descent is well conditioned.
 _UNITS = (1.0, 1 / 64, 1 / 64, 1 / 64, 1 / 4096, 1 / 8, 1 / 8)
 _NUM = len(_UNITS)

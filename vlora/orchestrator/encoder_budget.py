@@ -1,4 +1,4 @@
-"""Which images are encoded in a step, and how much of that work fits beside the step's tokens."""
+"""Selects the images to encode in a step, within a budget relative to the step's tokens."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from typing import NamedTuple
 from vlora.orchestrator.request_state import Image, Tracked
 from vlora.types import Encode, Encoded, RequestStatus
 
-SHARE = 0.5  # of a step's time with tokens, at most this much more for images: no decode waits longer for them
-ALONE_S = 0.1  # of encoding in a step without tokens: new requests are seen after this long
-_MAX_AHEAD = 4  # steps' worth of tokens whose embeddings are held for requests that have not started
+SHARE = 0.5  # encoding time per step with tokens, relative to their time: limits the delay of decoding
+ALONE_S = 0.1  # encoding time per step without tokens: limits the delay of new requests
+_MAX_AHEAD = 4  # steps' tokens of embeddings held for requests that have not started
 
 ContentKey = tuple[str, str | None]
-"""An image's content hash, and the key of the adapter whose vision-side deltas apply to it."""
+"""An image's content hash, and the key of the adapter that applies vision-side deltas to it."""
 
 
 class _Call(NamedTuple):
-    """One call of the vision tower. items: request and image, in the order in which they were chosen."""
+    """One call of the vision tower. `items` lists (request, image) in order of selection."""
 
     number: int
     items: tuple[tuple[Tracked, Image], ...]
@@ -25,25 +25,25 @@ class _Call(NamedTuple):
 
 
 class _Held(NamedTuple):
-    """Embeddings held for a request that has not started. adapter: the one it needs to start."""
+    """Embeddings held for a request that has not started. `adapter` is the one it needs to start."""
 
     num_tokens: int
     adapter: str | None
 
 
 class EncodeQueue:
-    """Decides what the vision tower encodes: one call at a time, over several steps where it is large.
+    """Schedules the vision tower: one call at a time, spread over several steps if it is large.
 
-    A request is ready once the embeddings of all images that it computes tokens of are held for it or cached; what its
-    prefix reuses is not encoded. Images are encoded in the order in which requests are given, ahead of need as well, as
-    long as what is held for requests that have not started stays within four steps' tokens; one request may always
-    exceed that alone. So may one whose adapter is in memory while all that hold embeddings wait for theirs: the adapter
-    that it keeps in memory may be what they wait for.
+    A request is ready once the embeddings of all images with tokens to compute are held for it or cached; images
+    covered by reused prefixes are not encoded. Images are encoded in request order and ahead of need, as long as the
+    embeddings held for requests that have not started stay within four steps' tokens. A single request may always
+    exceed this limit. So may a request with a resident adapter while all requests that hold embeddings wait for their
+    adapters: the adapter that it keeps resident may block theirs.
 
     Args:
         placeholders: token id by kind of visual item ("image", "video").
-        is_cached: whether embeddings of a content are kept, so that encoding costs nothing.
-        max_step_tokens: of the scheduler.
+        is_cached: whether the embeddings of a content are cached, so that encoding it is free.
+        max_step_tokens: tokens per step.
     """
 
     def __init__(
@@ -52,20 +52,20 @@ class EncodeQueue:
         self._placeholders = placeholders
         self._is_cached = is_cached
         self._max_ahead = _MAX_AHEAD * max_step_tokens
-        self._vision_key: dict[str, str | None] = {}  # of requests with images
+        self._vision_key: dict[str, str | None] = {}  # for requests with images
         self._ahead: dict[str, _Held] = {}  # by request
-        self._alone: set[str] = set()  # requests whose images failed in a call with others'
+        self._alone: set[str] = set()  # to encode alone: a shared call with their images failed
         self._call: _Call | None = None
-        self._left = 0.0  # patches of the call
+        self._left = 0.0  # patches left of the call
         self._debt = 0.0  # patches by which the last step exceeded its budget
         self._num_calls = 0
 
     def add(self, tracked: Tracked, vision_key: str | None) -> None:
-        """Note what a request has to have encoded.
+        """Register the images of a request.
 
         Args:
             tracked: the request.
-            vision_key: its adapter's key if that adapter changes the vision side.
+            vision_key: the key of its adapter, if that adapter changes the vision side.
         """
         request = tracked.request
         if not request.vision:
@@ -85,7 +85,7 @@ class EncodeQueue:
             tracked.images.append(Image(index, key, max(1, item.num_patches), item.num_tokens, last))
 
     def forget(self, request_id: str) -> None:
-        """A request has ended."""
+        """Remove a request that has ended."""
         self._vision_key.pop(request_id, None)
         self._ahead.pop(request_id, None)
         self._alone.discard(request_id)
@@ -97,7 +97,10 @@ class EncodeQueue:
         return not tracked.images or not self._missing(tracked)
 
     def patches_left(self, tracked: Tracked) -> float:
-        """Patches to encode before a request is ready, without what an earlier one has encoded for both by then."""
+        """Patches to encode before a request is ready.
+
+        Excludes work that the current call has already done on images shared with other requests.
+        """
         if not tracked.images:
             return 0.0
         missing = self._missing(tracked)
@@ -109,27 +112,30 @@ class EncodeQueue:
         return left
 
     def started(self, tracked: Tracked, start: int) -> None:
-        """A request computes tokens from `start` on; the runner keeps the images that these show until it ends."""
+        """Mark that a request computes tokens from `start` on.
+
+        The runner holds the images of these tokens until the request ends.
+        """
         if tracked.images:
             tracked.images = [image for image in tracked.images if image.last < start]
         self._ahead.pop(tracked.request_id, None)
 
     @property
     def adapters_under_way(self) -> Set[str]:
-        """Adapters whose deltas apply to images of the call under way: were one evicted, all its work would be lost."""
+        """Adapters with deltas on images of the current call. Evicting one would discard the call's work."""
         return frozenset() if self._call is None else _adapters(self._call.items)
 
     def choose(self, waiting: Iterable[Tracked], resident: Set[str], budget: float, *, alone: bool) -> Encode | None:
-        """What to encode in a step.
+        """Select the encoding work of a step.
 
         Args:
             waiting: requests that are not ready, most urgent first.
-            resident: adapters in memory; images under the deltas of others have to wait.
+            resident: adapters in memory; images that need the deltas of other adapters wait.
             budget: patches for this step.
-            alone: the step has no tokens, so that a budget exceeded earlier delays nobody.
+            alone: the step has no tokens, so an earlier excess over the budget delays no request.
         """
         if self._call is not None and not _adapters(self._call.items) <= resident:
-            self._call = None  # its deltas are gone; what was computed cannot be continued
+            self._call = None  # its deltas were evicted, so the call cannot continue
         if self._call is None:
             self._call = self._next_call(waiting, resident, budget)
             if self._call is None:
@@ -145,12 +151,12 @@ class EncodeQueue:
         return Encode(self._call.number, items, budget, self._left)
 
     def record(self, encode: Encode, encoded: Encoded) -> list[Tracked]:
-        """Take in what a step has done. Returns the requests that had images in it."""
+        """Record the encoding work of a step; return the requests with images in it."""
         call = self._call
         if call is None or call.number != encode.number:
-            return []  # its requests have ended meanwhile
+            return []  # all of its requests have ended
         self._debt = max(0.0, encoded.num_patches - encode.budget)
-        # The total is an estimate; a call that is not done has something left.
+        # The total is an estimate: a call that is not done has work left.
         self._left -= encoded.num_patches
         if self._left <= 0:
             self._left = 0.02 * call.total
@@ -163,15 +169,15 @@ class EncodeQueue:
             for tracked, image in alive:
                 if image in tracked.images:
                     tracked.images.remove(image)
-                    # One that started without this image, which the prefix cache had, may have been preempted since: it
-                    # waits for KV room, and what is held for it must not keep those out that have the room.
+                    # A request that started with this image in the prefix cache may have been preempted since. It waits
+                    # for KV room, and its embeddings must not block requests that have room.
                     if tracked.entered and tracked.status is RequestStatus.WAITING:
                         held = self._ahead.get(tracked.request_id, _Held(0, tracked.adapter))
                         self._ahead[tracked.request_id] = _Held(held.num_tokens + image.num_tokens, tracked.adapter)
         return list(dict.fromkeys(t for t, _ in alive))
 
     def check_integrity(self, tracked: Collection[str]) -> None:
-        """Prove that nothing is remembered of requests that have ended."""
+        """Assert that no state is kept for requests that have ended."""
         assert self._vision_key.keys() <= set(tracked), "an ended request still has images to encode"
         assert self._ahead.keys() <= self._vision_key.keys(), "embeddings are held for an ended request"
 
@@ -185,7 +191,7 @@ class EncodeQueue:
         total = 0.0
         reserved = sum([held.num_tokens for held in self._ahead.values()])
         stuck = not any(_in_memory(held.adapter, resident) for held in self._ahead.values())
-        # First those of which some images are encoded: until they start, what is held for them keeps others out.
+        # First the requests with some images encoded: until they start, their embeddings block others.
         for tracked in sorted(waiting, key=lambda t: t.request_id not in self._ahead):
             request_id = tracked.request_id
             vision_key = self._vision_key[request_id]

@@ -1,5 +1,4 @@
-"""In which order requests get their turn where nothing else decides: by priority, then by fair share, then as they
-came."""
+"""Scheduling order: by priority, then fair share, then arrival."""
 
 from __future__ import annotations
 
@@ -11,25 +10,29 @@ from vlora.orchestrator.request_state import Tracked
 
 
 class FairShares:
-    """Weighted fairness between those that requests count for: each has a counter of the tokens it was served, over its
-    weight, and the one with the lowest comes first (virtual token counters, VTC; Y. Sheng et al., OSDI 2024, Algorithm
-    2).
+    """Weighted fairness between names, such as adapters or tenants.
 
-    Nothing is held back: where only one has requests it gets all there is. One that comes back starts at what the least
-    served of the others has by then, so that nobody saves up shares while idle.
+    Each name has a counter of tokens served, divided by its weight. The name with the lowest counter comes first
+    (virtual token counters, VTC; Y. Sheng et al., OSDI 2024, Algorithm 2). The policy is work-conserving: a name
+    without competition gets the full capacity. A name that returns after idling starts at the lowest counter of the
+    others, so idle time earns no credit.
     """
 
     def __init__(self, weights: Mapping[str, float], name_of: Callable[[Tracked], str | None]) -> None:
-        """name_of: whom a request counts for, such as `adapter_of`. weights: by that name; "*" is for all that are not
-        named, None included (1 if not given)."""
+        """Start without counters.
+
+        Args:
+            weights: weight by name. "*" is the weight of all names that are not listed, None included (default 1).
+            name_of: the name that a request counts for, such as `adapter_of`.
+        """
         self._name_of = name_of
         self._weights = weights
         self._served: dict[str | None, float] = {}
         self._unfinished: Counter[str | None] = Counter()
-        self._least = 0.0  # what whoever comes next starts at, at least
+        self._least = 0.0  # lower bound for the counter of the next arriving name
 
     def arrived(self, tracked: Tracked) -> None:
-        """Count a request in."""
+        """Add a request."""
         name = self._name_of(tracked)
         if not self._unfinished[name]:
             self._move_least()
@@ -37,25 +40,24 @@ class FairShares:
         self._unfinished[name] += 1
 
     def ended(self, tracked: Tracked) -> None:
-        """Count a request out."""
+        """Remove a request."""
         name = self._name_of(tracked)
         if self._unfinished[name] == 1:
             self._move_least()
             del self._unfinished[name]
             if self._served[name] <= self._least:
-                del self._served[name]  # it would start there anyway
+                del self._served[name]  # it would restart at the same value
         else:
             self._unfinished[name] -= 1
 
     def serve(self, tracked: Tracked, num_tokens: int) -> None:
-        """Count tokens of an unfinished request."""
+        """Count tokens served to an unfinished request."""
         name = self._name_of(tracked)
         self._served[name] += num_tokens / self._weight(name)
 
     def starts(self, requests: Sequence[Tracked]) -> list[float]:
-        """Where each one's counter will stand when its turn comes, if those before it of the same name are served
-        first."""
-        stands: dict[str | None, list[float]] = {}  # where the name stands, and how far a token moves it
+        """The counter of each request's name when its turn comes, if earlier requests of the name are served first."""
+        stands: dict[str | None, list[float]] = {}  # by name: counter, and its increase per token
         found: list[float] = []
         for t in requests:
             name = self._name_of(t)
@@ -76,9 +78,11 @@ class FairShares:
 
 
 def in_turn(requests: Sequence[Tracked], shares: Sequence[FairShares]) -> Sequence[Tracked]:
-    """The requests by priority, within one by fair shares, within one as they come.
+    """The requests ordered by priority, then fair shares, then their given order.
 
-    shares: the last of them counts first, and the others order what it leaves open.
+    Args:
+        requests: in order of arrival.
+        shares: the last takes precedence; earlier ones break its ties.
     """
     ranked = any([tracked.priority for tracked in requests])
     if ranked:
@@ -90,7 +94,7 @@ def in_turn(requests: Sequence[Tracked], shares: Sequence[FairShares]) -> Sequen
 
 
 def tenant_of(tracked: Tracked) -> str | None:
-    """On whose behalf a request came."""
+    """The tenant of a request."""
     return tracked.tenant
 
 
@@ -100,8 +104,10 @@ def _name(adapter: str | None) -> str | None:
 
 
 def adapter_of(tracked: Tracked) -> str | None:
-    """The name of a request's adapter. Inside the engine an adapter is known as name@version; all versions of a name
-    share."""
+    """The adapter name of a request.
+
+    The engine identifies an adapter as name@version; all versions of a name share one counter.
+    """
     return _name(tracked.adapter)
 
 

@@ -1,4 +1,4 @@
-"""What several policies ask of the ready requests: who starves, and which adapter most of them want."""
+"""Groups of ready requests that several policies use: starving requests and the largest adapter group."""
 
 from __future__ import annotations
 
@@ -8,12 +8,11 @@ from vlora.orchestrator.policies.base import Candidate, PolicyState
 
 
 def starving_first(ready: Sequence[Candidate], state: PolicyState) -> list[Candidate]:
-    """Those above theta, cut to what a batch takes by their credit, in order of their turn.
+    """Candidates with credit above theta, in scheduling order; at most a batch, chosen by highest credit.
 
-    A policy that puts them at the head of its order keeps the waiting bound: whoever starves waits for at most as many
-    steps as full batches are ready. Within the batch the turn decides: each starving request gets a token, which sets
-    its credit back, and if the rest of the step's tokens went by credit, prompts would be passed by newer ones again
-    and again.
+    A policy that puts them first keeps the waiting bound: a starving request waits at most one step per full batch of
+    ready requests. Within the batch the scheduling order applies. Each starving request gets a token, which resets its
+    credit; if the remaining tokens went by credit, newer prompts would repeatedly overtake older ones.
     """
     starving = [c for c in ready if c.credit > state.theta_s]
     if len(starving) <= state.max_batch_size:
@@ -25,7 +24,7 @@ def starving_first(ready: Sequence[Candidate], state: PolicyState) -> list[Candi
 def largest_group(ready: Sequence[Candidate], state: PolicyState) -> tuple[str | None, list[Candidate]]:
     """The adapter (None: base model) with most ready requests among those that may be merged, and these requests.
 
-    A tie keeps the adapter that is merged now; otherwise the group of the earliest arrival wins.
+    A tie keeps the currently merged adapter; otherwise the group with the earliest arrival wins.
     """
     groups: dict[str | None, list[Candidate]] = {}
     for candidate in ready:
@@ -33,13 +32,13 @@ def largest_group(ready: Sequence[Candidate], state: PolicyState) -> tuple[str |
             groups.setdefault(candidate.adapter, []).append(candidate)
     if not groups:
         return None, []
-    # max() keeps the first of equals, which is the group of the earliest arrival.
+    # max() keeps the first of equals, which is the group with the earliest arrival.
     merge = max(groups, key=lambda adapter: (len(groups[adapter]), adapter == state.merged_adapter))
     return merge, groups[merge]
 
 
 def in_order(first: Sequence[Candidate], others: Sequence[Candidate], state: PolicyState) -> tuple[str, ...]:
-    """Ids of `first`, then of `others` that are not among them, cut to what a batch takes."""
+    """Ids of `first`, then of `others` without duplicates, cut to the batch size."""
     ids = [c.request_id for c in first]
     known = set(ids)
     for c in others:

@@ -1,7 +1,7 @@
-"""Admission by KV room: a request that holds no KV enters once its expected KV fits beside that of all entered ones.
+"""Admission by KV room: a request without KV enters once its expected KV fits beside that of all entered requests.
 
-Without it every request competes for blocks at once: a starving request without KV preempts one that is half done,
-which then starves in its turn, and nearly everything is computed again.
+Without this, every request competes for blocks at once: a starving request without KV preempts one that is half done,
+which then starves in turn, and nearly all KV is computed again.
 """
 
 from __future__ import annotations
@@ -14,22 +14,22 @@ from vlora.orchestrator.fairness import FairShares, in_turn
 from vlora.orchestrator.request_state import Tracked
 from vlora.types import RequestStatus
 
-_BUCKETS = 16  # of the share of max_tokens that an answer takes
-_PRIOR = 8.0  # answers of full length assumed before the first observation
-_FORGET = 0.98  # weight of the past per answer
-_OLDEST_EVERY = 8  # of so many entries one goes to the oldest request, whatever its priority and share
+_BUCKETS = 16  # buckets of answer length, as a share of max_tokens
+_PRIOR = 8.0  # weight of assumed full-length answers before the first observation
+_FORGET = 0.98  # decay per answer
+_OLDEST_EVERY = 8  # one of this many entries goes to the oldest request, regardless of priority and share
 
 
 class AnswerLengths:
-    """The distribution of answer lengths, as shares of max_tokens, learned from the answers that ended."""
+    """The distribution of answer lengths as shares of max_tokens, learned from finished answers."""
 
     def __init__(self) -> None:
         self._weights = [0.0] * _BUCKETS
         self._weights[-1] = _PRIOR
-        self._means = [1.0] * _BUCKETS  # of the answers that reach each bucket
+        self._means = [1.0] * _BUCKETS  # mean share of the answers that reach each bucket
 
     def observe(self, num_tokens: int, max_tokens: int) -> None:
-        """Learn from an answer of `num_tokens` that ended by itself or at `max_tokens`."""
+        """Learn from an answer of `num_tokens` that reached its end token or `max_tokens`."""
         self._weights = [weight * _FORGET for weight in self._weights]
         self._weights[min(_BUCKETS - 1, num_tokens * _BUCKETS // max_tokens)] += 1.0
         total = weight = 0.0
@@ -39,7 +39,7 @@ class AnswerLengths:
             self._means[place] = total / weight if weight > 1e-9 else 1.0
 
     def expected(self, num_tokens: int, max_tokens: int) -> int:
-        """Expected whole length, in tokens, of an answer that has `num_tokens` so far and does not end here."""
+        """Expected total length, in tokens, of an answer that has `num_tokens` so far and continues."""
         bucket = num_tokens * _BUCKETS // max_tokens
         length = round(self._means[bucket if bucket < _BUCKETS else -1] * max_tokens)
         if length <= num_tokens:
@@ -48,7 +48,12 @@ class AnswerLengths:
 
 
 class _Need(NamedTuple):
-    """blocks: that only this request holds, or lacks for the tokens it has. tokens_left: expected until its end."""
+    """The expected KV need of a request.
+
+    Attributes:
+        tokens_left: tokens expected until its end.
+        blocks: blocks that only this request holds, or that it lacks for its current tokens.
+    """
 
     tokens_left: int
     blocks: int
@@ -57,30 +62,32 @@ class _Need(NamedTuple):
 class KvAdmission:
     """Requests that wait for KV room, and the rule by which they enter.
 
-    A request enters when the most blocks that it and all entered requests are expected to hold at any one time fit
-    into the room. With all answers growing at one pace, that time is the end of one of the answers: those that end
-    before it have freed their blocks. Lengths are the prompt plus the mean length of answers that got as far
-    (`AnswerLengths`); a request that was preempted is counted with its longest answer. Blocks that other requests hold
-    in the prefix cache are counted once, and as never freed. With nothing entered the first one enters in any case.
+    A request enters if the peak number of blocks that it and all entered requests are expected to hold at any time fits
+    into the available blocks. All answers are assumed to grow at the same rate, so the peak is at the end of one of the
+    answers; answers that end earlier have freed their blocks. The expected length is the prompt plus the mean length of
+    answers that reached the current length (`AnswerLengths`); a preempted request is counted with its maximum length.
+    Prefix-cache blocks that other requests hold are counted once, and as never freed. If no request has entered, the
+    first one always enters.
 
-    Against reserving each request's whole length this serves 1.25 times as many requests a second where answers are
-    longer than prompts (docs/decisions.md); where the forecast fails, the newest request is preempted.
+    Compared to reserving each request's maximum length, this serves 1.25 times as many requests per second where
+    answers are longer than prompts (docs/decisions/0021). If the forecast is too low, the newest request is preempted.
 
-    Order of entry: preempted requests, oldest first; requests with a bound on their first answer; all others; each by
-    priority, fair share and arrival. Of every `_OLDEST_EVERY` entries one goes to the oldest request. The first in
-    this order is never passed by others that would fit, so neither a large request nor one of low priority waits
-    forever: with n older requests waiting, at most `_OLDEST_EVERY` * (n + 1) + preempted ones enter before it.
+    Order of entry: preempted requests, oldest first; requests with a deadline on their first answer; all others. The
+    last two groups are ordered by priority, fair share and arrival. One of every `_OLDEST_EVERY` entries goes to the
+    oldest request. Requests that would fit never overtake the first in this order, so neither a large request nor one
+    of low priority waits forever: with n older requests waiting, at most `_OLDEST_EVERY` * (n + 1) + preempted requests
+    enter before it.
     """
 
     def __init__(self, tables: BlockTables, max_request_blocks: int, shares: Sequence[FairShares]) -> None:
-        """max_request_blocks: KV blocks that adapters can never take."""
+        """`max_request_blocks`: KV blocks that adapters can never occupy."""
         self._tables = tables
         self._max_request_blocks = max_request_blocks
         self._shares = shares
-        self._waiting: dict[str, Tracked] = {}  # in order of arrival, but for preempted ones
+        self._waiting: dict[str, Tracked] = {}  # in order of arrival, except preempted ones
         self._num_entries = 0
-        self._num_changes = 0  # requests that came or ended
-        self._refused_at: tuple[int, int, bool] | None = None  # changes, blocks for KV and whether an adapter starved
+        self._num_changes = 0  # added or removed requests
+        self._refused_at: tuple[int, int, bool] | None = None  # state at the last refusal: changes, blocks, starving
         self._blocks_short = 0
         self.lengths = AnswerLengths()
 
@@ -95,31 +102,39 @@ class KvAdmission:
         return self._waiting.values()
 
     def add(self, tracked: Tracked) -> None:
-        """Wait for room: a new request, or one that was preempted."""
+        """Queue a new or preempted request."""
         tracked.entered = False
         self._waiting[tracked.request_id] = tracked
         self._num_changes += 1
 
     def remove(self, tracked: Tracked) -> None:
-        """Forget a request that has ended, whether it waited or had entered."""
+        """Remove a request that has ended, waiting or entered."""
         self._waiting.pop(tracked.request_id, None)
         self._num_changes += 1
 
     def free_blocks(self, tracked: Iterable[Tracked], *, adapter_starves: bool = False) -> int:
-        """Blocks that no entered request is expected to hold at any time. Below 0 where answers grew longer than
-        expected, or adapters took pages.
+        """Blocks that no entered request is expected to need at any time.
 
-        adapter_starves: requests starve for an adapter that finds no room, so nothing more enters into the part of the
-        arena that adapters may use.
+        Negative where answers grew longer than expected, or adapters took pages.
+
+        Args:
+            tracked: all requests, entered or waiting.
+            adapter_starves: requests starve for an adapter that does not fit, so no further request enters into the
+                adapters' part of the arena.
         """
         needs, room = self._under_way(tracked, adapter_starves)
         return room - self._peak(needs)
 
     def admit(self, now: float, tracked: Iterable[Tracked], *, adapter_starves: bool) -> Sequence[Tracked]:
-        """Let requests enter, in order, as far as there is room; those that did. tracked: all, entered or waiting.
+        """Admit waiting requests to the KV room in order, as far as they fit; return the admitted ones.
 
-        Steps alone make no room, so after a refusal all this is computed again only when requests came or ended, or
-        the arena's part for KV has changed.
+        Steps alone free no room, so after a refusal the result is computed again only when a request was added or
+        removed, or the arena's part for KV has changed.
+
+        Args:
+            now: seconds of the scheduler's clock.
+            tracked: all requests, entered or waiting.
+            adapter_starves: see `free_blocks`.
         """
         if not self._waiting:
             return ()
@@ -133,7 +148,7 @@ class KvAdmission:
             need = self._need(t)
             whole += need.blocks + self._growth(need.tokens_left)
             needs.append(need)
-            # Where even the whole lengths fit, the peak need not be found.
+            # If even the full expected lengths fit, the peak is not computed.
             if whole > room and len(needs) > 1 and (peak := self._peak(needs)) > room:
                 self._refused_at = self._num_changes, num_blocks, adapter_starves
                 self._blocks_short = peak - room
@@ -146,12 +161,11 @@ class KvAdmission:
 
     @property
     def blocks_short(self) -> int:
-        """How many more blocks would have had to be free for one more request to enter when `admit` was called; 0 when
-        none waits."""
+        """Additional free blocks that one more request needed to enter at the last `admit`; 0 if none waits."""
         return self._blocks_short if self._waiting else 0
 
     def _under_way(self, tracked: Iterable[Tracked], adapter_starves: bool) -> tuple[list[_Need], int]:
-        """What each entered request needs, and the blocks there are for all of these."""
+        """The needs of each entered request, and the blocks available to all of them."""
         needs: list[_Need] = []
         own = 0
         for t in tracked:
@@ -163,7 +177,7 @@ class KvAdmission:
             free = min(free, self._max_request_blocks - self._tables.num_taken_blocks)
         return needs, free + own
 
-    def _need(self, t: Tracked) -> _Need:  # for every entered request whenever one comes or ends
+    def _need(self, t: Tracked) -> _Need:  # hot path: called for every entered request
         tables, device_len = self._tables, t.device_len
         blocks = tables.blocks_for(device_len)
         if t.status is RequestStatus.RUNNING:
@@ -175,7 +189,7 @@ class KvAdmission:
         return _Need(tokens_left if tokens_left > 0 else 0, blocks)
 
     def _peak(self, needs: Sequence[_Need]) -> int:
-        """The most blocks that requests hold at one time when all answers grow at one pace."""
+        """The peak number of blocks held at one time if all answers grow at the same rate."""
         block_size = self._tables.block_size
         peak = held = 0
         for number, (tokens_left, blocks) in enumerate(sorted(needs, reverse=True), 1):
@@ -186,11 +200,11 @@ class KvAdmission:
         return peak
 
     def _growth(self, num_tokens: int) -> int:
-        """Blocks that so many more tokens take, at most."""
+        """Upper bound on the blocks for `num_tokens` more tokens."""
         return self._tables.blocks_for(num_tokens)
 
     def _in_order(self) -> Iterator[Tracked]:
-        """The waiting requests in order of entry; `_num_entries` is to count each one before the next is taken."""
+        """The waiting requests in order of entry. The caller must update `_num_entries` before taking the next one."""
         yield from sorted([t for t in self._waiting.values() if t.num_preemptions], key=lambda t: t.arrival)
         new = [t for t in self._waiting.values() if not t.num_preemptions]
         bounded = [t for t in new if t.answer_by is not None]

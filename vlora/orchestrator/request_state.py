@@ -1,4 +1,4 @@
-"""One request as the scheduler tracks it: counts and times, no tensors."""
+"""The state of one request in the scheduler: counts and times, no tensors."""
 
 from __future__ import annotations
 
@@ -9,10 +9,14 @@ from vlora.types import Mode, Request, RequestStatus, Timings
 
 
 class Image(NamedTuple):
-    """An image or video of a request whose embeddings the runner does not hold yet.
+    """An image or video of a request without embeddings in the runner yet.
 
-    place: in `Request.vision`. key: its content hash, and the key of the adapter whose vision-side deltas apply.
-    last: place in the prompt of its last placeholder token.
+    Attributes:
+        place: index in `Request.vision`.
+        key: its content hash, and the key of the adapter that applies vision-side deltas to it.
+        num_patches: patches to encode.
+        num_tokens: placeholder tokens.
+        last: prompt index of its last placeholder token.
     """
 
     place: int
@@ -23,20 +27,28 @@ class Image(NamedTuple):
 
 
 class Tracked:
-    """Three lengths and their order: cached_len <= device_len <= max_len.
+    """State of a request, with three lengths: cached_len <= device_len <= max_len.
 
-    cached_len: tokens whose KV is in place; of a request that waits, what the prefix cache has of it. device_len:
-    tokens known (prompt and sampled). max_len: the ceiling. Times are in seconds of the scheduler's clock.
+    Times are in seconds of the scheduler's clock.
 
-    chain: the keys of its blocks, None without a prefix cache. last_key, next_key: of the last block in place, and of
-    the one that it would be worth finding; None where there is none.
-
-    arrival counts up as requests are let in, which is when they arrive for policies: whoever came without a bound is
-    let in at once. last_ran_s starts then, too. answer_by: until when the first answer must have come, if there is a
-    bound. expected_s: how long that was expected to take from being let in on. held: not to run before its grammar is
-    compiled. entered: admitted to the KV room (`KvAdmission`), so policies may choose it; from then on its waiting
-    time counts. last_answer_s: of its last token, or when it entered. computed_len: the most tokens whose KV was in
-    place at any time. images: those whose embeddings the runner does not hold for it yet.
+    Attributes:
+        cached_len: tokens with KV in place; for a waiting request, the prefix-cache hit.
+        device_len: known tokens (prompt and sampled).
+        max_len: upper limit of device_len.
+        chain: the keys of its blocks; None without a prefix cache.
+        last_key: key of the last block in place; None if there is none.
+        next_key: key of the next block that may be found in the prefix cache; None if there is none.
+        arrival: counts up as requests are admitted, which is their arrival for policies. Requests without a deadline
+            are admitted at once.
+        last_ran_s: end of its last step; before the first one, the time of its admission or entry.
+        answer_by: latest time for the first answer; None without a deadline.
+        expected_s: predicted time from admission to the first answer.
+        held: must not run before its grammar is compiled.
+        entered: admitted to the KV room (`KvAdmission`), so policies may select it; its waiting time counts from then
+            on.
+        last_answer_s: time of its last token, or of entry.
+        computed_len: the maximum of cached_len so far.
+        images: images without embeddings in the runner.
     """
 
     __slots__ = (
@@ -100,17 +112,17 @@ class Tracked:
         self.last_key: Key | None = None
         self.next_key: Key | None = None
         self.place(0)
-        self.num_computed = 0  # tokens of the prompt, again after a preemption included
-        self.num_reused = 0  # tokens of the prompt, known with the first answer
+        self.num_computed = 0  # prompt tokens computed, recomputation included
+        self.num_reused = 0  # prompt tokens reused, known with the first answer
         self.status = RequestStatus.WAITING
         self.first_run_s: float | None = None
         self.first_answer_s: float | None = None
         self.num_preemptions = 0
-        self.protected = False  # preempted, and has not yielded a token since
+        self.protected = False  # preempted, and no token sampled since
         self.steps_by_mode: dict[Mode, int] = {}
 
     def place(self, cached_len: int) -> None:
-        """Say how many tokens' KV is in place."""
+        """Set the number of tokens with KV in place."""
         self.cached_len = cached_len
         if self.chain is None:
             return
@@ -119,13 +131,13 @@ class Tracked:
         self.next_key = self.chain.key(full) if self.chain.may_find(full, self.device_len) else None
 
     def append(self, token: int) -> None:
-        """One more token was sampled."""
+        """Append a sampled token."""
         self.device_len += 1
         if self.chain is not None:
             self.chain.append(token)
 
     def keys(self, start: int, stop: int) -> list[Key]:
-        """Keys of the blocks that computing tokens [start, stop) fills."""
+        """Keys of the blocks that become full by computing tokens [start, stop)."""
         if self.chain is None:
             return []
         return [self.chain.key(at) for at in range(start // self.chain.block_size, stop // self.chain.block_size)]
@@ -136,26 +148,26 @@ class Tracked:
 
     @property
     def new_tokens(self) -> int:
-        """Tokens still to compute before the next answer."""
+        """Tokens to compute before the next answer."""
         return self.device_len - self.cached_len
 
     def let_in(self, arrival: int, now: float) -> None:
-        """From now on it is one of those that policies choose from."""
+        """Admit the request: policies may select it once it has entered the KV room."""
         self.arrival = arrival
         self.let_in_s = self.last_ran_s = now
 
     def enter(self, now: float) -> None:
-        """There is KV room for it."""
+        """Enter the KV room."""
         self.entered = True
         self.last_ran_s = self.last_answer_s = now
 
     def expired(self, now: float) -> bool:
-        """Whether the caller's latency bound has passed."""
+        """Whether the request's max_latency_s has passed."""
         bound = self.request.max_latency_s
         return bound is not None and now - self.arrival_s > bound
 
     def preempt(self) -> None:
-        """Back to waiting: the blocks are gone, the sampled tokens stay."""
+        """Return to waiting: the blocks are freed, the sampled tokens are kept."""
         self.place(0)
         self.status = RequestStatus.WAITING
         self.num_preemptions += 1
@@ -174,7 +186,7 @@ class Tracked:
         )
 
     def check_integrity(self) -> None:
-        """Prove the order of the three lengths, and that what is answered or preempted looks like it."""
+        """Assert the order of the three lengths, and that a waiting request holds no KV."""
         assert 0 <= self.cached_len <= self.device_len <= self.max_len, f"{self.request_id}: lengths out of order"
         assert self.new_tokens >= 1, f"{self.request_id} has nothing left to compute but was not ended"
         assert self.chain is not None or self.status is RequestStatus.RUNNING or self.cached_len == 0, (

@@ -1,31 +1,32 @@
-"""How long adapters have been in memory, and how long one may stay while others are wanted."""
+"""Limits how long an adapter stays resident while others are wanted."""
 
 from __future__ import annotations
 
 from vlora.types import MemoryView
 
-_WORTH = 8  # times as long as bringing one takes
-_SMOOTH = 1 / 8  # weight of the newest in the average
+_WORTH = 8  # residency quantum, as a multiple of the load time
+_SMOOTH = 1 / 8  # weight of the newest load in the moving average
 
 
 class Stays:
-    """Adapter clustering for requests that are let in at once (S-LoRA section 4.2): with more adapters needed than
-    memory holds, one that was brought serves its requests for a while before another takes its place. Else each step
-    would bring adapters that the next one evicts, and few would be there to run.
+    """Adapter clustering for requests that are admitted immediately (S-LoRA section 4.2).
 
-    One may stay for `_WORTH` times what bringing took of late, which counts from when it was first on its way, so with
-    those before it. Who waits for an adapter therefore gets it after as many stays as it takes to bring all that are
-    wanted, however long the answers of others are.
+    If more adapters are needed than memory holds, a loaded adapter serves its requests for a while before it is
+    replaced. Otherwise each step would load adapters that the next one evicts, and few would be available to run.
+
+    An adapter stays for at most `_WORTH` times the average recent load time, measured from when the load is first seen,
+    so time behind other loads is included. A request therefore gets its adapter after as many quanta as it takes to
+    load all wanted adapters, independent of the length of other answers.
     """
 
     def __init__(self) -> None:
-        self._coming_s: dict[str, float] = {}  # when each one on its way was first seen there
+        self._coming_s: dict[str, float] = {}  # first seen loading, by adapter
         self._came_s: dict[str, float] = {}
         self._resident: frozenset[str] = frozenset()
         self._bring_s = 0.0
 
     def see(self, view: MemoryView, now: float) -> None:
-        """Take in what has come and gone; next to nothing where nothing has."""
+        """Record loaded and evicted adapters; cheap if nothing changed."""
         if view.resident is not self._resident:
             for name in view.resident - self._resident:
                 self._came_s[name] = now
@@ -37,5 +38,5 @@ class Stays:
             self._coming_s = {name: self._coming_s.get(name, now) for name in view.loading}
 
     def is_over(self, name: str, now: float) -> bool:
-        """Whether an adapter has been here for as long as it may while others are wanted."""
+        """Whether an adapter has been resident for its full quantum."""
         return now - self._came_s.get(name, now) >= _WORTH * self._bring_s

@@ -1,4 +1,4 @@
-"""What the prefix cache has of each request, looked up before anybody decides."""
+"""Updates each request's prefix-cache hit before scheduling."""
 
 from __future__ import annotations
 
@@ -8,16 +8,18 @@ from vlora.memory.books import BlockTables
 from vlora.orchestrator.request_state import Tracked
 from vlora.types import RequestStatus
 
-_MOST_KEYS = 128  # found in one step: a crowd that asks about one picture shall not hold up a decision
+_MOST_KEYS = 128  # per step: many requests with one image must not delay a decision
 
 
 def look_up(requests: Iterable[Tracked], tables: BlockTables) -> None:
-    """Let every request stand where the cache lets it begin, so that policies and budgets see what is left to compute.
+    """Advance every request to its prefix-cache hit, so that policies and budgets see the tokens left to compute.
 
-    A running request takes over blocks that others computed meanwhile. For a waiting one it is a forecast: it holds
-    nothing, and finds what is still there when it starts. A request for which nothing changed costs a look at two keys.
+    A running request takes over blocks that others have computed. For a waiting request the hit is a forecast: it holds
+    no blocks, and looks them up again when it starts. A request without changes costs two key lookups.
 
-    requests: in order of arrival; the older ones' forecasts go first where there is much to find.
+    Args:
+        requests: in order of arrival; the number of lookups is limited, and older requests take precedence.
+        tables: the KV blocks.
     """
     if not tables.reuses:
         return

@@ -1,4 +1,4 @@
-"""Holds every request from arrival to its last word and turns the policy's decision into a `Batch` that fits."""
+"""The scheduler: tracks every request from arrival to its end and turns policy decisions into batches."""
 
 from __future__ import annotations
 
@@ -41,39 +41,51 @@ from vlora.types import (
     TokenScore,
 )
 
-_MORE_ADAPTERS = 1 / 256  # a step: adapters differ in size, and some are unloaded
-_FEW_ENDED = 8  # requests, whose pictures are still held for the sake of their bounds
+_MORE_ADAPTERS = 1 / 256  # per step: adapters differ in size, and some are unloaded
+_FEW_ENDED = 8  # ended requests kept, with their images, in the heap of deadlines
 
 
 class Scheduler:
-    """Decides each step: who runs, how many tokens each, in which mode, on which blocks.
+    """Decides each step: which requests run, with how many tokens, in which mode, on which blocks.
 
     credit of a request = time waited since it last ran + estimated time of its next step with the weights now in place
-    + the switch it would take to leave another adapter's merged weights (V-LoRA section 4.4.3). Above theta it
-    starves.
+    + the switch needed to leave another adapter's merged weights (V-LoRA section 4.4.3). A request with credit above
+    theta starves.
 
-    The engine calls `admit`, then `schedule`, then `drain_outputs`, then `record` with what the step brought, and may
-    add, cancel and fail requests between steps. Every request ends with exactly one finished output, from whichever of
-    these calls.
+    The engine calls `admit`, `schedule`, `drain_outputs`, then `record` with the results of the step. Between steps it
+    may add, cancel and fail requests. Every request ends with exactly one finished output, returned by one of these
+    calls.
 
-    A request with a bound on its first answer waits outside until `admit` lets it in or refuses it; all others are let
-    in as they come. Who is in is never refused. It then enters the KV room in its turn (`KvAdmission`), and only
-    entered requests are a policy's choice: a request without KV never takes blocks from one under way, unless it is
-    the oldest ready one.
+    A request with a deadline on its first answer waits outside until `admit` admits or refuses it; all others are
+    admitted on arrival. An admitted request is never refused. It then enters the KV room in order (`KvAdmission`), and
+    policies select entered requests only. A request without KV never takes blocks from a running one, unless it is the
+    oldest ready one.
 
-    The waiting bound, theta + ceil(ready / MaxBS) * longest step, holds for entered requests whose adapter is in
-    memory, from entry to the first step and from step to step, whatever their priority: priority and fair shares order
-    those that do not starve. A request that is preempted leaves the room; it enters again before all new ones, and
-    the bound holds again from then on. Nothing is promised in seconds about the wait for room, but the order of entry
-    lets no request wait forever.
+    The waiting bound, theta + ceil(ready / MaxBS) * longest step, holds for entered requests with a resident adapter,
+    from entry to the first step and from step to step, regardless of priority: priority and fair shares order the
+    requests that do not starve. A preempted request leaves the KV room. It enters again before all new requests, and
+    the bound holds from then on. The wait for KV room has no bound in seconds, but the order of entry lets no request
+    wait forever.
 
-    max_request_blocks: KV blocks that are always to be had for one request alone, whatever adapters are resident.
-    weights, tenant_weights: for fair shares between adapters, and before those between tenants, see `FairShares`; none
-    are kept where it is empty. With shares between tenants everybody waits outside until there is room: among those
-    that are in, whoever starves comes first, and a crowd of one tenant's requests would starve together.
+    With fair shares between tenants, all requests wait outside until there is room: starving requests come first among
+    the admitted ones, so many requests of one tenant would starve together and dominate the batch.
 
-    placeholders, is_cached: see `EncodeQueue`. A request runs once its images are encoded. encode_share: encoding
-    prolongs a step with tokens by at most this share of what these take, and half a piece of an image more.
+    Args:
+        policy: decides mode and order.
+        tables: the KV blocks.
+        max_request_blocks: KV blocks available to a single request, whatever adapters are resident.
+        max_batch_size: requests per batch.
+        max_step_tokens: tokens per batch.
+        theta_s: the credit in seconds above which a request starves; a lower limit, see `_theta`.
+        eos_ids: end tokens.
+        cost: learns and predicts step times.
+        clock: current time in seconds.
+        weights: fair shares between adapters, see `FairShares`; not applied if empty.
+        tenant_weights: fair shares between tenants, which precede those between adapters; not applied if empty.
+        placeholders: see `EncodeQueue`. A request runs once its images are encoded.
+        is_cached: see `EncodeQueue`.
+        encode_share: encoding extends a step with tokens by at most this share of their time, plus half a piece of an
+            image.
     """
 
     def __init__(
@@ -112,15 +124,15 @@ class Scheduler:
         self._admission = Admission(self._shares)
         self._kv_admission = KvAdmission(tables, max_request_blocks, self._shares)
         self._all_wait_outside = bool(tenant_weights)
-        self._tracked: dict[str, Tracked] = {}  # those that were let in, in order of arrival
+        self._tracked: dict[str, Tracked] = {}  # admitted requests, in order of arrival
         self._arrivals = itertools.count()
-        self._num_of: Counter[str] = Counter()  # of those that need not wait for KV room, by adapter
-        self._bounds: list[tuple[float, int, Tracked]] = []  # heap of (latest time, a number of its own, request)
+        self._num_of: Counter[str] = Counter()  # entered requests, by adapter
+        self._bounds: list[tuple[float, int, Tracked]] = []  # heap of (latest time, unique number, request)
         self._num_bounds = itertools.count()
-        self._judged_s = -math.inf  # when `admit` last decided
+        self._judged_s = -math.inf  # time of the last admission decision
         self._most_adapters = math.inf
         self._merged_adapter: str | None = None
-        self._shadow_adapter: str | None = None  # merged last, so that its weights are at hand
+        self._shadow_adapter: str | None = None  # merged last: its weights are available
         self._carried: Any = None
         self._encode_share = encode_share
         self._encoding = EncodeQueue(placeholders or {}, is_cached, max_step_tokens)
@@ -134,14 +146,19 @@ class Scheduler:
 
     @property
     def has_work(self) -> bool:
-        """Requests to run, or outputs to hand over."""
+        """Whether there are unfinished requests or undelivered outputs."""
         return bool(self._tracked or self._outputs or self._admission)
 
     def add(self, request: Request, *, held: bool = False, vision_key: str | None = None) -> None:
-        """Take a request in; one that is `held` runs from `release` on. vision_key: the key of its adapter if that
-        changes the vision side.
+        """Add a request.
 
-        Raises PromptTooLong when its KV could not fit in memory even alone.
+        Args:
+            request: the request.
+            held: do not run it before `release`.
+            vision_key: the key of its adapter, if that adapter changes the vision side.
+
+        Raises:
+            PromptTooLong: its KV would not fit in memory even alone.
         """
         assert self._find(request.request_id) is None
         now = self._clock()
@@ -150,9 +167,9 @@ class Scheduler:
         needed = self._tables.blocks_for(tracked.max_len)
         if needed > self._max_request_blocks:
             raise PromptTooLong(
-                f"prompt and answer together are up to {tracked.max_len} tokens, which take {needed} KV blocks of "
-                f"{self._tables.block_size}; {self._max_request_blocks} are there for one request. Shorten the prompt, "
-                "lower max_tokens, or start the engine with a larger arena_bytes"
+                f"prompt and max_tokens require {tracked.max_len} tokens, or {needed} KV blocks of "
+                f"{self._tables.block_size} tokens; {self._max_request_blocks} blocks are available to one request. "
+                "Shorten the prompt, lower max_tokens, or start the engine with a larger arena_bytes"
             )
         self._encoding.add(tracked, vision_key)
         for shares in self._shares:
@@ -165,39 +182,42 @@ class Scheduler:
             self._admission.add(tracked)
 
     def release(self, request_id: str) -> None:
-        """A held request may run from now on."""
+        """Allow a held request to run."""
         tracked = self._find(request_id)
         assert tracked is not None
         tracked.held = False
 
     def cancel(self, request_id: str) -> RequestOutput | None:
-        """End a request as cancelled; None when it is unknown or already ended."""
+        """End a request as cancelled; None if it is unknown or has ended."""
         return self._end_early(request_id, "cancelled", ErrorValue.of(Aborted(f"request {request_id!r} was cancelled")))
 
     def fail(self, request_id: str, error: ErrorValue) -> RequestOutput | None:
-        """End a request with an error; None when it is unknown or already ended."""
+        """End a request with an error; None if it is unknown or has ended."""
         return self._end_early(request_id, "error", error)
 
     def drain_outputs(self) -> tuple[RequestOutput, ...]:
-        """Last words of requests that ended while admitting and scheduling (deadlines missed or out of reach)."""
+        """Outputs of requests that ended in `admit` or `schedule` (deadline missed or unreachable)."""
         outputs, self._outputs = tuple(self._outputs), []
         return outputs
 
-    # -- what memory needs to know ------------------------------------------------------------------------------------
+    # -- memory demand ------------------------------------------------------------------------------------------------
 
     @property
     def needed_adapters(self) -> Set[str]:
-        """Adapters that entered requests need. Those of requests that wait to be let in, or for KV room, come later:
-        they would take pages that entered requests are expected to need."""
+        """Adapters that entered requests need.
+
+        Adapters of requests that wait for admission or KV room are excluded: they would take pages that entered
+        requests are expected to need.
+        """
         return self._num_of.keys()
 
     def adapters_outside(self) -> Set[str]:
-        """Adapters of requests that wait for KV room, and of those that wait to be let in, each in order of arrival."""
+        """Adapters of requests that wait for KV room, then for admission, each in order of arrival."""
         waiting = itertools.chain(self._kv_admission.waiting, self._admission.waiting)
         return dict.fromkeys(t.adapter for t in waiting if t.adapter is not None).keys()
 
     def waiting_adapters(self) -> tuple[str, ...]:
-        """The needed adapters, the one with the highest credit first."""
+        """The needed adapters in descending order of their requests' highest credit."""
         highest: dict[str, float] = {}
         tracked = [t for t in self._tracked.values() if t.adapter is not None and t.entered]
         for t, credit in zip(tracked, self._credits(tracked, self._clock(), self._merged_adapter), strict=True):
@@ -207,16 +227,18 @@ class Scheduler:
         return tuple(sorted(highest, key=lambda adapter: -highest[adapter]))
 
     def by_credit(self, most: int) -> list[tuple[Tracked, float]]:
-        """Of the requests that were let in, at most `most`, highest credit first, each with its credit."""
+        """At most `most` admitted requests with their credit, highest credit first."""
         tracked = tuple(self._tracked.values())
         credits = self._credits(tracked, self._clock(), self._merged_adapter)
         return heapq.nlargest(most, zip(tracked, credits, strict=True), key=lambda pair: pair[1])
 
     def blocks_short(self) -> int:
-        """How many more KV blocks than there are free the next step would use if those under way ran, and beside them
-        the oldest entered ones that have not begun. What the prefix cache has of these is not counted: others may use
-        it already."""
-        most = self._tables.blocks_for(self._max_step_tokens) + self._max_batch_size  # each may begin one block more
+        """Additional free KV blocks that the next step needs.
+
+        Assumes that the step runs all running requests and, beside them, the oldest entered requests that have not
+        started. Prefix-cache hits of the latter are not counted, because other requests may already use these blocks.
+        """
+        most = self._tables.blocks_for(self._max_step_tokens) + self._max_batch_size  # each may start one more block
         if most <= self._tables.num_free_blocks:
             return 0
         under_way = [t for t in self._tracked.values() if t.status is RequestStatus.RUNNING]
@@ -231,15 +253,16 @@ class Scheduler:
         return max(0, wanted - self._tables.num_free_blocks)
 
     def blocks_short_to_enter(self) -> int:
-        """How many more KV blocks would have to be free for the next request to enter; 0 when none waits for room."""
+        """Additional free KV blocks that the next request needs to enter; 0 if none waits for room."""
         return self._kv_admission.blocks_short
 
     def adapters_in_use(self) -> frozenset[str]:
-        """Adapters that must stay in memory: evicting one stalls requests that hold KV blocks, or loses images that are
-        half encoded.
+        """Adapters that must stay resident.
 
-        While a request starves for an adapter that found no room, only those that came not long ago, and those of
-        requests that were preempted and have not yielded a token since: the others keep their KV and wait in turn.
+        Evicting one stalls requests that hold KV blocks, or discards images that are partially encoded. While a request
+        starves for an adapter that does not fit, only two kinds must stay: adapters within their residency quantum, and
+        those of requests that were preempted and have not produced a token since. The other requests keep their KV and
+        wait in turn.
         """
         now = self._clock()
         holders = (self._tracked[holder] for holder in self._tables.holders)
@@ -252,7 +275,7 @@ class Scheduler:
         return held | self._encoding.adapters_under_way
 
     def stats(self, model: str) -> EngineStats:
-        """Counters since the start."""
+        """Counters since the start, and the current state."""
         stats = self._counters.stats(
             model, self._tracked.values(), len(self._admission), len(self._kv_admission), self._tables
         )
@@ -260,8 +283,11 @@ class Scheduler:
         return msgspec.structs.replace(stats, highest_credit_s=max(credits, default=0.0))
 
     def check_integrity(self) -> None:
-        """Prove that each request's lengths are in order, that exactly the running ones hold blocks, and enough, and
-        that none of them will write to what another one may read."""
+        """Assert the invariants of the requests and their blocks.
+
+        Lengths are in order, exactly the running requests hold blocks, each holds enough of them, and no request can
+        write to a block that another may read.
+        """
         for tracked in self._tracked.values():
             tracked.check_integrity()
             assert tracked.entered != (tracked.request_id in self._kv_admission), f"{tracked.request_id} is misplaced"
@@ -281,9 +307,10 @@ class Scheduler:
     # -- decide -------------------------------------------------------------------------------------------------------
 
     def admit(self, resident: Set[str]) -> None:
-        """Let in, or refuse, requests with a bound. Before adapters are brought: none is for who will be refused.
+        """Admit or refuse waiting requests. Call before loading adapters, so that none is loaded for a refused request.
 
-        resident: adapters in memory, or on their way there.
+        Args:
+            resident: adapters in memory or being loaded.
         """
         now = self._clock()
         self._expire(now)
@@ -295,7 +322,8 @@ class Scheduler:
             self._admission.rest()
             return
         look_up(self._admission.waiting, self._tables)
-        # Requests without a bound enter behind those with one, so while they wait for KV room they delay none of these.
+        # Requests without a deadline enter after those with one, so they do not delay the latter while waiting for KV
+        # room.
         accepted = tuple(t for t in self._tracked.values() if t.entered or t.answer_by is not None)
         load = Load(
             accepted,
@@ -318,8 +346,11 @@ class Scheduler:
             self._outputs.append(self._end(tracked, "error", now, error=_unreachable(tracked, needed_s, now)))
 
     def _most_adapters_in(self, resident: Set[str]) -> float:
-        """How many adapters memory holds at once: as many as it held when one could not be brought, and now and then
-        one more is tried. Infinite while that has never happened."""
+        """Estimated number of adapters that memory holds.
+
+        The number resident when an adapter last failed to load, growing slowly to retry with more. Infinite while no
+        load has failed.
+        """
         needed = (t for t in self._tracked.values() if t.adapter and t.entered)
         if any(t.adapter not in resident and t.let_in_s <= self._judged_s for t in needed):
             self._most_adapters = len(resident)
@@ -333,21 +364,21 @@ class Scheduler:
         self._kv_admission.add(tracked)
 
     def _enter(self, now: float) -> None:
-        """Let requests enter for which there is KV room."""
+        """Enter requests as far as there is KV room."""
         tracked = self._tracked.values()
         for t in self._kv_admission.admit(now, tracked, adapter_starves=self._starved_of_adapter):
             if t.adapter is not None:
                 self._num_of[t.adapter] += 1
 
     def _leave(self, tracked: Tracked) -> None:
-        """A request needs its adapter no longer, or not until it enters again."""
+        """Release a request's need for its adapter, finally or until it enters again."""
         if tracked.adapter is not None:
             self._num_of[tracked.adapter] -= 1
             if not self._num_of[tracked.adapter]:
                 del self._num_of[tracked.adapter]
 
     def schedule(self, view: MemoryView) -> Batch | None:
-        """The next step's batch, of tokens, of images to encode, or of both; None when nothing can be computed."""
+        """The next step's batch of tokens, images to encode, or both; None if nothing can be computed."""
         now = self._clock()
         self._expire(now)
         look_up(self._tracked.values(), self._tables)
@@ -355,14 +386,14 @@ class Scheduler:
         resident = view.resident
         self._stays.see(view, now)
         entered = [t for t in self._tracked.values() if t.entered]
-        # Of entered requests only: embeddings held for one without KV room could keep those of entered ones out.
+        # Entered requests only: embeddings held for a request without KV room could block entered ones.
         unseen = [t for t in entered if not self._encoding.is_ready(t)]
         entered = [t for t in entered if not t.held]
         ready = [t for t in entered if t.adapter in resident or t.adapter is None]
         if unseen:
             waiting_for_images = set(unseen)
             ready = [t for t in ready if t not in waiting_for_images]
-        # An adapter that left memory took its merged weights along.
+        # Merged weights are invalid once their adapter is evicted.
         merged = self._merged_adapter if self._merged_adapter in resident else None
         batch = self._batch_of(ready, entered, view, now, merged) if ready else None
         return self._with_images(batch, unseen, resident, now, merged) if unseen else batch
@@ -399,21 +430,21 @@ class Scheduler:
         self._starved_of_adapter = any(credit > theta_s for credit in self._credits(roomless, now, merged))
         batch = self._fit(decision, starving, ready, now)
         if batch is None:
-            # Everybody chosen waits for blocks of requests that may not be preempted. The oldest can always move.
+            # All selected requests wait for blocks of requests that may not be preempted. The oldest can always run.
             oldest = tuple(t.request_id for t in ready[: self._max_batch_size])
             batch = self._fit(Decision(Mode.UNMERGED, None, oldest), starving, ready, now)
-            assert batch is not None, "the oldest request does not fit, although it was admitted"
+            assert batch is not None, "the oldest request was admitted but does not fit"
         return batch
 
     def _with_images(
         self, batch: Batch | None, unseen: Sequence[Tracked], resident: Set[str], now: float, merged: str | None
     ) -> Batch | None:
-        """The batch, with what there is time to encode beside it."""
+        """The batch with the images that can be encoded beside it."""
         costs = self._cost.costs
         share = self._encode_share
         seconds = share * costs.step_s(StepSize.of(batch)) if batch is not None else ALONE_S
-        budget = max(1.0, seconds / costs.patch_s) if costs.patch_s else 1.0  # until something was measured
-        # As with tokens: whoever has waited for longer than theta comes first, then priorities and shares decide.
+        budget = max(1.0, seconds / costs.patch_s) if costs.patch_s else 1.0  # until a cost was measured
+        # As with tokens: requests that waited longer than theta come first, then priority and fair shares.
         turn = list(in_turn(unseen, self._shares))
         turn.sort(key=lambda t: min(0.0, self._theta_s - (now - t.last_ran_s)))
         encode = self._encoding.choose(turn, resident, budget, alone=batch is None)
@@ -439,7 +470,7 @@ class Scheduler:
             )
             for t, credit in zip(ready, credits, strict=True)
         ]
-        # Behind everybody who starves by waiting, so that the waiting bound knows nothing of those that are urgent.
+        # Urgent requests rank behind all that starve by waiting, so that they do not affect the waiting bound.
         starves = math.nextafter(theta_s, math.inf)
         for place, t in enumerate(ready):
             if t.answer_by is None or t.first_answer_s is not None:
@@ -450,8 +481,8 @@ class Scheduler:
 
     def _credits(self, requests: Iterable[Tracked], now: float, merged: str | None) -> list[float]:
         costs, limit = self._cost.costs, self._max_step_tokens
-        # The step's cost by number of lanes, fixed and for each token, short and long: this runs for every request in
-        # every step.
+        # The step's fixed cost and cost per token, by number of lanes, for short and long lanes. Precomputed, since
+        # this loop runs for every request in every step.
         prices, short = ((costs.lane_s, costs.adapter_s), (costs.long_lane_s, costs.long_adapter_s)), costs.short_lane
         lanes = [
             [(costs.base_s + n * adapter_s, costs.token_s + n * lane_s) for lane_s, adapter_s in prices]
@@ -475,10 +506,11 @@ class Scheduler:
         return credits
 
     def _theta(self, ready: Sequence[Tracked], merged: str | None, costs: Costs) -> float:
-        """The setting, but never below the longest steps that the ready requests could make, switch included: as many
-        as it takes to serve all of them once, and one more. Their lanes count as equally long.
+        """The effective theta: the setting, but at least the longest possible time for one round and one more step.
 
-        A threshold that every request passes by waiting for its turn would decide nothing.
+        A round serves every ready request once, in steps as long as these requests could make them, switch included.
+        Their lanes count as equally long. If waiting for a turn alone exceeded the threshold, all requests would
+        starve.
         """
         most = self._max_batch_size
         tokens = min(sum(sorted([t.device_len - t.cached_len for t in ready])[-most:]), self._max_step_tokens)
@@ -492,7 +524,7 @@ class Scheduler:
         return max(self._theta_s, (1 + num_rounds) * (step_s + costs.merge_s))
 
     def _fit(self, decision: Decision, starving: set[str], ready: Sequence[Tracked], now: float) -> Batch | None:
-        """Cut the decision to its budgets; None, and nothing changed, when nobody fits."""
+        """Apply the token and block budgets to the decision; None, with nothing changed, if no request fits."""
         order = [self._tracked[request_id] for request_id in decision.order]
         merged = decision.merged_adapter
         if decision.mode is Mode.MERGED:
@@ -520,7 +552,7 @@ class Scheduler:
         late: list[Tracked] = []
         while self._bounds:
             tracked = self._bounds[0][2]
-            if self._find(tracked.request_id) is tracked:  # else it ended, and its id may be in use again
+            if self._find(tracked.request_id) is tracked:  # otherwise it ended, and its id may be reused
                 if not tracked.expired(now):
                     break
                 late.append(tracked)
@@ -531,7 +563,7 @@ class Scheduler:
     # -- record -------------------------------------------------------------------------------------------------------
 
     def record(self, batch: Batch, result: StepResult) -> tuple[RequestOutput, ...]:
-        """Take a step's results in; returns what became known, with a finished output for every request that ended."""
+        """Record a step's results; return new outputs, with a finished one for every request that ended."""
         now = self._clock()
         self._counters.step(batch, result)
         self.waits.stepped(result.step_s + result.switch_s)
@@ -556,7 +588,7 @@ class Scheduler:
     def _record_images(self, batch: Batch, result: StepResult, now: float) -> list[RequestOutput]:
         assert batch.encode is not None
         if result.encoded is None:
-            return []  # the step failed before it got there
+            return []  # the step failed before encoding
         outputs: list[RequestOutput] = []
         for tracked in self._encoding.record(batch.encode, result.encoded):
             if tracked.first_run_s is None:
@@ -567,7 +599,7 @@ class Scheduler:
         return outputs
 
     def _computed(self, tracked: Tracked, item: BatchItem) -> None:
-        """A step brought the KV of an item's tokens; what failed never comes here, so it is never known."""
+        """Record newly computed KV. Not called for failed items, so their blocks never become known."""
         stop = item.start + item.num_tokens
         self._counters.computed(tracked, item.start, stop)
         if tracked.chain is not None:
@@ -609,7 +641,7 @@ class Scheduler:
             encode_s = result.encoded.seconds
             self._cost.observe_encoding(result.encoded.num_patches, encode_s)
         if batch.items and result.step_s > encode_s and not result.errors:
-            # The two are measured apart, so that an image's time is never put down to tokens.
+            # Measured separately, so that encoding time is never attributed to tokens.
             size = StepSize.of(batch)._replace(num_patches=0.0)
             self._cost.observe_step(size, result.step_s - encode_s)
 
@@ -624,7 +656,7 @@ class Scheduler:
         head: HeadAnswer | None = None,
         error: ErrorValue | None = None,
     ) -> RequestOutput:
-        if error is None and tracked.expired(now):  # the bound is on the whole request: a late answer is no answer
+        if error is None and tracked.expired(now):  # max_latency_s limits the whole request: a late answer is an error
             reason, head, error = "error", None, _deadline_missed(tracked, now)
         self._forget(tracked)
         self._tables.free(tracked.request_id)
@@ -651,7 +683,7 @@ class Scheduler:
             if tracked.entered:
                 self._leave(tracked)
         if len(self._bounds) > 2 * (len(self._tracked) + len(self._admission)) + _FEW_ENDED:
-            # A bound may be hours ahead, and its request holds pictures.
+            # A deadline may be hours away, and its entry keeps the request's images alive.
             self._bounds = [bound for bound in self._bounds if self._find(bound[2].request_id) is bound[2]]
             heapq.heapify(self._bounds)
 
@@ -664,7 +696,7 @@ class Scheduler:
 
 
 def _mode_of(merged: str | None, items: Sequence[BatchItem]) -> Mode:
-    """What a step really is: merged when everybody in it is served by the weights alone (W0 for the base model)."""
+    """The effective mode: merged if all requests use the weights in place (W0 for the base model)."""
     if all(item.adapter == merged for item in items):
         return Mode.MERGED
     return Mode.UNMERGED if merged is None else Mode.MIXED
@@ -673,8 +705,8 @@ def _mode_of(merged: str | None, items: Sequence[BatchItem]) -> Mode:
 def _deadline_missed(tracked: Tracked, now: float) -> ErrorValue:
     return ErrorValue.of(
         DeadlineMissed(
-            f"request {tracked.request_id!r} was not answered within its {tracked.request.max_latency_s:g} s; "
-            f"{tracked.num_sampled} tokens were done after {now - tracked.arrival_s:.3f} s"
+            f"request {tracked.request_id!r} exceeded its max_latency_s of {tracked.request.max_latency_s:g} s: "
+            f"{tracked.num_sampled} tokens were generated in {now - tracked.arrival_s:.3f} s"
         )
     )
 
@@ -684,7 +716,7 @@ def _unreachable(tracked: Tracked, needed_s: float, now: float) -> ErrorValue:
     left_s = max(0.0, tracked.answer_by - now)
     return ErrorValue.of(
         DeadlineUnreachable(
-            f"the deadline cannot be met: {left_s:.3f} s are left for the first answer of request "
-            f"{tracked.request_id!r}, which would take {needed_s:.3f} s; try again later, or with a longer bound"
+            f"the deadline cannot be met: the first answer of request {tracked.request_id!r} is predicted to take "
+            f"{needed_s:.3f} s, and {left_s:.3f} s are left; retry later, or with a longer deadline"
         )
     )

@@ -1,4 +1,4 @@
-"""What a scheduler counts for `EngineStats`. Nothing is decided by it."""
+"""Counters for `EngineStats`. They do not influence decisions."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from vlora.types import Batch, EngineStats, FinishReason, Mode, RequestStatus, S
 
 
 class Counters:
-    """Sums since the start, told of each step, first answer, preemption and last word."""
+    """Sums since the start, updated with each step, first answer, preemption and end of a request."""
 
     def __init__(self) -> None:
         self._num_steps = 0
@@ -51,7 +51,7 @@ class Counters:
             self._requests_by_mode[mode] += 1
 
     def computed(self, tracked: Tracked, start: int, stop: int) -> None:
-        """Count a request's tokens [start, stop), now computed; those of its prompt for themselves, too."""
+        """Count a request's newly computed tokens [start, stop); prompt tokens are also counted separately."""
         self._num_step_tokens += stop - start
         self._num_needed_tokens += max(0, stop - max(start, tracked.computed_len))
         tracked.computed_len = max(tracked.computed_len, stop)
@@ -60,16 +60,16 @@ class Counters:
         self._num_computed += of_prompt
 
     def answered(self, tracked: Tracked) -> None:
-        """With a request's first answer it is known how much of its prompt was not computed."""
+        """Count the reused prompt tokens of a request at its first answer."""
         tracked.num_reused = max(0, tracked.prompt_len - tracked.num_computed)
         self._num_reused += tracked.num_reused
 
     def preempted(self, num_requests: int) -> None:
-        """Count requests whose blocks were taken back."""
+        """Count preempted requests."""
         self._num_preemptions += num_requests
 
     def ended(self, reason: FinishReason, failed: bool) -> None:
-        """Count a last word; one that was cancelled did not fail."""
+        """Count an ended request. A cancelled request did not fail."""
         self._num_finished += not failed
         self._num_failed += failed and reason != "cancelled"
         self._num_cancelled += failed and reason == "cancelled"
@@ -77,7 +77,15 @@ class Counters:
     def stats(
         self, model: str, let_in: Iterable[Tracked], num_outside: int, num_waiting_for_kv: int, tables: BlockTables
     ) -> EngineStats:
-        """The sums, and how things stand. let_in: unfinished requests; num_outside: those that wait to be let in."""
+        """The sums and the current state.
+
+        Args:
+            model: name of the model.
+            let_in: admitted, unfinished requests.
+            num_outside: requests that wait for admission.
+            num_waiting_for_kv: admitted requests that wait for KV room.
+            tables: the KV blocks.
+        """
         running = [tracked.status is RequestStatus.RUNNING for tracked in let_in]
         return EngineStats(
             model=model,

@@ -1,4 +1,4 @@
-"""The baseline of S-LoRA and Punica: nothing is ever merged."""
+"""The baseline of S-LoRA and Punica: no adapter is ever merged."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from vlora.types import Mode
 class UnmergedOnly:
     """Every token with its own delta over W0, in order of arrival (Punica section 5.1, S-LoRA section 5).
 
-    Both papers let a request run until it ends. Here it yields to whoever starves, so that the waiting bound holds.
+    In both papers a request runs until it ends. Here it yields to starving requests, so that the waiting bound holds.
     """
 
     def decide(self, ready: Sequence[Candidate], state: PolicyState) -> Decision:

@@ -1,11 +1,15 @@
-"""How long requests were kept waiting, beside what the waiting bound came to. Nothing is decided by it."""
+"""Measures the longest wait of a request, to compare with the waiting bound. Does not influence decisions."""
 
 from __future__ import annotations
 
 
 class Waits:
-    """longest_s: the longest time from when a request was let in, or from the end of its last step, to the start of its
-    next one; times in which its adapter was not in memory included."""
+    """Waiting times of requests.
+
+    Attributes:
+        longest_s: the longest time from entering the KV room, or from the end of the last step, to the start of the
+            next step, including times without a resident adapter.
+    """
 
     def __init__(self, max_batch_size: int) -> None:
         self._max_batch_size = max_batch_size
@@ -16,8 +20,10 @@ class Waits:
 
     @property
     def bound_s(self) -> float:
-        """theta + ceil(ready / MaxBS) * longest step at its loosest: each at the most it has been. A wait of a ready
-        request that is longer breaks the bound, whenever it was."""
+        """theta + ceil(ready / MaxBS) * longest step, with the maximum so far for each term.
+
+        A longer wait of a ready request, at any time, violates the bound.
+        """
         return self._theta_s + -(-self._num_ready // self._max_batch_size) * self._step_s
 
     def decided(self, theta_s: float, num_ready: int) -> None:
@@ -25,10 +31,10 @@ class Waits:
         self._num_ready = max(self._num_ready, num_ready)
 
     def waited(self, seconds: float) -> None:
-        """A request gets its next step."""
+        """Record the wait of a request before its next step."""
         if seconds > self.longest_s:
             self.longest_s = seconds
 
     def stepped(self, seconds: float) -> None:
-        """A step took so long, the switch before it included."""
+        """Record the time of a step, including the switch before it."""
         self._step_s = max(self._step_s, seconds)

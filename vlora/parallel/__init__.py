@@ -1,4 +1,4 @@
-"""Tensor parallelism: which part of which layer a rank holds, which part of an adapter, and how ranks talk."""
+"""Tensor parallelism: sharding of layers and adapters over ranks, and communication between ranks."""
 
 from vlora.parallel.layer_sharding import LinearShard, ShardPlan, Span
 from vlora.parallel.process_group import Group

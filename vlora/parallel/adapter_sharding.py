@@ -1,17 +1,18 @@
-"""Which part of an adapter's factors a rank keeps for one layer, and how it lies in memory. For delta = (x a^T) b^T:
+"""A rank's shard of an adapter's factors for one layer, and its layout in memory. For delta = (x a^T) b^T:
 
 `replicated` (Punica section 7.2): the factor at the layer's split dimension is split with it, the other one is on every
-rank. What a column-parallel layer adds is then complete, what a row-parallel one adds is a part of the sum that the
-base model's all-reduce takes anyway: nobody says anything more than without adapters.
+rank. The delta of a column-parallel layer is then complete, and the delta of a row-parallel layer is a partial sum for
+the base model's all-reduce: adapters need no extra communication.
 
 `slora` (S-LoRA section 6): both factors are split. The hidden values x a^T are gathered (column-parallel layers, each
-rank having some of the rank's rows) or summed (row-parallel layers); then each rank adds its own outputs, in
-row-parallel layers again as a part of the base model's all-reduce. Layers whose rank or outputs the ranks do not divide
-are replicated.
+rank having some of the adapter's rank rows) or summed (row-parallel layers); then each rank adds its own outputs, in
+row-parallel layers again as a partial sum for the base model's all-reduce. Layers are replicated if their adapter rank
+or outputs are not divisible by the number of ranks.
 
-Block-diagonal factors (BD-LoRA section 3) are cut along their blocks: no zeros are stored, and nothing is said. A rank
-keeps the blocks that meet its part of the layer: one on as many ranks as blocks, several on fewer, a part of one on
-more. Only where the ranks cut through several blocks is the dense form, with its zeros, cut instead.
+Block-diagonal factors (BD-LoRA section 3) are cut along their blocks: no zeros are stored, and no communication is
+needed. A rank keeps the blocks that overlap its part of the layer: one block if there are as many ranks as blocks,
+several with fewer ranks, a part of one with more. Only if rank boundaries cut through several blocks, the dense form
+(with its zeros) is cut instead.
 """
 
 from __future__ import annotations
@@ -32,9 +33,9 @@ FactorKind = Literal["dense", "blocks_a", "blocks_b", "gathered", "reduced"]
 class FactorShape(NamedTuple):
     """One layer's factors in memory: a [rows_a, d_in] and bt [rows_bt, d_out].
 
-    dense: both have `rank` rows. blocks_a: a's block-diagonal blocks, `parts` of them, lie side by side, each
-    [rank / parts, d_in / parts], and bt's rows belong to them in turn; blocks_b: the same the other way round.
-    gathered: a has its rank's share of `parts` shares; reduced: bt has its rank's share of the outputs.
+    dense: both have `rank` rows. blocks_a: a's `parts` block-diagonal blocks are side by side, each [rank / parts, d_in
+    / parts], and bt's rows belong to them in order; blocks_b: the same with a and bt swapped.
+    gathered: a has one of `parts` shares of the adapter's rank; reduced: bt has this rank's share of the outputs.
     """
 
     rank: int
@@ -53,13 +54,15 @@ class FactorShape(NamedTuple):
 
     @property
     def is_split(self) -> bool:
-        """Whether ranks must talk to use these factors."""
+        """Whether using these factors needs communication between ranks."""
         return self.kind in ("gathered", "reduced")
 
 
 class Blocks(NamedTuple):
-    """Which factor is block-diagonal, in how many blocks. On disk (PEFT's format) they lie below each other:
-    side a: a [r, d_in / num]; side b: b [d_out, r / num]."""
+    """Which factor is block-diagonal, and the number of blocks.
+
+    On disk (PEFT's format) they are stacked: side a: a [r, d_in / num]; side b: b [d_out, r / num].
+    """
 
     side: Side
     num: int
@@ -67,7 +70,7 @@ class Blocks(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Cut:
-    """rows and columns of a and b, as they are on disk (dense ones where `densified`), and what they become."""
+    """Rows and columns of a and b as on disk (dense ones if `densified`), and the resulting shape."""
 
     shape: FactorShape
     a_rows: slice
@@ -94,7 +97,7 @@ _ALL = slice(None)
 
 @functools.lru_cache(maxsize=4096)
 def plan_cut(rank: int, shard: LinearShard, blocks: Blocks | None = None, way: Way = "replicated") -> Cut:
-    """The part of rank-`rank` factors that the shard's owner keeps. way: of dense factors."""
+    """The part of the adapter's factors of rank `rank` that the shard's owner keeps. way: for dense factors."""
     inputs, outputs = shard.inputs, shard.outputs
     if blocks is not None and blocks.num > 1:
         return _block_cut(rank, shard, blocks)
@@ -114,7 +117,7 @@ def _block_cut(rank: int, shard: LinearShard, blocks: Blocks) -> Cut:
     on_a = blocks.side == "a"
     mine, width = (inputs, shard.d_in // blocks.num) if on_a else (outputs, shard.d_out // blocks.num)
     first, last = mine.start // width, (mine.stop - 1) // width
-    if mine.size % width and width % mine.size:  # by sizes alone: all ranks then decide alike
+    if mine.size % width and width % mine.size:  # by sizes alone, so that all ranks decide alike
         dense = FactorShape(rank, inputs.size, outputs.size)
         return Cut(dense, _ALL, inputs.slice, outputs.slice, _ALL, densified=blocks)
     parts, block_rank = last + 1 - first, rank // blocks.num
@@ -137,9 +140,11 @@ class Part(NamedTuple):
 
 
 def parts_of(shape: FactorShape, a: torch.Tensor, bt: torch.Tensor) -> list[Part]:
-    """Factors as dense ones, views: one part, or one for each block. a [..., rows_a, d_in], bt [..., rows_bt, d_out],
-    leading dimensions being layers of one shape."""
-    assert not shape.is_split, "factors split over ranks are no delta by themselves"
+    """Views of the factors as dense ones: one part, or one per block.
+
+    a [..., rows_a, d_in], bt [..., rows_bt, d_out]; the leading dimensions are layers of one shape.
+    """
+    assert not shape.is_split, "factors split over ranks are not a complete delta"
     if shape.kind == "dense":
         return [Part(_ALL, _ALL, a, bt)]
     count = shape.parts
@@ -155,8 +160,7 @@ def parts_of(shape: FactorShape, a: torch.Tensor, bt: torch.Tensor) -> list[Part
 
 
 def dense(shape: FactorShape, a: torch.Tensor, bt: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The same delta as one pair a [..., rank, d_in] and bt [..., rank, d_out], zeros and all: to measure, not to
-    serve."""
+    """The same delta as one pair a [..., rank, d_in] and bt [..., rank, d_out], including zeros; not for serving."""
     parts = parts_of(shape, a, bt)
     if len(parts) == 1:
         return a, bt

@@ -1,7 +1,7 @@
-"""Which way an adapter lies on several ranks, where nobody has said: the one whose extra time per step is less.
+"""Selects an adapter's sharding over several ranks, if it is not configured: the one with less extra time per step.
 
-`replicated` reads and multiplies again on every rank what one rank would do for all; `slora` talks instead. Both are
-predicted from what was measured at start, for a step in which a full batch decodes with this adapter.
+`replicated` repeats on every rank reads and products that one rank could do for all; `slora` communicates instead. Both
+are predicted from measurements at start, for a step in which a full batch decodes with this adapter.
 """
 
 from __future__ import annotations
@@ -14,9 +14,13 @@ from vlora.parallel.layer_sharding import LinearShard
 
 
 class Costs(NamedTuple):
-    """Seconds, in a step with `num_tokens`. gather_s, reduce_s: what a collective for split factors adds, with all that
-    is done around it; byte_s: each byte in it, in the model's dtype whatever values travel in. factor_byte_s: a byte of
-    a factor, read and multiplied."""
+    """Measured costs in seconds, for a step with `num_tokens`.
+
+    Attributes:
+        gather_s, reduce_s: Of a collective for split factors, including its overhead.
+        byte_s: Per byte in it, counted in the model's dtype even if values are sent in another one.
+        factor_byte_s: Per byte of a factor, for reading and multiplying it.
+    """
 
     num_tokens: int
     gather_s: float
@@ -26,7 +30,7 @@ class Costs(NamedTuple):
 
 
 class Layer(NamedTuple):
-    """One layer that an adapter targets: its rank there, the shard, and which layers read the same input."""
+    """One layer that an adapter targets: the adapter's rank, the shard, and the group of layers with the same input."""
 
     rank: int
     shard: LinearShard
@@ -34,7 +38,7 @@ class Layer(NamedTuple):
 
 
 class Choice(NamedTuple):
-    """replicated_s, slora_s: what each way adds to a step."""
+    """The selected option, and the predicted extra seconds per step of both."""
 
     way: Way
     replicated_s: float
@@ -42,7 +46,13 @@ class Choice(NamedTuple):
 
 
 def choose(layers: Iterable[Layer], itemsize: int, costs: Costs) -> Choice:
-    """layers: those of the language model that the adapter targets, with dense factors. itemsize: bytes of a value."""
+    """Predict both options and select the faster one.
+
+    Args:
+        layers: Layers of the language model that the adapter targets, with dense factors.
+        itemsize: Bytes of a value.
+        costs: Measured at start.
+    """
     repeated_bytes = 0
     gathers: set[str] = set()
     num_reduces = moved_bytes = 0
@@ -63,11 +73,17 @@ def choose(layers: Iterable[Layer], itemsize: int, costs: Costs) -> Choice:
 
 
 def break_even(layers: Callable[[int], Iterable[Layer]], itemsize: int, costs: Costs, size: int) -> float | None:
-    """The rank of an adapter from which `slora` is predicted to be the faster way; None where it never is.
+    """The adapter rank from which `slora` is predicted to be faster; None if it never is.
 
-    layers: what an adapter of a rank targets; size: number of ranks, which divide it. A prediction is a straight line
-    in the rank: collectives cost what they cost at any rank, and each rank more is read again or sent.
+    A prediction is linear in the adapter's rank: collectives have a fixed cost, and each additional rank is read again
+    or sent.
+
+    Args:
+        layers: The layers that an adapter of a given rank targets.
+        itemsize: Bytes of a value.
+        costs: Measured at start.
+        size: Number of ranks, which divides the adapter's rank.
     """
     one, two = (choose(layers(rank), itemsize, costs) for rank in (size, 2 * size))
-    saved_s = (two.replicated_s - one.replicated_s - two.slora_s + one.slora_s) / size  # by each rank more
+    saved_s = (two.replicated_s - one.replicated_s - two.slora_s + one.slora_s) / size  # per additional rank
     return size + (one.slora_s - one.replicated_s) / saved_s if saved_s > 0 else None

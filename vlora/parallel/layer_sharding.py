@@ -1,7 +1,7 @@
-"""Which rows or columns of which linear layer belong to which rank (Megatron-LM's sharding). Arithmetic only.
+"""Which rows or columns of each linear layer a rank holds (Megatron-LM's sharding). Arithmetic only.
 
-q, k, v, gate and up are split by output features (column-parallel), o and down by input features (row-parallel): an
-attention block or an MLP then needs one all-reduce, at its end. Everything else is replicated.
+q, k, v, gate and up are split by output features (column-parallel), o and down by input features (row-parallel), so
+that an attention block or an MLP needs one all-reduce, at its end. Everything else is replicated.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ class Span(NamedTuple):
 
 
 class LinearShard(NamedTuple):
-    """What `rank` of `size` ranks holds of a linear layer [d_out, d_in]: these of its inputs and outputs.
+    """The inputs and outputs of a linear layer [d_out, d_in] that `rank` of `size` ranks holds.
 
-    A replicated layer has all of both on every rank.
+    For a replicated layer every rank holds all of both.
     """
 
     rank: int
@@ -49,21 +49,22 @@ class LinearShard(NamedTuple):
 
     @property
     def by_columns(self) -> bool:
-        """Each rank has some outputs, of all inputs."""
+        """Column-parallel: each rank computes some outputs from all inputs."""
         return self.outputs.size < self.d_out
 
     @property
     def by_rows(self) -> bool:
-        """Each rank has some inputs, and sums over ranks are the outputs."""
+        """Row-parallel: each rank has some inputs, and the outputs are sums over ranks."""
         return self.inputs.size < self.d_in
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ShardPlan:
-    """One rank's part of a language model. KV heads are split; where there are fewer than ranks, each is held by as
-    many ranks as read it.
+    """One rank's shard of a language model.
 
-    Raises BadConfig for a number of ranks that the model cannot be cut into.
+    KV heads are split; if there are fewer than ranks, each is held by all ranks that read it.
+
+    Raises BadConfig for a number of ranks that does not divide the model.
     """
 
     rank: int
@@ -75,7 +76,7 @@ class ShardPlan:
 
     def __post_init__(self) -> None:
         assert 0 <= self.rank < self.size
-        for count, what in ((self.num_heads, "attention heads"), (self.intermediate_size, "features between its MLPs")):
+        for count, what in ((self.num_heads, "attention heads"), (self.intermediate_size, "intermediate features")):
             if count % self.size:
                 raise BadConfig(
                     f"tensor_parallel is {self.size}, which does not divide the model's {count} {what}; "
@@ -83,8 +84,8 @@ class ShardPlan:
                 )
         if self.num_kv_heads % self.size and self.size % self.num_kv_heads:
             raise BadConfig(
-                f"tensor_parallel is {self.size}: the model's {self.num_kv_heads} KV heads can neither be split over "
-                f"so many ranks nor shared evenly by them; choose one of {self._choices()}"
+                f"tensor_parallel is {self.size}: the model's {self.num_kv_heads} KV heads can neither be divided by "
+                f"so many ranks nor replicated evenly over them; choose one of {self._choices()}"
             )
 
     def _choices(self) -> str:
@@ -103,7 +104,7 @@ class ShardPlan:
         return max(1, self.num_kv_heads // self.size)
 
     def shard(self, name: str, d_in: int, d_out: int) -> LinearShard:
-        """What this rank holds of the language model's linear layer `name`, which maps d_in to d_out features."""
+        """This rank's shard of the language model's linear layer `name`, which maps d_in to d_out features."""
         leaf = name.rpartition(".")[2]
         inputs, outputs = Span(0, d_in), Span(0, d_out)
         if leaf in ("k_proj", "v_proj"):

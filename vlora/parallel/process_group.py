@@ -1,7 +1,7 @@
-"""The ranks of one replica: what they say to each other, and the books of what it cost.
+"""The ranks of one replica: their communication, and the accounting of its cost.
 
 NCCL between GPUs, sockets on a CPU and for control messages (`socket_collectives.py`). All ranks of a replica run on
-one machine; no process on another one can join.
+one machine; a process on another one cannot join.
 """
 
 from __future__ import annotations
@@ -17,15 +17,17 @@ import torch.distributed as dist
 from vlora.parallel.socket_collectives import Ends, Lines
 
 Cause = Literal["base", "slora", "orders", "images", "start"]
-"""Why ranks talk: the base model's own sums, S-LoRA adapters' products, rank 0's orders, images that failed, start."""
+"""The reason of a collective: the base model's sums, S-LoRA adapters' products, rank 0's orders, failed images,
+start.
+"""
 
-# A rank that dies ends what the others wait for, at once (`abort`). This is for one that lives and hangs.
+# The death of a rank ends the other ranks' waits at once (`abort`). This limit is for a live rank that hangs.
 _HANG = datetime.timedelta(seconds=120)
 
 
 @dataclasses.dataclass
 class Entry:
-    """num_bytes: what one rank handed in, summed over calls."""
+    """num_bytes: input bytes of one rank, summed over calls."""
 
     calls: int = 0
     num_bytes: int = 0
@@ -43,20 +45,27 @@ class Ledger:
         entry.num_bytes += num_bytes
 
     def take(self) -> dict[tuple[str, Cause], Entry]:
-        """What was noted since the last call, by (all_reduce | all_gather | broadcast, cause)."""
+        """Entries since the last call, by (all_reduce | all_gather | broadcast, cause)."""
         entries, self._entries = self._entries, {}
         return entries
 
 
 class Group:
-    """This process among the ranks of its replica. Made by all ranks at once; every call is made by all of them.
+    """This process among the ranks of its replica. Created on all ranks at once; every call is made by all ranks.
 
-    A call raises RanksApart when another rank is gone, or does something else; NCCL's RuntimeErrors where it says so.
+    A call raises RanksApart if another rank is dead or makes a different call; NCCL raises RuntimeError for its own
+    errors.
     """
 
     def __init__(self, rank: int, ends: Ends, device: torch.device, store_file: str = "") -> None:
-        """Wait until all ranks are here. ends: of the lines to the others. device: this rank's. store_file: where NCCL
-        meets, and looks as long as the group lives; all ranks see it, and nobody else."""
+        """Wait until all ranks are connected.
+
+        Args:
+            rank: This process's rank.
+            ends: Its ends of the sockets to the other ranks.
+            device: This rank's device.
+            store_file: Where NCCL's ranks meet, used as long as the group lives; visible only to the ranks.
+        """
         self.rank = rank
         self.size = len(ends) + 1
         self.device = device
@@ -73,11 +82,11 @@ class Group:
 
     @property
     def leads(self) -> bool:
-        """Whether this is rank 0, which decides and samples."""
+        """Whether this is rank 0, which schedules and samples."""
         return self.rank == 0
 
     def all_reduce(self, tensor: torch.Tensor, cause: Cause) -> torch.Tensor:
-        """Sum over ranks, in place where the tensor is contiguous; returns it. Alike on all ranks, to the bit."""
+        """Sum over ranks, in place if the tensor is contiguous; returns it. Bitwise equal on all ranks."""
         tensor = tensor.contiguous()
         self.ledger.note("all_reduce", cause, tensor.nbytes)
         if self._nccl is not None:
@@ -90,7 +99,7 @@ class Group:
         return tensor
 
     def all_gather(self, tensor: torch.Tensor, cause: Cause) -> torch.Tensor:
-        """[size, *tensor.shape]: every rank's tensor, in the order of ranks."""
+        """[size, *tensor.shape]: every rank's tensor, in rank order."""
         tensor = tensor.contiguous()
         self.ledger.note("all_gather", cause, tensor.nbytes)
         if self._nccl is None:
@@ -100,15 +109,15 @@ class Group:
         return out
 
     def abort(self) -> None:
-        """From any thread: end what waits for a rank that is gone. Whatever this rank computes is worthless then.
+        """End all waits for a dead rank, from any thread. This rank's results are invalid afterwards.
 
-        On a CPU sockets that close have ended it already; NCCL's kernels would wait until their timeout.
+        On a CPU closed sockets have ended them already; NCCL's kernels would wait until their timeout.
         """
         if self._nccl is not None:
             self._nccl.abort()
 
     def close(self) -> None:
-        """Nobody says anything more. Nor does NCCL wait for anybody, who may be gone by now."""
+        """Close without waiting for other ranks, which may be dead (NCCL included)."""
         self.abort()
         self._nccl = None
         self._lines.close()
@@ -116,22 +125,22 @@ class Group:
     # -- control ------------------------------------------------------------------------------------------------------
 
     def send(self, data: bytes) -> None:
-        """Rank 0: give all others these bytes, for their `receive`."""
+        """Rank 0: send these bytes to all others, for their `receive`."""
         self.ledger.note("broadcast", "orders", len(data))
         self._lines.tell(data)
 
     def receive(self) -> bytes:
-        """Any other rank: what rank 0 sends next, however long it takes."""
+        """Any other rank: the next bytes from rank 0, without a timeout."""
         data = self._lines.hear()
         self.ledger.note("broadcast", "orders", len(data))
         return data
 
     def wait_for_all(self) -> None:
-        """Wait until all ranks have got here, however long it takes them."""
+        """Wait until all ranks have called this, without a timeout."""
         self.smallest([0], "start")
 
     def smallest(self, values: Sequence[int], cause: Cause) -> list[int]:
-        """The smallest of each value over ranks, the slowest of which may still be loading."""
+        """The minimum of each value over ranks, without a timeout because some may still be loading."""
         tensor = torch.tensor(values, dtype=torch.int64)
         self.ledger.note("all_reduce", cause, tensor.nbytes)
         return self._lines.exchange(tensor, f"least {cause}", patient=True).amin(0).tolist()

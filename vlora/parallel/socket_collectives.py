@@ -1,11 +1,11 @@
-"""Sockets between the ranks of one box, read and written by the very thread that needs what they carry.
+"""Sockets between the ranks of one machine, read and written by the thread that needs the data.
 
-A library of collectives hands each of them to a thread of its own, whose sockets yet another thread watches. With
-tensors of a few kilobytes, as a step that decodes has them, nearly all of its time goes into waking threads one after
-the other (docs/decisions.md, 2026-11-22). Here only a rank that came early is woken, once.
+A collectives library passes each operation to its own thread, and another thread watches that thread's sockets. For
+tensors of a few kilobytes, as in decode steps, thread wake-ups take nearly all of the time (docs/decisions/0030).
+Here only a rank that arrived early is woken up, once.
 
-Every message begins with its number, its size and what it is for, so that ranks which have come apart are told so by
-the first message that differs, and never take one thing for another.
+Every message begins with its number, its size and its purpose, so that ranks that are out of sync fail at the first
+message that differs, and never take one message for another.
 """
 
 from __future__ import annotations
@@ -18,31 +18,32 @@ from collections.abc import Mapping
 
 import torch
 
-_HANG_S = 120  # a rank that dies closes its sockets, and the others fail at once; this is for one that lives and hangs
+_HANG_S = 120  # a dead rank closes its sockets, and the others fail at once; this is for a live rank that hangs
 _PIECE_BYTES = 48 * 1024
-_HEAD = struct.Struct("<QQ16s")  # the message's number, the bytes behind this, and what they are for
+_HEAD = struct.Struct("<QQ16s")  # the message's number, the number of bytes that follow, and their purpose
 _ORDERS = "orders"
 
 Ends = Mapping[int, socket.socket]
-"""A rank's end of its line to each other rank, by that rank."""
+"""A rank's ends of the sockets to each other rank, by that rank."""
 
 
 class RanksApart(RuntimeError):
-    """Ranks cannot go on together: one is gone or hangs, or says what nobody expects."""
+    """Ranks cannot continue: one is dead, hangs, or sent an unexpected message."""
 
 
 class RankGone(RanksApart):
-    """Another rank is: its end came first, and whoever raises this only follows."""
+    """Another rank is dead: its end is the cause of this error."""
 
     def __init__(self, rank: int) -> None:
         super().__init__(f"rank {rank} is gone")
 
 
 def connect(size: int) -> list[dict[int, socket.socket]]:
-    """Lines between `size` ranks: what each is to be given, by rank.
+    """Create sockets between `size` ranks; returns the ends of each rank.
 
-    Made before there are ranks, so that they need not find each other: a line to a rank that is still loading is open,
-    and one to a rank that died is closed, whenever that was. Whoever makes ranks must close what it has given away.
+    They are created before the ranks, so that ranks need no discovery: a socket to a rank that is still loading is
+    open, and one to a dead rank is closed, no matter when it died. The caller must close the ends that it has passed
+    on.
     """
     ends: list[dict[int, socket.socket]] = [{} for _ in range(size)]
     for one, other in itertools.combinations(range(size), 2):
@@ -53,22 +54,22 @@ def connect(size: int) -> list[dict[int, socket.socket]]:
 class Lines:
     """One socket between any two ranks. All ranks make the same calls in the same order.
 
-    Raises RanksApart when they did not, when another rank is gone, or has said nothing for two minutes.
+    Raises RanksApart if they do not, if another rank is dead, or if it has sent nothing for two minutes.
     """
 
     def __init__(self, rank: int, ends: Ends) -> None:
-        """Wait until all ranks are here: as long as they live, however long they load."""
+        """Wait until all ranks are connected, without a timeout while they live."""
         self._rank = rank
         self._size = len(ends) + 1
         self._others = dict(ends)
         self._number = 0
-        # The system's own limits on a call: a socket's timeout in Python would make two of each.
+        # The kernel's own timeouts on a call: a socket timeout in Python would need two system calls each.
         limit = struct.pack("ll", _HANG_S, 0)
         for line in self._others.values():
             line.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
             line.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
         self._piece = min(_piece_of(line) for line in self._others.values())
-        self._head = bytearray(_HEAD.size)  # of the message that is read
+        self._head = bytearray(_HEAD.size)  # of the message being read
         self._piece = int(self.exchange(torch.tensor(self._piece), "piece", patient=True).min())
 
     def close(self) -> None:
@@ -78,14 +79,16 @@ class Lines:
     # -- tensors ------------------------------------------------------------------------------------------------------
 
     def exchange(self, tensor: torch.Tensor, what_for: str, *, patient: bool = False) -> torch.Tensor:
-        """[size, *tensor.shape]: every rank's contiguous tensor on a CPU, in the order of ranks.
+        """[size, *tensor.shape]: every rank's contiguous CPU tensor, in rank order.
 
-        what_for: up to 16 letters, which must be the same on all ranks. patient: others may take as long as they like
-        to get here.
+        Every rank sends before it reads, one piece at a time. At most two pieces are sent and unread: to send a third,
+        a rank must have read the other's second, which the other sends after reading the first. So no buffer fills up
+        (`_piece_of`), and the exchange cannot deadlock.
 
-        Everybody sends before reading, a piece at a time. What a rank has sent and another has not read are two pieces
-        at most: to send a third, it must have read the second of the other's, who sends that after reading the first.
-        So no buffer fills up (`_piece_of`), and nobody waits to be read by one who waits likewise.
+        Args:
+            tensor: This rank's tensor.
+            what_for: Up to 16 letters, the same on all ranks.
+            patient: Wait for other ranks without a timeout.
         """
         out = tensor.new_empty(self._size, *tensor.shape)
         out[self._rank] = tensor
@@ -106,16 +109,16 @@ class Lines:
                 self._receive(other, line, rows[other][piece])
         return out
 
-    # -- rank 0's words -----------------------------------------------------------------------------------------------
+    # -- messages of rank 0 -------------------------------------------------------------------------------------------
 
     def tell(self, data: bytes) -> None:
-        """Rank 0: to every other rank, for its `hear`."""
+        """Rank 0: send to every other rank, for its `hear`."""
         message = self._next_head(len(data), _ORDERS) + data
         for other, line in self._others.items():
             self._send(other, line, message)
 
     def hear(self) -> bytes:
-        """Any other rank: what rank 0 tells next, however long it takes to."""
+        """Any other rank: the next bytes from rank 0, without a timeout."""
         line = self._others[0]
         _wait(line)
         self._receive(0, line, memoryview(self._head))
@@ -132,10 +135,10 @@ class Lines:
         return _HEAD.pack(self._number, num_bytes, what_for.encode())
 
     def _check(self, other: int, wanted: bytes) -> None:
-        """Raises RanksApart unless the head that came from `other` is the one that this rank would have sent."""
+        """Raises RanksApart unless the head received from `other` equals the one that this rank would have sent."""
         if self._head != wanted:
             raise RanksApart(
-                f"ranks have come apart: rank {other} sent {_in_words(self._head)}, where rank {self._rank} expects "
+                f"ranks out of sync: rank {other} sent {_in_words(self._head)}, but rank {self._rank} expects "
                 f"{_in_words(wanted)}"
             )
 
@@ -147,20 +150,20 @@ class Lines:
         except ConnectionError as error:
             raise RankGone(other) from error
         except OSError as error:
-            raise RanksApart(f"rank {other} takes nothing from rank {self._rank}: {error}") from error
+            raise RanksApart(f"rank {other} does not receive from rank {self._rank}: {error}") from error
 
     def _send_first(self, other: int, line: socket.socket, head: bytes, data: memoryview) -> None:
         try:
             sent = line.sendmsg((head, data))
         except OSError:
-            sent = 0  # what is wrong is told by the next try
+            sent = 0  # the next send raises the error
         if sent < len(head) + len(data):
             self._send(other, line, (head + data)[sent:])
 
     def _receive_first(self, other: int, line: socket.socket, head: bytes, into: memoryview) -> None:
-        """A head, which must be `head`, and what is behind it: nearly always in one call."""
+        """A head, which must be `head`, and the data after it: nearly always in one call."""
         try:
-            # Not until all is there: of a message that is shorter than expected, the rest would never come.
+            # Without MSG_WAITALL: the rest of a message that is shorter than expected would never arrive.
             count = line.recvmsg_into((self._head, into))[0]
         except OSError as error:
             raise self._unheard(other, error) from error
@@ -174,7 +177,7 @@ class Lines:
 
     def _receive(self, other: int, line: socket.socket, into: memoryview) -> None:
         try:
-            while into:  # once, but for signals
+            while into:  # once, unless a signal interrupts it
                 count = line.recv_into(into, len(into), socket.MSG_WAITALL)
                 if not count:
                     raise RankGone(other)
@@ -185,7 +188,7 @@ class Lines:
     def _unheard(self, other: int, error: OSError) -> RanksApart:
         if isinstance(error, ConnectionError):
             return RankGone(other)
-        return RanksApart(f"rank {self._rank} hears nothing of rank {other}: {error}")
+        return RanksApart(f"rank {self._rank} received nothing from rank {other}: {error}")
 
 
 def _in_words(head: bytes | bytearray) -> str:
@@ -194,17 +197,17 @@ def _in_words(head: bytes | bytearray) -> str:
 
 
 def _piece_of(line: socket.socket) -> int:
-    """The bytes of a piece, two of which fit into the line's buffer with what the system keeps around them.
+    """The bytes of a piece, two of which fit into the socket's buffer with the kernel's overhead.
 
-    Half of the buffer is for that: Linux itself doubles what it is asked for. It gives less where its own limit
-    (net.core.wmem_max) is lower, so what it gave counts.
+    Half of the buffer is for the overhead: Linux doubles the requested size. It grants less if its own limit
+    (net.core.wmem_max) is lower, so the granted size counts.
     """
     line.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 2 * _PIECE_BYTES)
     return min(_PIECE_BYTES, line.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF) // 4)
 
 
 def _wait(line: socket.socket) -> None:
-    """Until there is something to read, or nobody at the other end."""
+    """Until there is data to read, or the other end is closed."""
     waiting = select.poll()
     waiting.register(line, select.POLLIN)
     waiting.poll()

@@ -1,1 +1,1 @@
-"""The front end: checks, images, text; RPyC and HTTP over it; `vlora serve`'s supervisor."""
+"""The front end (checks, images, text), its RPyC and HTTP servers, and the launcher of `vlora serve`."""

@@ -1,4 +1,4 @@
-"""A short way into a route that takes one JSON body."""
+"""A faster request path for routes that take one JSON body."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from pydantic import BaseModel
 class BodyRoute(APIRoute):
     """For `async def endpoint(body: Model, request: Request) -> Response`, documented as any other route.
 
-    What FastAPI does for every possible signature takes about as long as all the rest of a request's way in. A body
-    that is right goes past it; everything else takes FastAPI's own way, which says what is wrong.
+    FastAPI's generic handling of signatures takes about as long as the rest of request parsing. A valid body bypasses
+    it; every other request takes FastAPI's path, which reports the error.
     """
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
-        """See APIRoute."""
+        """Return the handler that parses the body directly."""
         fastapis_way = super().get_route_handler()
         endpoint: Callable[[Any, Request], Awaitable[Response]] = self.endpoint
         (model, _) = (each.annotation for each in inspect.signature(endpoint, eval_str=True).parameters.values())
@@ -29,7 +29,7 @@ class BodyRoute(APIRoute):
 
         async def handle(request: Request) -> Response:
             if request.headers.get("content-type") == "application/json":
-                data = await request.body()  # which the request keeps
+                data = await request.body()  # the request caches it
                 try:
                     body = model.model_validate(json.loads(data))
                 except (ValueError, RecursionError):

@@ -1,4 +1,4 @@
-"""Tokens to text, piece by piece: no broken characters, no piece twice, and nothing of a stop string."""
+"""Incremental detokenization: no broken characters, no repeated text, and no part of a stop string."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from vlora.types import TokenScore
 MAX_STOP_STRINGS = 16
 MAX_STOP_CHARS = 1000
 
-_BROKEN = "\N{REPLACEMENT CHARACTER}"  # what decoding half a character gives
+_BROKEN = "\N{REPLACEMENT CHARACTER}"  # the result of decoding an incomplete character
 
 
 class Detokenizer:
-    """Incremental decoding. Tokens are decoded with those of the piece before, which tokenizers need for spaces."""
+    """Incremental decoding. Tokens are decoded together with the previous piece, which tokenizers need for spaces."""
 
     def __init__(self, decode: Callable[[Sequence[int]], str]) -> None:
         self._decode = decode
         self._token_ids: list[int] = []
-        self._context = 0  # tokens[context:done] were the last piece
-        self._done = 0  # tokens[:done] were handed out
+        self._context = 0  # tokens[context:done] are the last piece
+        self._done = 0  # tokens[:done] are decoded
 
     def feed(self, token_ids: Sequence[int]) -> str:
-        """The text that became certain; empty while the last character is incomplete."""
+        """The newly decoded text; empty while the last character is incomplete."""
         self._token_ids += token_ids
         text = self._pending()
         if not text or text.endswith(_BROKEN):
@@ -34,7 +34,7 @@ class Detokenizer:
         return text
 
     def finish(self) -> str:
-        """What is left when no token follows: an incomplete character shows as the replacement character."""
+        """The remaining text at the end; an incomplete character becomes the replacement character."""
         if self._done == len(self._token_ids):
             return ""
         text = self._pending()
@@ -47,7 +47,7 @@ class Detokenizer:
 
 
 class StopFilter:
-    """Passes text on up to the first stop string; holds back an end that may still become one."""
+    """Passes text through up to the first stop string; holds back a suffix that may still become one."""
 
     def __init__(self, stop: Sequence[str]) -> None:
         self._stop = stop
@@ -55,23 +55,23 @@ class StopFilter:
         self.stopped = False
 
     def feed(self, text: str) -> str:
-        """The text that cannot be part of a stop string. After a stop string was met, always empty."""
+        """The text that cannot be part of a stop string; always empty after a stop string."""
         if self.stopped:
             return ""
         self._held += text
         found = [(self._held.find(stop), len(stop)) for stop in self._stop if stop in self._held]
         if found:
-            # The one that is complete first: so the cuts between pieces make no difference.
+            # The match that ends first wins, so piece boundaries do not change the result.
             self.stopped = True
             return self._release(min(found, key=lambda match: (sum(match), match[0]))[0])
         return self._release(len(self._held) - self._undecided())
 
     def finish(self) -> str:
-        """What was held back, now that nothing follows."""
+        """Release the held text at the end of the answer."""
         return "" if self.stopped else self._release(len(self._held))
 
     def _undecided(self) -> int:
-        """Length of the longest end of the held text that begins a stop string."""
+        """Length of the longest suffix of the held text that is a prefix of a stop string."""
         return max((self._begun(stop) for stop in self._stop), default=0)
 
     def _begun(self, stop: str) -> int:
@@ -88,9 +88,9 @@ class StopFilter:
 
 
 class Piece(NamedTuple):
-    """Text that became certain, and the tokens that made it where the request asked for their scores.
+    """Released text, with its tokens where the request asks for log probabilities.
 
-    num_prompt_tokens, num_completion_tokens: of the request, up to this piece.
+    num_prompt_tokens, num_completion_tokens: the request's totals up to this piece.
     """
 
     text: str
@@ -103,8 +103,8 @@ class AnswerText:
     """The text of one answer as its tokens arrive.
 
     Args:
-        token_text: A token on its own, as logprobs show it.
-        min_tokens: Stop strings are not searched in the text of so many first tokens.
+        token_text: Decodes a single token, as logprobs show it.
+        min_tokens: Stop strings are ignored in the text of this many first tokens.
     """
 
     def __init__(
@@ -119,27 +119,27 @@ class AnswerText:
         self._filter = StopFilter(stop)
         self._token_text = token_text
         self._pieces: list[Piece] = []
-        self._decoded = 0  # characters that came out of the detokenizer
-        self._released = 0  # characters that were handed out
-        self._waiting: deque[tuple[int, TokenLogprob]] = deque()  # where each token's text starts
+        self._decoded = 0  # characters decoded
+        self._released = 0  # characters released
+        self._waiting: deque[tuple[int, TokenLogprob]] = deque()  # (start of the token's text, token)
 
     @property
     def stopped(self) -> bool:
-        """A stop string was met; the answer is complete."""
+        """Whether a stop string was found, which completes the answer."""
         return self._filter.stopped
 
     @property
     def text(self) -> str:
-        """Everything handed out so far."""
+        """All text released so far."""
         return "".join(piece.text for piece in self._pieces)
 
     @property
     def logprobs(self) -> tuple[TokenLogprob, ...]:
-        """The tokens of `text`, each that has a character in it: not the one that ended the answer."""
+        """The tokens with at least one character in `text`; the token that ended the answer is not one of them."""
         return tuple(token for piece in self._pieces for token in piece.logprobs)
 
     def feed(self, token_ids: Sequence[int], scores: Sequence[TokenScore] = ()) -> Piece:
-        """The text that became certain, perhaps empty. scores: none, or one per token."""
+        """The newly released text, possibly empty. scores: empty, or one per token."""
         if not scores:
             early, later = token_ids[: self._unsearched], token_ids[self._unsearched :]
             self._unsearched -= len(early)
@@ -155,7 +155,7 @@ class AnswerText:
         return self._release(text)
 
     def finish(self) -> Piece:
-        """What was held back, now that nothing follows."""
+        """Release the held text at the end of the answer."""
         return self._release(self._filter.feed(self._detokenizer.finish()) + self._filter.finish())
 
     def _release(self, text: str) -> Piece:

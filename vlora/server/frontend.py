@@ -1,4 +1,4 @@
-"""What every surface (RPyC, HTTP) calls: checks a request, prepares it, asks the engine, turns tokens into text."""
+"""The front end behind RPyC and HTTP: checks and prepares a request, calls the engine, and detokenizes the answer."""
 
 from __future__ import annotations
 
@@ -50,18 +50,18 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-# A prompt of this size is ready in under half a millisecond; the way to a thread and back takes as long on a busy core.
+# A prompt of this size is ready in under 0.5 ms; a round trip to a thread takes as long on a busy core.
 _SHORT_CHARS = 1000
 _SHORT_TURNS = 4
-_MOST_THREADS = 4  # that prepare requests: the cores are the engine's
-_SHOWN = 128  # of a name that nobody has: it may be as long as a message
+_MOST_THREADS = 4  # that prepare requests; the cores belong to the engine
+_SHOWN = 128  # characters of an unknown name, which may be as long as a message
 
 Messages = Sequence[Mapping[str, Any]]
-"""A conversation as chat templates take it; content entries are {"type": "image"} or {"type": "text", "text": ...}."""
+"""A conversation for a chat template; content entries are {"type": "image"} or {"type": "text", "text": ...}."""
 
 
 class PlainText(NamedTuple):
-    """A prompt as it is: no chat template, no images."""
+    """A raw text prompt: no chat template, no images."""
 
     text: str
 
@@ -73,26 +73,26 @@ class PromptTokens(NamedTuple):
 
 
 class Conversation(NamedTuple):
-    """Messages for a chat template that takes tools (`FrontEnd.takes_tools`). tools: as OpenAI's API declares them."""
+    """Messages for a chat template that takes tools (`FrontEnd.takes_tools`). tools: in the form of OpenAI's API."""
 
     messages: Messages
     tools: Sequence[Mapping[str, Any]]
 
 
 Prompt = str | Messages | PlainText | PromptTokens | Conversation
-"""A question (the images go before it), a conversation, or what goes to the model as it is."""
+"""A question (images are placed before it), a conversation, or a raw prompt."""
 
 Image = bytes | RawImage | str
 """An encoded image, raw pixels, or the URL of an encoded one."""
 
 
 class FrontEnd:
-    """One per server; belongs to one event loop. Decoding and image processing run in threads beside it."""
+    """One per server, used from one event loop. Decoding and image processing run in threads."""
 
     def __init__(
         self, engine: EngineInterface, processor: InputProcessor, config: ServerConfig, model: str = ""
     ) -> None:
-        """model: the base model's name, which no adapter may take."""
+        """model: the base model's name; no adapter may have this name."""
         self.config = config
         self._model = model
         self._engine = engine
@@ -106,7 +106,7 @@ class FrontEnd:
         self._idle = asyncio.Event()
         self._idle.set()
         self._draining = False
-        self._changes: set[asyncio.Task[Any]] = set()  # of adapters, under way
+        self._changes: set[asyncio.Task[Any]] = set()  # adapter changes in progress
         num_threads = min(_MOST_THREADS, default_threads())
         self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix="vlora-prepare")
 
@@ -125,12 +125,16 @@ class FrontEnd:
         tenant: str | None = None,
         whole: bool = False,
     ) -> AsyncIterator[str | Answer]:
-        """Pieces of text as they become certain, then the whole Answer. Closing the iterator early cancels the request.
+        """Yield text as it is decoded, then the complete Answer. Closing the iterator early cancels the request.
 
-        images: encoded bytes or URLs, in order.
-        max_latency_s, max_ttft_s, priority, tenant: as of `Request`. whole: the caller reads nothing but the Answer.
-        Raises BadRequest's kinds for a request that is wrong, OverCapacity, DeadlineMissed, DeadlineUnreachable,
-        StepFailed, EngineDead.
+        Args:
+            images: Encoded bytes or URLs, in order.
+            max_latency_s, max_ttft_s, priority, tenant: As in `Request`.
+            whole: The caller needs only the Answer.
+
+        Raises:
+            BadRequest: The request is invalid (or a subclass of BadRequest).
+            OverCapacity, DeadlineMissed, DeadlineUnreachable, StepFailed, EngineDead: As in `vlora.errors`.
         """
         choices = self.choices(
             prompt,
@@ -164,10 +168,10 @@ class FrontEnd:
         tenant: str | None = None,
         whole: bool = False,
     ) -> AsyncGenerator[tuple[int, Piece | Answer], None]:
-        """As `generate`, several answers to one prompt side by side: each part with its choice's number.
+        """Yield several answers to one prompt concurrently, as `generate` does: each part with its choice's index.
 
-        The first choice is the answer `generate` gives; the others draw with seeds made from the first one's. Each
-        counts as a request under way.
+        The first choice equals the answer of `generate`; the others sample with seeds derived from the first seed. Each
+        choice counts as an active request.
         """
         sampling = sampling or SamplingParams()
         with self._admitted(adapter, tenant, num_choices) as clock:
@@ -181,9 +185,9 @@ class FrontEnd:
                     prompt = _with_question(prompt, *questions)
             empty = _is_empty(prompt)
             if empty and not images:
-                raise BadRequest("the prompt is empty; ask something", field="prompt")
+                raise BadRequest("the prompt is empty; send a text", field="prompt")
             encoded = await self._prepare(prompt, images, clock)
-            if empty:  # only now, so that what is wrong with the images comes first
+            if empty:  # checked late, so that image errors are reported first
                 raise _no_question(adapter, questions)
             requests = [
                 Request(
@@ -196,7 +200,7 @@ class FrontEnd:
                     max_ttft_s=max_ttft_s,
                     priority=priority,
                     tenant=tenant,
-                    # With strings to stop at, the text is looked at token by token.
+                    # Stop strings require a check after each token.
                     whole=whole and not sampling.stop,
                 )
                 for choice in range(num_choices)
@@ -216,9 +220,11 @@ class FrontEnd:
         priority: int = 0,
         tenant: str | None = None,
     ) -> HeadResult:
-        """One pass through a task head, with the question it was trained on.
+        """Run one pass through a task head, with the question it was trained on.
 
-        Raises UnknownAdapter, UnknownHead, BadRequest when the head wants another number of images; else as `generate`.
+        Raises:
+            UnknownAdapter, UnknownHead: There is no such adapter or head.
+            BadRequest: The number of images differs from the head's; other errors as in `generate`.
         """
         with self._admitted(adapter, tenant) as clock:
             status = await self._status(adapter)
@@ -227,7 +233,7 @@ class FrontEnd:
             if len(images) != summary.num_frames:
                 raise BadRequest(
                     f"head {head!r} of adapter {adapter!r} reads {summary.num_frames} "
-                    f"image{'s' * (summary.num_frames != 1)} per request; {len(images)} came"
+                    f"image{'s' * (summary.num_frames != 1)} per request; got {len(images)}"
                 )
             encoded = await self._prepare(summary.prompt, images, clock)
             request = Request(
@@ -244,7 +250,7 @@ class FrontEnd:
                 *_, output = [output async for output in outputs]
             if output.error is not None:
                 raise output.error.to_exception()
-            assert output.head is not None and output.timings is not None, "a head request ends with its head's answer"
+            assert output.head is not None and output.timings is not None, "a head request ends with a head result"
             result = HeadResult(
                 **msgspec.structs.asdict(in_pixels(output.head, encoded.shown)),
                 adapter=adapter,
@@ -257,7 +263,7 @@ class FrontEnd:
             return result
 
     async def _answer(self, request: Request, clock: _Clock) -> AsyncGenerator[Piece | Answer, None]:
-        """One request's pieces, then its Answer. Raises the error it ended with."""
+        """Yield one request's pieces, then its Answer. Raises the request's error."""
         sampling = request.sampling
         text = AnswerText(self._processor.decode, self._processor.token_text, sampling.stop, sampling.min_tokens)
         num_tokens = 0
@@ -266,7 +272,7 @@ class FrontEnd:
             async for output in outputs:
                 if output.token_ids and not num_tokens:
                     first_s = clock.elapsed_s
-                if not text.stopped:  # what still comes until the engine hears of it is no part of the answer
+                if not text.stopped:  # drop tokens that arrive before the engine cancels
                     num_tokens += len(output.token_ids)
                     piece = text.feed(output.token_ids, output.scores)
                     if piece.text:
@@ -280,7 +286,7 @@ class FrontEnd:
         piece = text.finish()
         if piece.text:
             yield piece._replace(num_prompt_tokens=len(request.prompt_ids), num_completion_tokens=num_tokens)
-        assert output.timings is not None, "a request that was answered has timings"
+        assert output.timings is not None, "an answered request has timings"
         if request.whole and output.timings.ttft_s is not None:
             first_s = asked_s + output.timings.ttft_s
         answer = Answer(
@@ -304,7 +310,7 @@ class FrontEnd:
 
     @property
     def takes_tools(self) -> bool:
-        """Whether the model's chat template has a place for tools, calls and their results."""
+        """Whether the model's chat template supports tools, tool calls and their results."""
         return self._processor.takes_tools
 
     # -- adapters and counters ----------------------------------------------------------------------------------------
@@ -316,40 +322,40 @@ class FrontEnd:
         return statuses
 
     def engine_changed(self) -> None:
-        """Another engine serves, whose adapters are asked for again, or none will: what was held for it goes on."""
+        """Forget cached adapters and start held frames: the engine was replaced, or no replacement will start."""
         self._adapters = None
         self.streams.go_on()
 
     async def known_adapters(self) -> tuple[AdapterStatus, ...]:
-        """As `adapters`, from memory where nothing was registered or removed since: what changes by itself is old."""
+        """As `adapters`, cached since the last registration or removal; fields that change otherwise may be stale."""
         return await self.adapters() if self._adapters is None else tuple(self._adapters.values())
 
     async def find_head(self, adapter: str, head: str) -> HeadSummary:
-        """Raises UnknownAdapter, UnknownHead with the names there are."""
+        """Raises UnknownAdapter or UnknownHead, each with the available names."""
         return _find_head(await self._status(adapter), head, self._adapters or {})
 
     async def register_adapters(self, paths: Mapping[str, str]) -> None:
-        """Register adapter folders by name, all or none; their content is read at first use. Raises BadAdapter."""
+        """Register adapter folders by name, all or none; the files are read at first use. Raises BadAdapter."""
         for name in paths:
             self._check_name(name)
         await self._engine.register_adapters(paths)
         self._adapters = None
 
     async def load_adapter(self, name: str, path: str) -> AdapterStatus:
-        """Register an adapter folder of the server's file system. Raises BadAdapter with the reason."""
+        """Register an adapter folder on the server's file system. Raises BadAdapter with the reason."""
         self._check_name(name)
         return await self._completely(self._engine.load_adapter(name, path))
 
     async def unload_adapter(self, name: str, drain: bool = False) -> None:
-        """Forget an adapter, cancelling its requests or, with `drain`, letting them finish. Raises UnknownAdapter."""
+        """Remove an adapter and cancel its requests, or with `drain` let them finish. Raises UnknownAdapter."""
         await self._completely(self._engine.unload_adapter(name, drain))
 
     async def pin_adapter(self, name: str, pinned: bool) -> AdapterStatus:
-        """Keep an adapter on the device, or let it go. Raises UnknownAdapter, OverCapacity when there is no room."""
+        """Pin an adapter on the device, or unpin it. Raises UnknownAdapter; OverCapacity when there is no room."""
         return await self._completely(self._engine.pin_adapter(name, pinned))
 
     async def stats(self) -> EngineStats:
-        """With the model's name: the engine knows it by its folder, which is nobody's business outside."""
+        """The engine's stats with the model's name in place of its folder, which is not exposed to clients."""
         return self._named(await self._engine.stats())
 
     async def snapshot(self, since: int = 0) -> EngineSnapshot:
@@ -357,7 +363,7 @@ class FrontEnd:
         return msgspec.structs.replace(snapshot, stats=self._named(snapshot.stats))
 
     async def read_metrics(self) -> bytes:
-        """Prometheus' text form of everything that is counted, a dead engine included."""
+        """All metrics in Prometheus text format, also when the engine is dead."""
         try:
             stats, adapters = await self.stats(), await self.adapters()
         except EngineDead:
@@ -371,7 +377,7 @@ class FrontEnd:
         return self._draining
 
     async def drain(self) -> None:
-        """Take no more requests and give those under way `drain_s` seconds to end."""
+        """Refuse new requests and wait up to `drain_s` seconds for active ones to end."""
         self._draining = True
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(self.config.drain_s):
@@ -385,8 +391,8 @@ class FrontEnd:
     # -- inside -------------------------------------------------------------------------------------------------------
 
     async def _completely(self, change: Coroutine[Any, Any, T]) -> T:
-        """Change the engine's adapters. A change that was begun takes effect even where its caller leaves, so what is
-        remembered of it here and below must not depend on the caller."""
+        """Apply a change of the engine's adapters. A started change completes even when its caller is cancelled, so the
+        cache of adapters here and below must not depend on the caller."""
 
         async def work() -> T:
             try:
@@ -397,13 +403,13 @@ class FrontEnd:
         task = asyncio.create_task(work())
         self._changes.add(task)
         task.add_done_callback(self._changes.discard)
-        # Where the caller has left, an error has no other reader.
+        # Retrieve the error when the caller was cancelled.
         task.add_done_callback(lambda done: done.cancelled() or done.exception())
         return await asyncio.shield(task)
 
     @contextlib.contextmanager
     def _admitted(self, adapter: str | None, tenant: str | None, num_choices: int = 1) -> Iterator[_Clock]:
-        """Count a request in and out, and what became of it. Raises OverCapacity when there is no room for it."""
+        """Count a request, its end and its outcome. Raises OverCapacity when there is no room for it."""
         outcome = "cancelled"
         clock = _Clock(self.config.request_timeout_s)
         try:
@@ -424,14 +430,12 @@ class FrontEnd:
     @contextlib.contextmanager
     def _counted_in(self, num_choices: int) -> Iterator[None]:
         if self._draining:
-            raise OverCapacity("the server is shutting down; it takes no new requests")
+            raise OverCapacity("the server is shutting down and accepts no new requests")
         if num_choices > self.config.max_requests:
-            raise BadRequest(
-                f"{num_choices} choices were asked for; this server answers {self.config.max_requests}", field="n"
-            )
+            raise BadRequest(f"n is {num_choices}; this server allows at most {self.config.max_requests}", field="n")
         if self._num_active + num_choices > self.config.max_requests:
             raise OverCapacity(
-                f"{self._num_active} requests are under way; this server's limit is {self.config.max_requests}; "
+                f"{self._num_active} requests are in progress; this server's limit is {self.config.max_requests}; "
                 "try again later"
             )
         self._num_active += num_choices
@@ -450,10 +454,10 @@ class FrontEnd:
 
     def _check_name(self, name: str) -> None:
         if name == self._model:
-            raise BadAdapter(f"{name!r} is the base model's name; requests could not tell them apart. Choose another")
+            raise BadAdapter(f"{name!r} is the base model's name; choose another name for the adapter")
 
     async def _status(self, name: str) -> AdapterStatus:
-        """Raises UnknownAdapter with the names there are."""
+        """Raises UnknownAdapter with the available names."""
         if self._adapters is None or name not in self._adapters:
             await self.adapters()
         assert self._adapters is not None
@@ -463,7 +467,7 @@ class FrontEnd:
         return self._adapters[name]
 
     async def _prepare(self, prompt: Prompt, images: Sequence[Image], clock: _Clock) -> EncodedPrompt:
-        """Fetch; then decode, template, tokenize and process images off the event loop, but for a few words."""
+        """Fetch, decode, template, tokenize and process images off the event loop; short prompts stay on it."""
 
         def work(encoded: Sequence[bytes | RawImage]) -> EncodedPrompt:
             pixels = decode_images(encoded, self.config)
@@ -487,7 +491,7 @@ class FrontEnd:
 
     @contextlib.asynccontextmanager
     async def _outputs(self, request: Request, clock: _Clock) -> AsyncIterator[AsyncIterator[RequestOutput]]:
-        """The engine's outputs, each awaited within the deadline; leaving early cancels the request."""
+        """The engine's outputs, each awaited within the deadline; closing early cancels the request."""
         stream = cast(AsyncGenerator[RequestOutput, None], self._engine.generate(request, clock.deadline))
         loop = asyncio.get_running_loop()
 
@@ -496,7 +500,7 @@ class FrontEnd:
                 async for output in stream:
                     yield output
                     if not output.finished and loop.time() > clock.deadline:
-                        # Outputs that are there already are not waited for: a caller that reads slowly ends here.
+                        # Ready outputs need no wait, so a slow reader reaches its deadline here.
                         raise TimeoutError
 
         async with contextlib.aclosing(stream):
@@ -504,8 +508,7 @@ class FrontEnd:
 
 
 class _Clock:
-    """One request's time: when it arrived and until when it may take. found: its adapter is registered, or it needs
-    none."""
+    """One request's arrival time and deadline. found: whether its adapter is registered, or the request names none."""
 
     def __init__(self, timeout_s: float) -> None:
         self.found = False
@@ -519,7 +522,7 @@ class _Clock:
 
     @contextlib.contextmanager
     def bound(self) -> Iterator[None]:
-        """Name a timeout for what it is."""
+        """Convert a timeout into DeadlineMissed."""
         try:
             yield
         except TimeoutError as error:
@@ -529,7 +532,7 @@ class _Clock:
 
 
 def _seed_of_choice(seed: int | None, choice: int) -> int | None:
-    """Without a seed every request draws by its own id."""
+    """The seed of a choice. Without a seed every request samples from its own id."""
     if seed is None or choice == 0:
         return seed
     return int.from_bytes(hashlib.blake2b(f"{seed} {choice}".encode(), digest_size=7).digest())
@@ -542,7 +545,7 @@ def _check_text(prompt: Prompt, sampling: SamplingParams, config: ServerConfig) 
             text.encode()
         except UnicodeEncodeError as error:
             raise BadRequest(
-                f"the prompt holds half a character (a lone surrogate) at place {error.start} of {text[:20]!r}...",
+                f"prompt contains an unpaired surrogate at index {error.start} (text begins with {text[:20]!r})",
                 field="prompt",
             ) from error
     length = sum(len(text) for text in texts)
@@ -551,25 +554,21 @@ def _check_text(prompt: Prompt, sampling: SamplingParams, config: ServerConfig) 
             f"the prompt has {length} characters; this server takes at most {config.max_prompt_chars}", field="prompt"
         )
     if len(sampling.stop) > MAX_STOP_STRINGS:
-        raise BadRequest(
-            f"stop holds {len(sampling.stop)} strings; at most {MAX_STOP_STRINGS} are looked for", field="stop"
-        )
+        raise BadRequest(f"stop has {len(sampling.stop)} strings; at most {MAX_STOP_STRINGS} are allowed", field="stop")
     longest = max(map(len, sampling.stop), default=0)
     if longest > MAX_STOP_CHARS:
-        raise BadRequest(
-            f"a stop string has {longest} characters; at most {MAX_STOP_CHARS} are looked for", field="stop"
-        )
+        raise BadRequest(f"a stop string has {longest} characters; at most {MAX_STOP_CHARS} are allowed", field="stop")
 
 
 def _is_empty(prompt: Prompt) -> bool:
-    """Whether there is nothing to answer. A plain text of blanks is continued as any other."""
+    """Whether the prompt has no content. A plain text of blanks counts as content."""
     if isinstance(prompt, PlainText | PromptTokens):
         return not any(prompt)
     return not any(text.strip() for text in _texts(prompt))
 
 
 def _is_question(prompt: Prompt) -> bool:
-    """Whether the caller asks in words of its own: tools and a system message say how to answer, not what."""
+    """Whether the prompt contains a question. Tools and a system message are not a question."""
     match prompt:
         case str() | PlainText() | PromptTokens():
             return not _is_empty(prompt)
@@ -579,7 +578,7 @@ def _is_question(prompt: Prompt) -> bool:
 
 
 def _with_question(prompt: Prompt, question: str) -> Prompt:
-    """A prompt of images alone, with an adapter's question."""
+    """A prompt of images only, completed with an adapter's question."""
     match prompt:
         case str():
             return question
@@ -593,18 +592,18 @@ def _with_question(prompt: Prompt, question: str) -> Prompt:
 
 
 def _no_question(adapter: str | None, questions: Collection[str]) -> BadRequest:
-    """Why images without text are no request."""
+    """The error for images without text."""
     if adapter is None:
-        why = "the base model has no question of its own"
+        why = "the base model has no default question"
     elif not questions:
-        why = f"adapter {adapter!r} has no question of its own"
+        why = f"adapter {adapter!r} has no default question"
     else:
         why = f"adapter {adapter!r} has several questions: {listed(sorted(questions))}"
-    return BadRequest(f"the prompt has images and no text, and {why}; send a question with them", field="prompt")
+    return BadRequest(f"the prompt has images but no text, and {why}; send a question with the images", field="prompt")
 
 
 def _is_short(prompt: Prompt) -> bool:
-    """Whether a thread would cost a prompt without images more than it spares the event loop."""
+    """Whether the hand-over to a thread costs more than tokenizing on the event loop (prompts without images)."""
     if isinstance(prompt, Conversation):
         return False
     num_turns = 1 if isinstance(prompt, str | PlainText | PromptTokens) else len(prompt)
@@ -634,7 +633,7 @@ def _texts(prompt: Prompt) -> Iterator[str]:
 
 
 def _find_head(status: AdapterStatus, head: str, adapters: Mapping[str, AdapterStatus]) -> HeadSummary:
-    """Raises UnknownHead with the heads there are, and the adapter that has one of that name."""
+    """Raises UnknownHead with the adapter's heads, and with other adapters that have a head of that name."""
     for summary in status.heads:
         if summary.name == head:
             return summary

@@ -1,4 +1,4 @@
-"""What the front end makes of a task head's answer: boxes in pixels, and the JSON of the HTTP API."""
+"""Conversion of task head results: boxes in pixels, and the JSON of the HTTP API."""
 
 from __future__ import annotations
 
@@ -13,8 +13,7 @@ from vlora.types import FoundBox, HeadAnswer
 
 
 def in_pixels(answer: HeadAnswer, shown: Sequence[Region]) -> HeadAnswer:
-    """The answer with its boxes' edges in pixels of the pictures, none of them outside. shown: the part of each picture
-    that the model saw."""
+    """The result with box edges in pixels, clipped to the image. shown: the part of each image that the model saw."""
     if not answer.boxes:
         return answer
     boxes = tuple(_in_pixels(box, shown[box.image]) for box in answer.boxes)
@@ -28,7 +27,7 @@ def _in_pixels(box: FoundBox, shown: Region) -> FoundBox:
 
 
 def head_form(result: HeadResult) -> dict[str, Any]:
-    """The JSON object of one answer; labels instead of their numbers as far as they tell things apart."""
+    """The JSON object of one result, with labels in place of label numbers."""
     form: dict[str, Any] = {
         "adapter": result.adapter,
         "head": result.head,

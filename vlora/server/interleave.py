@@ -1,4 +1,4 @@
-"""Several streams as one."""
+"""Merge several async generators into one."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ T = TypeVar("T")
 
 
 async def interleave(streams: Sequence[AsyncGenerator[T, None]]) -> AsyncGenerator[tuple[int, T], None]:
-    """Items of all streams as they come, with their stream's place. The first error ends all; so does leaving early."""
+    """Yield items in arrival order, with their stream's index. The first error or an early close ends all streams."""
     if len(streams) == 1:
         async with contextlib.aclosing(streams[0]) as only:
             async for item in only:

@@ -1,4 +1,4 @@
-"""Our own mistakes, on their way to a caller: logged here, told as a typed error."""
+"""Internal errors: logged here and returned to the caller as a typed error."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ log = logging.getLogger(__name__)
 
 
 def typed(error: Exception) -> VLoraError:
-    """What goes over the wire. Any other error is our own mistake: it is logged, and its call fails alone."""
+    """The error to send. An error of any other type is internal: it is logged, and only its call fails."""
     if isinstance(error, VLoraError):
         return error
     log.error("a call failed", exc_info=error)
-    return VLoraError(f"the server made a mistake: {type(error).__name__}: {error}")
+    return VLoraError(f"internal server error ({type(error).__name__}: {error}); see the server log")

@@ -1,15 +1,15 @@
-"""What one turn of the event loop writes to a peer, as one write: each costs a system call, and wakes its reader."""
+"""Joins all writes of one event loop iteration: each write costs a system call and wakes the reader."""
 
 from __future__ import annotations
 
 import asyncio
 from typing import Any
 
-_MOST_BYTES = 64 * 1024  # kept back; a turn that writes more does not wait for its end
+_MOST_BYTES = 64 * 1024  # buffered; more is written immediately
 
 
 class JoinedWrites(asyncio.Transport):
-    """As the transport it is made of."""
+    """Wraps a transport and joins its writes."""
 
     def __init__(self, transport: asyncio.Transport) -> None:
         super().__init__()
@@ -19,7 +19,7 @@ class JoinedWrites(asyncio.Transport):
         self._num_bytes = 0
 
     def write(self, data: Any) -> None:
-        """See Transport."""
+        """Buffer data until the end of the loop iteration."""
         if not self._parts:
             self._loop.call_soon(self._write)
         self._parts.append(bytes(data))
@@ -28,29 +28,29 @@ class JoinedWrites(asyncio.Transport):
             self._write()
 
     def close(self) -> None:
-        """See Transport."""
+        """Flush, then close the transport."""
         self._write()
         self._transport.close()
 
     def abort(self) -> None:
-        """See Transport."""
+        """Discard buffered data and abort the transport."""
         self._parts.clear()
         self._transport.abort()
 
     def is_closing(self) -> bool:
-        """See Transport."""
+        """Whether the transport is closing."""
         return self._transport.is_closing()
 
     def get_extra_info(self, name: str, default: Any = None) -> Any:
-        """See Transport."""
+        """The transport's extra info."""
         return self._transport.get_extra_info(name, default)
 
     def pause_reading(self) -> None:
-        """See Transport."""
+        """Pause the transport's reads."""
         self._transport.pause_reading()
 
     def resume_reading(self) -> None:
-        """See Transport."""
+        """Resume the transport's reads."""
         self._transport.resume_reading()
 
     def _write(self) -> None:

@@ -1,4 +1,4 @@
-"""Which names get a label value of their own in metrics: a bounded number, those with most requests."""
+"""Bounded label values for metrics: the names with the most requests get their own."""
 
 from __future__ import annotations
 
@@ -6,26 +6,26 @@ from collections.abc import Callable
 
 OTHER = "other"
 _DECAY_EVERY = 4096  # requests
-_CLEARLY = 2.0  # how much busier a name must be than one with a slot, so that two alike do not change places
+_CLEARLY = 2.0  # a name needs this many times the requests of a slot's name, so that similar names do not alternate
 
 
 class LabelSlots:
-    """Names that have a slot keep their own series; all others are counted together as `other`.
+    """Names that have a slot keep their own series; all other names count as `other`.
 
-    A slot goes to a name that has been clearly busier of late than the least busy one with a slot, whose series end. So
-    every series only ever rises, and their number is bounded, however many names there are.
+    A slot moves to a name with clearly more recent requests than the least busy name with a slot, and the series
+    of that name ends. So every series only increases, and the number of series is bounded.
     """
 
     def __init__(self, limit: int, on_evict: Callable[[str], None]) -> None:
-        """on_evict: called with each name that lost its slot."""
+        """on_evict: called with each name that loses its slot."""
         self._limit = limit
         self._on_evict = on_evict
-        self._recent: dict[str, float] = {}  # requests of late, of names with a slot and others
+        self._recent: dict[str, float] = {}  # decayed request counts, of names with and without a slot
         self._slots: set[str] = set()
         self._requests = 0
 
     def reserve(self, name: str) -> bool:
-        """Give a name a slot if one is free; whether it has one."""
+        """Give a name a slot if one is free. Returns whether the name has one."""
         if name not in self._slots and len(self._slots) < self._limit:
             self._slots.add(name)
         return name in self._slots

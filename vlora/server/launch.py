@@ -1,4 +1,4 @@
-"""`vlora serve`: starts the engine process, loads the adapters, opens the front end here, ends all of it cleanly."""
+"""`vlora serve`: starts the engine process, registers the adapters, runs the front end, and shuts all of it down."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-_NAMES_SHOWN = 20  # of the adapters, in the line that says that all is ready
+_NAMES_SHOWN = 20  # adapter names in the "ready" line
 
 
 async def serve(
@@ -42,14 +42,19 @@ async def serve(
     load_processor: Callable[[str], InputProcessor] | None = None,
     read_tokens: Callable[[], tuple[Token, ...]] | None = None,
 ) -> None:
-    """Serve until interrupted or terminated, then drain. adapters: name -> folder. announce is told when all is ready,
-    and of tokens that were read anew.
+    """Serve until interrupted or terminated, then drain.
 
-    read_tokens: gives the tokens anew when the process is told to by SIGHUP; None where they cannot change.
+    An engine that dies is restarted. The front end stays up, so clients receive the cause and streams continue.
 
-    An engine that dies is started again; the front end stays, so that every client hears why, and streams go on.
+    Args:
+        adapters: Name -> folder.
+        announce: Called with the "ready" line, and with the token names after a reload.
+        read_tokens: Reads the tokens again on SIGHUP; None where they cannot change.
 
-    Raises BadConfig (model, settings, address), BadAdapter; EngineDead at the end if there was no engine by then.
+    Raises:
+        BadConfig: The model, a setting or the address is invalid.
+        BadAdapter: An adapter cannot be registered.
+        EngineDead: There is no engine at the end.
     """
     stop = asyncio.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
@@ -61,10 +66,10 @@ async def serve(
         asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, reload)
     if tls is None and not server_config.on_loopback:
         log.warning(
-            "without TLS, tokens and pictures can be read on their way to %s; give --tls-cert and --tls-key",
+            "TLS is off: tokens and images sent to %s can be read on the network; set --tls-cert and --tls-key",
             server_config.host,
         )
-    # Taking the address first: a port in use is known before the model is loaded.
+    # Bind the address first, so that a port in use is reported before the model loads.
     rpyc_server = RpycServer(server_config.host, server_config.rpyc_port, server_config.max_message_bytes, tls)
     http_server: HttpServer | None = None
     model = model_name or engine_config.model
@@ -89,10 +94,10 @@ async def serve(
         if len(adapters) > _NAMES_SHOWN:
             names = f"{len(adapters)} (`vlora adapters` lists them)"
         rpyc = f"{'rpyc' if tls is None else 'rpyc+tls'} {rpyc_server.host}:{rpyc_server.port}"
-        # What is there by now stays: a full collection would look at all of it again, in the middle of answers.
+        # Objects that exist now are permanent; a full collection would scan them during requests.
         gc.freeze()
         table, threads = "", "threads unknown"
-        with contextlib.suppress(EngineDead):  # it is being restarted
+        with contextlib.suppress(EngineDead):  # the engine is restarting
             stats = await engine.stats()
             table, threads = stats.atmm_table, _threads(stats.num_threads, engine_config)
         announce(f"ready: {rpyc}{web} | model {model} | {threads} | adapters: {names}")
@@ -101,17 +106,17 @@ async def serve(
         await stop.wait()
         stop.clear()
         await _first(asyncio.create_task(front_end.drain()), stop)
-        # While another engine is on its way nothing has failed for good.
+        # While a replacement engine starts, the failure is not final.
         cause = None if engine.starting else engine.cause
         await engine.close()
         await front_end.close()
         if cause is not None:
             raise EngineDead(cause)
     finally:
-        gc.unfreeze()  # or libraries would report as leaked, at exit, what nothing collected
+        gc.unfreeze()  # otherwise libraries report leaks at exit
         if http_server is not None:
             await http_server.close()
-        # In a thread: the last replies come from this loop.
+        # In a thread, because this loop produces the last replies.
         await asyncio.to_thread(rpyc_server.close)
 
 
@@ -123,12 +128,12 @@ async def _start(
     engine_command: Sequence[str],
     load_processor: Callable[[str], InputProcessor],
 ) -> tuple[SupervisedEngine, FrontEnd]:
-    """The model loads in its process while the tokenizer and image processor load here."""
+    """Load the model in the engine process and, concurrently, the tokenizer and image processor here."""
     loading = asyncio.create_task(asyncio.to_thread(load_processor, engine_config.model))
     try:
         engine = await SupervisedEngine.start(engine_config, tell=log.warning, command=engine_command)
     except BaseException:
-        # The engine's word counts; what the processor has to say of the same model is the same or less.
+        # Report the engine's error; the processor's error about the same model adds nothing.
         await asyncio.wait({loading})
         loading.exception()
         raise
@@ -144,7 +149,7 @@ async def _start(
 
 
 def _threads(number: int, config: EngineConfig) -> str:
-    """What a step computes with."""
+    """The number of compute threads, for the "ready" line."""
     ranks = f" on each of {config.tensor_parallel} ranks" if config.tensor_parallel > 1 else ""
     return f"{number} thread{'s' * (number != 1)}{ranks}"
 
@@ -155,14 +160,14 @@ def _load_processor(model: str) -> InputProcessor:
     from vlora.models.processing import InputProcessor
     from vlora.threads import compute_alone
 
-    # The engine process has the cores. What one thread sets holds for those that compute later, too.
+    # The engine process has the cores. The setting applies to threads that start later, too.
     compute_alone()
-    logging.set_verbosity_error()  # what is wrong with a request is told to who sent it
+    logging.set_verbosity_error()  # request errors go to the client, not to the log
     return InputProcessor.from_pretrained(model)
 
 
 async def _first(task: asyncio.Task[object], stop: asyncio.Event) -> asyncio.Task[object] | None:
-    """Wait for the task, or give it up (None) when `stop` is set first."""
+    """Wait for the task, or cancel it and return None when `stop` is set first."""
     stopping = asyncio.create_task(stop.wait())
     await asyncio.wait({task, stopping}, return_when=asyncio.FIRST_COMPLETED)
     stopping.cancel()
@@ -177,9 +182,9 @@ def _reload_tokens(
     access: Access, config: ServerConfig, read_tokens: Callable[[], tuple[Token, ...]], announce: Callable[[str], None]
 ) -> None:
     try:
-        tokens = dataclasses.replace(config, tokens=read_tokens()).tokens  # checked together, as at start
+        tokens = dataclasses.replace(config, tokens=read_tokens()).tokens  # checks all tokens together
         access.replace(tokens)
     except BadConfig as error:
-        log.warning("the tokens stay as they were: %s", error)
+        log.warning("tokens not reloaded: %s", error)
     else:
         announce(f"tokens: {', '.join(token.name for token in tokens)}")

@@ -1,4 +1,4 @@
-"""What the server counts, and how Prometheus reads it. Nothing here carries a prompt, an address or a token."""
+"""The server's metrics in Prometheus format. They contain no prompt, address or token secret."""
 
 from __future__ import annotations
 
@@ -21,28 +21,28 @@ _REQUEST_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
 MAX_ADAPTERS = 64
 MAX_TENANTS = 64
 BASE, UNKNOWN = "base", "unknown"
-"""Label values of requests without an adapter, and of those whose adapter was not found."""
+"""Label values of requests without an adapter, and of requests with an unknown adapter."""
 
 _OUTCOMES = ("ok", "cancelled", *error_codes())
 
 
 class Metrics:
-    """The front end's own counters; the engine's come with each reading.
+    """The front end's counters. The engine's counters are passed to each `render`.
 
-    The label `adapter` has at most `MAX_ADAPTERS` names of adapters, beside `base`, `unknown` and `other`; `tenant` at
-    most `MAX_TENANTS` beside `other` (see `LabelSlots`).
+    The label `adapter` has at most `MAX_ADAPTERS` adapter names plus `base`, `unknown` and `other`; `tenant` has at
+    most `MAX_TENANTS` plus `other` (see `LabelSlots`).
 
     Args:
         model: The base model's name in requests.
-        version: Of this package.
+        version: Version of this package.
     """
 
     def __init__(self, model: str = "", version: str = "") -> None:
         self._registry = CollectorRegistry()
-        self._begun: set[str] = set()  # label values of adapters whose series are there
+        self._begun: set[str] = set()  # label values of adapters with series
         self._adapters = LabelSlots(MAX_ADAPTERS, self._forget_adapter)
         self._tenants = LabelSlots(MAX_TENANTS, self._forget_tenant)
-        Info("vlora_server", "What this server runs.", registry=self._registry).info(
+        Info("vlora_server", "Model and version of this server.", registry=self._registry).info(
             {"model": model, "version": version}
         )
         self._requests = Counter(
@@ -52,11 +52,11 @@ class Metrics:
             registry=self._registry,
         )
         self._active = Gauge(
-            "vlora_requests_active", "Requests under way; each choice counts.", registry=self._registry
+            "vlora_requests_active", "Requests in progress; each choice counts.", registry=self._registry
         )
         self._request_s = Histogram(
             "vlora_request_seconds",
-            "Arrival to last token, or head's answer, of an answered request.",
+            "Arrival to last token or head result, of an answered request.",
             ["adapter"],
             buckets=_REQUEST_S,
             registry=self._registry,
@@ -70,7 +70,7 @@ class Metrics:
         )
         self._first_token_s = Histogram(
             "vlora_time_to_first_token_seconds",
-            "Arrival to the first token, or to the head's answer.",
+            "Arrival to the first token or to the head result.",
             ["adapter"],
             buckets=_FIRST_TOKEN_S,
             registry=self._registry,
@@ -82,17 +82,17 @@ class Metrics:
             buckets=_TOKEN_S,
             registry=self._registry,
         )
-        self._streams = Gauge("vlora_streams_open", "Streams of frames that are open.", registry=self._registry)
-        self._frames_taken = Counter("vlora_frames_taken", "Frames that streams took in.", registry=self._registry)
+        self._streams = Gauge("vlora_streams_open", "Open frame streams.", registry=self._registry)
+        self._frames_taken = Counter("vlora_frames_taken", "Frames that streams accepted.", registry=self._registry)
         self._frames = Counter(
             "vlora_frames",
-            "Frames that ended: answered; dropped, for a newer one; closed, with their stream; or the error's code.",
+            "Frames that ended: answered; dropped for a newer frame; closed with their stream; or the error code.",
             ["outcome"],
             registry=self._registry,
         )
         self._frame_s = Histogram(
             "vlora_frame_seconds",
-            "Arrival to answer of a frame, waiting for its turn included.",
+            "Arrival to answer of a frame, queueing included.",
             buckets=_REQUEST_S,
             registry=self._registry,
         )
@@ -101,30 +101,30 @@ class Metrics:
         )
         self._tenant_requests = Counter(
             "vlora_tenant_requests",
-            "Requests that ended, by the name of the token they came with.",
+            "Requests that ended, by token name.",
             ["tenant", "outcome"],
             registry=self._registry,
         )
         self._tenant_tokens = Counter(
             "vlora_tenant_tokens",
-            "Tokens of answered requests, by the name of the token they came with.",
+            "Tokens of answered requests, by token name.",
             ["tenant", "kind"],
             registry=self._registry,
         )
-        # A series that begins with its first event does not show it as an increase: each is there from the start.
+        # A series that begins with its first event hides that increase, so each series exists from the start.
         for outcome in ("answered", "dropped", "closed", *error_codes()):
             self._frames.labels(outcome)
         for label in (BASE, UNKNOWN, OTHER):
             self._begin_adapter(label)
 
     def expect(self, adapters: Iterable[str]) -> None:
-        """Begin the series of registered adapters with 0, as long as there is room."""
+        """Create the series of registered adapters at 0, while there are free slots."""
         for name in adapters:
             if name not in self._begun and self._adapters.reserve(name):
                 self._begin_adapter(name)
 
     def count(self, outcome: str, adapter: str = UNKNOWN, tenant: str | None = None) -> None:
-        """One request has ended. adapter: its name, `BASE` or `UNKNOWN`."""
+        """Count a request that ended. adapter: its name, `BASE` or `UNKNOWN`."""
         self._requests.labels(self._adapter_label(adapter, counts=True), outcome).inc()
         if tenant is not None:
             self._tenant_requests.labels(self._tenants.label(tenant), outcome).inc()
@@ -133,14 +133,14 @@ class Metrics:
         self._active.inc(change)
 
     def streams(self, change: int) -> None:
-        """Streams of frames were opened, or closed."""
+        """Count opened or closed frame streams."""
         self._streams.inc(change)
 
     def frame_taken(self) -> None:
         self._frames_taken.inc()
 
     def frame_ended(self, outcome: str, latency_s: float | None = None) -> None:
-        """latency_s: of one that was answered."""
+        """Count a frame that ended. latency_s: of an answered frame."""
         self._frames.labels(outcome).inc()
         if latency_s is not None:
             self._frame_s.observe(latency_s)
@@ -148,7 +148,7 @@ class Metrics:
     def answered(
         self, request: Request, *, total_s: float, first_s: float, queue_s: float, num_completion: int
     ) -> None:
-        """One answer, seen from the front end. num_completion is 0 for a head's."""
+        """Record an answer's times in the front end. num_completion is 0 for a head result."""
         label = self._adapter_label(request.adapter or BASE)
         self._request_s.labels(label).observe(total_s)
         self._queue_s.labels(label).observe(queue_s)
@@ -161,7 +161,7 @@ class Metrics:
                 self._tenant_tokens.labels(self._tenants.shown(request.tenant), kind).inc(count)
 
     def render(self, stats: EngineStats | None, adapters: Iterable[AdapterStatus] = ()) -> bytes:
-        """Prometheus' text form. stats: None when the engine is dead. adapters: those registered."""
+        """Prometheus text format. stats: None when the engine is dead. adapters: the registered ones."""
         engine = CollectorRegistry()
         loads: Counts[str] = Counts()
         for status in adapters:
@@ -203,7 +203,7 @@ class Metrics:
 
 
 class _EngineCollector(Collector):
-    """loads: of adapters to the device, by label value."""
+    """loads: adapter loads to the device, by label value."""
 
     def __init__(self, stats: EngineStats | None, loads: Mapping[str, int]) -> None:
         self._stats = stats
@@ -211,25 +211,25 @@ class _EngineCollector(Collector):
 
     def collect(self) -> Iterator[Metric]:
         stats = self._stats
-        yield GaugeMetricFamily("vlora_engine_up", "1 while the engine lives.", value=stats is not None)
+        yield GaugeMetricFamily("vlora_engine_up", "1 while the engine is alive.", value=stats is not None)
         if stats is None:
             return
         yield CounterMetricFamily(
             "vlora_engine_restarts",
-            "Engine processes that died and were followed by another.",
+            "Engine processes that died and were replaced.",
             value=stats.num_restarts,
         )
         yield _gauge("vlora_queue_requests", "Requests in the engine.", "state", _queue(stats))
         yield GaugeMetricFamily(
             "vlora_highest_credit_seconds",
-            "The highest credit of a request: how long it has waited, and what its next step takes.",
+            "Highest credit of a request: its waiting time plus the time of its next step.",
             value=stats.highest_credit_s,
         )
         none = {str(mode): 0 for mode in Mode}
         yield _counter("vlora_engine_steps", "Steps, by inference mode.", "mode", none | stats.steps_by_mode)
         yield _counter(
             "vlora_engine_mode_requests",
-            "Requests, counted under each mode they took a step in.",
+            "Requests, counted once for each mode they ran a step in.",
             "mode",
             none | stats.requests_by_mode,
         )
@@ -239,13 +239,13 @@ class _EngineCollector(Collector):
         yield CounterMetricFamily("vlora_switch_seconds", "Time spent switching.", value=stats.switch_s)
         yield CounterMetricFamily(
             "vlora_preemptions",
-            "Requests that lost their KV blocks and were computed again.",
+            "Preempted requests: their KV blocks were freed and recomputed.",
             value=stats.num_preemptions,
         )
         tokens = {"first": stats.num_needed_tokens, "again": stats.num_step_tokens - stats.num_needed_tokens}
         yield _counter(
             "vlora_engine_step_tokens",
-            "Tokens of prompts and answers that steps computed: for the first time, or again after a preemption.",
+            "Prompt and answer tokens computed by steps: for the first time, or again after a preemption.",
             "computed",
             tokens,
         )
@@ -260,38 +260,38 @@ class _EngineCollector(Collector):
         yield _gauge("vlora_adapters", "Adapters, registered and on the device.", "state", adapters)
         prompts = {"computed": stats.num_computed_tokens, "reused": stats.num_reused_tokens}
         yield _counter(
-            "vlora_engine_prompt_tokens", "Prompt tokens, computed and found in the prefix cache.", "source", prompts
+            "vlora_engine_prompt_tokens", "Prompt tokens, computed or found in the prefix cache.", "source", prompts
         )
         yield GaugeMetricFamily(
-            "vlora_prefix_cache_blocks", "KV blocks kept while nobody needs their room.", value=stats.cached_blocks
+            "vlora_prefix_cache_blocks", "Cached KV blocks that are not in use.", value=stats.cached_blocks
         )
         yield GaugeMetricFamily("vlora_host_adapter_bytes", "Adapters in host memory.", value=stats.host_adapter_bytes)
         asked = {"hit": stats.num_adapter_hits, "miss": stats.num_adapter_misses}
         yield _counter(
             "vlora_adapter_requests",
-            "Requests by whether their adapter was on the device when they came.",
+            "Requests by whether their adapter was on the device at arrival.",
             "result",
             asked,
         )
-        # What is not counted for a name, that of adapters unloaded since included, is counted as other.
+        # Loads without a named series, including those of unloaded adapters, count as other.
         loads = {name: count for name, count in self._loads.items() if name != OTHER}
         loads[OTHER] = stats.num_adapter_loads - sum(loads.values())
         yield _counter("vlora_adapter_loads", "Loads of adapters to the device.", "adapter", loads)
         yield CounterMetricFamily(
-            "vlora_relocated_bytes", "Copied within the arena to make room.", value=stats.relocated_bytes
+            "vlora_relocated_bytes", "Bytes copied within the arena by compaction.", value=stats.relocated_bytes
         )
         yield CounterMetricFamily(
-            "vlora_load_wait_seconds", "Time in which every request waited for an adapter.", value=stats.load_wait_s
+            "vlora_load_wait_seconds", "Time that all requests waited for adapter loads.", value=stats.load_wait_s
         )
         looked_up = {"hit": stats.num_vision_hits, "miss": stats.num_vision_encoded}
-        yield _counter("vlora_vision_cache", "Images looked up among the embeddings kept.", "result", looked_up)
+        yield _counter("vlora_vision_cache", "Image lookups in the embedding cache.", "result", looked_up)
         yield CounterMetricFamily(
             "vlora_encoded_patches",
-            "Patches of images encoded; large images count for more than they have.",
+            "Encoded image patches; large images are weighted above their patch count.",
             value=stats.num_encoded_patches,
         )
-        yield CounterMetricFamily("vlora_encode_seconds", "Time in which images were encoded.", value=stats.encode_s)
-        yield GaugeMetricFamily("vlora_vision_cache_bytes", "Image embeddings kept.", value=stats.vision_cache_bytes)
+        yield CounterMetricFamily("vlora_encode_seconds", "Time spent encoding images.", value=stats.encode_s)
+        yield GaugeMetricFamily("vlora_vision_cache_bytes", "Cached image embeddings.", value=stats.vision_cache_bytes)
 
 
 def _queue(stats: EngineStats) -> dict[str, int]:

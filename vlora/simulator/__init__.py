@@ -1,7 +1,7 @@
-"""The scheduler without a model: real books and policies, a fake clock, and a machine that only says how long it takes.
+"""The scheduler without a model: real bookkeeping and policies, a simulated clock, and a model of step times.
 
-Reading order: `arrivals.py` (what comes in), `popularity.py`, `workloads.py` and `traces.py` (where it comes from),
-`machine.py` (what a step costs), `replica.py` (one engine on paper), `replay.py` (all of it together), `measures.py`.
+Reading order: `arrivals.py` (requests), `popularity.py`, `workloads.py` and `traces.py` (their sources), `machine.py`
+(the cost of a step), `replica.py` (one simulated engine), `replay.py` (the simulation), `measures.py`.
 """
 
 from vlora.simulator.arrivals import Arrival

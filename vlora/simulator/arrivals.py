@@ -1,4 +1,4 @@
-"""What comes in: one request as a workload or a trace gives it."""
+"""Arrivals: requests as a workload or a trace generates them."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from typing import NamedTuple
 
 
 class Arrival(NamedTuple):
-    """time_s: seconds from the start, never falling within a workload. adapter None: the base model.
+    """One request. time_s: seconds from the start, nondecreasing within a workload. adapter None: the base model.
 
     answer_tokens 0: a task head answers in one pass over the prompt. max_ttft_s, priority, tenant: as of a request.
-    images: the patches of each image (`VisionInput.num_patches`), 0 for one whose embeddings are cached; their tokens
-    are among those of the prompt.
+    images: the patches of each image (`VisionInput.num_patches`), 0 for one with cached embeddings; their tokens are
+    included in the prompt's.
     """
 
     time_s: float
@@ -24,10 +24,10 @@ class Arrival(NamedTuple):
 
 
 def adapter_name(number: int) -> str:
-    """Adapters are known by their rank in popularity: adapter-0 is the hottest."""
+    """Adapters are numbered by popularity: adapter-0 is the hottest."""
     return f"adapter-{number}"
 
 
 def tenant_name(number: int) -> str:
-    """Tenants are known by how much they ask: tenant-0 asks most."""
+    """Tenants are numbered by demand: tenant-0 has the most requests."""
     return f"tenant-{number}"

@@ -1,4 +1,4 @@
-"""What `vlora simulate` does: find traffic and machine, replay, put the result into words."""
+"""The implementation of `vlora simulate`: load traffic and costs, replay, format the result."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from vlora.simulator.replica import Box
 from vlora.simulator.traces import read_trace
 from vlora.simulator.workloads import among_tenants, make_workload
 
-_NUM_REQUESTS = 1000  # of a workload, which has no end of its own
+_NUM_REQUESTS = 1000  # of a workload, which is unbounded
 
 
 def simulate(
@@ -28,10 +28,20 @@ def simulate(
     costs: Path | None,
     settings: Mapping[str, Any],
 ) -> dict[str, Any]:
-    """Replay `trace`, a CSV file or a workload's name. num_tenants: who share the requests that name none; 0 leaves
-    them without. settings: fields of `Box`.
+    """Replay traffic and return the measures.
 
-    Raises BadConfig when anything given cannot be used.
+    Args:
+        trace: A CSV file or a workload's name.
+        num_adapters: Adapters of a workload, or of a trace that names none.
+        num_replicas: Replicas that share the traffic.
+        num_requests: Limit on the number of requests; None is 1000 for a workload and no limit for a trace.
+        num_tenants: Tenants to assign to requests without one; 0 assigns none.
+        seed: Of all draws.
+        costs: JSON file of a machine's costs; None uses the built-in measurements.
+        settings: Fields of `Box`.
+
+    Raises:
+        BadConfig: An argument is invalid.
     """
     path = Path(trace)
     arrivals: Iterator[Arrival]
@@ -48,12 +58,12 @@ def simulate(
 
 
 def lines(found: Mapping[str, Any]) -> Iterator[str]:
-    """The result for people, a line per fact."""
+    """The result as text, one line per fact."""
     yield f"{found['trace']}, policy {found['policy']}, {found['replicas']} replica{'s' * (found['replicas'] != 1)}"
     if not found["requests"]:
         yield (
-            f"  nothing was answered; {found['refused']} requests were refused as too long for the memory, "
-            f"{found['unreachable']} because their bound could not be kept"
+            f"  no request was answered; {found['refused']} were refused as too long for the memory, "
+            f"{found['unreachable']} because their bound on the first token could not be met"
         )
         return
     yield (
@@ -65,12 +75,12 @@ def lines(found: Mapping[str, Any]) -> Iterator[str]:
     yield "  time to first token    " + ", ".join(f"{name} {value:.3f} s" for name, value in found["ttft_s"].items())
     if found["unreachable"] or found["late"]:
         yield (
-            f"  bound on first token   {found['unreachable']} refused as out of reach, after "
+            f"  bound on first token   {found['unreachable']} refused as unreachable, after "
             + ", ".join(f"{name} {value:.3f} s" for name, value in found["refusal_s"].items())
             + f"; {found['late']} of {found['requests']} answered late"
         )
     yield (
-        f"  longest wait           {found['longest_wait_s']:.3f} s for the next step; the waiting bound came to "
+        f"  longest wait           {found['longest_wait_s']:.3f} s for the next step; the waiting bound is "
         f"{found['wait_bound_s']:.3f} s"
     )
     shares = ", ".join(f"{mode} {share:.1%}" for mode, share in found["steps_by_mode"].items())
@@ -79,7 +89,7 @@ def lines(found: Mapping[str, Any]) -> Iterator[str]:
     yield f"  preemptions            {found['preemptions']}"
     yield f"  adapter loads          {found['adapter_loads']}"
     for name, tenant in found["tenants"].items():
-        share = "" if tenant["share"] is None else f"; {tenant['share']:.1%} of the tokens while others competed"
+        share = "" if tenant["share"] is None else f"; {tenant['share']:.1%} of the tokens under contention"
         yield f"  {name:<22} {tenant['requests']} answered, {tenant['unreachable']} refused{share}"
         if tenant["ttft_s"]:
             first = ", ".join(f"{percent} {value:.3f} s" for percent, value in tenant["ttft_s"].items())

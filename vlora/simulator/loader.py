@@ -1,4 +1,4 @@
-"""Adapters on their way into memory, on paper: one after the other, beside the steps."""
+"""Simulated adapter loads: one at a time, concurrent with the steps."""
 
 from __future__ import annotations
 
@@ -8,20 +8,20 @@ from vlora.memory.adapter_cache import Residency
 
 
 class Loader:
-    """Takes an adapter's pages at once, as the engine does, and lets it be used `load_s` seconds of copying later."""
+    """Allocates an adapter's pages at once, as the engine does; it is usable after `load_s` seconds of copying."""
 
     def __init__(self, residency: Residency, clock: Callable[[], float], load_s: float) -> None:
         self._residency = residency
         self._clock = clock
         self._load_s = load_s
-        self._ready_s: dict[str, float] = {}  # by adapter on its way, in order of arrival
+        self._ready_s: dict[str, float] = {}  # by adapter being loaded, in order of arrival
         self._resident: frozenset[str] = frozenset()
         self.arriving: frozenset[str] = frozenset()
         self.num_loads = 0
 
     @property
     def resident(self) -> frozenset[str]:
-        """Adapters that a step may use. The same object as long as nothing comes or goes."""
+        """Adapters that a step may use. The same object until the set changes."""
         usable = self._residency.resident
         if not self.arriving:
             return usable
@@ -32,11 +32,11 @@ class Loader:
 
     @property
     def next_s(self) -> float | None:
-        """When the next adapter is there; None when none is on its way."""
+        """When the next load ends; None without a running load."""
         return next(iter(self._ready_s.values()), None)
 
     def bring(self, name: str, num_pages: int) -> bool:
-        """Whether the adapter is in memory or on its way there. False when it cannot fit now."""
+        """Whether the adapter is resident or being loaded; False if it does not fit now."""
         known = name in self._residency.resident
         if self._residency.bring(name, num_pages) is None:
             return False
@@ -50,7 +50,7 @@ class Loader:
         return True
 
     def collect(self) -> None:
-        """Make usable what has arrived by now."""
+        """Make loaded adapters usable."""
         for name in [name for name, ready_s in self._ready_s.items() if ready_s <= self._clock()]:
             self._residency.unpin(name)
             del self._ready_s[name]

@@ -1,4 +1,4 @@
-"""A machine that runs no model: it says how long a step would have taken and answers at once."""
+"""A machine model: it computes how long a step takes and answers at once."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _ANSWER = HeadAnswer(task="binary", label="yes", confidence=1.0, labels=("no", "
 
 
 class Clock:
-    """Seconds that only steps, merges, loads, moves in memory and waiting move."""
+    """Simulated seconds, advanced only by steps, merges, loads, page moves and waits."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -26,11 +26,14 @@ class Clock:
 
 
 class Machine:
-    """Runs batches on paper, moving the clock. Merging another adapter costs `merge_s`, going back to W0 `back_s`, and
-    weights merged last nothing, unless going back has its price: they are then not kept."""
+    """Simulates batches and advances the clock.
+
+    Merging another adapter costs `merge_s` and unmerging to W0 `back_s`. Merging the last merged adapter again is free,
+    unless `back_s` is above 0: merged weights are then not kept.
+    """
 
     def __init__(self, clock: Clock, costs: Costs, move_s: float) -> None:
-        """move_s: of one page, from one place in memory to another."""
+        """move_s: seconds to move one page within memory."""
         self._clock = clock
         self._costs = costs
         self._move_s = move_s
@@ -38,7 +41,7 @@ class Machine:
         self._shadow: str | None = None
 
     def copy(self, first_page: int, target: int, num_pages: int) -> None:
-        """Move pages, between two steps."""
+        """Move pages between two steps."""
         self._clock.now += num_pages * self._move_s
 
     def run(self, batch: Batch) -> StepResult:
@@ -53,7 +56,7 @@ class Machine:
         heads: dict[str, HeadAnswer] = {}
         for item in batch.items:
             if item.answers:
-                # Both, since only the scheduler knows which was asked for; it reads the one it wants.
+                # Both, since only the scheduler knows which one was requested; it reads that one.
                 tokens[item.request_id] = _TOKEN
                 heads[item.request_id] = _ANSWER
         step_s = self._costs.step_s(StepSize.of(batch))
@@ -75,10 +78,10 @@ class Machine:
 
 
 def read_costs(path: Path) -> tuple[Costs, float]:
-    """A machine's costs and `load_s`, the seconds that bringing an adapter into memory takes, from a JSON file.
+    """Read a machine's costs and `load_s`, the seconds to load an adapter, from a JSON file.
 
     The file holds an object "costs" with these numbers, as `vlora bench costs --out DIR` writes it; `back_s` and
-    `patch_s` are 0 if not given. Raises BadConfig with the field at fault.
+    `patch_s` default to 0. Raises BadConfig with the invalid field.
     """
     try:
         found = json.loads(path.read_text())
@@ -88,14 +91,14 @@ def read_costs(path: Path) -> tuple[Costs, float]:
         raise BadConfig(f"{path}: not JSON: {error}") from None
     values = found.get("costs") if isinstance(found, dict) else None
     if not isinstance(values, dict):
-        raise BadConfig(f'{path}: no object "costs" in it')
+        raise BadConfig(f'{path}: the object "costs" is missing')
     values = {"back_s": 0.0, "patch_s": 0.0, **values}
     for field in _PRICES:
         value = values.get(field)
         if isinstance(value, bool) or not isinstance(value, int | float) or not (math.isfinite(value) and value >= 0):
             raise BadConfig(f"{path}: costs.{field} is {value!r}; it must be a number of seconds, 0 or more")
     if values["base_s"] <= 0:
-        raise BadConfig(f"{path}: costs.base_s is 0; every step must take some time, or the simulation would never end")
+        raise BadConfig(f"{path}: costs.base_s is 0; it must be above 0, or the simulation would not terminate")
     short_lane = values.get("short_lane")
     if isinstance(short_lane, bool) or not isinstance(short_lane, int) or short_lane < 0:
         raise BadConfig(f"{path}: costs.short_lane is {short_lane!r}; it must be a whole number of tokens, 0 or more")

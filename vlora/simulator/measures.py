@@ -1,4 +1,4 @@
-"""What a replay is judged by."""
+"""The measures of a replay."""
 
 from __future__ import annotations
 
@@ -16,12 +16,15 @@ PERCENTILES = (50, 90, 99)
 
 
 class Measures:
-    """Sums over the requests that were answered. Times in seconds from a request's arrival.
+    """Sums over the answered requests. Times are in seconds from a request's arrival.
 
-    num_refused: too long for the memory. num_unreachable: refused because their bound on the first answer could not be
-    kept. num_late: let in, but over that bound after all. longest_wait_s: of a request that was let in for its next
-    step; wait_bound_s: what the waiting bound came to at most, on the same replica. tenant_shares: see
-    `contested_shares`.
+    Attributes:
+        num_refused: Requests too long for the memory.
+        num_unreachable: Requests refused because their bound on the first answer could not be met.
+        num_late: Requests admitted, but answered after their bound.
+        longest_wait_s: Of an admitted request for its next step.
+        wait_bound_s: The maximum of the waiting bound on the same replica.
+        tenant_shares: See `contested_shares`.
     """
 
     def __init__(self) -> None:
@@ -70,7 +73,7 @@ class Measures:
         num_loads: int,
         tenant_shares: Mapping[str, float],
     ) -> None:
-        """Take in what the replicas counted, once all is done."""
+        """Add the replicas' counters at the end."""
         worst = max(waits, key=lambda each: each.longest_s)
         self.longest_wait_s, self.wait_bound_s = worst.longest_s, worst.bound_s
         self._stats = list(stats)
@@ -80,7 +83,7 @@ class Measures:
 
     @property
     def average_token_latency_s(self) -> float:
-        """The sum of each request's latency over the number of all tokens, prompts' and answers' (V-LoRA 6.1)."""
+        """The sum of all requests' latencies over the number of all tokens, of prompts and answers (V-LoRA 6.1)."""
         return self.latency_s / self.num_tokens if self.num_tokens else math.nan
 
     def as_dict(self) -> dict[str, Any]:
@@ -129,7 +132,7 @@ class _Tenant:
         self._ttft_s.append(ttft_s)
 
     def as_dict(self, share: float | None) -> dict[str, Any]:
-        """share: of what was computed while others wanted some, too; None if nobody ever did."""
+        """share: of the tokens computed under contention; None without contention."""
         num_finished = len(self._ttft_s)
         return {
             "requests": num_finished,
@@ -147,5 +150,5 @@ def _percentiles(values: Iterable[float]) -> dict[str, float]:
 
 
 def _percentile(ordered: Sequence[float], share: int) -> float:
-    """The smallest value that `share` percent of all do not exceed."""
+    """The smallest value that `share` percent of the values do not exceed."""
     return ordered[max(0, math.ceil(len(ordered) * share / 100) - 1)]

@@ -1,4 +1,4 @@
-"""Arrivals over replicas, from the first to the last answer."""
+"""Replays arrivals on replicas, from the first to the last answer."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from vlora.simulator.tenants import contested_shares
 
 
 def replay(arrivals: Iterable[Arrival], box: Box, num_replicas: int = 1) -> Measures:
-    """Run all arrivals on `num_replicas` boxes, each request on the one with the fewest unfinished at that moment."""
+    """Run all arrivals on `num_replicas` boxes, each on the one with the fewest unfinished requests at that time."""
     replicas = [Replica(box) for _ in range(num_replicas)]
     measures = Measures()
     unfinished = [0] * num_replicas
-    asked: dict[str, tuple[float | None, str | None]] = {}  # bound and tenant of those who wait for their answer
+    asked: dict[str, tuple[float | None, str | None]] = {}  # bound and tenant of unfinished requests
 
     def run_until(time_s: float) -> None:
         for place, replica in enumerate(replicas):

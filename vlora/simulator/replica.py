@@ -1,4 +1,4 @@
-"""One engine on paper: real scheduler, books and residency over a machine that only keeps time."""
+"""One simulated engine: real scheduler, bookkeeping and residency over a machine model."""
 
 from __future__ import annotations
 
@@ -19,18 +19,23 @@ from vlora.types import Batch, EngineStats, MemoryView, Request, RequestOutput, 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Box:
-    """What a replica has. kv_tokens: room for KV. resident_adapters: how many adapters fit beside it, of one size.
+    """A replica's resources. The fields not listed are those of `EngineConfig`.
 
-    load_s: seconds from when an adapter's pages are taken until a step may use it; the copies run one after the other,
-    beside the steps. move_s: seconds in which a KV block is moved within memory, between steps; no adapter ever is,
-    since here a gap fits all of them. The rest is `EngineConfig`'s.
+    Attributes:
+        load_s: Seconds from the allocation of an adapter's pages until a step may use it; copies run one at a time,
+            concurrent with the steps.
+        move_s: Seconds to move a KV block within memory, between steps. Adapters are never moved, since here every gap
+            fits one.
+        kv_tokens: Capacity for KV.
+        resident_adapters: Number of adapters of equal size that fit in addition.
 
-    Raises BadConfig when a value cannot work.
+    Raises:
+        BadConfig: A value is invalid.
     """
 
     costs: Costs
     load_s: float = 0.0
-    move_s: float = 32e-6  # measured for 16 tokens of the 0.5 B model (docs/decisions.md, 2026-11-22)
+    move_s: float = 32e-6  # measured for 16 tokens of the 0.5 B model (docs/decisions/0017)
     kv_tokens: int = 65_536
     resident_adapters: int = 64
     policy: str = EngineConfig.policy
@@ -49,7 +54,7 @@ class Box:
         self.settings()
 
     def settings(self) -> EngineConfig:
-        """The engine's settings, as far as they matter without a model. Raises BadConfig when a value cannot work."""
+        """The engine's settings that apply without a model. Raises BadConfig for an invalid value."""
         return EngineConfig(
             model="",
             policy=self.policy,
@@ -65,11 +70,11 @@ class Box:
 
 _NO_TIME_LEFT_S = 1e-9
 _IMAGE_TOKEN = 1
-_CACHED = "cached"  # content of images whose embeddings are kept
+_CACHED = "cached"  # content hash of images with cached embeddings
 
 
 class Replica:
-    """Takes arrivals in order of time and steps through them; answers come as `RequestOutput`s, as from an engine."""
+    """Takes arrivals in order of time and steps through them; outputs are `RequestOutput`s, as of an engine."""
 
     def __init__(self, box: Box) -> None:
         self._box = box
@@ -100,15 +105,17 @@ class Replica:
 
     @property
     def num_loads(self) -> int:
-        """How often an adapter was brought into memory."""
+        """Number of adapter loads."""
         return self._loader.num_loads
 
     def add(self, request_id: str, arrival: Arrival) -> float | None:
-        """Take an arrival in; what is left of its bound, which counts from its own time. Raises PromptTooLong when it
-        could not fit in memory even alone."""
+        """Add an arrival. Returns the rest of its bound, which counts from its own time.
+
+        Raises PromptTooLong if it does not fit in memory even alone.
+        """
         bound_s = self._box.max_ttft_s if arrival.max_ttft_s is None else arrival.max_ttft_s
         if bound_s is not None:
-            # It may have come in the middle of a step.
+            # It may have arrived during a step.
             bound_s = max(bound_s - (self.clock.now - arrival.time_s), _NO_TIME_LEFT_S)
         self.scheduler.add(
             Request(
@@ -136,7 +143,7 @@ class Replica:
         return bound_s
 
     def run_until(self, time_s: float) -> list[RequestOutput]:
-        """Step until the clock has reached `time_s`, or to the end of all work; finished outputs only."""
+        """Step until the clock has reached `time_s` or all work is done. Returns finished outputs only."""
         finished: list[RequestOutput] = []
         while self.clock.now < time_s and self.scheduler.has_work:
             batch = self.decide()
@@ -146,17 +153,16 @@ class Replica:
             finished += refused
             if batch is None and not refused:
                 arrival_s = self._loader.next_s
-                assert arrival_s is not None, "somebody's adapter always finds room"
+                assert arrival_s is not None, "at least one adapter always fits"
                 self.wait_until(min(time_s, arrival_s))
             elif batch is not None:
                 finished += self.record(batch)
         return finished
 
     def decide(self) -> Batch | None:
-        """The next step's batch; None while all that there is to do waits for adapters on their way, and when all that
-        waited was refused."""
+        """The next step's batch; None if all work waits for adapter loads, or if all waiting requests were refused."""
         self._loader.collect()
-        self.scheduler.admit(self._residency.resident)  # there, or on its way
+        self.scheduler.admit(self._residency.resident)  # resident, or being loaded
         bring_wanted(self.scheduler, self._residency, lambda name: self._loader.bring(name, 1))
         give_way_to_kv(self.scheduler, self._residency, self._machine.merged)
         self._residency.drain_evicted()
@@ -166,7 +172,7 @@ class Replica:
         return self.scheduler.schedule(self._view)
 
     def record(self, batch: Batch) -> list[RequestOutput]:
-        """Let the batch's time pass and take its answers in; finished outputs only."""
+        """Advance the clock by the batch's time and record its answers. Returns finished outputs only."""
         outputs = self.scheduler.record(batch, self._machine.run(batch))
         self.contest.served(batch.items)
         finished = [output for output in outputs if output.finish_reason is not None]
@@ -175,7 +181,7 @@ class Replica:
         return finished
 
     def wait_until(self, time_s: float) -> None:
-        """Let time pass without work."""
+        """Advance the clock without work."""
         self.clock.now = max(self.clock.now, time_s)
 
     def stats(self) -> EngineStats:
@@ -184,7 +190,7 @@ class Replica:
 
 @functools.lru_cache(maxsize=4096)
 def _prompt(num_tokens: int, num_images: int) -> tuple[int, ...]:
-    """Each image stands for one of the tokens: what it takes to encode it does not depend on how many it fills."""
+    """One token per image: the cost of encoding it does not depend on its number of tokens."""
     return (_IMAGE_TOKEN,) * num_images + (0,) * (num_tokens - num_images)
 
 

@@ -1,4 +1,4 @@
-"""What each tenant was served of what several of them wanted at the same time."""
+"""The share of service that each tenant received under contention."""
 
 from __future__ import annotations
 
@@ -11,10 +11,11 @@ from vlora.types import BatchItem
 class Contest:
     """Tokens computed on one box in the steps in which more than one tenant had unfinished requests.
 
-    What somebody is served whom nobody competes with says nothing about shares: at the end everybody has been served
-    what they asked for. Requests without a tenant compete as one, as they do in the scheduler.
+    Service received without contention does not count towards fairness: at the end every tenant has received what it
+    requested. Requests without a tenant compete as one tenant, as in the scheduler.
 
-    By tenant, own: tokens of its requests; everybody: all tokens of the steps in which it had unfinished ones.
+    Both counts are by tenant: `own` has the tokens of its requests, `everybody` all tokens of the steps in which it had
+    unfinished ones.
     """
 
     def __init__(self) -> None:
@@ -34,7 +35,7 @@ class Contest:
             del self._unfinished[tenant]
 
     def served(self, items: Sequence[BatchItem]) -> None:
-        """Count a step, before the last words of those it ends."""
+        """Count a step, before the final outputs of the requests that it ends are counted."""
         if len(self._unfinished) < 2:
             return
         for item in items:
@@ -45,8 +46,10 @@ class Contest:
 
 
 def contested_shares(contests: Iterable[Contest]) -> dict[str, float]:
-    """By tenant: the part that was its own of all tokens computed on any box while it and another wanted some there.
-    Nobody is in it who never had to share."""
+    """By tenant: its part of all tokens computed while it and another tenant had unfinished requests on the same box.
+
+    Tenants without contention are omitted.
+    """
     own: Counter[str | None] = Counter()
     everybody: Counter[str | None] = Counter()
     for contest in contests:

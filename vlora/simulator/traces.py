@@ -1,4 +1,4 @@
-"""Recorded traffic: CSV files in the form of Microsoft's Azure LLM inference traces."""
+"""Recorded traffic: CSV files in the format of Microsoft's Azure LLM inference traces."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ BOUND, PRIORITY, TENANT = "MaxTTFT", "Priority", "Tenant"
 
 
 def read_trace(path: Path, num_adapters: int, seed: int) -> Iterator[Arrival]:
-    """Arrivals of a CSV file, lazily, times from its first row on.
+    """Arrivals of a CSV file, lazily, with times relative to its first row.
 
-    Columns: TIMESTAMP (seconds, or a date and time), ContextTokens, GeneratedTokens (0: a task head), and, if it is
-    there, Adapter (empty: the base model). Without that column adapters are drawn, popularity by a power law with
-    exponent 1. MaxTTFT (seconds; empty: no bound), Priority (empty: 0) and Tenant (empty: none) may be there, too. Rows
-    must be in order of time.
+    Required columns: TIMESTAMP (seconds, or a date and time), ContextTokens, GeneratedTokens (0: a task head). Optional
+    columns: Adapter (empty: the base model), MaxTTFT (seconds; empty: no bound), Priority (empty: 0) and Tenant (empty:
+    none). Without the column Adapter, adapters are drawn from a power law with exponent 1. Rows must be in order of
+    time.
 
-    Raises BadConfig with line and field for what cannot be read.
+    Raises BadConfig with line and field for invalid input.
     """
     sums = list(itertools.accumulate(power_law(num_adapters, 1.0)))
     draws = random.Random(seed)
@@ -47,7 +47,9 @@ def read_trace(path: Path, num_adapters: int, seed: int) -> Iterator[Arrival]:
             where = f"{path}, line {rows.line_num}"
             now = _seconds(row[TIME], where)
             if now < last:
-                raise BadConfig(f"{where}, field {TIME}: {row[TIME]!r} is before the row above; sort the file by time")
+                raise BadConfig(
+                    f"{where}, field {TIME}: {row[TIME]!r} is earlier than the previous row; sort the file by time"
+                )
             first, last = now if first is None else first, now
             if named:
                 adapter = row[ADAPTER] or None
@@ -55,7 +57,7 @@ def read_trace(path: Path, num_adapters: int, seed: int) -> Iterator[Arrival]:
                 adapter = adapter_name(draws.choices(range(num_adapters), cum_weights=sums)[0])
             prompt, answer = _count(row[PROMPT], PROMPT, 1, where), _count(row[ANSWER], ANSWER, 0, where)
             if answer == 0 and adapter is None:
-                raise BadConfig(f"{where}, field {ANSWER}: 0 asks a task head, but the base model has none")
+                raise BadConfig(f"{where}, field {ANSWER}: 0 requests a task head, but the base model has none")
             bound = _number(row.get(BOUND), BOUND, where) if row.get(BOUND) else None
             priority = _number(row.get(PRIORITY), PRIORITY, where) if row.get(PRIORITY) else 0
             if bound is not None and bound <= 0:
@@ -77,7 +79,7 @@ def _seconds(text: str | None, where: str) -> float:
         if math.isfinite(value):
             return value
     try:
-        # The published traces have seven digits of a second, one more than Python reads.
+        # The published traces have seven decimal digits of a second, one more than Python parses.
         whole, dot, fraction = (text or "").partition(".")
         moment = datetime.datetime.fromisoformat(whole + dot + fraction[:6])
     except ValueError:

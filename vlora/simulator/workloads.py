@@ -1,4 +1,4 @@
-"""Seeded workloads as lazy iterators of arrivals, each named after the paper's set-up that it follows."""
+"""Seeded workloads as lazy iterators of arrivals, each named after the setup in the paper that it follows."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ PATTERNS = ("distinct", "uniform", "skewed", "identical")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Lengths:
-    """Prompt and answer lengths in tokens, drawn evenly between the two ends. `answer` 0 is a task head.
+    """Prompt and answer lengths in tokens, drawn uniformly between the bounds. `answer` 0 is a task head.
 
-    images: of each request, with so many `patches` each (`VisionInput.num_patches`); their tokens are among those of
-    the prompt. hits: the share of images whose embeddings are cached. shown: the share of requests that have images.
+    images: per request, with `patches` patches each (`VisionInput.num_patches`); their tokens are included in the
+    prompt's. hits: the share of images with cached embeddings. shown: the share of requests with images.
     """
 
     prompt_min: int = 192
@@ -40,7 +40,7 @@ class Lengths:
         _check(self, 1, "patches")
         _check_shares(self, "hits", "shown")
         if self.images > self.prompt_min:
-            raise BadConfig(f"images is {self.images}; a prompt of {self.prompt_min} tokens cannot hold as many")
+            raise BadConfig(f"images is {self.images}; a prompt of {self.prompt_min} tokens is too short")
         for low, high in (("prompt_min", "prompt_max"), ("answer_min", "answer_max")):
             if getattr(self, low) > getattr(self, high):
                 raise BadConfig(f"{low} ({getattr(self, low)}) is above {high} ({getattr(self, high)}); give both")
@@ -49,7 +49,7 @@ class Lengths:
         return draws.randint(self.prompt_min, self.prompt_max), draws.randint(self.answer_min, self.answer_max)
 
     def draw_images(self, draws: random.Random) -> tuple[int, ...]:
-        """Of a request; from draws of their own, so that with and without images the same is asked otherwise."""
+        """The images of a request, drawn separately: the other properties are the same with and without images."""
         if not self.images or draws.random() >= self.shown:
             return ()
         return tuple(0 if draws.random() < self.hits else self.patches for _ in range(self.images))
@@ -57,7 +57,7 @@ class Lengths:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Gamma(Lengths):
-    """Gamma arrivals for each adapter, whose rates follow a power law (S-LoRA section 7.2).
+    """Gamma arrivals for each adapter, with rates by a power law (S-LoRA section 7.2).
 
     rate: requests per second over all adapters. cv: coefficient of variation of the gaps. alpha: of the power law.
     """
@@ -75,7 +75,7 @@ class Gamma(Lengths):
         draws = random.Random(seed)
         shape = self.cv**-2
         scales = [1 / (shape * self.rate * share) for share in power_law(num_adapters, self.alpha)]
-        # The first second is like any other: time 0 falls somewhere into a gap, and likelier into a long one.
+        # Stationary from the start: time 0 is at a random point of a gap, and more likely in a long one.
         pictures = random.Random(f"images {seed}")
         next_up = [(draws.random() * draws.gammavariate(shape + 1, scale), i) for i, scale in enumerate(scales)]
         heapq.heapify(next_up)
@@ -106,7 +106,7 @@ class Hottest(Lengths):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Punica(Lengths):
-    """Poisson arrivals in one of Punica's popularity patterns (section 7), which set the number of adapters, too."""
+    """Poisson arrivals in one of Punica's popularity patterns (section 7), which also set the number of adapters."""
 
     rate: float = 2.0
     pattern: str = "skewed"
@@ -124,11 +124,11 @@ class Punica(Lengths):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Video:
-    """Streams of `fps` frames a second that each send a chunk once it is full (V-LoRA section 6.1: 30 frames, 1 s).
+    """Streams of `fps` frames per second that each send a chunk when it is full (V-LoRA section 6.1: 30 frames, 1 s).
 
-    `frames` of a chunk's frames are looked at, each `frame_tokens` long, and answered by the stream's own task head.
-    Stream i has adapter i modulo their number. answer: tokens of an answer in words, 0 for a head. patches: of a frame
-    (`VisionInput.num_patches`); hits: the share of frames whose embeddings are cached.
+    `frames` frames of a chunk are used, each `frame_tokens` long, and answered by the stream's own task head. Stream i
+    has adapter i modulo their number. answer: tokens of a text answer, 0 for a head. patches: of a frame
+    (`VisionInput.num_patches`); hits: the share of frames with cached embeddings.
     """
 
     streams: int = 3
@@ -161,7 +161,7 @@ WORKLOADS: dict[str, type[Workload]] = {"gamma": Gamma, "hottest": Hottest, "pun
 
 
 def make_workload(text: str) -> Workload:
-    """The workload that `NAME` or `NAME:key=value,...` names. Raises BadConfig, listing what is known."""
+    """The workload for `NAME` or `NAME:key=value,...`. Raises BadConfig, listing the known names."""
     name, _, rest = text.partition(":")
     if name not in WORKLOADS:
         raise BadConfig(f"no workload named {name!r}; choose one of {', '.join(WORKLOADS)}, or give a CSV file")
@@ -171,7 +171,9 @@ def make_workload(text: str) -> Workload:
         key, equals, value = pair.partition("=")
         known = [field.name for field in dataclasses.fields(WORKLOADS[name])]
         if not equals or key not in known:
-            raise BadConfig(f"workload {name!r} has no setting {pair!r}; write KEY=VALUE, KEY of {', '.join(known)}")
+            raise BadConfig(
+                f"workload {name!r} has no setting {pair!r}; write KEY=VALUE with one of {', '.join(known)}"
+            )
         try:
             settings[key] = kinds[key](value)
         except ValueError:
@@ -180,8 +182,8 @@ def make_workload(text: str) -> Workload:
 
 
 def among_tenants(arrivals: Iterable[Arrival], num_tenants: int, seed: int) -> Iterator[Arrival]:
-    """The same with a tenant for each arrival that has none, drawn by a power law with exponent 1."""
-    draws = random.Random(f"tenants {seed}")  # its own draws: whoever asks, the same is asked for at the same time
+    """Assign a tenant, drawn from a power law with exponent 1, to each arrival without one."""
+    draws = random.Random(f"tenants {seed}")  # separate draws, so that tenants do not change the other properties
     sums = list(itertools.accumulate(power_law(num_tenants, 1.0)))
     for arrival in arrivals:
         drawn = draws.choices(range(num_tenants), cum_weights=sums)[0]
@@ -204,7 +206,7 @@ def _check_shares(workload: Lengths | Video, *fields: str) -> None:
 def _poisson(
     lengths: Lengths, rate: float, shares: Sequence[float] | None, num_requests: int, draws: random.Random, seed: int
 ) -> Iterator[Arrival]:
-    """shares None: every request has an adapter of its own."""
+    """shares None: every request has its own adapter."""
     sums = list(itertools.accumulate(shares)) if shares else None
     pictures = random.Random(f"images {seed}")
     now = 0.0

@@ -1,1 +1,1 @@
-"""What pydantic, msgspec, PyYAML and Python's JSON reader refuse, in this project's words: one module per library."""
+"""Error messages for errors of pydantic, msgspec, PyYAML and Python's JSON parser: one module per library."""

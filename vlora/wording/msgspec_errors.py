@@ -1,4 +1,4 @@
-"""msgspec's errors in this project's words. msgspec has no types of error: its messages are taken apart."""
+"""Error messages for errors of msgspec. msgspec has no error types, so its messages are parsed."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ _MISSING = object()
 
 
 def described(error: Exception, name: str = "", value: Any = _MISSING) -> str:
-    """What is wrong, beginning with the field: "temperature is 'hot'; it must be a number".
+    """The problem, beginning with the field: "temperature is 'hot'; it must be a number".
 
     Args:
         error: A `msgspec.ValidationError`, or an OverflowError of a conversion.
-        name: Of the whole value in messages. Fields of a value without one stand by themselves.
-        value: That was converted; its wrong part is shown. Left out, only its kind is: a secret never is.
+        name: Name of the whole value. Without it, messages begin with the name of the field.
+        value: The converted value; the message shows its wrong part. Omit it for secrets: only the type is shown then.
     """
     message = str(error)
     place = _PLACE.search(message)
@@ -44,7 +44,7 @@ def described(error: Exception, name: str = "", value: Any = _MISSING) -> str:
         field = f"{field}: " if field else ""
         if found["what"].startswith("missing"):
             return f"{field}the field {found['name']!r} is missing"
-        return f"{field}there is no field {found['name'][:40]!r}; check its spelling"
+        return f"{field}unknown field {found['name'][:40]!r}; check its spelling"
     field = f"a key of {field or 'the object'}" if place and place["key"] else field or "the value"
     wrong = _part(value, path) if not (place and place["key"]) else _MISSING
     if not (found := _EXPECTED.match(message)):
@@ -62,7 +62,7 @@ def described(error: Exception, name: str = "", value: Any = _MISSING) -> str:
 
 
 def _part(value: Any, path: str) -> Any:
-    """What stands at a path such as `.stop[0]`, or nothing."""
+    """The value at a path such as `.stop[0]`, or _MISSING."""
     if value is _MISSING:
         return _MISSING
     at = 0
@@ -79,4 +79,4 @@ def _part(value: Any, path: str) -> Any:
 
 
 REFUSED = (msgspec.ValidationError, OverflowError)
-"""What a conversion raises; the latter for a whole number that no float holds."""
+"""The errors of a conversion; OverflowError is for an integer outside the range of a float."""

@@ -1,4 +1,4 @@
-"""pydantic's errors in this project's words. Its types of error are stable; its messages are not used."""
+"""Error messages for errors of pydantic, from its error types, which are stable; its messages are not used."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ EXPECTED = {
     "string": "a string",
     "tuple": "a list",
 }
-"""What is expected, by the error's type without its ending."""
+"""Expected value, by error type without its suffix."""
 
 _BOUNDS = {
     "greater_than": ("gt", "above"),
@@ -37,11 +37,11 @@ _KIND = re.compile(r"_(type|parsing|parsing_size|from_float)$")
 
 
 def described(error: Mapping[str, Any], *, also: str = "") -> str:
-    """What is wrong with a field, to be read behind its name: "is 17; it must be at most 16".
+    """The problem with a field, to follow its name: "is 17; it must be at most 16".
 
     Args:
         error: One of `ValidationError.errors()`.
-        also: Another form that the field may have, such as "a list".
+        also: Another type that the field accepts, such as "a list".
     """
     kind, context, value = str(error["type"]), error.get("ctx", {}), error.get("input")
     expected = EXPECTED.get(_KIND.sub("", kind))

@@ -1,4 +1,4 @@
-"""Values as error messages show them: short, whatever their size."""
+"""Short representations of values for error messages."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from collections.abc import Mapping, Sequence, Set
 from typing import Any
 
 _MOST_CHARS = 40
-_MOST_BITS = 256  # of a whole number: Python refuses to print thousands of digits
+_MOST_BITS = 256  # of an integer; Python refuses to print thousands of digits
 
 
 def shown(value: Any) -> str:
-    """A scalar by its value, a container by its kind and size."""
+    """A scalar's value, or a container's type and size."""
     match value:
         case None:
             return "null"

@@ -1,4 +1,4 @@
-"""The baselines' kernels in the interpreter, against the float64 reference: a baseline that errs compares nothing."""
+"""The baseline kernels in the interpreter, against the float64 reference."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from vlora.bench.kernel_baselines import STYLES, prepared
 @pytest.mark.parametrize("lengths", ({"a": 1, "b": 1, "c": 1}, {"a": 35, "b": 3, "c": 1}), ids=str)
 @pytest.mark.parametrize("style", STYLES)
 def test_every_style_adds_the_same_deltas(style: str, lengths: dict[str, int], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("vlora.bench.kernel_baselines._MOST_ADAPTERS", 4)  # empty programs take their time, too
+    monkeypatch.setattr("vlora.bench.kernel_baselines._MOST_ADAPTERS", 4)  # empty programs are slow, too
     group = make_group({"a": 4, "b": 16, "c": 40}, d_in=80, d_outs=(72, 24, 24), missing=[("a", 1)])
     group.pack("abc")
     lanes = segments(lengths)

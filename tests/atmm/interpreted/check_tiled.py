@@ -48,7 +48,7 @@ KERNELS = {
 
 @pytest.fixture(autouse=True)
 def _interpreter_rounds_down(monkeypatch: pytest.MonkeyPatch) -> None:
-    # The interpreter cuts float32 to bfloat16 instead of rounding, and hidden values are cut once more.
+    # The interpreter truncates float32 to bfloat16 instead of rounding, and hidden values are truncated once more.
     monkeypatch.setitem(ROUNDINGS, torch.bfloat16, 3)
 
 

@@ -1,4 +1,4 @@
-"""Triton's interpreter multiplies bfloat16 as the integers its bits spell; until that is mended it is given floats."""
+"""Workaround for Triton's interpreter, which multiplies the bits of bfloat16 as integers: operands become floats."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""The whole path of a user: a running server, over HTTP and RPyC, with pictures, on all cores.
+"""End-to-end measurement of a running server, over HTTP and RPyC, with pictures, on all cores.
 
-Beside it, in the same run, on the same requests and in turn with it: plain transformers, and PEFT's mixed batch
-(`adapter_names`), in float32 and in bfloat16, since processors without bfloat16 products are faster in float32. What a
-baseline takes to process pictures, and to tokenize, is not counted; the server's is.
+The baselines run in alternation with it in the same run, on the same requests: plain transformers, and PEFT's mixed
+batch (`adapter_names`), in float32 and in bfloat16, because processors without bfloat16 products are faster in float32.
+The time of a baseline excludes image processing and tokenization; the server's includes them.
 
 With `url` any other server with OpenAI's API is measured instead, without a baseline.
 """
@@ -40,10 +40,10 @@ __all__ = ["run"]
 
 _GOALS = {"one": 1.8, "base": 2.0, "adapters": 3.0}
 _COUNTING = (
-    "Latencies are from when a request was due; ITL is between two pieces of text. 'ours / it' compares answer tokens "
-    "a second, the median over rounds; goals compare with the faster of the baseline's types. A baseline in the slower "
-    "type runs once where it takes more than twice as long. Default workload: 8 requests over 4 adapters, 256 tokens "
-    "in with a 224 x 224 picture, 32 out; the server has no prefix cache and no cache of embeddings"
+    "Latencies start at a request's due time; ITL is between two pieces of text. 'ours / it' compares answer tokens "
+    "per second, the median over rounds; goals compare with the faster of the baseline's types. A baseline in the "
+    "slower type runs once if it takes more than twice as long. Default workload: 8 requests over 4 adapters, 256 "
+    "tokens in with a 224 x 224 picture, 32 out; the server has no prefix cache and no cache of embeddings"
 )
 
 
@@ -72,10 +72,10 @@ def run(
         url: Of another server's API, with its path.
         model: Name of the base model at `url`.
         adapter_names: Names of adapters at `url`.
-        settings: Fields of `Workload`; its default is the workload whose ratios are promised.
+        settings: Fields of `Workload`; the goals are defined for its defaults.
 
     Raises:
-        BadConfig: A value cannot work, or the server does not start.
+        BadConfig: A value is invalid, or the server does not start.
     """
     if quick:
         settings = {"answer_tokens": 8, **settings}
@@ -85,10 +85,12 @@ def run(
     chosen = [CASES[name] for name in cases]
     if url is not None:
         if surfaces != ("http",) or threads:
-            raise BadConfig("another server is measured over HTTP, with its own number of threads; leave both away")
+            raise BadConfig(
+                "--url measures over HTTP with the server's own number of threads; remove --surface and --threads"
+            )
         return _other_server(url, model, adapter_names, chosen, rounds, settings)
     if model is not None or adapter_names:
-        raise BadConfig("names of a model and of adapters are for another server; give its URL as well")
+        raise BadConfig("names of a model and of adapters require another server; also give its --url")
     workload = Workload(**settings)
     with tempfile.TemporaryDirectory() as folder:
         config = small_served_config() if quick else served_config()
@@ -111,7 +113,7 @@ def _local(
     goals: list[Goal] = []
     errors: list[str] = []
     checks: dict[str, Any] = {}
-    # The goals are of this workload on the large model, and a ratio of short runs of another one says little.
+    # The goals are defined for this workload on the large model; ratios of short runs are not comparable.
     promised = not quick and dataclasses.replace(workload, seed=0) == Workload()
     default = (None,) if quick or default_threads() == 1 else (None, 1)
     for count in threads or default:
@@ -145,7 +147,9 @@ def _other_server(
     settings: dict[str, Any],
 ) -> Report:
     if model is None and any(not case.adapted for case in cases):
-        raise BadConfig("the base model at the URL needs its name; give it, or leave only the case 'adapters'")
+        raise BadConfig(
+            "the case needs the name of the base model at --url; give --model, or select only the case 'adapters'"
+        )
     if not adapter_names:
         cases = [case for case in cases if not case.adapted]
     workload = Workload(**{**settings, "adapters": max(1, len(adapter_names))})

@@ -1,4 +1,4 @@
-"""Whether a server's answers are the greedy ones of plain transformers and PEFT."""
+"""Compares a server's answers with the greedy answers of plain transformers and PEFT."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ NEAR_TIE = 1e-3
 
 
 class Agreement(NamedTuple):
-    """Of one answer. words: how many were compared and equal. wrong: what differs, or None. tie: whether it differs
-    where two words were equally likely, which says nothing; what follows is then not compared."""
+    """Comparison of one answer. words: number of compared, equal words. wrong: the difference, or None. tie: whether
+    the difference is at two equally likely words, which is no error; the rest is then not compared.
+    """
 
     words: int
     wrong: str | None
@@ -19,7 +20,7 @@ class Agreement(NamedTuple):
 
 
 def compare(expected: Sequence[str], margins: Sequence[float], got: str) -> Agreement:
-    """Word by word.
+    """Compare word by word.
 
     Args:
         expected: The text of each token; empty for tokens that have none.

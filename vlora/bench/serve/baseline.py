@@ -21,15 +21,16 @@ from vlora.types import TensorValue
 
 
 class Greedy(NamedTuple):
-    """A greedy answer. margins: of each token, the distance of its logit to the second best in standard deviations of
-    that step's logits."""
+    """A greedy answer. margins: for each token, the distance of its logit to the second best in standard deviations of
+    that step's logits.
+    """
 
     token_ids: list[int]
     margins: list[float]
 
 
 class Prepared(NamedTuple):
-    """A request as token ids and processed pictures: what is done before a baseline's time begins."""
+    """A request as token ids and processed pictures: the input of a baseline's timed part."""
 
     prompt_ids: tuple[int, ...]
     fields: tuple[Mapping[str, TensorValue], ...]
@@ -44,7 +45,7 @@ def prepare(processor: InputProcessor, ask: Ask) -> Prepared:
 
 
 class Baseline:
-    """A model with transformers' own attention (sdpa) and generation, and PEFT adapters beside it.
+    """A model with transformers' own attention (sdpa) and generation, and PEFT adapters on it.
 
     Args:
         folder: The model's.
@@ -55,7 +56,7 @@ class Baseline:
     def __init__(self, folder: str, adapters: Sequence[str], dtype: str) -> None:
         self._dtype = getattr(torch, dtype)
         self._plain = from_pretrained(AutoModelForImageTextToText, folder, dtype=self._dtype).eval()
-        # The same weights without PEFT's layers around them, which cost time even when they are switched off.
+        # The same weights without PEFT's layers, which cost time even when they are disabled.
         shared = {id(parameter): parameter for parameter in self._plain.parameters()}
         adapted = copy.deepcopy(self._plain, memo=shared)
         self._names = [f"a{index}" for index in range(len(adapters))]
@@ -92,7 +93,7 @@ class Baseline:
 
     @torch.no_grad()
     def _generate(self, requests: Sequence[Prepared], *, logits: bool = False) -> Any:
-        """transformers' output, its sequences without the prompts."""
+        """The output of transformers, with sequences without the prompts."""
         arguments = _inputs(requests, self._plain.config, self._dtype)
         length = arguments["input_ids"].shape[1]
         model = self._plain
@@ -114,7 +115,7 @@ class Baseline:
 
 
 def _inputs(requests: Sequence[Prepared], config: Any, dtype: torch.dtype) -> dict[str, Any]:
-    """What transformers takes for a batch: prompts padded on the left."""
+    """The input of transformers for a batch: prompts padded on the left."""
     longest = max(len(each.prompt_ids) for each in requests)
     ids = torch.zeros(len(requests), longest, dtype=torch.long)
     mask = torch.zeros_like(ids)

@@ -1,4 +1,4 @@
-"""A `vlora serve` process and plain transformers + PEFT, in turn, on the same requests."""
+"""A `vlora serve` process and plain transformers + PEFT, in alternation, on the same requests."""
 
 from __future__ import annotations
 
@@ -26,14 +26,15 @@ from vlora.models.processing import InputProcessor
 
 BASELINE_DTYPES = ("float32", "bfloat16")
 _SLOW = 2.0
-"""A baseline in the slower of two types is run once only when it takes this many times as long as the other."""
+"""A baseline in the slower of two types runs only once if it takes more than this many times as long as the other."""
 _CHECKED, _CHECKED_TOKENS = 6, 16
 _MODEL = "model"
 
 
 class Case(NamedTuple):
-    """adapted: with adapters, or the base model. alone: one request at a time. baseline: its name in reports; but for
-    `alone`, it answers as many requests in a batch as are outstanding at the server."""
+    """adapted: with adapters, or the base model. alone: one request at a time. baseline: its name in reports; except
+    with `alone`, its batch size is the number of outstanding requests at the server.
+    """
 
     name: str
     baseline: str
@@ -41,7 +42,7 @@ class Case(NamedTuple):
     alone: bool = False
 
     def workload(self, workload: Workload, number: int) -> Workload:
-        """Of one round: its own pictures and texts."""
+        """The workload of one round, with its own pictures and texts."""
         workload = dataclasses.replace(workload, seed=workload.seed + number)
         if not self.alone:
             return workload
@@ -62,7 +63,7 @@ CASES = {
 
 
 class Files(NamedTuple):
-    """A model's folder and its adapters' folders by name."""
+    """A model's folder, and its adapters' folders by name."""
 
     model: str
     adapters: Mapping[str, str]
@@ -70,7 +71,8 @@ class Files(NamedTuple):
 
 @contextlib.contextmanager
 def serving(files: Files, dtype: str, threads: int | None) -> Iterator[Served]:
-    """`vlora serve` on loopback as users run it, but without caches of prompts and pictures. threads None: its default.
+    """`vlora serve` on loopback with user defaults, but without caches of prompts and pictures. threads None: its
+    default.
 
     Raises:
         BadConfig: The server does not start.
@@ -99,7 +101,7 @@ def serving(files: Files, dtype: str, threads: int | None) -> Iterator[Served]:
 
 @contextlib.asynccontextmanager
 async def surface(name: str, server: Served, files: Files) -> AsyncIterator[ChatCompletions | Rpyc]:
-    """One of http and rpyc."""
+    """A client for one of http and rpyc."""
     names = list(files.adapters)
     client: ChatCompletions | Rpyc
     if name == "http":
@@ -138,7 +140,7 @@ class Comparison:
         self._theirs: dict[tuple[str, str], list[Run]] = {}
 
     def run(self, server: Served, baselines: Mapping[str, Baseline]) -> None:
-        """Every round: each case of the server, then of each baseline; nothing else runs meanwhile."""
+        """Run every round: each case of the server, then of each baseline, without concurrency."""
         torch.set_num_threads(self._threads or default_threads())
         asyncio.run(self._warm_up(server, baselines))
         for number in range(self._rounds):
@@ -160,7 +162,7 @@ class Comparison:
                     yield theirs | {"ours / it": self._ratio(name, dtype)}
 
     def ratio(self, case: str) -> float:
-        """Tokens a second over those of the faster baseline, the median over rounds."""
+        """Tokens per second relative to the faster baseline, the median over rounds."""
         return min(self._ratio(name, dtype) for name, dtype in self._theirs if name == case)
 
     @property
@@ -168,7 +170,8 @@ class Comparison:
         return [error for runs in self._ours.values() for run in runs for error in run.errors]
 
     def _ratio(self, case: str, dtype: str) -> float:
-        pairs = zip(self._ours[case], self._theirs[case, dtype], strict=False)  # a slow one has but the first round
+        # a slow baseline has only the first round
+        pairs = zip(self._ours[case], self._theirs[case, dtype], strict=False)
         return statistics.median(ours.tokens_per_s / theirs.tokens_per_s for ours, theirs in pairs)
 
     def _too_slow(self, case: Case, dtype: str) -> bool:
@@ -184,13 +187,13 @@ class Comparison:
         return baseline.run(self._prepared(workload, case), workload.concurrency)
 
     def _prepared(self, workload: Workload, case: Case) -> list[Prepared]:
-        """With a duration: as many as are under way at once."""
+        """The requests of a case; with a duration, as many as run concurrently."""
         count = workload.requests or workload.concurrency
         requests = itertools.islice(asks(workload, adapted=case.adapted), count)
         return [prepare(self._processor, ask) for ask in requests]
 
     async def _warm_up(self, server: Served, baselines: Mapping[str, Baseline]) -> None:
-        """Adapters are read, code and memory are in place: a few short answers of every kind."""
+        """Send a few short answers of every kind, to load adapters and warm code and memory."""
         workload = dataclasses.replace(
             self._workload,
             requests=max(self._workload.adapters, 2),
@@ -215,8 +218,8 @@ def check_answers(
         baseline: In float32.
 
     Returns:
-        Numbers of answers, of distinct ones, of words compared, and of answers that could not be compared to their end
-        because two words were equally likely (`ties`); `wrong` says what is wrong.
+        Numbers of answers, of distinct answers, of compared words, and of answers compared only in part because two
+        words were equally likely (`ties`); `wrong` lists the errors.
     """
     workload = dataclasses.replace(
         workload,

@@ -1,4 +1,4 @@
-"""What was seen of a run's requests, and the figures made of it."""
+"""The observations of a run's requests, and the statistics computed from them."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ PERCENTILES = (50, 95, 99)
 
 @dataclasses.dataclass
 class Answered:
-    """One request as its client saw it. Times are seconds of one clock.
+    """One request as observed by its client. Times are seconds of one clock.
 
     Attributes:
-        due_s: When it was due, which is when it was sent in a closed loop.
+        due_s: When it was due; in a closed loop, when it was sent.
         pieces_s: When each piece of text arrived.
         end_s: When the answer, or the error, was complete.
-        error: Why there is no whole answer, or None.
+        error: The cause of an incomplete answer, or None.
     """
 
     due_s: float
@@ -32,7 +32,7 @@ class Answered:
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """A run of requests. started_s, ended_s: of the first request's due time and the last one's end."""
+    """A run of requests. started_s, ended_s: the first request's due time and the last one's end."""
 
     answers: Sequence[Answered]
     started_s: float
@@ -60,7 +60,7 @@ class Run:
 
     @property
     def tokens_per_s(self) -> float:
-        """Of answers."""
+        """Answer tokens per second."""
         return self.answer_tokens / self.seconds
 
 
@@ -68,7 +68,7 @@ def latencies(runs: Sequence[Run]) -> dict[str, float | None]:
     """Seconds by name, over the completed requests of all runs.
 
     TTFT: until the first piece of text. ITL: between two pieces of text of one answer, over all of them. Latency: until
-    the end. All from when a request was due.
+    the end. All are measured from a request's due time.
     """
     done = [answer for run in runs for answer in run.completed]
     first = [answer.pieces_s[0] - answer.due_s for answer in done if answer.pieces_s]
@@ -84,7 +84,7 @@ def latencies(runs: Sequence[Run]) -> dict[str, float | None]:
 
 
 def percentile(values: Sequence[float], percent: float) -> float | None:
-    """Nearest rank: the least value that at least `percent` of all values do not exceed. None for no values."""
+    """Nearest rank: the smallest value that at least `percent` of all values do not exceed. None for no values."""
     if not values:
         return None
     rank = math.ceil(percent / 100 * len(values))

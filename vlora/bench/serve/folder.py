@@ -1,4 +1,4 @@
-"""A model folder and adapter folders as a hub would hold them, with random weights whose answers mean something."""
+"""A model folder and adapter folders in hub format, with random weights that give input-dependent answers."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ def write_model(config: Any, folder: Path, seed: int = 0) -> dict[str, tuple[int
     """Write a Qwen2-VL of this config into a folder: weights in bfloat16, tokenizer, image processor. No token ends an
     answer.
 
-    Matrices have standard deviation 0.6 / sqrt(inputs), and embeddings 0.5, so that every layer shows in the logits:
-    at transformers' own 0.02 they would hardly depend on more than the last token.
+    Matrices have standard deviation 0.6 / sqrt(inputs), and embeddings 0.5, so that every layer affects the logits: at
+    transformers' own 0.02 the logits would depend on little more than the last token.
 
     Returns:
         Shapes [out, in] of the language model's linear layers by name, as adapters need them.
@@ -66,7 +66,7 @@ def write_adapters(folder: Path, shapes: dict[str, tuple[int, int]], names: list
 
 
 def _tokenizer(config: Any) -> PreTrainedTokenizerFast:
-    """A word for each id of the vocabulary, so that an answer's text names its tokens."""
+    """A word for each id of the vocabulary, so that an answer's text identifies its tokens."""
     special = {
         "<pad>": 0,
         "<unk>": 1,

@@ -11,16 +11,16 @@ from vlora.bench.serve.figures import Answered, Run
 from vlora.bench.serve.workload import Ask, Workload, arrivals
 
 Send = Callable[[Ask, Answered], Awaitable[None]]
-"""Sends a request and fills in what is seen of its answer. Raises whatever goes wrong."""
+"""Sends a request and records the observations of its answer. Raises any error."""
 
 _ENDING_S = 600.0
-"""Of an open loop: a request that takes longer is an error."""
+"""Of an open loop: a longer request is an error."""
 
 
 async def drive(workload: Workload, requests: Iterator[Ask], send: Send) -> Run:
-    """Run a workload until its last request has ended. A request that fails is an error in the run, nothing more."""
+    """Run a workload until its last request has ended. A failed request is recorded as an error in the run."""
     if workload.requests is not None:
-        requests = iter(list(itertools.islice(requests, workload.requests)))  # made before time counts
+        requests = iter(list(itertools.islice(requests, workload.requests)))  # created before the clock starts
     if workload.rate is None:
         answers = await _closed_loop(workload, requests, send)
     else:
@@ -63,6 +63,6 @@ async def _attempt(ask: Ask, answered: Answered, send: Send) -> None:
     try:
         async with asyncio.timeout(_ENDING_S):
             await send(ask, answered)
-    except Exception as error:  # whatever goes wrong is a figure of the server's
+    except Exception as error:  # any failure is a result of the server
         answered.error = f"{type(error).__name__}: {error}"[:300]
     answered.end_s = time.perf_counter()

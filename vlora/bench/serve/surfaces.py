@@ -1,4 +1,4 @@
-"""How requests reach a server: streamed chat completions of any OpenAI-compatible server, or vlora's RPyC."""
+"""Clients for a run: streamed chat completions of any OpenAI-compatible server, or vlora's RPyC."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ class EventReader:
         self.done = False
 
     def new_events(self, body: bytes) -> Iterator[dict[str, Any]]:
-        """Events that have become complete. body: all of it so far. Raises ValueError for what is no event's JSON."""
+        """New complete events. body: all bytes so far. Raises ValueError for an event that is not JSON."""
         while (end := body.find(b"\n", self._taken)) >= 0:
             line = body[self._taken : end].strip()
             self._taken = end + 1
             if not line.startswith(b"data:"):
-                continue  # empty lines, comments, fields that are not used
+                continue  # empty lines, comments, unused fields
             data = line.removeprefix(b"data:").strip()
             if data == b"[DONE]":
                 self.done = True
@@ -43,7 +43,7 @@ class EventReader:
 
 
 class ChatCompletions:
-    """Streamed chat completions over HTTP, a connection for each request under way, kept between requests.
+    """Streamed chat completions over HTTP, one persistent connection per concurrent request.
 
     Args:
         url: Of the API, with its path: http://127.0.0.1:8000/v1.
@@ -52,7 +52,7 @@ class ChatCompletions:
         token: Sent as a bearer token, or None.
 
     Raises:
-        BadConfig: The URL is not one.
+        BadConfig: The URL is invalid.
     """
 
     def __init__(self, url: str, base: str, adapters: Sequence[str], token: str | None = None) -> None:
@@ -70,13 +70,13 @@ class ChatCompletions:
         self._idle: list[tuple[Talk, asyncio.StreamReader, asyncio.StreamWriter]] = []
 
     async def __call__(self, ask: Ask, answered: Answered) -> None:
-        """See load.Send. Raises OSError, EOFError, ValueError."""
+        """As `load.Send`. Raises OSError, EOFError, ValueError."""
         request = self._request(ask)
         talk, reader, writer = self._idle.pop() if self._idle else await self._connect()
         try:
             try:
                 data = talk.post(self._path, request)
-            except EOFError:  # the server closes a connection after some answers
+            except EOFError:  # the server closes a connection after a number of answers
                 writer.close()
                 talk, reader, writer = await self._connect()
                 data = talk.post(self._path, request)
@@ -123,7 +123,7 @@ class ChatCompletions:
 
 
 def _note(event: dict[str, Any], answered: Answered, now: float) -> None:
-    """Raises ValueError for an error in the stream."""
+    """Record an event. Raises ValueError for an error in the stream."""
     if "error" in event:
         raise ValueError(f"error in the stream: {str(event['error'])[:200]}")
     if usage := event.get("usage"):
@@ -142,7 +142,7 @@ class Rpyc:
         self._adapters = adapters
 
     async def __call__(self, ask: Ask, answered: Answered) -> None:
-        """See load.Send. Raises VLoraError."""
+        """As `load.Send`. Raises VLoraError."""
         adapter = None if ask.adapter is None else self._adapters[ask.adapter]
         async for part in self._client.stream(ask.text, ask.pictures, adapter, max_tokens=ask.answer_tokens):
             if isinstance(part, Answer):
@@ -156,5 +156,5 @@ class Rpyc:
 
 
 def token_from_environment() -> str | None:
-    """The key that clients of OpenAI's API read."""
+    """The API key, from the variable that OpenAI's clients read."""
     return os.environ.get("OPENAI_API_KEY")

@@ -1,4 +1,4 @@
-"""The requests of a run: which adapter, which text, which pictures, how long an answer, and when each is due."""
+"""The requests of a run: adapter, text, pictures, answer length, and due time of each."""
 
 from __future__ import annotations
 
@@ -24,33 +24,34 @@ WORDS = (
     *("right", "above", "below", "near", "far", "open", "closed", "first", "last"),
 )
 _PIXELS_PER_TOKEN = 28
-"""A side of the square that one token of Qwen2-VL shows."""
+"""Side in pixels of the square that one token of Qwen2-VL covers."""
 _TEMPLATE_TOKENS = 5
-"""Of a chat template around one user turn, beside two marks for each picture."""
+"""Tokens of a chat template around one user turn, in addition to two marks for each picture."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Workload:
-    """What is asked of a server.
+    """The traffic sent to a server.
 
     Attributes:
-        requests: How many requests; None with `duration_s`.
+        requests: Number of requests; None with `duration_s`.
         duration_s: Send requests for this many seconds instead of a fixed number.
-        concurrency: Requests outstanding at any time, each replaced when it ends (closed loop).
-        rate: Requests per second at Poisson arrivals (open loop), whatever is outstanding; None for a closed loop.
+        concurrency: Outstanding requests at any time, each replaced when it ends (closed loop).
+        rate: Requests per second with Poisson arrivals (open loop), independent of outstanding requests; None for a
+            closed loop.
         adapters: Number of adapters.
         popularity: How requests choose among adapters: uniform (in turn, so that every adapter gets the same number),
             zipf (the i-th with a share proportional to 1/i), or hottest (the first with the share `skew`).
         skew: Share of the hottest adapter.
         prompt_tokens: Tokens of a prompt, with its pictures and template.
         answer_tokens: Tokens of an answer.
-        pictures: Pictures per request; no two pictures of a run are the same.
+        pictures: Pictures per request; all pictures of a run are different.
         picture_width: Of each picture, in pixels.
         picture_height: Of each picture, in pixels.
-        seed: Of every draw.
+        seed: Of all random values.
 
     Raises:
-        BadConfig: A value cannot work.
+        BadConfig: A value is invalid.
     """
 
     requests: int | None = 8
@@ -74,14 +75,14 @@ class Workload:
         if self.pictures < 0:
             raise BadConfig(f"pictures is {self.pictures}; it must be 0 or more")
         if (self.requests is None) == (self.duration_s is None):
-            raise BadConfig("give either a number of requests or a duration, not both and not neither")
+            raise BadConfig("give either a number of requests or a duration (exactly one)")
         for field, value in (("requests", self.requests), ("duration_s", self.duration_s), ("rate", self.rate)):
             if value is not None and not (value > 0 and math.isfinite(value)):
                 raise BadConfig(f"{field} is {value}; it must be above 0")
         if self.popularity not in ("uniform", "zipf", "hottest"):
             raise BadConfig(f"popularity is {self.popularity!r}; choose uniform, zipf or hottest")
         if not 0 < self.skew <= 1:
-            raise BadConfig(f"skew is {self.skew}; it must lie between 0 and 1")
+            raise BadConfig(f"skew is {self.skew}; it must be between 0 and 1")
         if self.num_words < 1:
             raise BadConfig(
                 f"prompt_tokens is {self.prompt_tokens}, of which pictures and template take "
@@ -90,7 +91,7 @@ class Workload:
 
     @property
     def num_words(self) -> int:
-        """Words of text that make a prompt `prompt_tokens` long, at one token a word."""
+        """Words of text that make a prompt `prompt_tokens` long, at one token per word."""
         side_tokens = [max(1, round(side / _PIXELS_PER_TOKEN)) for side in (self.picture_width, self.picture_height)]
         return self.prompt_tokens - _TEMPLATE_TOKENS - self.pictures * (math.prod(side_tokens) + 2)
 
@@ -105,7 +106,7 @@ class Ask(NamedTuple):
 
 
 def asks(workload: Workload, *, adapted: bool) -> Iterator[Ask]:
-    """Requests without end, the same for the same workload. adapted: with adapters, or all of the base model."""
+    """Requests without end, identical for the same workload. adapted: with adapters, or all of the base model."""
     chosen = _adapters(workload) if adapted else itertools.repeat(None)
     for number, adapter in enumerate(chosen):
         draws = random.Random(f"{workload.seed} {number}")
@@ -115,7 +116,7 @@ def asks(workload: Workload, *, adapted: bool) -> Iterator[Ask]:
 
 
 def arrivals(workload: Workload) -> Iterator[float]:
-    """Seconds from the start at which requests are due, in a Poisson process of the workload's rate; without end."""
+    """Endless due times in seconds from the start, in a Poisson process of the workload's rate."""
     assert workload.rate is not None
     draws = random.Random(f"{workload.seed} arrivals")
     now = 0.0
@@ -135,7 +136,7 @@ def _adapters(workload: Workload) -> Iterator[int]:
 
 
 def _picture(workload: Workload, number: int, place: int) -> bytes:
-    """Smooth random colors: about as many bytes as a photograph, where noise would have many times more."""
+    """Smooth random colors: about as many bytes as a photograph; noise would have many times more."""
     draws = np.random.default_rng((workload.seed, number, place))
     coarse = Image.fromarray(draws.integers(0, 255, (16, 16, 3), dtype=np.uint8))
     stream = io.BytesIO()

@@ -1,1 +1,1 @@
-"""An engine in a process of its own: the socket to it, the messages on it, and restarts after it ended."""
+"""An engine in its own process: the socket to it, the messages on it, and restarts after it dies."""

@@ -1,4 +1,4 @@
-"""`EngineClient`: an engine in a process of its own, behind `EngineInterface`."""
+"""`EngineClient`: an engine in its own process, behind `EngineInterface`."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ from vlora.types import AdapterStatus, EngineStats, ErrorValue, Request, Request
 
 ENGINE_COMMAND = (sys.executable, "-m", "vlora.engine.ipc.worker")
 
-# glibc moves these two borders up as large blocks are freed, until the tensors of a step lie among what lives longer,
-# and the room between them grows for minutes. Fixed ones hold an engine's memory flat; smaller ones would have the
-# activations of every prompt mapped anew (docs/decisions.md, 2026-11-22).
+# glibc raises these two thresholds as large blocks are freed, until the tensors of a step share the heap with
+# long-lived blocks, and fragmentation grows for minutes. Fixed thresholds keep an engine's memory flat; smaller ones
+# would map the activations of every prompt again (docs/decisions/0035).
 _C_HEAP = {"MALLOC_MMAP_THRESHOLD_": str(16 << 20), "MALLOC_TRIM_THRESHOLD_": str(64 << 20)}
 
-_LAST_WORDS_S = 0.2  # between what a process said last, the end of its line, and its exit code
+_LAST_WORDS_S = 0.2  # for the last message of a process, end of file on its socket and its exit code to arrive
 _STOP_S = 5.0  # how long a stopping engine may take before it is killed
 
 
 class EngineClient:
-    """Made by `start`. Belongs to the event loop that started it."""
+    """Created by `start`. Belongs to the event loop that started it."""
 
     def __init__(self, process: asyncio.subprocess.Process, line: Line, ready: messages.Ready) -> None:
         self.ready = ready
@@ -49,8 +49,13 @@ class EngineClient:
     async def start(cls, config: EngineConfig, *, command: Sequence[str] = ENGINE_COMMAND) -> EngineClient:
         """Start an engine process and wait until its model is loaded.
 
-        command gets the number of its end of the line as its last argument. Raises the typed error (BadConfig and its
-        kind) when the engine cannot be built, EngineDead when its process ends without a word.
+        Args:
+            config: The engine's configuration.
+            command: The process to start; the descriptor of its end of the socket is appended as the last argument.
+
+        Raises:
+            VLoraError: A typed error (BadConfig or similar) if the engine cannot be built.
+            EngineDead: The process ended without reporting an error.
         """
         first: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
         here, there = socket.socketpair()
@@ -58,7 +63,7 @@ class EngineClient:
         process: asyncio.subprocess.Process | None = None
         try:
             with there:
-                # The child's own printing goes to stderr: stdout belongs to the command's results.
+                # The child's stdout goes to stderr: stdout is for the command's results.
                 process = await asyncio.create_subprocess_exec(
                     *command,
                     str(there.fileno()),
@@ -81,11 +86,11 @@ class EngineClient:
 
     @property
     def cause(self) -> str | None:
-        """Why the engine is dead; None while it lives."""
+        """Why the engine is dead; None while it is alive."""
         return self._cause
 
     async def wait_dead(self) -> str:
-        """Wait until the engine is gone, whoever ended it, and say why."""
+        """Wait until the engine is dead, for any reason, and return the cause."""
         await asyncio.wait({self._watching})
         assert self._cause is not None
         return self._cause
@@ -99,7 +104,7 @@ class EngineClient:
         if request_id in self._streams:
             raise BadRequest(f"request id {request_id!r} is already in use; ids must be unique")
         stream = self._streams[request_id] = asyncio.Queue()
-        # One timer for all outputs: one for each would cost as much as handing it on.
+        # One timer for all outputs: a timer per output would cost as much as passing the output on.
         late = None if until is None else asyncio.get_running_loop().call_at(until, stream.put_nowait, None)
         finished = False
         try:
@@ -183,7 +188,7 @@ class EngineClient:
         except OverflowError as error:
             raise BadRequest(f"a number in the request is too large: {error}") from error
         except UnicodeEncodeError as error:
-            raise BadRequest(f"a text in the request holds half a character (a lone surrogate): {error}") from error
+            raise BadRequest(f"text in the request contains an unpaired surrogate: {error}") from error
         self._line.send(data)
 
     async def _call(self, call: messages.Call) -> messages.Reply:
@@ -199,7 +204,7 @@ class EngineClient:
         return reply
 
     async def _watch(self) -> None:
-        """Wait for the process's end; then tell everyone why."""
+        """Wait for the end of the process, then fail all waiting calls with the cause."""
         ended = asyncio.ensure_future(self._process.wait())
         signs: set[asyncio.Future[Any]] = {self._line.closed, ended}
         try:
@@ -208,17 +213,17 @@ class EngineClient:
         finally:
             self._bury(ended.result() if ended.done() else None)
         if self._line.closed.done():
-            self._line.closed.result()  # a mistake of ours
+            self._line.closed.result()  # raises an internal error
 
     def _hear(self, data: bytes) -> None:
-        """Hand a message to who waits for it."""
+        """Pass a message to the call that waits for it."""
         self._handle(messages.decode_from_engine(data))
 
     def _handle(self, message: messages.FromEngine) -> None:
         match message:
             case messages.Outputs():
                 for output in message.outputs:
-                    # A stream whose reader left is no longer there; its cancellation is on the way.
+                    # The stream of a cancelled request no longer exists; its cancellation is in transit.
                     if output.request_id in self._streams:
                         self._streams[output.request_id].put_nowait(output)
             case messages.Reply():
@@ -227,7 +232,7 @@ class EngineClient:
             case messages.Failed():
                 self._last_words = message.error.message
             case messages.Ready():
-                raise AssertionError("the engine said twice that it is ready")
+                raise AssertionError("the engine sent Ready twice")
 
     def _bury(self, code: int | None) -> None:
         if self._last_words is not None:
@@ -253,7 +258,7 @@ async def _first_message(process: asyncio.subprocess.Process, first: asyncio.Fut
         await asyncio.wait({first}, timeout=_LAST_WORDS_S)
         if first.done():
             return first.result()
-        raise EngineDead(f"{_end_of_process(ended.result())} while starting; its own messages are above")
+        raise EngineDead(f"{_end_of_process(ended.result())} while starting; see its messages above")
     finally:
         first.cancel()
         ended.cancel()

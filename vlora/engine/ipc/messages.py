@@ -1,4 +1,4 @@
-"""What travels between an engine process and its client: frozen messages as msgpack. No pickle, no live references."""
+"""Messages between an engine process and its client: frozen structs as msgpack. No pickle, no live references."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class Start(msgspec.Struct, frozen=True, tag=True):
 
 
 class Add(msgspec.Struct, frozen=True, tag=True):
-    """Take a request in. Its answer comes as Outputs; a refusal is a finished output with the error."""
+    """Add a request. It is answered by Outputs; a refusal is a finished output with the error."""
 
     request: Request
 
@@ -51,7 +51,7 @@ class PinAdapter(msgspec.Struct, frozen=True, tag=True):
 
 
 class ListAdapters(msgspec.Struct, frozen=True, tag=True):
-    """Answered by the first `ADAPTERS_PER_REPLY` whose names follow `after`; all of them would hold up a step."""
+    """Answered by the first `ADAPTERS_PER_REPLY` adapters with names after `after`; a full list would delay a step."""
 
     call_id: int
     after: str
@@ -70,17 +70,17 @@ class GetSnapshot(msgspec.Struct, frozen=True, tag=True):
 
 
 class Stop(msgspec.Struct, frozen=True, tag=True):
-    """Cancel what still runs and end the process."""
+    """Cancel all running requests and end the process."""
 
 
 Call = RegisterAdapters | LoadAdapter | UnloadAdapter | PinAdapter | ListAdapters | GetStats | GetSnapshot
-"""What is answered by a Reply of the same call_id."""
+"""Calls that are answered by a Reply of the same call_id."""
 
 ToEngine = Start | Add | Cancel | Call | Stop
 
 
 class Ready(msgspec.Struct, frozen=True, tag=True):
-    """The engine is built. max_context: most tokens of one request, prompt and answer together."""
+    """The engine is built. max_context: maximum tokens of one request, prompt and answer together."""
 
     model: str
     pid: int
@@ -88,7 +88,7 @@ class Ready(msgspec.Struct, frozen=True, tag=True):
 
 
 class Failed(msgspec.Struct, frozen=True, tag=True):
-    """The process is about to end, and why: a model that cannot load keeps its typed error."""
+    """The process is about to end, with the cause: a model that cannot be loaded keeps its typed error."""
 
     error: ErrorValue
 
@@ -98,7 +98,7 @@ class Outputs(msgspec.Struct, frozen=True, tag=True):
 
 
 class Reply(msgspec.Struct, frozen=True, tag=True, kw_only=True):
-    """The answer to the call of that number; the fields are those the call returns, error if it was refused."""
+    """The answer to the call with that id; the fields are those that the call returns, or error if it was refused."""
 
     call_id: int
     error: ErrorValue | None = None

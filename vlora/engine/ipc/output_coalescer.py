@@ -1,4 +1,4 @@
-"""Tokens gathered into fewer messages: answers that nobody reads before they are whole, and streams of short steps."""
+"""Coalesces tokens into fewer messages: for answers that are read as a whole, and for streams with short steps."""
 
 from __future__ import annotations
 
@@ -10,22 +10,21 @@ import msgspec
 from vlora.types import Request, RequestOutput, TokenScore
 
 PACE_S = 0.04
-"""Streamed tokens are sent once in this time, where steps are shorter: as often as a film shows a picture."""
+"""Streamed tokens are sent at most once in this time (25 times a second) if steps are shorter."""
 
 SEARCH_PACE_S = 0.01
-"""So for answers with stop strings, which end when somebody has found one: what is computed until then is lost."""
+"""The same for answers with stop strings, where tokens computed after the stop string are wasted."""
 
 
 class Gathering:
-    """Holds back the tokens of requests that asked for whole answers (`Request.whole`), and those of streams for a
-    moment.
+    """Holds back the tokens of requests for whole answers (`Request.whole`), and briefly those of streams.
 
-    Each message costs the sender, the socket and the readers behind it about as much as any other, whatever is in it,
-    and much of that is paid by the next step: they wake up beside it. Where a step takes a millisecond or two, a
-    message for each makes it a tenth longer (docs/decisions.md, 2026-11-22).
+    A message costs the sender, the socket and the readers about the same regardless of its size, and much of the cost
+    delays the next step, because the readers wake up while it runs. With steps of 1 to 2 ms, one message per step makes
+    steps a tenth longer (docs/decisions/0034).
 
-    A stream's first tokens and its end are never held, and whatever is sent takes along all that streams have. What is
-    held goes before another step as long as the last would make it wait for more than its pace.
+    A stream's first tokens and its end are never held, and each message includes the held tokens of all streams. Held
+    tokens are sent before a step if one as long as the last would delay them beyond their pace.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -34,24 +33,23 @@ class Gathering:
         self._held: dict[str, tuple[list[int], list[TokenScore]]] = {}
         self._whole: set[str] = set()
         self._searched: set[str] = set()
-        self._begun: set[str] = set()  # streams whose first tokens were sent
+        self._begun: set[str] = set()  # streams with their first tokens already sent
         self._sent_s = self._passed_s = clock()
 
     def expect(self, request: Request) -> None:
-        """What comes of it is held from here on, as long as it says: if `whole`, until its last message, which then
-        has all its tokens."""
+        """Hold the outputs of this request. If `whole`, all tokens are held until its last message."""
         if request.whole:
             self._whole.add(request.request_id)
         elif request.sampling.stop:
             self._searched.add(request.request_id)
 
     def pass_on(self, outputs: Iterable[RequestOutput]) -> tuple[RequestOutput, ...]:
-        """What is to be sent now, of what a step said and of what was held before."""
+        """The outputs to send now, from this step and from those held before."""
         now_s = self._clock()
         step_s, self._passed_s = now_s - self._passed_s, now_s
         passed: list[RequestOutput] = []
         for output in outputs:
-            # Most of what a step says goes to what is held already, by the shortest way (see EngineWorker.loop).
+            # Most outputs of a step are appended to held ones, on the shortest path (see EngineWorker.loop).
             if output.finish_reason is None and (held := self._held.get(output.request_id)) is not None:
                 held[0].extend(output.token_ids)
                 held[1].extend(output.scores)
@@ -63,7 +61,7 @@ class Gathering:
         return tuple(passed)
 
     def release(self) -> tuple[RequestOutput, ...]:
-        """What is held of streams: to be sent now, since what comes next may take long."""
+        """Flush the held tokens of streams, because the next step may take long."""
         self._sent_s = self._clock()
         names = [name for name in self._held if name not in self._whole]
         return tuple(self._with_held(RequestOutput(request_id=name)) for name in names)

@@ -1,4 +1,4 @@
-"""`SupervisedEngine`: an engine process that is started again when it dies, with the adapters it had."""
+"""`SupervisedEngine`: an engine process that is restarted with its adapters when it dies."""
 
 from __future__ import annotations
 
@@ -14,24 +14,24 @@ from vlora.engine.snapshot import EngineSnapshot
 from vlora.errors import EngineDead, VLoraError
 from vlora.types import AdapterStatus, EngineStats, Request, RequestOutput
 
-_MOST_STARTS = 5  # in a row that did not last
+_MOST_STARTS = 5  # in a row that ended early
 _LASTING_S = 60.0
-_FIRST_PAUSE_S = 0.5  # before the second start in a row; each later one is twice as long
+_FIRST_PAUSE_S = 0.5  # before the second start in a row; each later pause is twice as long
 
 
 class SupervisedEngine:
-    """`EngineInterface` over one engine process after another; made by `start`.
+    """`EngineInterface` over successive engine processes; created by `start`.
 
-    Who waits when a process dies is told why, and so is everybody who asks before the next one serves. That one knows
-    the adapters that were registered or loaded, under their names, and which of them were pinned. Each starts at once;
-    where one start after the other does not last, pauses grow, and after the fifth the engine stays dead.
+    When an engine process dies, pending and new requests fail with the cause until a replacement is ready. The
+    replacement has the adapters that were registered or loaded, under their names, and the same pins. It starts at
+    once; if starts fail repeatedly, the pauses grow, and after the fifth the engine stays dead.
     """
 
     def __init__(
         self, engine: EngineClient, config: EngineConfig, command: Sequence[str], tell: Callable[[str], None]
     ) -> None:
         self.changed: Callable[[], None] = lambda: None
-        """Called whenever another process has begun to serve, and once none will any more."""
+        """Called when a new process is ready, and when no more restarts are attempted."""
         self._engine: EngineClient | None = engine
         self._config = config
         self._command = command
@@ -47,17 +47,17 @@ class SupervisedEngine:
     async def start(
         cls, config: EngineConfig, *, tell: Callable[[str], None], command: Sequence[str] = ENGINE_COMMAND
     ) -> SupervisedEngine:
-        """See EngineClient. tell: is given a line whenever the engine has died, and what became of it."""
+        """See EngineClient. tell: called with a log line when the engine dies and with the outcome of each restart."""
         return cls(await EngineClient.start(config, command=command), config, command, tell)
 
     @property
     def cause(self) -> str | None:
-        """Why no engine serves; None while one does."""
+        """Why no engine is ready; None while one is."""
         return self._cause if self._engine is None else self._engine.cause
 
     @property
     def starting(self) -> bool:
-        """No engine serves, and another one is on its way."""
+        """Whether no engine is ready but one is starting."""
         return self.cause is not None and not self._given_up
 
     # -- EngineInterface ----------------------------------------------------------------------------------------------
@@ -98,18 +98,18 @@ class SupervisedEngine:
         return await self._alive().adapters()
 
     async def stats(self) -> EngineStats:
-        """See EngineInterface. Counters begin anew with every process, but for the number of restarts."""
+        """See EngineInterface. Counters restart with every process, except the number of restarts."""
         return msgspec.structs.replace(await self._alive().stats(), num_restarts=self._num_restarts)
 
     async def snapshot(self, since: int = 0) -> EngineSnapshot:
-        """See EngineInterface. Steps are counted anew with every process."""
+        """See EngineInterface. Step numbers restart with every process."""
         snapshot = await self._alive().snapshot(since)
         return msgspec.structs.replace(
             snapshot, stats=msgspec.structs.replace(snapshot.stats, num_restarts=self._num_restarts)
         )
 
     async def close(self) -> None:
-        """See EngineInterface. No process is started any more."""
+        """See EngineInterface. Stops restarting."""
         self._given_up = True
         self._watching.cancel()
         await asyncio.wait({self._watching})
@@ -129,12 +129,12 @@ class SupervisedEngine:
             started = time.monotonic()
             died = await engine.wait_dead()
             num_starts = 1 if time.monotonic() - started >= _LASTING_S else num_starts + 1
-            self._engine, self._cause = None, f"{died}; it is being started again"
+            self._engine, self._cause = None, f"{died}; it is being restarted"
             self._tell(self._cause)
             await engine.close()
             while True:
                 if num_starts > _MOST_STARTS:
-                    self._cause = f"{died}; after {_MOST_STARTS} starts that did not last it stays dead"
+                    self._cause = f"{died}; gave up after {_MOST_STARTS} failed starts"
                     self._given_up = True
                     self._tell(self._cause)
                     self.changed()
@@ -144,13 +144,13 @@ class SupervisedEngine:
                 try:
                     engine = await self._start_again()
                     break
-                except (VLoraError, OSError) as error:  # the latter from a machine that has no process to give
+                except (VLoraError, OSError) as error:  # OSError: the system cannot create a process
                     died = str(error)
                     num_starts += 1
-                    self._tell(f"{died}; it is tried again")
+                    self._tell(f"{died}; retrying")
             self._num_restarts += 1
             self._engine = engine
-            self._tell("the engine serves again")
+            self._tell("the engine is ready again")
             self.changed()
 
     async def _start_again(self) -> EngineClient:
@@ -163,14 +163,14 @@ class SupervisedEngine:
         return engine
 
     async def _restore(self, engine: EngineClient) -> None:
-        """Give a new process the adapters of the old one. What cannot be had any more is told, and forgotten."""
+        """Restore the adapters of the old process in a new one; log and forget those that cannot be restored."""
         for name, path in tuple(self._paths.items()):
             try:
                 await engine.register_adapters({name: path})
             except EngineDead:
                 raise
             except VLoraError as error:
-                self._tell(f"adapter {name!r} did not come back: {error}")
+                self._tell(f"adapter {name!r} was not restored: {error}")
                 del self._paths[name]
         self._pinned &= self._paths.keys()
         for name in tuple(self._pinned):
@@ -179,5 +179,5 @@ class SupervisedEngine:
             except EngineDead:
                 raise
             except VLoraError as error:
-                self._tell(f"adapter {name!r} is not pinned any more: {error}")
+                self._tell(f"adapter {name!r} is no longer pinned: {error}")
                 self._pinned.discard(name)

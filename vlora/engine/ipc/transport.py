@@ -1,7 +1,7 @@
 """The local socket between a front end and its engine process, and both its ends: whole messages, in order.
 
-A plain pair of sockets: a token's way is little more than the threads it wakes, and here it wakes one, the reader's.
-Whichever end is closed, however its process ended, the other one knows at once.
+It is a plain socket pair: the latency of a token is little more than thread wake-ups, and here only the reader wakes
+up. If either end is closed, for any reason, the other end sees it at once.
 """
 
 from __future__ import annotations
@@ -15,23 +15,23 @@ import struct
 import threading
 from collections.abc import Callable, Iterator
 
-_HEAD = struct.Struct("<Q")  # the bytes that follow
+_HEAD = struct.Struct("<Q")  # number of bytes that follow
 _END = bytearray()  # no message is empty
 
 
 class Line(asyncio.Protocol):
-    """The front end's, in its event loop. Made by `open`."""
+    """The front end's end, in its event loop. Created by `open`."""
 
     def __init__(self, hear: Callable[[bytes], object]) -> None:
         self.hear = hear
         self.closed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        """Done once nothing more will be heard; fails with what `hear` raised."""
-        self._part = bytearray()  # of a message
+        """Done when no more messages will arrive; fails with what `hear` raised."""
+        self._part = bytearray()  # of an incomplete message
         self._transport: asyncio.Transport | None = None
 
     @classmethod
     async def open(cls, sock: socket.socket, hear: Callable[[bytes], object]) -> Line:
-        """hear is called with each message, in the turn of the loop that finds it there, and may be set anew.
+        """hear is called with each message, in the iteration of the loop that receives it, and may be replaced.
 
         The line owns the socket from now on.
         """
@@ -40,12 +40,12 @@ class Line(asyncio.Protocol):
         return line
 
     def send(self, data: bytes) -> None:
-        """Never waits: what the socket does not take is kept."""
+        """Never blocks: data that the socket does not accept is buffered."""
         assert self._transport is not None
         self._transport.write(_HEAD.pack(len(data)) + data)
 
     def close(self) -> None:
-        """What the other end has not taken is lost."""
+        """Close the socket; data that the peer has not received is lost."""
         assert self._transport is not None
         self._transport.abort()
 
@@ -69,7 +69,7 @@ class Line(asyncio.Protocol):
             self.closed.set_result(None)
 
     def _whole(self) -> Iterator[bytes]:
-        """The messages that are there, and no longer are."""
+        """Remove and return the complete messages in the buffer."""
         start = 0
         while len(self._part) >= start + _HEAD.size:
             begin = start + _HEAD.size
@@ -82,7 +82,7 @@ class Line(asyncio.Protocol):
 
 
 class EngineLine:
-    """The engine's. A thread reads, so that pictures on their way hold up no step."""
+    """The engine's end. A thread reads, so that large messages (images) do not delay a step."""
 
     def __init__(self, sock: socket.socket) -> None:
         self._socket = sock
@@ -90,13 +90,12 @@ class EngineLine:
         threading.Thread(target=self._read, name="vlora-engine-line", daemon=True).start()
 
     def send(self, data: bytes) -> None:
-        """Waits where the front end is so far behind that the system keeps no more for it; one that is gone hears
-        nothing."""
+        """Blocks when the socket's buffer is full; data for a closed front end is dropped."""
         with contextlib.suppress(ConnectionError):
             self._socket.sendall(_HEAD.pack(len(data)) + data)
 
     def receive(self, *, block: bool) -> bytearray | None:
-        """The next message; None without one, and after `wake`. Raises EOFError once the front end is gone."""
+        """The next message; None if there is none, and after `wake`. Raises EOFError when the front end has closed."""
         try:
             data = self._arrived.get(block)
         except queue.Empty:
@@ -107,16 +106,16 @@ class EngineLine:
 
     @property
     def arrived(self) -> bool:
-        """Whether `receive` has something to give."""
+        """Whether `receive` would return a message."""
         return not self._arrived.empty()
 
     def wake(self) -> None:
-        """Let who waits in `receive` go on. For any thread."""
+        """Wake up a blocked `receive`. May be called from any thread."""
         self._arrived.put(None)
 
     def _read(self) -> None:
-        # Who waits in recv is woken, too, when the other end has read what was sent here: after each token, and as
-        # often on the core that computes the next one. Who waits in poll is not.
+        # A thread blocked in recv also wakes up when the peer has read sent data: after each token, and often on the
+        # core that computes the next one. A thread blocked in poll does not.
         waiting = select.poll()
         waiting.register(self._socket, select.POLLIN)
         try:
@@ -130,7 +129,7 @@ class EngineLine:
     def _exactly(self, size: int) -> bytearray:
         data = bytearray(size)
         left = memoryview(data)
-        while left:  # one call but for signals, such as one that stops the process for a while
+        while left:  # one call, unless a signal interrupts it (for example one that suspends the process)
             count = self._socket.recv_into(left, 0, socket.MSG_WAITALL)
             if count == 0:
                 raise EOFError

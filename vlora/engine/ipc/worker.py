@@ -1,7 +1,7 @@
 """The main of an engine process: one `Engine`, one step loop, one socket to the client that started it.
 
-Run as `python -m vlora.engine.ipc.worker DESCRIPTOR`, the number of an open socket. When its other end closes, the
-parent is gone and the engine ends too. Interrupt and terminate signals are for the parent, which drains.
+Run as `python -m vlora.engine.ipc.worker DESCRIPTOR`, the descriptor of an open socket. When its other end closes, the
+parent is dead and the engine ends too. SIGINT and SIGTERM are ignored: the parent handles them and drains.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def main() -> None:
 
     configure(os.environ)
     code = run(int(sys.argv[1]), Engine)
-    # Taking torch apart again takes seconds that whoever stops the server would wait; nothing is left to save.
+    # Unloading torch takes seconds, which would delay the server's stop; there is no state to save.
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
@@ -47,13 +47,13 @@ def run(
     make_engine: Callable[[EngineConfig], Engine],
     make_line: Callable[[socket.socket], EngineLine] = EngineLine,
 ) -> int:
-    """Serve the client at the other end of the socket until it says stop or is gone; the process's exit code.
+    """Serve the client at the other end of the socket until it sends Stop or closes; returns the exit code.
 
-    The socket is closed with the process, so that its other end knows of both at once.
+    The socket is closed with the process, so that the peer sees both ends at once.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    os.set_inheritable(descriptor, False)  # nobody who outlives this process holds it open
+    os.set_inheritable(descriptor, False)  # so that child processes do not keep it open
     line = make_line(socket.socket(fileno=descriptor))
     try:
         first = line.receive(block=True)
@@ -61,11 +61,11 @@ def run(
         start = messages.decode_to_engine(first)
         assert isinstance(start, messages.Start)
         engine = make_engine(_with_threads(start.config))
-        gc.freeze()  # what is there by now stays: a full collection would look at all of it again, between two steps
+        gc.freeze()  # a full collection between two steps would otherwise scan all objects that exist now
         line.send(messages.encode(messages.Ready(start.config.model, os.getpid(), engine.limits.max_context)))
         EngineWorker(engine, line).loop()
     except EOFError:
-        return 0  # the client left before it said what to start
+        return 0  # the client closed before it sent Start
     except VLoraError as error:
         line.send(messages.encode(messages.Failed(ErrorValue.of(error))))
         return 1
@@ -75,7 +75,7 @@ def run(
         line.send(messages.encode(messages.Failed(ErrorValue.of(cause))))
         return 1
     finally:
-        gc.unfreeze()  # or libraries would report as leaked, at exit, what nothing collected
+        gc.unfreeze()  # otherwise libraries report leaks at exit
     return 0
 
 
@@ -86,7 +86,7 @@ def _with_threads(config: EngineConfig) -> EngineConfig:
 
 
 class EngineWorker:
-    """Takes messages between steps: without waiting while there is work, blocking when there is none."""
+    """Handles messages between steps: without blocking while there is work, blocking otherwise."""
 
     def __init__(self, engine: Engine, line: EngineLine) -> None:
         self._engine = engine
@@ -97,8 +97,8 @@ class EngineWorker:
         self._stopping = False
 
     def loop(self) -> None:
-        # A step's weights have gone through the caches when it ends, so what stands between two of them runs cold, and
-        # takes five times as long as by itself: between steps that nobody interrupts there is as little as can be.
+        # A step evicts the CPU caches with its weights, so code between two steps runs cold and takes five times as
+        # long: without messages to handle, the loop does as little as possible between steps.
         while not self._stopping:
             if not self._engine.has_work or self._line.arrived:
                 for message in self._messages(block=not self._engine.has_work):
@@ -118,7 +118,7 @@ class EngineWorker:
             self._stopping = True
 
     def _heed(self, alarm: int) -> None:
-        """An engine without work is woken to look after its ranks."""
+        """Wake up an idle engine so that it checks its ranks."""
         os.read(alarm, 1)
         self._line.wake()
 
@@ -145,12 +145,12 @@ class EngineWorker:
         try:
             self._engine.add(message.request)
             self._gathering.expect(message.request)
-            if held := self._gathering.release():  # a step that computes a prompt is longer than the one before
+            if held := self._gathering.release():  # a step that computes a prompt is longer than the last one
                 self._send(messages.Outputs(held))
         except VLoraError as error:
             self._refuse(request_id, error)
         except Exception as error:
-            # A request that trips over a mistake of ours fails alone.
+            # An internal error fails only the request that caused it.
             traceback.print_exc()
             self._engine.cancel(request_id)
             self._refuse(
@@ -201,7 +201,7 @@ class EngineWorker:
             case messages.GetSnapshot():
                 return messages.Reply(call_id=call.call_id, snapshot=self._engine.snapshot(call.since))
             case _:
-                raise AssertionError(f"{type(call).__name__} is answered later")
+                raise AssertionError(f"{type(call).__name__} is answered asynchronously")
 
     def _send_outputs(self, outputs: tuple[RequestOutput, ...]) -> None:
         if outputs := self._gathering.pass_on(outputs):

@@ -1,7 +1,7 @@
-"""Rank 0's side of tensor parallelism: it starts the other ranks, tells them what it does, and notices their end.
+"""Rank 0's side of tensor parallelism: it starts the other ranks, sends them its decisions, and detects their end.
 
-No rank can go on without the others, and none can know what the others have done when a step broke. So whatever goes
-wrong inside a step, and the end of any rank, is the end of the replica: `EngineDead`, with the cause.
+A rank cannot continue without the others, and after a failed step the state of the other ranks is unknown. So any error
+inside a step, and the end of any rank, ends the replica with `EngineDead` and the cause.
 """
 
 from __future__ import annotations
@@ -36,27 +36,30 @@ from vlora.models.runner import ModelRunner
 from vlora.parallel import Group, RanksApart, connect
 from vlora.types import Batch, ErrorValue, Request, StepResult
 
-_LAST_WORDS_S = 0.5  # why a step broke may be heard from another rank a little later
+_LAST_WORDS_S = 0.5  # the cause of a failed step may arrive from another rank with a delay
 _STOP_S = 2.0
 
 
 def fork_server() -> ForkServerContext:
-    """Makes processes for ranks: forked from one that has imported everything, they start at once, and share it."""
+    """The context that creates rank processes.
+
+    They are forked from a process that has imported everything, so they start at once and share its memory.
+    """
     context = get_context("forkserver")
     context.set_forkserver_preload([worker.__name__])
     return context
 
 
 class Team:
-    """The other ranks of this process's replica. Also the bank's `OtherRanks`.
+    """The other ranks of this process's replica. Also the adapter pool's `OtherRanks`.
 
-    Threads listen to the ranks; everything else is for the engine's own thread.
+    Threads listen to the ranks; all methods are for the engine's thread.
     """
 
     def __init__(self, config: EngineConfig) -> None:
         """Start the other ranks; they load their models while this process loads its own."""
         self._store_file = _store_file(config)
-        atexit.register(self.close)  # multiprocessing would wait for ranks that nobody has told
+        atexit.register(self.close)  # multiprocessing would wait for ranks that were not asked to end
         self._size = config.tensor_parallel
         self._heard = threading.Condition()
         self._facts: dict[int, dict[str, str]] = {}
@@ -88,8 +91,8 @@ class Team:
         finally:
             there.close()
             for end in self._ends[rank].values():
-                end.close()  # the rank's own is then the last one, and closes with it
-        with contextlib.suppress(OSError):  # one that is gone already is noticed by its thread
+                end.close()  # so that the rank's own copy is the last one and closes with it
+        with contextlib.suppress(OSError):  # the listening thread detects a dead rank
             here.send_bytes(messages.encode(messages.Start(config, rank, self._store_file)))
         thread = threading.Thread(target=self._listen, args=(rank, here, process), name=process.name, daemon=True)
         member = _Member(here, process, thread)
@@ -101,8 +104,10 @@ class Team:
         return member
 
     def meet(self, facts: Mapping[str, str], device: torch.device) -> Group:
-        """Wait until all ranks have loaded, and join them. Raises BadConfig for ranks that do not fit together, and
-        what a rank that failed has said."""
+        """Wait until all ranks have loaded, and connect them.
+
+        Raises BadConfig for ranks that do not match, or the error of a rank that failed.
+        """
         with self._heard:
             self._heard.wait_for(lambda: self._loss is not None or len(self._facts) == self._size - 1)
             if self._loss is not None:
@@ -111,29 +116,29 @@ class Team:
             for name, value in facts.items():
                 if others.get(name) != value:
                     raise BadConfig(
-                        f"rank {rank} has {name} {others.get(name)} and rank 0 has {value}; ranks need the same"
+                        f"rank {rank} has {name} {others.get(name)} and rank 0 has {value}; all ranks must match"
                     )
         self._group = Group(0, self._ends[0], device, self._store_file)
         return self._group
 
     def begin(self, runner: ModelRunner) -> LeadRunner:
-        """Wait until everything is laid out on all ranks; runner: this one's."""
+        """Wait until memory is laid out on all ranks. runner: that of this rank."""
         assert self._group is not None
         self._group.wait_for_all()
         return LeadRunner(self, runner)
 
     @property
     def alarm(self) -> int:
-        """A file descriptor that can be read once a rank is gone."""
+        """A file descriptor that becomes readable when a rank dies."""
         return self._alarm
 
     def check(self) -> None:
-        """Raises EngineDead once a rank is gone."""
+        """Raises EngineDead if a rank is dead."""
         if self._loss is not None:
             raise EngineDead(str(self._loss))
 
     def why(self, error: Exception) -> VLoraError:
-        """Why something broke here: what another rank has said of its end, if it has, else `error`."""
+        """The cause of an error on this rank: the error that another rank has reported, else `error`."""
         with self._heard:
             self._heard.wait_for(lambda: self._loss is not None, _LAST_WORDS_S)
         return self._loss or EngineDead(
@@ -161,21 +166,21 @@ class Team:
     # -- orders -------------------------------------------------------------------------------------------------------
 
     def tell(self, order: messages.Order) -> None:
-        """An order that has time until the next step."""
+        """Queue an order for the next step."""
         self._pending.append(order)
 
     def run(self, batch: Batch) -> None:
-        """Have the other ranks run a step beside this one."""
+        """Have the other ranks run a step in parallel with this one."""
         self._pending.append(messages.Run(batch))
         self._send()
 
     def bringing(self, registration_of: Callable[[str], Registration]) -> Team:
-        """registration_of: what is known of a key that is to be brought."""
+        """registration_of: the registration of a key to load."""
         self._registration_of = registration_of
         return self
 
     def bring(self, key: str, run: Run) -> Future[None]:
-        """See OtherRanks. Sent at once: reading takes time."""
+        """See OtherRanks. Sent at once, because reading takes time."""
         assert self._registration_of is not None
         registration = self._registration_of(key)
         assert registration.adapter is not None
@@ -188,7 +193,7 @@ class Team:
         return brought
 
     def copying(self, arena: Arena) -> Callable[[int, int, int], None]:
-        """`arena.copy`, on all ranks."""
+        """`arena.copy` on all ranks."""
 
         def copy(first_page: int, target: int, num_pages: int) -> None:
             arena.copy(first_page, target, num_pages)
@@ -207,7 +212,7 @@ class Team:
         self.tell(messages.Drop(key))
 
     def pack(self, keys: tuple[str, ...], run: Run) -> None:
-        """See OtherRanks. They have it from the next step on: meanwhile they compute the same without."""
+        """See OtherRanks. They use the copies from the next step on; until then they compute the same without them."""
         self.tell(messages.Pack(keys, run.first_page, run.num_pages))
 
     def unpack(self) -> None:
@@ -245,7 +250,7 @@ class Team:
             self._lost(EngineDead(f"rank {rank} {how_it_ended(process.exitcode or 0)}"))
             return
         if last_words.follows:
-            with self._heard:  # the cause is what is heard of that one, which may be a little later
+            with self._heard:  # the cause is that rank's error, which may arrive with a delay
                 self._heard.wait_for(lambda: self._loss is not None, _LAST_WORDS_S)
         self._lost(last_words.error.to_exception())
 
@@ -258,7 +263,7 @@ class Team:
             if error is not None:
                 bringing.error = bringing.error or StepFailed(f"rank {rank}: {error.message}")
             if bringing.missing:
-                return  # if it failed as well: what is heard later would be taken for the next try's
+                return  # after a failure too: later replies would be attributed to the next attempt
             del self._awaited[key]
         with contextlib.suppress(InvalidStateError):
             if bringing.error is None:
@@ -281,8 +286,7 @@ class Team:
 
 
 def _store_file(config: EngineConfig) -> str:
-    """An empty file of nobody else's, in which NCCL's ranks meet; none on a CPU. Raises BadConfig for a device that
-    cannot be had."""
+    """An empty private file in which NCCL's ranks meet; "" on a CPU. Raises BadConfig if there is no such device."""
     if device_of(config, 0).type != "cuda":
         return ""
     descriptor, path = tempfile.mkstemp(prefix="vlora-nccl-")
@@ -291,7 +295,7 @@ def _store_file(config: EngineConfig) -> str:
 
 
 class _Member(NamedTuple):
-    """Another rank: its process, the pipe to it, and the thread that listens there."""
+    """Another rank: its process, the pipe to it, and the thread that listens on the pipe."""
 
     link: Connection
     process: BaseProcess
@@ -299,10 +303,10 @@ class _Member(NamedTuple):
 
     def tell_to_end(self) -> None:
         with contextlib.suppress(OSError):
-            self.link.send_bytes(b"")  # the rank ends when it can read anything
+            self.link.send_bytes(b"")  # the rank ends when the pipe becomes readable
 
     def end(self) -> None:
-        """Soon, or by force."""
+        """Wait briefly, then kill."""
         if self.thread.ident is not None:
             self.thread.join(_STOP_S)
         self.process.kill()
@@ -315,7 +319,7 @@ class _Member(NamedTuple):
 
 @dataclasses.dataclass
 class _Bringing:
-    """An adapter on its way to other ranks. missing: those that have said nothing of it yet; error: the first heard."""
+    """A load of an adapter on other ranks. missing: ranks that have not replied; error: the first one reported."""
 
     brought: Future[None]
     missing: set[int]
@@ -323,10 +327,10 @@ class _Bringing:
 
 
 class LeadRunner:
-    """Rank 0's `ModelRunner`, with the others told of everything it does.
+    """Rank 0's `ModelRunner`, which forwards all calls to the other ranks.
 
-    They are told of a request with the first step that computes its tokens or encodes its images: under overload many
-    never have one, and images are sent once.
+    A request is sent with the first step that computes its tokens or encodes its images: under overload many requests
+    never run, and images are sent once.
     """
 
     def __init__(self, team: Team, runner: ModelRunner) -> None:
@@ -340,7 +344,7 @@ class LeadRunner:
         self._new[request.request_id] = messages.Add(request, vision_key)
 
     def begin_grammar(self, request_id: str, cursor: Cursor) -> None:
-        self._runner.begin_grammar(request_id, cursor)  # only who samples needs it
+        self._runner.begin_grammar(request_id, cursor)  # only the sampling rank needs it
 
     def release(self, request_id: str) -> None:
         self._runner.release(request_id)
@@ -350,7 +354,7 @@ class LeadRunner:
             self._team.tell(messages.Release(request_id))
 
     def run(self, batch: Batch) -> StepResult:
-        """One step on all ranks. Raises EngineDead for whatever goes wrong in it."""
+        """Run one step on all ranks. Raises EngineDead for any error in it."""
         encoded = () if batch.encode is None else batch.encode.items
         for request_id in (*(item.request_id for item in batch.items), *(request_id for request_id, _ in encoded)):
             if (new := self._new.pop(request_id, None)) is not None:
@@ -361,6 +365,6 @@ class LeadRunner:
             result = self._runner.run(batch)
         except (StepFailed, RuntimeError) as error:
             raise EngineDead(str(self._team.why(error))) from error
-        self._team.check()  # collectives that were aborted return, too
+        self._team.check()  # aborted collectives return as well
         self._team.tell(messages.Sampled(result.tokens))
         return result

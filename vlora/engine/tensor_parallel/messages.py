@@ -1,6 +1,6 @@
-"""What travels between rank 0 and the other ranks: frozen messages as msgpack. No pickle.
+"""Messages between rank 0 and the other ranks: frozen structs as msgpack. No pickle.
 
-Orders go to all ranks in one broadcast per step; words go back over a pipe of each rank's own.
+Orders go to all ranks in one broadcast per step; replies return over one pipe per rank.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from vlora.types import Batch, ErrorValue, Request
 
 
 class Add(msgspec.Struct, frozen=True, tag=True):
-    """Take a request's tensors in, its images with it."""
+    """Add a request's tensors, including its images."""
 
     request: Request
     vision_key: str | None
@@ -28,7 +28,7 @@ class Release(msgspec.Struct, frozen=True, tag=True):
 
 
 class Bring(msgspec.Struct, frozen=True, tag=True):
-    """Read an adapter, say that it is read, and keep this rank's part of it in these pages from then on.
+    """Read an adapter, report when it is read, and keep this rank's shard in these pages.
 
     version: hash of the content that rank 0 has read.
     """
@@ -42,7 +42,7 @@ class Bring(msgspec.Struct, frozen=True, tag=True):
 
 
 class Copy(msgspec.Struct, frozen=True, tag=True):
-    """Copy pages of the arena, whatever lies in them."""
+    """Copy pages of the arena, regardless of their content."""
 
     first_page: int
     target: int
@@ -50,7 +50,7 @@ class Copy(msgspec.Struct, frozen=True, tag=True):
 
 
 class Move(msgspec.Struct, frozen=True, tag=True):
-    """An adapter lies here now; its pages were copied."""
+    """An adapter has moved to these pages; its pages were already copied."""
 
     key: str
     first_page: int
@@ -58,7 +58,7 @@ class Move(msgspec.Struct, frozen=True, tag=True):
 
 
 class Drop(msgspec.Struct, frozen=True, tag=True):
-    """The pages of an adapter are another's."""
+    """The pages of an adapter are free."""
 
     key: str
 
@@ -72,17 +72,17 @@ class Pack(msgspec.Struct, frozen=True, tag=True):
 
 
 class Unpack(msgspec.Struct, frozen=True, tag=True):
-    """The pages of the packed copies are another's."""
+    """The pages of the packed copies are free."""
 
 
 class Forget(msgspec.Struct, frozen=True, tag=True):
-    """Nobody will ask for an adapter again."""
+    """No more requests for an adapter will arrive."""
 
     key: str
 
 
 class Sampled(msgspec.Struct, frozen=True, tag=True):
-    """What the last step brought, by request."""
+    """The tokens sampled by the last step, by request."""
 
     tokens: dict[str, int]
 
@@ -95,11 +95,11 @@ class Run(msgspec.Struct, frozen=True, tag=True):
 
 Order = Add | Release | Sampled | Bring | Copy | Move | Drop | Pack | Unpack | Forget | Run
 
-# -- words ------------------------------------------------------------------------------------------------------------
+# -- replies ----------------------------------------------------------------------------------------------------------
 
 
 class Start(msgspec.Struct, frozen=True, tag=True):
-    """Rank 0's one word over the pipe: load the model. store_file: where NCCL's ranks meet."""
+    """The only message of rank 0 over the pipe: load the model. store_file: where NCCL's ranks meet."""
 
     config: EngineConfig
     rank: int
@@ -107,20 +107,20 @@ class Start(msgspec.Struct, frozen=True, tag=True):
 
 
 class Loaded(msgspec.Struct, frozen=True, tag=True):
-    """The model is loaded. facts: what must be the same on all ranks, by name."""
+    """The model is loaded. facts: values that must be equal on all ranks, by name."""
 
     facts: dict[str, str]
 
 
 class Brought(msgspec.Struct, frozen=True, tag=True):
-    """An adapter was read, or why not."""
+    """An adapter was read, or the error."""
 
     key: str
     error: ErrorValue | None = None
 
 
 class Failed(msgspec.Struct, frozen=True, tag=True):
-    """The rank is about to end, and why. follows: because another one is gone, whose own end is the cause."""
+    """The rank is about to end, with the cause. follows: the cause is the end of another rank."""
 
     error: ErrorValue
     follows: bool = False

@@ -1,4 +1,4 @@
-"""The main of a rank other than 0: the same model, cut differently, that runs what rank 0 decides."""
+"""The main of a rank other than 0: it runs the batches that rank 0 schedules on its shard of the model."""
 
 from __future__ import annotations
 
@@ -35,20 +35,20 @@ _STDOUT, _STDERR = 1, 2
 
 
 def main(link: Connection, ends: Ends) -> None:
-    """Run as a rank, in a process of its own.
+    """Run as a rank in its own process.
 
-    link: to rank 0; when its other end closes, rank 0 is gone and this process ends, whatever it is doing. ends: of the
-    lines to all ranks.
+    link: the pipe to rank 0; when its other end closes, rank 0 is dead and this process ends at once. ends: of the
+    sockets to all ranks.
     """
     os.dup2(_STDERR, _STDOUT)  # stdout belongs to the command's results
     for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_IGN)  # rank 0 says when it is over
+        signal.signal(number, signal.SIG_IGN)  # rank 0 ends this process
     logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     words = Words(link)
     try:
         start = messages.decode_start(link.recv_bytes())
     except EOFError:
-        return  # rank 0 was gone before it could say anything
+        return  # rank 0 died before it sent Start
     threading.Thread(target=_end_with, args=(link, start.store_file), daemon=True).start()
     try:
         Follower(start, ends, words).loop()
@@ -64,7 +64,10 @@ def main(link: Connection, ends: Ends) -> None:
 
 
 def _end_with(link: Connection, store_file: str) -> None:
-    """Rank 0 says nothing more over the pipe, so whatever can be read of it is its end. Killed, it leaves its file."""
+    """End the process when rank 0 has ended, which makes the pipe readable: rank 0 sends nothing more over it.
+
+    Also remove the store file, which remains if rank 0 was killed.
+    """
     with contextlib.suppress(EOFError, OSError):
         link.recv_bytes()
     if store_file:
@@ -73,22 +76,22 @@ def _end_with(link: Connection, store_file: str) -> None:
 
 
 class Words:
-    """What this rank says to rank 0, from any thread."""
+    """Replies from this rank to rank 0, from any thread."""
 
     def __init__(self, link: Connection) -> None:
         self._link = link
         self._lock = threading.Lock()
 
     def say(self, word: messages.Word) -> None:
-        with self._lock, contextlib.suppress(OSError):  # of a rank 0 that is gone nobody need be told
+        with self._lock, contextlib.suppress(OSError):  # a dead rank 0 needs no reply
             self._link.send_bytes(messages.encode(word))
 
 
 class Follower:
-    """Obeys rank 0's orders, one message after the other."""
+    """Executes rank 0's orders, one message after the other."""
 
     def __init__(self, start: messages.Start, ends: Ends, words: Words) -> None:
-        """Raises what building an engine raises."""
+        """Raises the same errors as building an engine."""
         config = start.config
         set_threads(config)
         atmm.load_kernels()
@@ -110,7 +113,7 @@ class Follower:
         self._group.wait_for_all()
 
     def loop(self) -> None:
-        """Until rank 0 is gone, or something goes wrong here: raises it."""
+        """Run until rank 0 is dead or an error occurs here, which is raised."""
         while True:
             for order in messages.decode_orders(self._group.receive()):
                 self._obey(order)
@@ -130,7 +133,7 @@ class Follower:
             case messages.Bring():
                 self._bring(order)
             case messages.Copy():
-                self._settle()  # what is copied may have been read only now
+                self._settle()  # the source of the copy may have been read only now
                 self._arena.copy(order.first_page, order.target, order.num_pages)
             case messages.Move():
                 self._appointed.appoint(order.key, Run(order.first_page, order.num_pages))
@@ -160,7 +163,7 @@ class Follower:
         self._words.say(messages.Brought(key, None if error is None else ErrorValue.of(error)))
 
     def _read(self, order: messages.Bring) -> HostAdapter:
-        """Raises BadAdapter, also where the files are not those that rank 0 has read."""
+        """Read the adapter. Raises BadAdapter, also if the files differ from those that rank 0 has read."""
         if order.key in self._known:
             return self._known[order.key]
         header = read_header(Path(order.path), self._sites, self._hidden_size, order.way)
@@ -170,12 +173,12 @@ class Follower:
         return adapter
 
     def _settle(self) -> None:
-        """Take in what was read. Rank 0 uses an adapter only when every rank has said that it has read it."""
+        """Copy adapters that were read to the device. Rank 0 uses an adapter only when every rank has read it."""
         for key in [key for key, (_, read) in self._coming.items() if read.done() and read.exception() is None]:
             order, read = self._coming.pop(key)
             self._known[key] = read.result()
             self._appointed.appoint(key, Run(order.first_page, order.num_pages))
             self._side.bank.bring(read.result())
             if key not in self._side.bank.resident:
-                # A step without its factors would be wrong on this rank alone, and nobody would notice.
+                # A step without the adapter's factors would silently be wrong on this rank alone.
                 raise EngineDead(f"adapter {key!r} was read, but could not be copied to this rank's device")

@@ -1,4 +1,4 @@
-"""V-LoRA's scheduling policy (section 4.4.3, Algorithm 1), repaired for continuous batching."""
+"""V-LoRA's scheduling policy (section 4.4.3, Algorithm 1), adapted to continuous batching."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from vlora.types import Mode
 class Algorithm1:
     """Merged when one adapter's requests fill more than half of the batch, mixed when a few starve, else unmerged.
 
-    The paper's algorithm is written for batches that run once. Requests that stay for many steps need these repairs:
+    The paper's algorithm is written for batches that run once. Requests that stay for many steps need these changes:
 
     - MaxBS is at most the number of ready requests, so that merging happens at low load too;
     - starving requests are sorted by credit and cut to MaxBS, so that the free count is never negative;
-    - a tie between the largest groups keeps the adapter that is merged now;
-    - base-model requests are a group like any other, whose merged form is W0;
-    - an adapter whose merge fidelity is below the floor (not in `mergeable`) is never merged.
+    - a tie between the largest groups keeps the currently merged adapter;
+    - base-model requests form a group of their own; its merged form is W0;
+    - an adapter with merge fidelity below the floor (not in `mergeable`) is never merged.
     """
 
     def decide(self, ready: Sequence[Candidate], state: PolicyState) -> Decision:

@@ -1,4 +1,4 @@
-"""The rule that decides mode and order, behind one interface."""
+"""The interface of scheduling policies, which decide inference mode and order."""
 
 from __future__ import annotations
 
@@ -10,12 +10,18 @@ from vlora.types import Mode
 
 
 class Candidate(NamedTuple):
-    """A ready request (its adapter is resident) as a policy sees it.
+    """A ready request (its adapter is resident) as seen by a policy.
 
-    credit: seconds, see `Scheduler`. new_tokens: still to compute before its next answer; 1 while it decodes.
-    cached_len: tokens whose KV is in place and will be read. head: whether the next answer is its only one.
-    urgent: it starves because waiting theta would break its bound on the first answer. waited_s: seconds since it last
-    ran, or entered the KV room. unanswered_s: seconds since its last answer, or since it entered.
+    Attributes:
+        request_id: the request.
+        adapter: its adapter; None for the base model.
+        credit: seconds, see `Scheduler`.
+        new_tokens: tokens to compute before the next answer; 1 while decoding.
+        cached_len: tokens with KV in place, which will be read.
+        head: whether the next answer is the only one.
+        urgent: starves because waiting theta would miss its deadline for the first answer.
+        waited_s: seconds since it last ran, or entered the KV room.
+        unanswered_s: seconds since its last answer, or since it entered.
     """
 
     request_id: str
@@ -30,15 +36,18 @@ class Candidate(NamedTuple):
 
 
 class PolicyState(NamedTuple):
-    """What else a decision may depend on.
+    """Further inputs of a decision.
 
-    merged_adapter: whose delta is in the weights now, None for W0. mergeable: resident adapters whose merge fidelity
-    holds.
-    theta_s: the credit in seconds above which a request starves.
-    shadow_adapter: whose merged weights are at hand, in place or not: putting them in place costs nothing.
-    None where merged weights are written over W0: then only what is in place is at hand.
-    max_step_tokens: the token budget that cuts the decision afterwards. costs: what steps and merges take, as learned.
-    carried: what the policy's last decision handed on; None at first.
+    Attributes:
+        merged_adapter: the adapter merged into the weights now; None for W0.
+        mergeable: resident adapters with sufficient merge fidelity.
+        max_batch_size: requests per batch.
+        theta_s: the credit in seconds above which a request starves.
+        shadow_adapter: the adapter with merged weights available, in place or not; putting them in place is free. None
+            where merged weights overwrite W0: then only the weights in place are available.
+        max_step_tokens: the token budget that is applied to the decision afterwards.
+        costs: learned costs of steps and merges.
+        carried: `Decision.carried` of the previous decision; None at first.
     """
 
     merged_adapter: str | None
@@ -52,10 +61,14 @@ class PolicyState(NamedTuple):
 
 
 class Decision(NamedTuple):
-    """order: the requests to run, most important first, at most max_batch_size; token and block budgets cut it last.
+    """The mode and the requests of a step.
 
-    merged_adapter None is W0, which is what base-model requests need: for them W0 is the merged form.
-    carried: handed back in the next decision's `PolicyState`, for policies that learn: they hold no state themselves.
+    Attributes:
+        mode: the inference mode.
+        merged_adapter: None is W0, the merged form for base-model requests.
+        order: request ids, most important first, at most max_batch_size; token and block budgets are applied
+            afterwards.
+        carried: passed to the next decision as `PolicyState.carried`. Policies that learn keep their state here.
     """
 
     mode: Mode
@@ -65,7 +78,9 @@ class Decision(NamedTuple):
 
 
 class Policy(Protocol):
-    """A pure function of its arguments. Candidates come in the order in which they get their turn (priority, fair
-    share, arrival) and are never empty."""
+    """A pure function of its arguments.
+
+    Candidates are given in scheduling order (priority, fair share, arrival) and are never empty.
+    """
 
     def decide(self, ready: Sequence[Candidate], state: PolicyState) -> Decision: ...

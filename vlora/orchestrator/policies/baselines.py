@@ -9,10 +9,10 @@ from vlora.types import Mode
 
 
 class MergedOnly:
-    """The oldest request's adapter, merged, and all its requests with it (dLoRA's "always merge" baseline).
+    """Merges the oldest request's adapter and runs all requests of that adapter (dLoRA's "always merge" baseline).
 
-    Others wait until that request has ended, however long it takes: the one policy without a waiting bound. An adapter
-    that may not be merged is served unmerged, alone.
+    Other requests wait until that request has ended. This is the only policy without a waiting bound. An adapter that
+    may not be merged is served unmerged, alone.
     """
 
     def decide(self, ready: Sequence[Candidate], state: PolicyState) -> Decision:

@@ -1,4 +1,4 @@
-"""Our own policy: what each mode would cost the ready requests, predicted by the cost model; the cheapest is taken."""
+"""Cost-based policy: predicts the cost of each mode for the ready requests and selects the cheapest plan."""
 
 from __future__ import annotations
 
@@ -10,14 +10,19 @@ from typing import NamedTuple
 from vlora.orchestrator.policies.base import Candidate, Decision, PolicyState
 from vlora.types import Mode
 
-_OVERDUE = 0.75  # of the time it takes to answer the whole batch unmerged
+_OVERDUE = 0.75  # as a share of the time to answer the whole batch unmerged
 
 
 class _Work(NamedTuple):
-    """What some requests need until each has its next answer.
+    """The work of some requests until each has its next answer.
 
-    steps: of each request, added up; a long prompt takes several. prompts: requests that do not decode yet. heads:
-    requests whose next answer is their only one.
+    Attributes:
+        requests: number of requests.
+        tokens: tokens to compute.
+        context: tokens of context.
+        steps: sum of the steps of each request; a long prompt takes several.
+        prompts: requests that do not decode yet.
+        heads: requests with a single answer.
     """
 
     requests: int
@@ -32,11 +37,13 @@ class _Work(NamedTuple):
 
 
 class _Plan(NamedTuple):
-    """A way to bring every ready request to its next answer. merged None: all unmerged over W0.
+    """A way to compute the next answer of every ready request.
 
-    mean_s: predicted time until then, merging `merged` not included, see `_mean_s`.
-    split: the merged adapter's requests and all others take turns, merged and unmerged; otherwise they run together.
-    one_by_one: split, with each of the others' adapters merged in its turn.
+    Attributes:
+        mean_s: predicted mean time, excluding the merge of `merged`; see `_mean_s`.
+        merged: the merged adapter; None for all unmerged over W0.
+        split: the merged adapter's requests and all others alternate, merged and unmerged; otherwise all run together.
+        one_by_one: split, with each of the other adapters merged in turn.
     """
 
     mean_s: float
@@ -46,34 +53,34 @@ class _Plan(NamedTuple):
 
 
 class CheapestPlan:
-    """Compares, for the requests that are ready, the predicted mean time until they have what they wait for: one that
-    goes on, the end of the round in which each has its next answer; a head's, its only answer.
+    """Minimizes the predicted mean time until the ready requests have their answers.
 
-    Where more are ready than a batch takes, only a batch of those whose turn it is counts: the others wait in any case,
-    and to let halves take turns for their sake would end everybody later.
+    For a request that continues, this is the end of the round in which each has its next answer; for a head request,
+    its only answer. If more requests are ready than fit a batch, only the first batch in scheduling order counts. The
+    others wait in any case, and alternating halves for their sake would delay all requests.
 
     - unmerged: all together over W0, a lane for each token of an adapter;
-    - mixed(a): all together over `W0 + delta_a`: no lane for a's tokens, two for another adapter's, one for the base
-      model's. Cheaper than unmerged where a has more than half of the lanes;
-    - split(a): a's requests merged, the others unmerged over W0, in turn. No lane for a's tokens and only one for the
-      others', but a step's fixed time is paid twice, and the way between W0 and the merged weights and back, which is
-      free with a shadow copy. Whichever half answers more requests per second goes first;
-    - one by one: the same, with the others' adapters merged in turn, too: for few requests with long prompts.
+    - mixed(a): all together over `W0 + delta_a`: no lane for a's tokens, two for those of another adapter, one for the
+      base model's. Cheaper than unmerged where a has more than half of the lanes;
+    - split(a): a's requests merged, alternating with the others unmerged over W0. No lane for a's tokens and only one
+      for the others', but the fixed time of a step is paid twice, and so is switching between W0 and the merged
+      weights, which is free with a shadow copy. The half that answers more requests per second runs first;
+    - one by one: like split, with the other adapters merged in turn too, for few requests with long prompts.
 
-    Algorithm 1 has no such middle: it pauses the minority until it starves, or runs everybody unmerged.
+    Algorithm 1 has no such intermediate plans: it pauses the minority until it starves, or runs all requests unmerged.
 
-    Another adapter is merged when that pays for the requests that are ready, or has been missed for long enough: what
-    each step would have saved with it at hand is added up and taken off the price of merging it (renting until renting
-    has cost as much as buying, which costs at most twice the best choice in hindsight).
+    Another adapter is merged when that pays off for the ready requests, or has been missed for long enough: the savings
+    that each step would have had with it merged accumulate and are deducted from the price of the merge. This is the
+    ski-rental rule, with at most twice the cost of the best choice in hindsight.
 
-    Starving requests are in every batch, which keeps the waiting bound. Those that decode lead it, and take the turn of
-    a split. Those with a prompt to compute are guests: a token each is all the bound asks for, and more would only
-    share the machine among prompts that had better be computed one after the other, in order of arrival. A guest's
-    token is worth next to nothing and its lanes are not, so it comes as late as the bound allows.
+    Starving requests are in every batch, which keeps the waiting bound. Starving requests that decode come first and
+    decide which half of a split runs. Starving prefills get one token per step, enough for the waiting bound; more
+    would share the machine among prompts, which finish earlier on average if computed one after the other, in order of
+    arrival. That token costs its lanes and contributes little, so it is scheduled as late as the bound allows.
 
-    A prompt that is overdue leads, too, in order of arrival: a guest's token ends its wait, so that without this rule
-    a prompt whose half is never the better one would be computed token by token. Overdue is one without an answer for
-    `_OVERDUE` times as long as it takes to answer the whole batch unmerged.
+    An overdue prompt comes first too, in order of arrival. Otherwise a prompt in the half that is never preferred would
+    be computed token by token, since each token resets its wait. A prompt is overdue if it has no answer after
+    `_OVERDUE` times the time to answer the whole batch unmerged.
     """
 
     def decide(self, ready: Sequence[Candidate], state: PolicyState) -> Decision:
@@ -93,7 +100,8 @@ class CheapestPlan:
         at_hand = (state.merged_adapter, state.shadow_adapter)
         chosen = min([unmerged, *(plan for plan in plans if plan.merged in at_hand)], key=lambda plan: plan.mean_s)
         missed: dict[str | None, float] = {}
-        # The time is until all have answered, which may take many steps; only this step's part of it is missed now.
+        # Plans predict the time until all have answered, which may take many steps; only this step's part counts as
+        # missed.
         num_steps = max(1.0, total.tokens / state.max_step_tokens)
         carried: Mapping[str | None, float] = state.carried or {}
         affordable = []
@@ -110,10 +118,10 @@ class CheapestPlan:
 
 
 def _starving(ready: Sequence[Candidate], state: PolicyState) -> list[Candidate]:
-    """Who must run now, longest wait first, cut to what a batch takes.
+    """Requests that must run now, longest wait first, cut to the batch size.
 
-    The bound counts what was waited; credit counts the coming step as well, which is early. As only those who have
-    waited for longer are ahead of one that has waited for theta, it runs within the bound.
+    The waiting bound counts time waited. Credit also counts the coming step, so it triggers early. Only requests that
+    have waited longer precede one that has waited for theta, so it runs within the bound.
     """
     starving = [c for c in ready if c.waited_s > state.theta_s or c.urgent]
     starving.sort(key=lambda c: -c.waited_s)
@@ -121,7 +129,7 @@ def _starving(ready: Sequence[Candidate], state: PolicyState) -> list[Candidate]
 
 
 def _first_batch(ready: Sequence[Candidate], starving: Sequence[Candidate], state: PolicyState) -> Sequence[Candidate]:
-    """Those who starve, and the first of the others, as many as a batch takes."""
+    """The starving requests and the first of the others, up to the batch size."""
     if len(ready) <= state.max_batch_size:
         return ready
     starving_ids, seats = {c.request_id for c in starving}, state.max_batch_size - len(starving)
@@ -153,7 +161,11 @@ def _works(requests: Sequence[Candidate], max_step_tokens: int) -> dict[str | No
 
 
 def _worth_merging(works: Mapping[str | None, _Work], first: Candidate, state: PolicyState) -> list[str]:
-    """What is at hand, the adapters with most tokens and most requests, and that of the request whose turn it is."""
+    """Adapters considered for merging.
+
+    These are the merged adapter, the shadow adapter, that of the first request, and those with most tokens and most
+    requests.
+    """
     known = [adapter for adapter in works if adapter is not None and adapter in state.mergeable]
     if not known:
         return []
@@ -163,15 +175,17 @@ def _worth_merging(works: Mapping[str | None, _Work], first: Candidate, state: P
 
 
 def _alone_s(adapter: str | None, work: _Work, state: PolicyState) -> float:
-    """Predicted time for one adapter's requests in steps of their own, after another's: merging included where it may
-    be merged, for whoever was merged before has taken the place of its merged weights."""
+    """Predicted time for one adapter's requests in steps of their own, following those of another adapter.
+
+    Includes merging where the adapter may be merged, because the previous adapter has replaced its merged weights.
+    """
     if adapter is None or adapter not in state.mergeable:
         return _unmerged_s({adapter: work}, work, state) + state.costs.back_s
     return _merged_s(work, state) + state.costs.merge_s
 
 
 def _place_s(merged: str | None, state: PolicyState) -> float:
-    """Predicted time to put the weights of a half in place, where no shadow copy keeps those of both halves."""
+    """Predicted time to put the weights of a half in place; 0 if a shadow copy keeps those of both halves."""
     if merged == state.merged_adapter or not state.costs.back_s:
         return 0.0
     return state.costs.back_s if merged is None else state.costs.merge_s
@@ -185,14 +199,23 @@ def _best_with(
     others_alone_s: float,
     state: PolicyState,
 ) -> _Plan:
-    """The cheapest plan that has `adapter` merged, merging it not included. lanes_s: all lanes together, unmerged."""
+    """The cheapest plan with `adapter` merged, excluding that merge.
+
+    Args:
+        adapter: the adapter to merge.
+        works: work by adapter.
+        total: the sum of `works`.
+        lanes_s: time of all lanes together, unmerged.
+        others_alone_s: time of the other adapters, each merged in turn.
+        state: the policy's inputs.
+    """
     own, num_steps = works[adapter], _num_steps(total, state)
     others = total.minus(own)
-    if not others.requests:  # nobody to take turns with
+    if not others.requests:  # no other requests to alternate with
         return _Plan(_mean_s(state, (own, _merged_s(own, state))), adapter)
     own_s = _merged_s(own, state)
     others_s = _unmerged_s(_without(adapter, works), others, state) + state.costs.round_trip_s
-    # The others' tokens have the lane that takes the merged adapter away.
+    # The others' tokens have the lane that subtracts the merged adapter.
     branch_s = state.costs.lanes_s(others.tokens, num_steps)
     together_s = _merged_s(total, state) + (lanes_s - _lanes_s({adapter: own}, num_steps, state)) + branch_s
     return min(
@@ -213,7 +236,7 @@ def _decision(
     state: PolicyState,
     overdue_s: float,
 ) -> Decision:
-    """Who runs now, with which weights: the turn's half behind those who lead it, then guests."""
+    """The requests and weights of this step: leading requests, the selected half, then starving prefills."""
     starving_ids = {c.request_id for c in starving}
     overdue = [c for c in batch if c.new_tokens > 1 and c.unanswered_s > overdue_s and c.request_id in starving_ids]
     leading = [c for c in starving if c.new_tokens == 1 or c.urgent]
@@ -228,7 +251,7 @@ def _decision(
         if c.request_id in seated:
             continue
         if c.request_id not in starving_ids:
-            # One with much credit would be given a token even behind the budget, and pay its lanes for it.
+            # A request with credit above theta would get a token even beyond the budget, and pay for its lanes.
             if seats == 0 or (tokens <= 0 and c.credit > state.theta_s):
                 continue
             seats -= 1
@@ -252,7 +275,10 @@ def _turn(
     ready: Sequence[Candidate],
     state: PolicyState,
 ) -> tuple[str | None, Sequence[Candidate]]:
-    """The weights to have in place, and whose turn it is. A half that not all starving requests are in has to wait."""
+    """The weights to put in place and the half that runs.
+
+    A half that does not contain all starving requests must wait.
+    """
     if not plan.split:
         return plan.merged, ready
     starving_of = {c.adapter for c in starving}
@@ -278,11 +304,15 @@ def _turn(
 
 
 def _mean_s(state: PolicyState, *parts: tuple[_Work, float]) -> float:
-    """Mean time until the requests of parts that run one after the other have what they wait for. Each part comes with
-    its seconds.
+    """Mean time until the requests of parts that run one after the other have their answers.
 
-    Who goes on after its answer has its next one a whole round later, in whatever part it is: the round's length
-    counts. Whose answer is the last is done with its part, or before: prompts are computed one after the other.
+    A request that continues has its next answer one whole round later, in whichever part it is, so the length of the
+    round counts. A request with a single answer is done with its part or earlier, because prompts are computed one
+    after the other.
+
+    Args:
+        state: the policy's inputs.
+        *parts: work and its seconds, in the order of execution.
     """
     left_s = round_s = sum([seconds for _, seconds in parts])
     saved_s = 0.0
@@ -299,22 +329,22 @@ def _without(adapter: str | None, works: Mapping[str | None, _Work]) -> dict[str
 
 
 def _unmerged_s(works: Mapping[str | None, _Work], total: _Work, state: PolicyState) -> float:
-    """Predicted time for all of these together over W0. total: their sum."""
+    """Predicted time for all of these together over W0. `total` is their sum."""
     if not total.requests:
         return 0.0
     return _merged_s(total, state) + _lanes_s(works, _num_steps(total, state), state)
 
 
 def _merged_s(work: _Work, state: PolicyState) -> float:
-    """Predicted time for all of it with its own weights in place."""
+    """Predicted time for this work with its own weights in place."""
     return state.costs.merged_s(work.tokens, work.context, _num_steps(work, state))
 
 
 def _lanes_s(works: Mapping[str | None, _Work], num_steps: float, state: PolicyState) -> float:
-    """Predicted time for everybody's own lanes when all of these share so many steps.
+    """Predicted time for the lanes of all adapters when their requests share `num_steps` steps.
 
-    An adapter has one lane in a step for all its requests there. A request is in as many steps as its prompt takes; in
-    which of them all is as good as drawn. An adapter's requests count as equally long.
+    An adapter has one lane per step for all its requests in that step. A request is in as many steps as its prompt
+    takes, assumed to be drawn at random. The requests of an adapter count as equally long.
     """
     lanes_s = state.costs.lanes_s
     seconds = 0.0
@@ -328,13 +358,18 @@ def _lanes_s(works: Mapping[str | None, _Work], num_steps: float, state: PolicyS
 
 
 def _num_steps(work: _Work, state: PolicyState) -> float:
-    """How many steps it takes, in fractions. Of those beyond the first, which only the token budget makes necessary,
-    prompts bear their share: those who decode go on meanwhile."""
+    """Number of steps for this work, as a fraction.
+
+    Steps beyond the first exist only because of the token budget. Prompts account for their share of these; decoding
+    requests continue meanwhile.
+    """
     return max(1.0, 1 + (work.tokens / state.max_step_tokens - 1) * work.prompts / work.requests)
 
 
 def _rate(work: _Work, seconds: float, state: PolicyState) -> float:
-    """Answers per second of what they cost beside their tokens, which are to be computed sooner or later: a prompt is
-    no reason to put its half off. Infinite where nothing is known of the machine's speed."""
+    """Answers per second of the cost excluding tokens, which must be computed sooner or later.
+
+    A prompt is therefore no reason to delay its half. Infinite while the machine's speed is unknown.
+    """
     beside_s = seconds - work.tokens * state.costs.token_s
     return work.requests / beside_s if beside_s > 0 else math.inf

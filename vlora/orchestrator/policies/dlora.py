@@ -1,6 +1,6 @@
 """dLoRA's policy: merged while one adapter dominates, unmerged otherwise, with thresholds that adapt.
 
-Source: B. Wu et al., dLoRA (OSDI 2024), dynamic batching, after its published artifact (LLMServe/dLoRA-artifact,
+Source: B. Wu et al., dLoRA (OSDI 2024), dynamic batching, following its published artifact (LLMServe/dLoRA-artifact,
 `_credit_schedule` in vllm/core/scheduler.py). V-LoRA describes it in sections 2, 3.2 and 6.1.
 """
 
@@ -15,15 +15,22 @@ from vlora.orchestrator.groups import in_order, largest_group, starving_first
 from vlora.orchestrator.policies.base import Candidate, Decision, PolicyState
 from vlora.types import Mode
 
-_ADD, _MULTIPLY = 0.05, 1.1  # thresholds move by additive increase and multiplicative decrease (the artifact's values)
-_TAKE, _KEEP = 1.0, 0.56  # where they start: a whole batch to merge, its share of an unmerged step's time to stay
+_ADD, _MULTIPLY = 0.05, 1.1  # additive increase, multiplicative decrease of the thresholds (the artifact's values)
+_TAKE, _KEEP = 1.0, 0.56  # initial values: a whole batch to merge, its share of an unmerged step's time to stay merged
 
 
 class _Period(NamedTuple):
-    """Thresholds, and what both modes would have done since the last switch between them.
+    """Thresholds, and the predicted performance of both modes since the last switch between them.
 
-    take, keep: shares of a first-come batch that an adapter's requests must reach to be merged, and to stay so.
-    served: requests; seconds: their steps' predicted time, merging included.
+    Attributes:
+        merging: whether the period is merged.
+        take: share of a first-come batch that an adapter's requests must reach to be merged.
+        keep: share that they must reach to stay merged.
+        merged_served: requests that merged steps would have served.
+        merged_s: predicted time of these steps, merging included.
+        unmerged_served: requests that unmerged steps would have served.
+        unmerged_s: predicted time of these steps.
+        largest: the adapter of the largest group in the last step.
     """
 
     merging: bool = False
@@ -36,7 +43,7 @@ class _Period(NamedTuple):
     largest: str | None = None
 
     def ended(self) -> _Period:
-        """The next period's start: the threshold that led into this one moves by whether it paid."""
+        """Start the next period. The threshold that led to this one is adjusted according to its benefit."""
         merged = self.merged_served * self.unmerged_s
         unmerged = self.unmerged_served * self.merged_s
         take, keep = self.take, self.keep
@@ -52,11 +59,11 @@ class _Period(NamedTuple):
 
 
 class DLora:
-    """First come, first served and unmerged, unless one adapter's requests fill enough of the batch by themselves.
+    """First come, first served and unmerged, unless one adapter's requests fill enough of the batch.
 
-    What differs from the source: credits are the scheduler's own, in seconds, where dLoRA counts how often an adapter's
-    requests were passed over, so that the waiting bound holds; speeds come from the cost model, where dLoRA has
-    constants; and it runs on our operators and our switch, not on dLoRA's slower ones.
+    Differences from the source: credits are the scheduler's, in seconds, where dLoRA counts how often an adapter's
+    requests were skipped, so that the waiting bound holds; speeds come from the cost model, where dLoRA uses constants;
+    operators and switching are this project's instead of dLoRA's slower ones.
     """
 
     def decide(self, ready: Sequence[Candidate], state: PolicyState) -> Decision:
@@ -76,7 +83,7 @@ class DLora:
         if merging != period.merging:
             period = period.ended()
         group = group[: state.max_batch_size]
-        # While unmerged, what it would have cost to merge is counted each time another adapter would have been chosen.
+        # While unmerged, a merge is counted each time a different adapter would have been merged.
         merge_s = state.costs.merge_s if largest not in (None, period.largest) else 0.0
         period = period._replace(
             merged_served=period.merged_served + len(group),
@@ -91,10 +98,10 @@ class DLora:
 
 
 def _step_s(batch: Sequence[Candidate], merged: str | None, state: PolicyState) -> float:
-    """Predicted seconds of a step of `batch`, whose requests are all of the merged adapter or all over W0."""
+    """Predicted seconds of a step of `batch`, with all requests on the merged adapter or all unmerged over W0."""
     left = state.max_step_tokens
     items: list[tuple[str | None, int]] = []
-    for c in sorted(batch, key=_new_tokens):  # those that decode are served beside any prompt
+    for c in sorted(batch, key=_new_tokens):  # decoding requests run beside any prompt
         items.append((c.adapter, min(c.new_tokens, left)))
         left -= items[-1][1]
         if not left:

@@ -1,4 +1,4 @@
-"""Policies by the name that `EngineConfig.policy` gives."""
+"""Policies by their name in `EngineConfig.policy`."""
 
 from __future__ import annotations
 
@@ -20,7 +20,11 @@ POLICIES: dict[str, type[Policy]] = {
 
 
 def make_policy(name: str) -> Policy:
-    """The policy of that name. Raises BadConfig, listing the known ones."""
+    """Create the policy with this name.
+
+    Raises:
+        BadConfig: the name is unknown; the message lists the known ones.
+    """
     if name not in POLICIES:
         raise BadConfig(f"policy is {name!r}; choose one of {', '.join(sorted(POLICIES))}")
     return POLICIES[name]()

@@ -1,1 +1,1 @@
-"""The console: one page that shows what the engine does, and asks it questions."""
+"""The console: one page that shows the engine's state and sends it requests."""

@@ -1,4 +1,4 @@
-"""One look at the engine for all who watch: at most two a second, however many they are."""
+"""One engine snapshot shared by all viewers: at most two per second, for any number of viewers."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from vlora.engine.snapshot import EngineSnapshot, StepRecord
 
 INTERVAL_S = 0.5
 MAX_STEPS = 2000
-"""Steps that are kept for who starts to watch."""
+"""Steps that are kept for new viewers."""
 
 
 class Feed:
-    """Looks when somebody asks, and at no other time."""
+    """Takes a snapshot on request only."""
 
     def __init__(self, take: Callable[[int], Awaitable[EngineSnapshot]], interval_s: float = INTERVAL_S) -> None:
-        """take: the engine's snapshot with the steps after a number."""
+        """take: returns the engine's snapshot with the steps after a step number."""
         self._take = take
         self._interval_s = interval_s
         self._taken = 0.0
@@ -26,13 +26,13 @@ class Feed:
         self._lock = asyncio.Lock()
 
     async def read(self, since: int) -> tuple[EngineSnapshot, list[StepRecord]]:
-        """The last snapshot, taken anew when it is old, and the steps after number `since`. Raises EngineDead."""
+        """The last snapshot, refreshed when it is old, and the steps after number `since`. Raises EngineDead."""
         async with self._lock:
             now = asyncio.get_running_loop().time()
             if self._snapshot is None or now - self._taken >= self._interval_s:
-                self._taken, self._snapshot = now, None  # where none can be taken, nobody is shown the one before
+                self._taken, self._snapshot = now, None  # on failure, do not serve the old snapshot
                 self._snapshot = await self._take(self._steps[-1].number if self._steps else 0)
                 if self._steps and self._snapshot.stats.num_steps < self._steps[-1].number:
-                    self._steps.clear()  # the engine was started anew, and counts from 1
+                    self._steps.clear()  # the engine restarted and counts from 1
                 self._steps.extend(self._snapshot.steps)
             return self._snapshot, [step for step in self._steps if step.number > since]

@@ -1,4 +1,4 @@
-"""The page's three files, which carry no secret: anybody who reaches the server may load them."""
+"""The page's three files. They contain no secret, so they need no token."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ CONSOLE_FILES = {
     "/console/style.css": ("style.css", "text/css; charset=utf-8"),
     "/console/script.js": ("script.js", "text/javascript; charset=utf-8"),
 }
-"""Path in URLs -> file here, and its media type."""
+"""URL path -> file in this folder and its media type."""
 
 HEADERS = {
-    # Nothing of another origin, nothing inline, nothing in a frame: names of adapters are other people's words.
+    # No other origin, nothing inline, no framing: adapter names are untrusted text.
     "Content-Security-Policy": (
         "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' blob: data:; connect-src 'self'; "
         "base-uri 'none'; form-action 'none'; frame-ancestors 'none'; require-trusted-types-for 'script'"

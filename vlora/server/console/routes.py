@@ -1,4 +1,4 @@
-"""What the console's page asks of the server. It is the page's own, not an API: it may change with the page."""
+"""Routes of the console page. They are private to the page, not an API, and may change with it."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ _PRIVATE = {"Cache-Control": "no-store", "X-Content-Type-Options": "nosniff"}
 
 
 def add_console(app: FastAPI, front_end: FrontEnd, model: str, access: Access) -> None:
-    """The page under / and /console, and its data. model: the base model's name."""
+    """Add the page under / and /console, and its data routes. model: the base model's name."""
     feed = Feed(front_end.snapshot)
 
     def caller_of(request: Request) -> Token | None:
-        """Whose token was shown; None where there are none, and all may do all."""
+        """The request's token; None where the server has no tokens and every caller has full access."""
         caller: Token | None = request.state.caller if access.required else None
         return caller
 
@@ -44,7 +44,7 @@ def add_console(app: FastAPI, front_end: FrontEnd, model: str, access: Access) -
         fields = msgspec.structs.asdict(snapshot)
         fields |= {
             "model": model,
-            "stats": msgspec.structs.replace(snapshot.stats, model=model),  # the engine knows it by its folder
+            "stats": msgspec.structs.replace(snapshot.stats, model=model),  # the engine reports the model's folder
             "steps": steps,
             "num_streams": len(streams),
             "streams": [_stream(stream) for stream in streams if _may_see(caller, stream)],
@@ -55,7 +55,7 @@ def add_console(app: FastAPI, front_end: FrontEnd, model: str, access: Access) -
 
     @app.get("/console/adapters", include_in_schema=False)
     async def adapters() -> Response:
-        """What may be asked: every adapter's name and heads."""
+        """The name and heads of every adapter."""
         known = [
             {
                 "name": status.name,
@@ -70,7 +70,7 @@ def add_console(app: FastAPI, front_end: FrontEnd, model: str, access: Access) -
 
     @app.get("/console/streams/{number}/frame", include_in_schema=False)
     async def frame(request: Request, number: int) -> Response:
-        """The last answered frame, with its answer below it; 204 while there is none to show yet."""
+        """The last answered frame with its answer below it; 204 while there is none."""
         caller = caller_of(request)
         for stream in front_end.streams.watched():
             if stream.number == number and _may_see(caller, stream):
@@ -78,11 +78,11 @@ def add_console(app: FastAPI, front_end: FrontEnd, model: str, access: Access) -
                 if picture is None:
                     return Response(status_code=204, headers=_PRIVATE)
                 return Response(picture[1], media_type="image/jpeg", headers=_PRIVATE)
-        raise UnknownStream(f"no stream {number} is open that this token may see")
+        raise UnknownStream(f"no open stream {number} is visible to this token")
 
 
 def _may_see(caller: Token | None, stream: WatchedStream) -> bool:
-    """An admin sees every stream, everybody else their own."""
+    """An admin sees every stream, other callers only their own."""
     return caller is None or caller.admin or stream.owner == caller.name
 
 

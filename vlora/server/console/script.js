@@ -1,4 +1,4 @@
-// The console. Names of adapters, heads and owners are other people's words: they become text nodes and nothing else.
+// The console. Names of adapters, heads and owners are untrusted: they are rendered as text nodes only.
 
 const POLL_MS = 500;
 const FRAME_MS = 1000;
@@ -12,7 +12,7 @@ const TOKEN_KEY = "vlora-token";
 
 const at = (id) => document.getElementById(id);
 
-// -- talking to the server ------------------------------------------------------------------------------------------
+// -- requests to the server -----------------------------------------------------------------------------------------
 
 let token = sessionStorage.getItem(TOKEN_KEY) ?? "";
 
@@ -44,7 +44,7 @@ at("token-form").addEventListener("submit", (event) => {
   wake();
 });
 
-// -- the state, twice a second while somebody looks -----------------------------------------------------------------
+// -- the state, twice per second while the page is visible ----------------------------------------------------------
 
 let state = null;
 let steps = [];
@@ -79,7 +79,7 @@ document.addEventListener("visibilitychange", () => wake());
 
 function take(fresh) {
   state = fresh;
-  if (steps.length && fresh.stats.num_steps < steps.at(-1).number) steps = []; // the engine was started anew
+  if (steps.length && fresh.stats.num_steps < steps.at(-1).number) steps = []; // the engine restarted
   for (const [number, endedS, stepS, switchS, mode, merged, numRequests, numTokens, numOthers] of fresh.steps) {
     steps.push({ number, endedS, stepS, switchS, mode, merged, numRequests, numTokens, numOthers });
   }
@@ -91,14 +91,14 @@ function take(fresh) {
 
 function tellStatus(kind, text) {
   const pill = at("status");
-  if (pill.textContent === text) return; // a status that did not change is not read out again
+  if (pill.textContent === text) return; // screen readers announce only a changed status
   pill.className = `pill ${kind}`;
-  document.body.classList.toggle("stale", kind === "dead"); // what is shown was so before
+  document.body.classList.toggle("stale", kind === "dead"); // the page shows old data
   pill.textContent = text.length > 60 ? `${text.slice(0, 60)}…` : text;
   pill.title = text;
 }
 
-// -- small things ---------------------------------------------------------------------------------------------------
+// -- helpers --------------------------------------------------------------------------------------------------------
 
 function element(name, className = "", text = "") {
   const made = document.createElement(name);
@@ -126,7 +126,7 @@ function colour(variable) {
   return getComputedStyle(document.documentElement).getPropertyValue(variable);
 }
 
-/** A canvas as large as it is shown, in the screen's own pixels; coordinates are CSS pixels. */
+/** Sizes a canvas to its displayed size in device pixels; coordinates are CSS pixels. */
 function paper(canvas) {
   const { width, height } = canvas.getBoundingClientRect();
   const scale = devicePixelRatio || 1;
@@ -151,7 +151,7 @@ function hideTip() {
   at("tip").hidden = true;
 }
 
-/** Reuses the children that are there: nothing flickers, and what a reader selected stays selected. */
+/** Reuses existing children, so nothing flickers and text selections stay. */
 function fill(parent, items, make, update, none) {
   if (parent.firstElementChild?.classList.contains("empty")) parent.replaceChildren();
   while (parent.children.length > items.length) parent.lastElementChild.remove();
@@ -199,7 +199,7 @@ function drawFigures() {
   }
 }
 
-let chosen = null; // a step's number, while one is looked at
+let chosen = null; // number of the step under the pointer or focus
 
 function visibleSteps() {
   return steps.filter((step) => step.endedS > state.now_s - WINDOW_S);
@@ -241,7 +241,7 @@ function drawTimeline() {
   tellModes(shown);
 }
 
-/** Whose weights were in place, written over the first step of each stretch that has room for it. */
+/** Draws the merged adapter's name over the first step of each run of steps, where there is room. */
 function nameMerged(pen, shown, x, lane) {
   pen.fillStyle = colour("--text");
   const free = [0, 0, 0];
@@ -330,7 +330,7 @@ function drawQueue() {
   const most = Math.max(2 * state.theta_s, ...queue.map((request) => request.credit_s));
   const starving = queue.filter((request) => request.credit_s > state.theta_s).length;
   const total = stats.num_running + stats.num_waiting;
-  const others = total - queue.length; // behind these, or, with a bound on their answer, not let in yet
+  const others = total - queue.length; // behind these in the queue, or not admitted yet because of their latency bound
   const more = others > 0 ? `${others} more · ` : "";
   setText(at("queue-summary"), `${more}${starving} starving · θ ${seconds(state.theta_s)}`);
   fill(
@@ -356,7 +356,7 @@ function drawQueue() {
       const asks = request.head === null ? `words, ${plural(request.num_sampled, "token")} so far` : `head ${request.head}`;
       row.title = `${asks}; ${plural(request.new_tokens, "token")} to compute; last ran ${seconds(request.waited_s)} ago`;
     },
-    "nobody waits",
+    "no requests",
   );
 }
 
@@ -425,7 +425,7 @@ async function readAdapters(count) {
     at("admin-names").replaceChildren(...known.adapters.map(({ name }) => option(name, "")));
     offerAdapters();
   } catch {
-    known.count = -1; // asked again with the next state
+    known.count = -1; // read again with the next state
   }
 }
 
@@ -449,7 +449,7 @@ at("admin-form").addEventListener("submit", async (event) => {
   } catch (error) {
     setText(at("admin-note"), error.message);
   }
-  known.count = -1; // new content under an old name may bring other heads
+  known.count = -1; // new content under an existing name may have other heads
   buttons.forEach((button) => (button.disabled = false));
 });
 
@@ -489,7 +489,7 @@ function drawAdapters() {
       setText(rank, String(adapter.rank));
       setText(size, bytes(adapter.num_bytes));
     },
-    stats.num_adapters ? "none on the device, none asked for" : "no adapters are registered",
+    stats.num_adapters ? "none on the device, none requested" : "no adapters are registered",
   );
 }
 
@@ -563,11 +563,11 @@ async function refreshFrame(card) {
     picture.alt = `last answered frame of stream ${number}`;
     if (!picture.isConnected) frame.replaceChildren(picture);
   } catch {
-    // The stream has ended, or the server: the next state says which.
+    // The stream or the server has ended; the next state shows which.
   }
 }
 
-// -- asking ---------------------------------------------------------------------------------------------------------
+// -- requests -------------------------------------------------------------------------------------------------------
 
 let images = []; // { url: data URL }
 let asking = null; // AbortController
@@ -580,7 +580,7 @@ function option(value, text) {
 
 function offerAdapters() {
   const before = at("ask-adapter").value;
-  // An adapter's number in the list, so that no name can be taken for another word.
+  // The value is the adapter's index, so no name can collide with another value.
   at("ask-adapter").replaceChildren(option("", "base model"), ...known.adapters.map(({ name }, place) => option(String(place), name)));
   if (before !== "" && known.adapters[before]) at("ask-adapter").value = before;
   offerHeads();
@@ -767,7 +767,7 @@ async function askHead(signal) {
   return "";
 }
 
-/** A picture with what a detection head found in it; edges are pixels of the picture. */
+/** Draws the boxes of a detection head on the image; edges are in image pixels. */
 async function drawBoxes(url, boxes) {
   const picture = new Image();
   picture.src = url;
@@ -776,7 +776,7 @@ async function drawBoxes(url, boxes) {
   [canvas.width, canvas.height] = [picture.naturalWidth, picture.naturalHeight];
   const pen = canvas.getContext("2d");
   pen.drawImage(picture, 0, 0);
-  const unit = Math.max(1, canvas.width / 320); // as large on the screen whatever the picture's size
+  const unit = Math.max(1, canvas.width / 320); // the same size on screen for any image size
   pen.strokeStyle = pen.fillStyle = "#ffdc50";
   pen.lineWidth = 2 * unit;
   pen.font = `${13 * unit}px system-ui, sans-serif`;

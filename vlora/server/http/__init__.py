@@ -1,1 +1,1 @@
-"""The HTTP API: routes, request and response schemas of OpenAI's API, limits before the routes."""
+"""The HTTP API: routes, OpenAI's request and response schemas, and middleware with access checks and size limits."""

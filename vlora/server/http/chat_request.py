@@ -1,4 +1,4 @@
-"""OpenAI's request for chat completions as it is served here."""
+"""The supported part of OpenAI's chat completion request."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ MAX_PARTS = 256  # of one message
 
 
 class ImageUrl(Strict):
-    """A data URL; an http, https or file URL where the operator allows it."""
+    """A data URL, or an http, https or file URL that the operator allows."""
 
     url: str
     detail: str | None = None
@@ -35,7 +35,7 @@ class ImagePart(Strict):
 
 
 class ChatMessage(Strict):
-    """An assistant's message may have calls instead of content; a tool's message is the result of one."""
+    """An assistant message may have tool calls in place of content; a tool message holds a call's result."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: (
@@ -50,7 +50,7 @@ class ChatMessage(Strict):
 
     @classmethod
     def asks_for_nothing(cls, name: str, value: Any) -> bool:
-        """A name only labels who speaks; annotations are an answer's field, as clients send it back."""
+        """Accept `name`, which only labels the speaker, and empty `annotations`, which clients copy from answers."""
         return value is None or name == "name" or (name == "annotations" and value == [])
 
     @model_validator(mode="after")
@@ -58,7 +58,7 @@ class ChatMessage(Strict):
         if "content" not in self.model_fields_set and not self.tool_calls:
             raise ValueError("a message has no content; send a text, or a list of parts")
         if self.tool_calls and self.role != "assistant":
-            raise ValueError(f"tool_calls in a message of role {self.role!r}; only an assistant's message has calls")
+            raise ValueError(f"tool_calls in a message of role {self.role!r}; only an assistant message can have calls")
         return self
 
 
@@ -68,7 +68,7 @@ class ResponseFormat(Strict):
 
 
 class ChatRequest(Sampled):
-    """What is served of OpenAI's request for chat completions."""
+    """The supported part of OpenAI's chat completion request."""
 
     WITHOUT_EFFECT: ClassVar[Mapping[str, tuple[Any, ...]]] = {
         "functions": ([],),
@@ -89,23 +89,23 @@ class ChatRequest(Sampled):
     @classmethod
     def check_logprobs(cls, top_logprobs: int | None, fields: ValidationInfo) -> int | None:
         if top_logprobs is not None and not fields.data.get("logprobs"):
-            raise ValueError("more of logprobs is asked for; set logprobs to true as well")
+            raise ValueError("requires logprobs; set logprobs to true")
         return top_logprobs
 
     def sampling(self) -> SamplingParams:
-        """Raises BadRequest when a value is out of range, or fields do not go together."""
+        """Raises BadRequest when a value is out of range or fields cannot be combined."""
         form = self.response_format
         grammar = None if form is None else json_grammar(form.type, form.json_schema)
         if self.offered:
             if grammar is not None:
                 raise BadRequest(
-                    "response_format and tools do not go together: each sets the answer's form; leave one out, or set "
-                    "tool_choice to 'none'",
+                    "response_format and tools cannot be combined: each sets the answer's format; leave one out, or "
+                    "set tool_choice to 'none'",
                     field="response_format",
                 )
             grammar = call_grammar(self.offered, self.tool_choice or "auto", self.parallel_tool_calls)
         elif isinstance(self.tool_choice, NamedTool) or self.tool_choice == "required":
-            raise BadRequest("tool_choice asks for a call, and there are no tools; send tools", field="tool_choice")
+            raise BadRequest("tool_choice requires a call, but there are no tools; send tools", field="tool_choice")
         named = "max_tokens" if self.max_completion_tokens is None else "max_completion_tokens"
         return self.sampling_of(
             getattr(self, named),
@@ -116,12 +116,11 @@ class ChatRequest(Sampled):
 
     @property
     def offered(self) -> list[Tool]:
-        """Tools that the answer may call."""
+        """The tools that the answer may call."""
         return [] if self.tool_choice == "none" else self.tools
 
     def conversation(self) -> tuple[list[dict[str, Any]], list[str]]:
-        """Messages as chat templates take them, and the images' URLs in order. Raises BadRequest for calls that are
-        none."""
+        """Messages for chat templates, and the images' URLs in order. Raises BadRequest for invalid tool calls."""
         images: list[str] = []
         plain: list[dict[str, Any]] = []
         for message in self.messages:
@@ -133,7 +132,7 @@ class ChatRequest(Sampled):
                 else:
                     images.append(part.image_url.url)
                     content.append({"type": "image"})
-            # Templates know the older name.
+            # Chat templates use the older name of the developer role.
             turn: dict[str, Any] = {
                 "role": "system" if message.role == "developer" else message.role,
                 "content": content if message.content else [],

@@ -1,4 +1,4 @@
-"""OpenAI's chat completions: the forms of an answer, whole and as server-sent events."""
+"""OpenAI's chat completion responses: complete, or as server-sent events."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ _LEAST_LOGPROB = -9999.0  # as in OpenAI's answers: JSON has no infinity
 
 
 class ChatAnswer:
-    """The forms one request's answer takes.
+    """Builds the responses to one request.
 
     Args:
-        head: The answer's id, time and model, which are in each form.
-        logprobs: The request asked for them.
-        counts: Each event has the token counts so far.
-        tools: The answer may call tools.
+        head: The answer's id, time and model, included in each response.
+        logprobs: Whether the request asks for log probabilities.
+        counts: Whether each event has the token counts so far.
+        tools: Whether the answer may call tools.
     """
 
     def __init__(self, head: dict[str, Any], *, logprobs: bool, counts: bool = False, tools: bool = False) -> None:
         self._head = head
         self._logprobs = logprobs
         self._tools = tools
-        self._readers: dict[int, CallReader] = {}  # by choice of a stream
+        self._readers: dict[int, CallReader] = {}  # by choice, in a stream
         self._counts = RunningCounts() if counts else None
 
     def whole(self, answers: Sequence[Answer]) -> dict[str, Any]:
@@ -71,7 +71,7 @@ class ChatAnswer:
         return self._event(index, {"content": text} if text else {}, finish_reason=_reason(answer, called))
 
     def usage(self, answers: Sequence[Answer]) -> bytes:
-        """The event that ends a stream whose usage was asked for."""
+        """The last event of a stream with usage."""
         return event({**self._head, "object": "chat.completion.chunk", "choices": [], "usage": usage(answers)})
 
     def _message(self, answer: Answer) -> dict[str, Any]:
@@ -103,7 +103,7 @@ class ChatAnswer:
 
 
 class RunningCounts:
-    """Token counts of a request's choices while they are written; prompts of several choices count once."""
+    """Token counts of a request's choices during streaming; the prompt of several choices counts once."""
 
     def __init__(self) -> None:
         self._prompt = 0
@@ -128,10 +128,10 @@ def event(value: dict[str, Any]) -> bytes:
 
 
 def usage(answers: Sequence[Answer], num_choices: int | None = None) -> dict[str, Any]:
-    """Token counts. A prompt counts once, however many choices answer it; cached_tokens is the part of the prompt that
-    the first choice had not to compute.
+    """Token counts. A prompt counts once for all its choices; cached_tokens is the part of the prompt that the first
+    choice took from the prefix cache.
 
-    num_choices: of each prompt; None: the answers are all of one prompt.
+    num_choices: Choices per prompt; None when all answers belong to one prompt.
     """
     firsts = answers[:: num_choices or len(answers)]
     prompt = sum(answer.num_prompt_tokens for answer in firsts)
@@ -153,6 +153,6 @@ def finite(logprob: float) -> float:
 
 
 def _score(token: str, logprob: float) -> dict[str, Any]:
-    # A part of a character has no bytes that could be derived from its text.
+    # The bytes of a partial character cannot be derived from its text.
     data = None if "\N{REPLACEMENT CHARACTER}" in token else list(token.encode())
     return {"token": token, "logprob": finite(logprob), "bytes": data}

@@ -1,4 +1,4 @@
-"""JSON schemas whose objects take no properties beside those they name."""
+"""Closing of JSON schemas: objects allow no properties other than the named ones."""
 
 from __future__ import annotations
 
@@ -7,16 +7,15 @@ from typing import Any
 
 _COMBINED = {"allOf", "if", "then", "else", "not", "dependentSchemas", "unevaluatedProperties", "$dynamicRef"}
 _OPEN = {"additionalProperties", "patternProperties", "propertyNames", "minProperties", "anyOf", "oneOf", "$ref"}
-_OF_NAMES = {"properties", "$defs", "definitions"}  # their values are schemas by name, not keywords
+_OF_NAMES = {"properties", "$defs", "definitions"}  # these map names to schemas; their keys are not keywords
 
 
 def closed(schema: Mapping[str, Any]) -> dict[str, Any]:
-    """A schema whose values are values of the given one, without properties that it does not name.
+    """A copy of the schema in which objects allow only the properties that they name.
 
-    Clients write schemas that leave `additionalProperties` out and mean that there are none (pydantic's are such); a
-    model that goes on with properties of its own invention fills max_tokens with them. An object that says what others
-    may be stays as it is, and so does a schema that combines several for one value, which closing could make
-    impossible.
+    Clients omit `additionalProperties` and mean that there are none (pydantic's schemas do so); a model that invents
+    more properties fills max_tokens with them. An object that defines its other properties stays unchanged. So does a
+    schema that combines several schemas for one value, because closing could make it unsatisfiable.
     """
     return dict(schema) if _combines(schema) else _closed(schema)
 

@@ -1,4 +1,4 @@
-"""Every failure as OpenAI's error body, with the status its class has."""
+"""Errors as OpenAI's error body, with the HTTP status of the error class."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _KINDS = {401: "authentication_error", 403: "permission_error", 429: "rate_limit
 
 
 class ErrorDetail(BaseModel):
-    """message: what was wrong, which value, what to do. code: one of V-LoRA's own. param: the field, if it was one."""
+    """message: problem, value, remedy. code: V-LoRA's error code. param: the field at fault, if any."""
 
     message: str
     type: str
@@ -37,7 +37,7 @@ class ErrorBody(BaseModel):
 def error_body(error: VLoraError, *, status: int | None = None, param: str | None = None) -> dict[str, object]:
     status = error.http_status if status is None else status
     kind = _KINDS.get(status, "invalid_request_error" if status < 500 else "server_error")
-    # What a caller wrote may hold half a character, which no answer can carry.
+    # The caller's text may contain an unpaired surrogate, which cannot be encoded.
     message = str(error).encode(errors="replace").decode()
     param = None if param is None else param.encode(errors="replace").decode()
     return {"error": {"message": message, "type": kind, "code": error.code, "param": param}}
@@ -54,7 +54,7 @@ def error_response(error: VLoraError, *, status: int | None = None, param: str |
 
 
 def handle_errors(app: FastAPI) -> None:
-    """Answer every exception of the app in this form."""
+    """Add handlers that convert every exception of the app to this body."""
 
     @app.exception_handler(VLoraError)
     async def refuse(_: Request, error: VLoraError) -> Response:
@@ -75,43 +75,41 @@ def handle_errors(app: FastAPI) -> None:
 
     @app.exception_handler(ClientDisconnect)
     async def leave(_: Request, __: ClientDisconnect) -> Response:
-        """Nobody reads this: a body that was cut short is no mistake of the server's."""
-        return error_response(Aborted("the client left"))
+        """The client disconnected during its body, which is no server error; the response is not read."""
+        return error_response(Aborted("the client disconnected"))
 
     @app.exception_handler(Exception)
     async def confess(_: Request, error: Exception) -> Response:
-        return error_response(VLoraError(f"the server made a mistake: {type(error).__name__}; its log says more"))
+        return error_response(VLoraError(f"internal server error ({type(error).__name__}); see the server log"))
 
 
 def _why(request: Request, error: HTTPException) -> str:
-    """What FastAPI and Starlette refuse, in our words."""
+    """The message for an error of FastAPI or Starlette."""
     match error.status_code, error.__cause__:
-        case _, UnicodeDecodeError():  # from here by Python's reader of JSON
-            return "the body is no JSON: it is not UTF-8 text, or it is compressed, which is not served"
+        case _, UnicodeDecodeError():  # from Python's JSON parser, here and below
+            return "the body is not JSON: it is not UTF-8 text, or it is compressed, which is not supported"
         case _, RecursionError() | ValueError():
-            return "the body cannot be read: it is nested too deep, or has a number that is too long"
+            return "the body cannot be parsed: it is nested too deeply or contains a number that is too long"
         case 404, _:
-            return (
-                f"there is nothing at {request.url.path[:_SHOWN]!r}; the API is under /v1, and /openapi.json lists it"
-            )
+            return f"there is no route {request.url.path[:_SHOWN]!r}; the API is under /v1, see /openapi.json"
         case 405, _:
             methods = (error.headers or {}).get("Allow", "another method")
-            return f"{request.method[:_SHOWN]} is not served at {request.url.path[:_SHOWN]!r}; use {methods}"
+            return f"{request.method[:_SHOWN]} is not allowed for {request.url.path[:_SHOWN]!r}; use {methods}"
     return str(error.detail)
 
 
 def _first_mistake(error: RequestValidationError) -> tuple[str | None, str]:
-    """The field, if it is one's, and what is wrong."""
+    """The field at fault, if any, and the problem."""
     mistakes = error.errors()
     mistake = mistakes[0]
     match mistake["type"], mistake["loc"]:
         case "json_invalid", (_, place):
-            return None, f"the body is no JSON: {json_errors.problem(mistake['ctx']['error'])} at character {place}"
+            return None, f"the body is not JSON: {json_errors.problem(mistake['ctx']['error'])} at character {place}"
         case "missing", ("body",):
             return None, "the body is empty; send a JSON object"
         case _, ("body",) if mistake["type"].endswith("_type"):
-            return None, "the body is no JSON object; send one, with Content-Type: application/json"
-    # A field of two forms has a mistake for each. One inside the second form says more than that it is not the first.
+            return None, "the body is not a JSON object; send one with Content-Type: application/json"
+    # A field of two types has an error for each. An error inside the second type is more specific than the first error.
     also = ""
     if _is_form(mistake["loc"][-1]):
         field = mistake["loc"][:-1]
@@ -122,19 +120,19 @@ def _first_mistake(error: RequestValidationError) -> tuple[str | None, str]:
             mistake = others[0]
     field_name = ".".join(map(str, _steps(mistake["loc"]))) or None
     if mistake["type"] == "extra_forbidden":
-        return field_name, f"{field_name}: this field is not served"
+        return field_name, f"{field_name}: this field is not supported"
     why = pydantic_errors.described(mistake, also=also)
     between = ": " if mistake["type"] == "value_error" else " "
     return field_name, f"{field_name or 'body'}{between}{why}"
 
 
 def _is_form(step: str | int) -> bool:
-    """Whether a step of a place names the form that pydantic tried, and no field."""
+    """Whether a location step names a type that pydantic tried, not a field."""
     return step in ("str", "NamedTool") or str(step).startswith(("list[", "literal["))
 
 
 def _steps(place: tuple[str | int, ...]) -> list[str | int]:
-    """The steps of a mistake's place that are fields or numbers of items."""
+    """The location's steps that are field names or item indices."""
     steps: list[str | int] = []
     rest = list(place)
     if rest[0] == "body":
@@ -143,7 +141,7 @@ def _steps(place: tuple[str | int, ...]) -> list[str | int]:
         step = rest.pop(0)
         if steps and _is_form(step):
             if str(step).startswith("list[tagged-union[") and len(rest) > 1:
-                del rest[1]  # behind the item's number: which form the item has
+                del rest[1]  # after the item's index: the tag of its type
             continue
         steps.append(step)
     return steps

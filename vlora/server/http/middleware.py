@@ -1,4 +1,4 @@
-"""What stands before the routes: who may call, and how much may be sent. Both before a body is held in memory."""
+"""Checks before the routes: access and body size, both before a body is held in memory."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from vlora.server.security.message_budget import ByteBudget
 
 ADMIN_PATHS = "/v1/adapters"
 OPEN_PATHS = frozenset({"/health", "/ready"}) | CONSOLE_FILES.keys()
-"""What a load balancer asks, which has no token, and the console's page, where a token is typed in."""
+"""Paths without a token: health checks of load balancers, and the console page, where the user enters the token."""
 
-_FIELDS = 20_000  # room for the structure of a body, beside the commas in its text
+_FIELDS = 20_000  # allowance for the structure of a body, in addition to commas in its text
 
 
 def guarded(app: ASGIApp, access: Access, metrics: Metrics, held: ByteBudget, config: ServerConfig) -> ASGIApp:
-    """The app behind its checks."""
+    """Wrap the app in its checks."""
     app = _BoundedBody(app, held, config.max_message_bytes, config.max_prompt_chars + _FIELDS)
     if access.required:
         return _TokenCheck(app, access, metrics)
@@ -33,7 +33,7 @@ def guarded(app: ASGIApp, access: Access, metrics: Metrics, held: ByteBudget, co
 
 
 def tenant(request: HTTPConnection) -> str | None:
-    """Whose token a request showed; None where the server has none."""
+    """Sets the caller's token as `request.state.caller`; None where the server has no tokens."""
     caller: Token | None = getattr(request.state, "caller", None)
     return None if caller is None else caller.name
 
@@ -61,8 +61,10 @@ class _TokenCheck:
 
 
 class _LoopbackCheck:
-    """Without tokens the address is the only guard. Refuses what a browser sends for a page of another machine, which
-    may have made a name of its own lead here; pages of this one may ask."""
+    """Checks Host and Origin on a server without tokens, which only its loopback address protects.
+
+    Refuses requests from browser pages of other hosts (DNS rebinding); allows pages of this host.
+    """
 
     def __init__(self, app: ASGIApp, metrics: Metrics) -> None:
         self._app = app
@@ -75,11 +77,11 @@ class _LoopbackCheck:
             error: VLoraError | None = None
             if "@" in host or not _on_loopback(f"//{host}"):
                 error = BadRequest(
-                    f"the request is for {host[:100]!r}; without tokens this server answers only as "
-                    f"{', '.join(LOOPBACK_HOSTS)}: use one of these names, or start it with --token-file"
+                    f"the request is for host {host[:100]!r}; without tokens this server accepts only "
+                    f"{', '.join(LOOPBACK_HOSTS)}: use one of these names, or start the server with --token-file"
                 )
             elif origin is not None and not _on_loopback(origin):
-                error = Forbidden(f"a page of {origin[:100]!r} may not call this server, which asks for no token")
+                error = Forbidden(f"requests from origin {origin[:100]!r} are refused: this server has no tokens")
             if error is not None:
                 self._metrics.count(error.code)
                 await error_response(error)(scope, receive, send)
@@ -95,9 +97,9 @@ def _on_loopback(origin: str) -> bool:
 
 
 class _BoundedBody:
-    """Refuses bodies over a size before they are held in memory, and those that would fill it once they are read.
+    """Refuses bodies that are too large, and bodies that would take too much memory once they are parsed.
 
-    max_commas: a value of JSON takes one byte to write and tens to hold. Text and images have few commas.
+    max_commas: A JSON value takes one byte as text and tens of bytes in memory. Text and images have few commas.
     """
 
     def __init__(self, app: ASGIApp, held: ByteBudget, max_bytes: int, max_commas: int) -> None:
@@ -110,7 +112,7 @@ class _BoundedBody:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        error = TooLarge(f"the body is over this server's limit of {self._max_bytes} bytes")
+        error = TooLarge(f"the body exceeds this server's limit of {self._max_bytes} bytes")
         declared = dict(scope["headers"]).get(b"content-length", b"0")
         if declared.isdigit() and int(declared) > self._max_bytes:
             await error_response(error)(scope, receive, send)
@@ -125,18 +127,18 @@ class _BoundedBody:
             if not begun and (start := body.lstrip()):
                 begun = True
                 if message.get("more_body") and not start.startswith(b"{"):
-                    # A short one is left to the reader of JSON, which knows what is wrong with it.
-                    raise BadRequest("the body is no JSON object; the rest of it was not read")
+                    # The JSON parser gives a better error for a short body.
+                    raise BadRequest("the body is not a JSON object; the rest of it was not read")
             if not self._held.take(len(body)):
                 raise OverCapacity(
-                    f"the requests under way fill this server's {self._held.most} bytes for messages; try again later"
+                    f"active requests use this server's {self._held.most} bytes for messages; try again later"
                 )
             received += len(body)
             commas += body.count(b",")
             if received > self._max_bytes:
                 raise error
             if commas > self._max_commas:
-                raise TooLarge(f"the body has over {self._max_commas} commas: more values than this server reads")
+                raise TooLarge(f"the body has over {self._max_commas} commas, more than this server accepts")
             return message
 
         try:

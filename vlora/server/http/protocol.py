@@ -1,5 +1,7 @@
-"""uvicorn's HTTP/1.1 with time limits: for a header, for a body, and for a peer that does not read its answer. What
-is no HTTP is answered in the API's own form."""
+"""uvicorn's HTTP/1.1 protocol with time limits for a header, a body and a peer that does not read its response.
+
+Invalid HTTP gets an error body in the API's own form.
+"""
 
 from __future__ import annotations
 
@@ -17,24 +19,24 @@ from vlora.server.security.connection_limits import connection_share
 
 _HEADER_S = 10.0
 _BODY_S = 30.0
-_LEAST_BYTES_PER_S = 64 * 1024  # a body that comes faster may take longer
-_SEND_S = 30.0  # a peer that takes nothing for this long is disconnected
+_LEAST_BYTES_PER_S = 64 * 1024  # a faster body may take longer
+_SEND_S = 30.0  # a peer that reads nothing for this long is disconnected
 
-_NO_HTTP = "this is no request of HTTP/1.1, or its header is too long; the connection is closed"
+_NO_HTTP = "the request is not valid HTTP/1.1, or its header is too long; the connection is closed"
 
 
 class BoundedProtocol(H11Protocol):
-    """One connection. Where there are too many, the oldest that is asking nothing makes room."""
+    """One connection. At the connection limit, the connection idle longest is closed."""
 
     _reading: asyncio.TimerHandle | None = None
     _sending: asyncio.TimerHandle | None = None
     _in_body = False
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        # A header and its body, a stream's header and its first event: written together.
+        # Join a header with its body, or with a stream's first event, in one write.
         super().connection_made(JoinedWrites(cast(asyncio.Transport, transport)))
         self._allow(_HEADER_S)
-        # One that was aborted stays among them until the loop comes round to it.
+        # An aborted connection stays in this set until the loop processes it.
         here = [each for each in self.connections if isinstance(each, BoundedProtocol) and not each.leaving]
         if len(here) > connection_share():
             silent = (each for each in here if each.asks_nothing)
@@ -64,7 +66,7 @@ class BoundedProtocol(H11Protocol):
                 self._stop_reading_clock()
 
     def send_400_response(self, msg: str) -> None:
-        """See H11Protocol."""
+        """Answer invalid HTTP with an error body."""
         if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
             body = msgspec.json.encode(error_body(BadRequest(_NO_HTTP)))
             headers = [
@@ -74,7 +76,7 @@ class BoundedProtocol(H11Protocol):
             ]
             for event in (h11.Response(status_code=400, headers=headers), h11.Data(data=body), h11.EndOfMessage()):
                 self.transport.write(self.conn.send(event) or b"")
-        # Else an answer has begun or is given already, and the rest of its request is what cannot be read.
+        # Otherwise a response has begun or ended already, and the rest of its request is invalid.
         if self.cycle is not None and not self.cycle.response_complete:
             self.cycle.disconnected = True
             self.cycle.message_event.set()
@@ -82,7 +84,7 @@ class BoundedProtocol(H11Protocol):
 
     def pause_writing(self) -> None:
         super().pause_writing()
-        # Aborted, not closed: closing would wait for what the peer does not take.
+        # Abort, because close would wait for data that the peer does not read.
         self._sending = self.loop.call_later(_SEND_S, self.transport.abort)
 
     def resume_writing(self) -> None:
@@ -96,12 +98,12 @@ class BoundedProtocol(H11Protocol):
 
     @property
     def asks_nothing(self) -> bool:
-        """No request is under way: the connection is new, idle, or has half a header."""
+        """Whether no request is in progress: the connection is new, idle, or has an incomplete header."""
         return self.cycle is None or self.cycle.response_complete
 
     @property
     def last_asked(self) -> float:
-        """Orders connections by how long they have been silent."""
+        """Sort key: the time of the last activity."""
         return self._reading.when() if self._reading is not None else 0.0
 
     def _allow(self, seconds: float) -> None:

@@ -1,4 +1,4 @@
-"""The HTTP API over the front end: OpenAI's completions with the adapter as the model's name; heads; adapters."""
+"""HTTP routes over the front end: OpenAI's completions (the model name selects the adapter), heads, and adapters."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ from vlora.types import AdapterStatus, SamplingParams
 
 T = TypeVar("T")
 
-_SHOWN = 128  # of a name that nobody has
+_SHOWN = 128  # characters of an unknown name
 _OPENAI_NAMES = {"prompt": "messages", "adapter": "model"}
-"""What chat completions call a field of the front end's."""
+"""Front end field -> field of chat completions."""
 
 Parts = AsyncGenerator[tuple[int, Piece | Answer], None]
 Form = ChatAnswer | TextAnswer
@@ -52,7 +52,7 @@ class HeadRequest(Leveled):
 
 
 class AdapterSource(Strict):
-    """path: an adapter folder in the server's file system."""
+    """path: an adapter folder on the server's file system."""
 
     name: str
     path: str
@@ -61,20 +61,20 @@ class AdapterSource(Strict):
 def make_app(
     front_end: FrontEnd, model: str, access: Access, *, others_listen: Callable[[], bool] = lambda: True
 ) -> ASGIApp:
-    """The ASGI application. model: the base model's name in requests; every other name is an adapter's.
+    """The ASGI application. model: the base model's name in requests; every other name is an adapter name.
 
-    others_listen: whether the server's other surface takes connections; without it the server is not ready.
+    others_listen: whether the RPyC server accepts connections; otherwise the server is not ready.
     """
     app = FastAPI(
         title="V-LoRA",
         docs_url=None,
         redoc_url=None,
         responses={"4XX": {"model": ErrorBody}, "5XX": {"model": ErrorBody}},
-        # Declared for readers of the OpenAPI document; the check itself stands before the routes.
+        # Declared for the OpenAPI document only; the middleware does the check.
         dependencies=[Depends(HTTPBearer(auto_error=False))] if access.required else [],
     )
     handle_errors(app)
-    _asking(app, front_end, model)  # first, as routes are looked through in order
+    _asking(app, front_end, model)  # first, because routes are matched in order
     _watching(app, front_end, model, others_listen)
     _administering(app, front_end)
     add_console(app, front_end, model, access)
@@ -88,14 +88,14 @@ def _watching(app: FastAPI, front_end: FrontEnd, model: str, others_listen: Call
     @app.head("/health", include_in_schema=False)
     @app.get("/health")
     async def health() -> dict[str, str]:
-        """Whether the engine lives."""
+        """Whether the engine is alive."""
         await front_end.stats()
         return {"status": "ok", "model": model}
 
     @app.head("/ready", include_in_schema=False)
     @app.get("/ready")
     async def ready() -> Response:
-        """Whether requests are taken: 503 once the server was told to stop, or when a part of it is dead."""
+        """Whether requests are accepted: 503 during shutdown or when a part of the server is dead."""
         if front_end.draining:
             return JSONResponse({"status": "draining"}, 503)
         if not others_listen():
@@ -105,14 +105,14 @@ def _watching(app: FastAPI, front_end: FrontEnd, model: str, others_listen: Call
 
     @app.get("/metrics")
     async def metrics() -> Response:
-        """Counters in Prometheus' text form."""
+        """Metrics in Prometheus text format."""
         return Response(await front_end.read_metrics(), media_type=CONTENT_TYPE_LATEST)
 
 
 def _asking(app: FastAPI, front_end: FrontEnd, model: str) -> None:
     async def all_models() -> dict[str, dict[str, Any]]:
         parents = {model: None} | {status.name: model for status in await front_end.adapters()}
-        # `root` as OpenAI had it, the base model's id: load generators look a model's tokenizer up by it.
+        # `root` is the base model's id, as in OpenAI's API: load generators find the model's tokenizer by it.
         shared = {"object": "model", "created": 0, "owned_by": "vlora", "root": model}
         return {name: {"id": name, "parent": parent, **shared} for name, parent in parents.items()}
 
@@ -121,19 +121,19 @@ def _asking(app: FastAPI, front_end: FrontEnd, model: str) -> None:
         """The base model and every adapter."""
         return {"object": "list", "data": list((await all_models()).values())}
 
-    @app.get("/v1/models/{name:path}")  # hub names hold a slash
+    @app.get("/v1/models/{name:path}")  # hub names contain a slash
     async def one_model(name: str) -> dict[str, Any]:
-        """One of them."""
+        """One model or adapter."""
         found = await all_models()
         if name not in found:
-            raise UnknownAdapter(f"no model named {name[:_SHOWN]!r}; there are: {listed(found)}")
+            raise UnknownAdapter(f"no model named {name[:_SHOWN]!r}; available: {listed(found)}")
         return found[name]
 
     short = APIRouter(route_class=BodyRoute)
 
     @short.post("/v1/chat/completions")
     async def chat(body: ChatRequest, request: Request) -> Response:
-        """Answer a conversation, whole or as server-sent events."""
+        """Answer a conversation, as one response or as server-sent events."""
         try:
             return await answer(body, request)
         except BadRequest as error:
@@ -158,7 +158,7 @@ def _asking(app: FastAPI, front_end: FrontEnd, model: str) -> None:
 
     @short.post("/v1/completions")
     async def complete(body: CompletionRequest, request: Request) -> Response:
-        """Continue texts, without the chat template; whole or as server-sent events."""
+        """Continue texts, without the chat template, as one response or as server-sent events."""
         sampling = body.sampling()
         streams = interleave([ask(body, prompt, (), sampling, request) for prompt in body.prompt])
         form = TextAnswer(
@@ -193,7 +193,7 @@ def _asking(app: FastAPI, front_end: FrontEnd, model: str) -> None:
 
     async def respond(body: Sampled, request: Request, form: Form, parts: Parts, num_choices: int) -> Response:
         if body.stream:
-            # The first part is awaited here, so that a request that is wrong gets its status.
+            # Await the first part here, so that an invalid request gets an error status.
             first = await _unless_disconnected(request, anext(parts))
             events = _events(form, num_choices, first, parts, include_usage=body.stream_options.include_usage)
             return StreamingResponse(events, media_type="text/event-stream")
@@ -205,7 +205,7 @@ def _asking(app: FastAPI, front_end: FrontEnd, model: str) -> None:
 
     @app.post("/v1/heads/{adapter}/{head}")
     async def ask_head(adapter: str, head: str, body: HeadRequest, request: Request) -> dict[str, Any]:
-        """Ask a task head, which answers in one pass and brings its own question."""
+        """Run a task head: one pass, with the head's own question."""
         asked = front_end.ask_head(
             body.images,
             adapter,
@@ -220,31 +220,31 @@ def _asking(app: FastAPI, front_end: FrontEnd, model: str) -> None:
 def _administering(app: FastAPI, front_end: FrontEnd) -> None:
     @app.get(ADMIN_PATHS)
     async def adapters() -> dict[str, Any]:
-        """Every adapter: rank, size, heads, whether it is on the device, pinned, mergeable."""
+        """List the adapters: rank, size, heads, and whether each is on the device, pinned or mergeable."""
         return {"object": "list", "data": [_adapter(status) for status in await front_end.adapters()]}
 
     @app.post(ADMIN_PATHS, status_code=201)
     async def load_adapter(body: AdapterSource) -> dict[str, Any]:
-        """Register an adapter folder of the server's file system; a name already taken gets the new content."""
+        """Register an adapter folder on the server's file system; an existing name gets the new content."""
         return _adapter(await front_end.load_adapter(body.name, body.path))
 
     @app.delete(ADMIN_PATHS + "/{name}", status_code=204)
     async def unload_adapter(name: str, drain: bool = False) -> None:
-        """Forget an adapter, cancelling its requests or, with `?drain=true`, letting them finish."""
+        """Remove an adapter and cancel its requests, or with `?drain=true` let them finish."""
         await front_end.unload_adapter(name, drain)
 
     @app.put(ADMIN_PATHS + "/{name}/pin")
     async def pin_adapter(name: str) -> dict[str, Any]:
-        """Bring an adapter to the device and keep it there."""
+        """Load an adapter to the device and pin it there."""
         return _adapter(await front_end.pin_adapter(name, True))
 
     @app.delete(ADMIN_PATHS + "/{name}/pin")
     async def unpin_adapter(name: str) -> dict[str, Any]:
-        """Let an adapter be evicted again."""
+        """Unpin an adapter, so that it can be evicted."""
         return _adapter(await front_end.pin_adapter(name, False))
 
 
-# -- a request's way --------------------------------------------------------------------------------------------------
+# -- request handling --------------------------------------------------------------------------------------------------
 
 
 def _adapter(status: AdapterStatus) -> dict[str, Any]:
@@ -255,7 +255,7 @@ def _adapter(status: AdapterStatus) -> dict[str, Any]:
 async def _flat(
     streams: AsyncGenerator[tuple[int, tuple[int, Piece | Answer]], None], num_choices: int
 ) -> AsyncGenerator[tuple[int, Piece | Answer], None]:
-    """Choices of several prompts, numbered through."""
+    """Choices of several prompts, numbered consecutively."""
     async with contextlib.aclosing(streams):
         async for prompt, (choice, part) in streams:
             yield prompt * num_choices + choice, part
@@ -270,7 +270,7 @@ async def _whole(parts: Parts, num_choices: int) -> list[Answer]:
 
 
 async def _unless_disconnected(request: Request, work: Awaitable[T]) -> T:
-    """Raises Aborted, and cancels the work, when the client leaves first."""
+    """Await the work. When the client disconnects first, cancel the work and raise Aborted."""
 
     async def left() -> None:
         while (await request.receive())["type"] != "http.disconnect":
@@ -281,7 +281,7 @@ async def _unless_disconnected(request: Request, work: Awaitable[T]) -> T:
     try:
         await asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED)
         if not working.done():
-            raise Aborted("the client left")
+            raise Aborted("the client disconnected")
         return working.result()
     finally:
         leaving.cancel()
@@ -297,7 +297,7 @@ async def _events(
         async for part in parts:
             yield part
 
-    # Who begins and who has ended is told with what follows at once: each write wakes the reader.
+    # Begin and end events join the next event, because each write wakes the reader.
     pending = b"".join(form.begin(choice) for choice in range(num_choices))
     answers: dict[int, Answer] = {}
     async with contextlib.aclosing(parts):

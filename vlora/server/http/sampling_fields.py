@@ -1,4 +1,4 @@
-"""What requests for text have in common over HTTP: the rule for fields, the service level, sampling parameters."""
+"""Common fields of HTTP text requests: handling of unknown fields, service level, sampling parameters."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _SHOWN = 64  # characters of an unknown field's name
 _LABELS = frozenset(
     {"user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention"}
 )
-"""Fields that name or file a request and never change its answer: taken, and not used."""
+"""Fields that label a request and never change its answer: accepted and ignored."""
 
 _INSTEAD = {
     "bad_words": "forbid tokens with logit_bias",
@@ -30,7 +30,7 @@ _INSTEAD = {
     "guided_grammar": "use response_format with type 'json_schema'",
     "guided_json": "use response_format with type 'json_schema'",
     "guided_regex": "use response_format with a schema that has a pattern",
-    "length_penalty": "beam search is not served; use n and temperature",
+    "length_penalty": "beam search is not supported; use n and temperature",
     "modalities": "answers are text; leave it out",
     "audio": "answers are text; leave it out",
     "prediction": "leave it out; answers are the same without it",
@@ -38,19 +38,19 @@ _INSTEAD = {
     "reasoning_effort": "leave it out; ask for the reasoning in the prompt",
     "stop_token_ids": "use stop",
     "structured_outputs": "use response_format with type 'json_schema'",
-    "suffix": "text is continued at its end only; leave it out",
+    "suffix": "text is completed at its end only; leave it out",
     "truncate_prompt_tokens": "shorten the prompt",
-    "use_beam_search": "beam search is not served; use n and temperature",
+    "use_beam_search": "beam search is not supported; use n and temperature",
     "verbosity": "leave it out; limit the answer with max_tokens",
     "web_search_options": "leave it out; put what the model needs into the prompt",
 }
-"""Fields of OpenAI's and vLLM's APIs that are not served, and what to do instead."""
+"""Fields of OpenAI's and vLLM's APIs that are not supported, and the alternative."""
 
 
 class Strict(BaseModel):
-    """A form whose unknown fields are refused: one that was ignored would change the answer. null is a field's default.
+    """A model that refuses unknown fields, because ignoring one would change the answer. null is a field's default.
 
-    Only the first unknown field is named: a body may hold a million of them.
+    Errors name only the first unknown field: a body may have a million of them.
     """
 
     model_config = ConfigDict(extra="forbid")
@@ -66,14 +66,14 @@ class Strict(BaseModel):
 
     @classmethod
     def asks_for_nothing(cls, name: str, value: Any) -> bool:
-        """Whether a field says what would hold without it."""
+        """Whether a field's value equals the behaviour without the field."""
         return value is None
 
 
 class Leveled(Strict):
-    """A request's service level: none of OpenAI's fields.
+    """A request's service level, not part of OpenAI's API.
 
-    max_latency_s: an answer after that many seconds is no answer. priority: requests with a higher one come first.
+    max_latency_s: the answer is useless after this many seconds. priority: requests with a higher value run first.
     """
 
     max_latency_s: float | None = Field(None, gt=0)
@@ -81,8 +81,8 @@ class Leveled(Strict):
 
 
 class StreamOptions(Strict):
-    """include_usage: an event with the token counts ends the stream. continuous_usage_stats: each event has the counts
-    so far (vLLM's field)."""
+    """include_usage: the last event of the stream has the token counts. continuous_usage_stats: each event has the
+    counts so far (vLLM extension)."""
 
     include_usage: bool = False
     continuous_usage_stats: bool = False
@@ -93,11 +93,11 @@ class StreamOptions(Strict):
 
 
 class Sampled(Leveled):
-    """A request for text. model: the base model's name, or an adapter's. max_ttft_s: bound on the first token, in
-    seconds. ignore_eos, min_tokens, top_k, min_p, repetition_penalty: as vLLM has them."""
+    """A request for text. model: the base model's name or an adapter's name. max_ttft_s: bound on the time to first
+    token, in seconds. ignore_eos, min_tokens, top_k, min_p, repetition_penalty: as in vLLM."""
 
     WITHOUT_EFFECT: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
-    """Fields that are not served, with the values that ask for nothing."""
+    """Unsupported fields, with the values that have no effect."""
 
     model: str
     max_tokens: int | None = Field(None, le=MAX_TOKENS)
@@ -110,7 +110,7 @@ class Sampled(Leveled):
     repetition_penalty: float = 1.0
     frequency_penalty: float = 0.0
     presence_penalty: float = 0.0
-    logit_bias: dict[str, float] = Field({}, description="What is added to the logit of each token id.")
+    logit_bias: dict[str, float] = Field({}, description="Value added to the logit of each token id.")
     seed: int | None = Field(None, ge=-(2**63), le=2**63 - 1)
     stop: str | Annotated[list[str], Field(max_length=MAX_STOP_STRINGS, fail_fast=True)] | None = None
     n: int = Field(1, ge=1, le=MAX_CHOICES)
@@ -123,13 +123,13 @@ class Sampled(Leveled):
         if value is None or name in _LABELS or value in cls.WITHOUT_EFFECT.get(name, ()):
             return True
         if name in _INSTEAD and name not in cls.model_fields:
-            raise BadRequest(f"{name}: this field is not served; {_INSTEAD[name]}", field=name)
+            raise BadRequest(f"{name}: this field is not supported; {_INSTEAD[name]}", field=name)
         return False
 
     def sampling_of(
         self, max_tokens: int | None, *, name: str = "max_tokens", logprobs: int | None, grammar: str | None = None
     ) -> SamplingParams:
-        """Sampling parameters with a limit from the field `name`; None: the default.
+        """The sampling parameters, with a token limit from the field `name`; None means the default limit.
 
         Raises:
             BadRequest: A value is out of range.
@@ -138,13 +138,13 @@ class Sampled(Leveled):
         if limit < 1:
             raise BadRequest(f"{name} is {limit}; it must be at least 1", field=name)
         return SamplingParams(
-            # A request for more tokens than the default limit gets them.
+            # min_tokens raises the default limit.
             max_tokens=max(limit, self.min_tokens) if max_tokens is None else limit,
             min_tokens=self.min_tokens,
             ignore_eos=self.ignore_eos,
             temperature=self.temperature,
             top_p=self.top_p,
-            top_k=max(0, self.top_k),  # -1 is vLLM's word for off
+            top_k=max(0, self.top_k),  # -1 means off in vLLM
             min_p=self.min_p,
             repetition_penalty=self.repetition_penalty,
             frequency_penalty=self.frequency_penalty,
@@ -159,5 +159,5 @@ class Sampled(Leveled):
 
 def _token_id(key: str) -> int:
     if not (key.isascii() and key.isdecimal() and int(key[:_SHOWN]) < 2**31):
-        raise BadRequest(f"logit_bias has {key[:_SHOWN]!r} where a token id belongs, such as '42'", field="logit_bias")
+        raise BadRequest(f"logit_bias has key {key[:_SHOWN]!r}; keys are token ids such as '42'", field="logit_bias")
     return int(key)

@@ -1,4 +1,4 @@
-"""uvicorn in the server's own event loop."""
+"""uvicorn in the server's event loop."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ from vlora.server.http.protocol import BoundedProtocol
 from vlora.server.security.connection_limits import connection_share
 from vlora.server.security.tls import server_context
 
-# Longer than clients keep an idle connection (5 s is usual): who closes first must not be the one that is written to.
+# Longer than clients keep an idle connection (5 s is usual), so that no request arrives on a closed connection.
 _KEEP_ALIVE_S = 30
 _HANDSHAKE_S = 10.0
-_ACCEPT_PAUSE_S = 0.1  # after a refusal of the system's; descriptors come back when connections end
+_ACCEPT_PAUSE_S = 0.1  # after the system refuses a connection; descriptors are freed when connections end
 
 
 class HttpServer:
-    """Takes its address when it is made, callers when it is started. Raises BadConfig when it cannot listen."""
+    """Binds its address when created and accepts connections when started. Raises BadConfig when it cannot listen."""
 
     def __init__(self, config: ServerConfig) -> None:
         assert config.http_port is not None
         self._config = config
         family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
-        # With its protocol named: asyncio sends small packets at once (TCP_NODELAY) only where it reads TCP here. Else
-        # every answer of two packets, header and body, waits 40 ms for the caller's acknowledgement.
+        # The protocol is given explicitly: asyncio sets TCP_NODELAY only when it sees TCP here. Without it, every
+        # response of two packets (header, body) waits 40 ms for the client's acknowledgement.
         self._socket = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
@@ -44,16 +44,16 @@ class HttpServer:
         self._running: asyncio.Task[None] | None = None
 
     def start(self, app: ASGIApp) -> None:
-        """Raises BadConfig where another server that started at the same time was first."""
+        """Raises BadConfig when another server has taken the address since."""
         try:
-            self._socket.listen()  # from here on callers wait instead of being refused
+            self._socket.listen()  # from here on connections queue instead of being refused
         except OSError as error:
             raise self._taken(error) from error
         settings = uvicorn.Config(
             app,
             http=BoundedProtocol,
             ws="none",
-            log_config=None,  # `vlora.logs` writes what it has to say
+            log_config=None,  # `vlora.logs` configures logging
             log_level="error",
             timeout_graceful_shutdown=1,
             timeout_keep_alive=_KEEP_ALIVE_S,
@@ -77,12 +77,12 @@ class HttpServer:
 class _Uvicorn(uvicorn.Server):
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """The supervisor has the signals."""
+        """Leave signal handling to `vlora.server.launch`."""
         yield
 
 
 class _TlsUvicorn(_Uvicorn):
-    """Shakes hands itself: under uvicorn a handshake is no connection yet, so that nothing would bound their number."""
+    """Performs TLS handshakes itself, to limit their number: uvicorn does not count them as connections."""
 
     def __init__(self, config: uvicorn.Config, listener: socket.socket, tls: ssl.SSLContext) -> None:
         super().__init__(config)
@@ -117,13 +117,13 @@ class _TlsUvicorn(_Uvicorn):
             task = asyncio.create_task(self._shake_hands(sock))
             self._handshakes[task] = None
             task.add_done_callback(lambda done: self._handshakes.pop(done, None))
-            await asyncio.sleep(0)  # from here on the handshake has begun, and closes the socket when it is cancelled
+            await asyncio.sleep(0)  # now the handshake has begun and closes the socket on cancellation
 
     async def _shake_hands(self, sock: socket.socket) -> None:
         def protocol() -> asyncio.Protocol:
             return BoundedProtocol(self.config, self.server_state, self.lifespan.state)
 
-        # A peer that does not finish, or is no friend of this certificate, is gone without a word.
+        # A peer that does not finish, or rejects the certificate, is dropped without a log line.
         with contextlib.suppress(OSError):
             await asyncio.get_running_loop().connect_accepted_socket(
                 protocol, sock, ssl=self._tls, ssl_handshake_timeout=_HANDSHAKE_S

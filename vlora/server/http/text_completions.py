@@ -1,4 +1,4 @@
-"""OpenAI's text completions: a prompt as it is, without the chat template; the request and the forms of its answer."""
+"""OpenAI's text completions: raw prompts without the chat template, their request and responses."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ DEFAULT_TOKENS = 16  # as in OpenAI's API
 
 
 def _read_prompts(value: Any) -> list[PlainText | PromptTokens]:
-    """Raises BadRequest for what is neither texts nor token ids."""
+    """Parse the prompt. Raises BadRequest when it is neither texts nor token ids."""
     prompts = value if isinstance(value, list) else [value]
     if prompts and all(_is_token(each) for each in prompts):
         return [PromptTokens(tuple(prompts))]
@@ -61,8 +61,8 @@ _PROMPT_SCHEMA: dict[str, Any] = {
 
 
 class CompletionRequest(Sampled):
-    """prompt: one or several texts, or token ids of the model's tokenizer. logprobs: of each token, and of this many
-    likeliest ones. echo: the answer begins with the prompt's text."""
+    """prompt: one or several texts, or token ids of the model's tokenizer. logprobs: log probabilities of each token
+    and of this many top tokens. echo: the answer begins with the prompt's text."""
 
     WITHOUT_EFFECT: ClassVar = {"suffix": ("",), "best_of": (1,)}
 
@@ -73,28 +73,28 @@ class CompletionRequest(Sampled):
     def sampling(self) -> SamplingParams:
         """Raises BadRequest when a value is out of range."""
         if self.echo and any(isinstance(prompt, PromptTokens) for prompt in self.prompt):
-            raise BadRequest("echo is served for prompts of text only; leave it out for token ids", field="echo")
+            raise BadRequest("echo is supported for text prompts only; leave it out for token ids", field="echo")
         if self.echo and self.logprobs is not None:
             raise BadRequest(
-                "echo and logprobs do not go together: log probabilities cover the answer's tokens only", field="echo"
+                "echo and logprobs cannot be combined: log probabilities cover the answer's tokens only", field="echo"
             )
         limit = max(DEFAULT_TOKENS, self.min_tokens) if self.max_tokens is None else self.max_tokens
         return self.sampling_of(limit, logprobs=self.logprobs)
 
     def echoed(self) -> tuple[str, ...]:
-        """What each prompt's answers begin with."""
+        """The text at the beginning of each prompt's answers."""
         return tuple(prompt.text if self.echo and isinstance(prompt, PlainText) else "" for prompt in self.prompt)
 
 
 class TextAnswer:
-    """The forms one request's answer takes; as `ChatAnswer`.
+    """Builds the responses to one request, as `ChatAnswer` does.
 
     Args:
-        head: The answer's id, time and model, which are in each form.
-        num_choices: Of each prompt.
-        echoed: What each prompt's answers begin with.
-        logprobs: The request asked for them.
-        counts: Each event has the token counts so far.
+        head: The answer's id, time and model, included in each response.
+        num_choices: Choices per prompt.
+        echoed: The text at the beginning of each prompt's answers.
+        logprobs: Whether the request asks for log probabilities.
+        counts: Whether each event has the token counts so far.
     """
 
     def __init__(
@@ -115,7 +115,7 @@ class TextAnswer:
         return {**self._head, "choices": choices, "usage": usage(answers, self._num_choices)}
 
     def begin(self, index: int) -> bytes:
-        """The event with what a choice begins with; nothing where it begins with its own text."""
+        """The event with a choice's echoed text; empty without echo."""
         echo = self._echo(index)
         return self._event(self._choice(index, echo, (), None)) if echo else b""
 
@@ -132,7 +132,7 @@ class TextAnswer:
         return self._event(self._choice(index, "", (), answer.finish_reason))
 
     def usage(self, answers: Sequence[Answer]) -> bytes:
-        """The event that ends a stream whose usage was asked for."""
+        """The last event of a stream with usage."""
         return event({**self._head, "choices": [], "usage": usage(answers, self._num_choices)})
 
     def _event(self, choice: dict[str, Any]) -> bytes:

@@ -1,4 +1,4 @@
-"""Calls of tools in the text of an answer, as it comes."""
+"""Incremental parser of tool calls in the text of an answer."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ class Call(NamedTuple):
 
 
 class CallReader:
-    """Divides the text of one answer into calls and what stands around them.
+    """Splits the text of one answer into calls and other text.
 
-    A call that is cut, or whose text is no JSON object of name and arguments, is text. Blanks beside calls are left
-    out.
+    An incomplete call, or one that is not a JSON object of name and arguments, is text. Whitespace around calls is
+    dropped.
     """
 
     def __init__(self) -> None:
         self.num_calls = 0
-        self._pending = ""  # not decided yet: a call, the beginning of a tag, or blanks at the end
-        self._behind_call = False  # and nothing but blanks since
+        self._pending = ""  # undecided: an incomplete call, a tag prefix, or trailing whitespace
+        self._behind_call = False  # with only whitespace since
 
     def feed(self, text: str) -> tuple[str, list[Call]]:
-        """The text and the calls that became certain."""
+        """The newly decided text and calls."""
         self._pending += text
         passed, calls = "", []
         while True:
@@ -57,7 +57,7 @@ class CallReader:
         return passed, calls
 
     def finish(self) -> str:
-        """The text that was not decided, now that nothing follows."""
+        """Release the undecided text at the end of the answer."""
         text, self._pending = self._pending, ""
         return "" if self.num_calls and not text.strip() else self._pass(text)
 
@@ -80,7 +80,7 @@ def _read(text: str) -> Call | None:
 
 
 def _undecided(text: str) -> int:
-    """Length of the end of a text that may begin a call, with the blanks before it."""
+    """Length of the suffix that may begin a call, with the whitespace before it."""
     tag = next(
         (size for size in range(min(len(text), len(CALL_BEGIN)), 0, -1) if CALL_BEGIN.startswith(text[-size:])), 0
     )

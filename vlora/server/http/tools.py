@@ -1,7 +1,7 @@
-"""Tools of chat completions: what a request may declare, how the model sees them, and the grammar of its calls.
+"""Tools of chat completions: their declarations, their text for the model, and the grammar of calls.
 
 Calls have the form of the Qwen families' chat templates (Hermes): `<tool_call>`, a line with the JSON object of name
-and arguments, `</tool_call>`. A model whose chat template has no tools gets them as text of the system message.
+and arguments, `</tool_call>`. With a chat template without tools, they become text of the system message.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Name = Annotated[str, StringConstraints(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")]
 
 
 class Function(Strict):
-    """parameters: a JSON schema of the arguments, which a call keeps, whatever `strict` says."""
+    """parameters: a JSON schema of the arguments; calls always follow it, also without `strict`."""
 
     name: Name
     description: str = ""
@@ -50,7 +50,7 @@ Choice = Literal["none", "auto", "required"] | NamedTool
 
 
 class CalledFunction(Strict):
-    """arguments: the text of a JSON object, as an answer has it."""
+    """arguments: the text of a JSON object, as in an answer."""
 
     name: str
     arguments: str
@@ -63,18 +63,18 @@ class ToolCall(Strict):
 
     @classmethod
     def asks_for_nothing(cls, name: str, value: Any) -> bool:
-        """A client may send back the index that a stream's calls have."""
+        """Accept the index of streamed calls, which clients send back."""
         return value is None or name == "index"
 
     def as_value(self) -> dict[str, Any]:
-        """As chat templates take a call. Raises BadRequest when the arguments are no JSON object."""
+        """The call for a chat template. Raises BadRequest when the arguments are not a JSON object."""
         try:
             arguments = json.loads(self.function.arguments or "{}")
         except (ValueError, RecursionError):
             arguments = None
         if not isinstance(arguments, dict):
             raise BadRequest(
-                f"arguments of the call of {self.function.name[:64]!r} are no JSON object; send them as they came",
+                f"arguments of the call of {self.function.name[:64]!r} are not a JSON object; send them unchanged",
                 field="messages",
             )
         return {"type": "function", "function": {"name": self.function.name, "arguments": arguments}}
@@ -85,10 +85,10 @@ def call_grammar(tools: Sequence[Tool], choice: Choice, parallel: bool) -> str:
 
     Args:
         choice: auto for text or calls, required for at least one call, a tool for one call of it.
-        parallel: Several calls may come in one answer.
+        parallel: Whether one answer may have several calls.
 
     Raises:
-        BadRequest: A tool is chosen that is not declared, a name is declared twice, or the schemas are too long.
+        BadRequest: tool_choice names an undeclared tool, a name is declared twice, or the schemas are too long.
     """
     names = [tool.function.name for tool in tools]
     double = next((name for place, name in enumerate(names) if name in names[:place]), None)
@@ -98,11 +98,11 @@ def call_grammar(tools: Sequence[Tool], choice: Choice, parallel: bool) -> str:
         wanted = choice.function.name
         tools = [tool for tool in tools if tool.function.name == wanted]
         if not tools:
-            raise BadRequest(f"tool_choice is {wanted[:64]!r}; tools has {', '.join(names)}", field="tool_choice")
+            raise BadRequest(f"tool_choice is {wanted[:64]!r}; declared tools: {', '.join(names)}", field="tool_choice")
     several = parallel and not isinstance(choice, NamedTool)
     lines = []
     if choice == "auto":
-        # The tag, once written, begins a call: a lazy terminal ends as soon as it can.
+        # The tag always begins a call, because a lazy terminal ends as early as possible.
         lines += [
             f"start: {'call* text' if several else 'text | call'}",
             "text: TEXT",
@@ -129,7 +129,7 @@ def call_grammar(tools: Sequence[Tool], choice: Choice, parallel: bool) -> str:
 
 
 def as_messages(messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """A conversation with tools for a chat template that has none: declarations, calls and results as text."""
+    """A conversation for a chat template without tools: declarations, calls and results become text."""
     found: list[dict[str, Any]] = []
     for message in messages:
         parts = list(message["content"])

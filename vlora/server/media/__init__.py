@@ -1,1 +1,1 @@
-"""Images of requests: where they may come from, and decoding within limits."""
+"""Images of requests: allowed sources, and decoding within limits."""

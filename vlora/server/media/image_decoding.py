@@ -1,4 +1,4 @@
-"""From the bytes a client sent to pixels, within limits that are checked before anything is decoded."""
+"""Decoding of client images to pixels; size limits are checked before decoding."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ from vlora.config import ServerConfig
 from vlora.errors import BadImage, TooLarge
 from vlora.models.pictures import FORMATS, upright_rgb
 
-# Pillow warns from a fixed number of pixels on; the server compares with its own limit and refuses.
+# Pillow warns above a fixed number of pixels; the server enforces its own limit instead.
 warnings.filterwarnings("ignore", category=Image.DecompressionBombWarning)
 
 
 class RawImage(NamedTuple):
-    """Pixels as they are: rows from the top, three bytes each (red, green, blue)."""
+    """Raw pixels: rows from the top, three bytes per pixel (red, green, blue)."""
 
     pixels: bytes
     height: int
     width: int
 
     def check(self, config: ServerConfig) -> None:
-        """Raises BadImage when size and bytes disagree, TooLarge over the server's limit."""
+        """Raises BadImage when size and bytes do not match, TooLarge above the server's limit."""
         if self.height < 1 or self.width < 1:
-            raise BadImage(f"a raw image of {self.width}x{self.height} pixels has none")
-        if max(self.height, self.width) > config.max_image_pixels:  # as large as the sender likes, so not repeated
+            raise BadImage(f"a raw image has size {self.width}x{self.height}; both sides must be at least 1")
+        if max(self.height, self.width) > config.max_image_pixels:  # may be arbitrarily large, so the message omits it
             raise TooLarge(f"a raw image has a side of over {config.max_image_pixels} pixels, this server's limit")
         if self.height * self.width > config.max_image_pixels:
             raise TooLarge(
@@ -37,15 +37,15 @@ class RawImage(NamedTuple):
             )
         if len(self.pixels) != 3 * self.height * self.width:
             raise BadImage(
-                f"a raw image of {self.width}x{self.height} pixels has {3 * self.height * self.width} bytes (RGB, one "
-                f"byte a colour); {len(self.pixels)} came"
+                f"a raw image of {self.width}x{self.height} pixels must have {3 * self.height * self.width} bytes "
+                f"(RGB, one byte per channel); got {len(self.pixels)}"
             )
 
 
 def decode_images(encoded: Sequence[bytes | RawImage], config: ServerConfig) -> list[Image.Image]:
-    """Decode to RGB, turned upright by EXIF; the first frame of an animation.
+    """Decode to RGB, rotated upright by EXIF; of an animation, the first frame.
 
-    Raises TooLarge when a limit of the server is passed, BadImage for bytes that are no image. Messages count from 1.
+    Raises TooLarge above a limit of the server, BadImage for invalid bytes. Messages count images from 1.
     """
     check_number(encoded, config)
     opened = [_open(image, number, config) for number, image in enumerate(encoded, 1)]
@@ -76,12 +76,12 @@ def _open(encoded: bytes | RawImage, number: int, config: ServerConfig) -> Image
     try:
         image = Image.open(io.BytesIO(encoded), formats=FORMATS)
     except Image.DecompressionBombError as error:
-        most = 2 * (Image.MAX_IMAGE_PIXELS or 0)  # Pillow's own limit, under which everything below stays
+        most = 2 * (Image.MAX_IMAGE_PIXELS or 0)  # Pillow's hard limit
         raise TooLarge(
             f"image {number} has over {most} pixels; this server takes at most {min(most, config.max_image_pixels)}"
         ) from error
-    except Exception as error:  # Pillow's readers raise many kinds on broken input
-        raise BadImage(f"image {number} ({len(encoded)} bytes) is none of {', '.join(FORMATS)}, or broken") from error
+    except Exception as error:  # Pillow's decoders raise many error types on broken input
+        raise BadImage(f"image {number} ({len(encoded)} bytes) is broken or not one of {', '.join(FORMATS)}") from error
     pixels = image.width * image.height
     if pixels > config.max_image_pixels:
         raise TooLarge(

@@ -1,4 +1,4 @@
-"""Where an image may come from: bytes, data URLs, and hosts or a folder that the operator allows."""
+"""Sources of images: bytes, data URLs, and hosts or a folder that the operator allows."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ _MAX_CONNECTIONS_OF_HOST = 4  # a slow host must leave room for the others
 
 
 class ImageSources:
-    """Encoded images by their place. Belongs to one event loop.
+    """Reads encoded images from their sources. Used from one event loop.
 
-    A host of `image_hosts` is taken at its word: it may lie in a private network. `*` stands for every other host whose
-    addresses are all public; an address is looked up once, checked, and that one is connected to, for every redirect
-    anew. Messages name hosts, never whole URLs, whose queries may hold secrets.
+    A host named in `image_hosts` is trusted: it may be in a private network. `*` allows every other host with only
+    public addresses. For each URL, redirects included, the address is resolved once, checked, and used for the
+    connection. Messages name only hosts, because query strings may contain secrets.
     """
 
     def __init__(self, config: ServerConfig) -> None:
@@ -46,10 +46,10 @@ class ImageSources:
         self._slots_of: WeakValueDictionary[str, asyncio.Semaphore] = WeakValueDictionary()
 
     async def read(self, images: Sequence[bytes | RawImage | str]) -> list[bytes | RawImage]:
-        """The encoded bytes of every image, or its raw pixels, in order; text is a URL.
+        """The encoded bytes or raw pixels of every image, in order; a string is a URL.
 
-        Raises TooLarge, BadImage for what cannot be read, BadRequest for a source that is not allowed. Messages count
-        from 1.
+        Raises TooLarge, BadImage for an unreadable image, BadRequest for a source that is not allowed. Messages count
+        images from 1.
         """
         check_number(images, self._config)
         most, held = self._config.max_message_bytes, 0
@@ -59,7 +59,7 @@ class ImageSources:
             encoded.append(one)
             held += len(one.pixels if isinstance(one, RawImage) else one)
             if held > most:
-                raise TooLarge(f"the request's first {number} images have over {most} bytes, which is the limit")
+                raise TooLarge(f"the request's first {number} images have over {most} bytes, the limit of a request")
         return encoded
 
     async def close(self) -> None:
@@ -72,14 +72,14 @@ class ImageSources:
                 return await asyncio.to_thread(_data_url, url, number)
             case "http" | "https":
                 place = _parse(url, number).netloc.decode("ascii")
-                # Waiting for a turn takes of the request's time, not of the host's.
+                # Waiting for a connection slot does not count towards the host's time limit.
                 async with self._slots_of.setdefault(place, asyncio.Semaphore(_MAX_CONNECTIONS_OF_HOST)), self._slots:
                     return await self._fetch(url, number)
             case "file":
                 return await asyncio.to_thread(self._read_file, url, number)
         raise BadRequest(
-            f"image {number}: only data URLs are taken (data:image/png;base64,...), and http, https and file URLs "
-            "where the operator allows them"
+            f"image {number}: unsupported URL; send a data URL (data:image/png;base64,...), or an http, https or file "
+            "URL that the operator allows"
         )
 
     # -- http ---------------------------------------------------------------------------------------------------------
@@ -99,14 +99,14 @@ class ImageSources:
                     finally:
                         await response.aclose()
         except TimeoutError as error:
-            raise BadImage(f"image {number} did not come from {host!r} within {_FETCH_S:g} s") from error
+            raise BadImage(f"image {number} was not received from {host!r} within {_FETCH_S:g} s") from error
         except (httpx.HTTPError, httpx.InvalidURL) as error:
             raise BadImage(f"image {number} cannot be fetched from {host!r}: {type(error).__name__}") from error
-        raise BadImage(f"image {number}: {host!r} redirects again after {_MAX_REDIRECTS} redirects")
+        raise BadImage(f"image {number}: more than {_MAX_REDIRECTS} redirects, the last to {host!r}")
 
     async def _get(self, target: httpx.URL, address: str) -> httpx.Response:
         if self._client is None:
-            # Proxies of the environment would connect to what was not checked.
+            # A proxy from the environment would connect to an unchecked address.
             limits = httpx.Limits(max_connections=_MAX_CONNECTIONS, max_keepalive_connections=0)
             self._client = httpx.AsyncClient(trust_env=False, timeout=_FETCH_S, limits=limits)
         request = self._client.build_request(
@@ -140,21 +140,21 @@ class ImageSources:
         named = host in self._hosts
         if not named and ANY_PUBLIC_HOST not in self._hosts:
             raise BadRequest(
-                f"image {number}: this server fetches no images from {host!r}; send a data URL "
+                f"image {number}: this server does not fetch images from {host!r}; send a data URL "
                 "(data:image/png;base64,...), or have its operator allow the host with --image-hosts"
             )
         port = target.port or (443 if target.scheme == "https" else 80)
         try:
             found = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
         except (OSError, UnicodeError) as error:
-            raise BadImage(f"image {number}: there is no host {host!r}") from error
+            raise BadImage(f"image {number}: cannot resolve host {host!r}") from error
         addresses = [str(entry[4][0]) for entry in found]
         if not named and not all(map(_is_public, addresses)):
-            raise BadRequest(f"image {number}: {host!r} is not a public address; this server fetches from public ones")
+            raise BadRequest(f"image {number}: {host!r} is not a public address, and only public ones are allowed")
         if not named and port not in _WEB_PORTS:
             raise BadRequest(
-                f"image {number}: port {port} of {host!r}; of hosts that the operator did not name only ports 80 and "
-                "443 are asked"
+                f"image {number}: port {port} of {host!r} is not allowed; hosts that --image-hosts does not name must "
+                "use port 80 or 443"
             )
         return addresses[0]
 
@@ -163,17 +163,17 @@ class ImageSources:
     def _read_file(self, url: str, number: int) -> bytes:
         if self._folder is None:
             raise BadRequest(
-                f"image {number}: this server reads no files; send a data URL (data:image/png;base64,...), or have its "
-                "operator allow a folder with --image-folder"
+                f"image {number}: this server does not read files; send a data URL (data:image/png;base64,...), or "
+                "have its operator allow a folder with --image-folder"
             )
-        # One message for whatever is wrong: who asks learns nothing about files outside.
-        refused = BadImage(f"image {number}: there is no such file in the folder this server reads images from")
+        # The same message for every problem, so that it reveals nothing about files outside the folder.
+        refused = BadImage(f"image {number}: no such file in this server's image folder")
         try:
             parts = urllib.parse.urlsplit(url)
             path = (self._folder / urllib.parse.unquote(parts.path)).resolve(strict=True)
             if parts.netloc not in ("", "localhost") or not path.is_relative_to(self._folder):
                 raise refused
-            # Not to wait for the other end of a pipe.
+            # O_NONBLOCK avoids waiting for the other end of a pipe.
             with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
                 if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
                     raise refused
@@ -188,7 +188,7 @@ class ImageSources:
 def _data_url(url: str, number: int) -> bytes:
     head, comma, data = url.partition(",")
     if not (comma and head.lower().endswith(";base64")):
-        raise BadRequest(f"image {number}: a data URL is written data:image/png;base64,...")
+        raise BadRequest(f"image {number}: invalid data URL; the format is data:image/png;base64,...")
     try:
         return base64.b64decode(data, validate=True)
     except (binascii.Error, ValueError) as error:
@@ -199,20 +199,20 @@ def _parse(url: str, number: int) -> httpx.URL:
     try:
         target = httpx.URL(url)
     except (httpx.InvalidURL, ValueError) as error:
-        raise BadRequest(f"image {number}: its URL cannot be read") from error
+        raise BadRequest(f"image {number}: the URL is invalid") from error
     if (target.port or 0) > 65535:
-        raise BadRequest(f"image {number}: its URL cannot be read")
+        raise BadRequest(f"image {number}: the URL is invalid")
     if target.scheme not in ("http", "https"):
-        raise BadRequest(f"image {number}: {target.scheme or 'no'!r} is no scheme this server fetches from")
+        raise BadRequest(f"image {number}: unsupported URL scheme {target.scheme!r}; use http or https")
     if not target.host:
-        raise BadRequest(f"image {number}: its URL names no host")
+        raise BadRequest(f"image {number}: the URL has no host")
     if target.userinfo:
-        raise BadRequest(f"image {number}: a URL with a user name or password in it is not fetched")
+        raise BadRequest(f"image {number}: a URL must not contain a user name or password")
     return target
 
 
 def _is_public(address: str) -> bool:
-    """Whether everybody reaches the same machine there, and it is not an address of version 4 in other clothes."""
+    """Whether the address is globally routable and does not embed an IPv4 address (mapped addresses are unwrapped)."""
     parsed = ipaddress.ip_address(address.partition("%")[0])
     if isinstance(parsed, ipaddress.IPv6Address):
         if parsed.ipv4_mapped is None:
@@ -224,6 +224,6 @@ def _is_public(address: str) -> bool:
 
 _UNICAST = ipaddress.ip_network("2000::/3")
 _TUNNELS = tuple(map(ipaddress.ip_network, ("2001::/23", "2002::/16", "64:ff9b::/96", "64:ff9b:1::/48")))
-# Protocol assignments, relays of 6to4, and the address by which a cloud's machines reach their host.
+# IETF protocol assignments, 6to4 relays, and the host address of a cloud's virtual machines.
 _SPECIAL = tuple(map(ipaddress.ip_network, ("192.0.0.0/24", "192.88.99.0/24", "168.63.129.16/32")))
 _WEB_PORTS = (80, 443)

@@ -1,1 +1,1 @@
-"""The RPyC service, and the protocol that restricts RPyC to plain values."""
+"""The RPyC service, and a protocol that restricts RPyC to plain values."""

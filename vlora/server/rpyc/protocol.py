@@ -1,7 +1,7 @@
-"""RPyC narrowed to values: what a peer may send, how much of it, and how answers go back without holding a thread.
+"""RPyC restricted to plain values, with message size limits and asynchronous replies.
 
-RPyC as it comes lets a peer hand over references to its own objects, read attributes, inspect and pickle; none of that
-is reachable here. A peer may fetch the service and call its `exposed_` methods with values; all else is refused.
+Default RPyC lets a peer pass references to its own objects, read attributes, inspect and pickle; none of that is
+reachable here. A peer may fetch the service and call its `exposed_` methods with values; all else is refused.
 """
 
 from __future__ import annotations
@@ -34,18 +34,18 @@ from vlora.server.security.message_budget import ByteBudget
 
 log = logging.getLogger(__name__)
 
-_MAX_CALLS = 1024  # unanswered calls of one connection; its next ones wait in the socket
+_MAX_CALLS = 1024  # unanswered calls of one connection; further calls wait in the socket
 _MAX_PING = 4096
-_MAX_REFUSAL = 200  # characters of an error that RPyC itself tells
-_SEND_S = 30.0  # a peer that takes nothing for this long is disconnected
+_MAX_REFUSAL = 200  # characters of an error message from RPyC itself
+_SEND_S = 30.0  # a peer that reads nothing for this long is disconnected
 _LAST_REPLIES_S = 1.0
 _HANDSHAKE_S = 10.0
-_SMALL_BYTES = 64 * 1024  # messages up to here are neither counted nor timed
-_FRAME_S = 120.0  # for a message to come in whole
-_ROOM_S = 30.0  # how long a message waits in its socket for others to end
+_SMALL_BYTES = 64 * 1024  # smaller messages are neither counted nor timed
+_FRAME_S = 120.0  # to receive a whole message
+_ROOM_S = 30.0  # a message waits this long in its socket for room
 _MAX_STRANGERS = 64
 _MAX_STRANGERS_BYTES = 64 * 1024  # a token fits, an image does not
-_ACCEPT_PAUSE_S = 0.1  # after a refusal of the system's; descriptors come back when connections end
+_ACCEPT_PAUSE_S = 0.1  # after the system refuses a connection; descriptors are freed when connections end
 
 _PROTOCOL = {
     "allow_public_attrs": False,
@@ -64,7 +64,7 @@ _PROTOCOL = {
 
 @contextlib.contextmanager
 def _deadline(seconds: float, caller: Caller) -> Iterator[None]:
-    """End the connection if the block takes longer: a socket's own timeout begins anew with every byte."""
+    """End the connection if the block takes longer. A socket's own timeout restarts with every byte."""
     late = threading.Timer(seconds, caller.end)
     late.daemon = True
     late.start()
@@ -75,7 +75,7 @@ def _deadline(seconds: float, caller: Caller) -> Iterator[None]:
 
 
 class BoundedChannel(Channel):
-    """RPyC's frames up to a size, compressed or not; a longer one ends the connection before it is read."""
+    """Reads RPyC's frames, compressed or not, up to a size limit; a longer frame ends the connection unread."""
 
     def __init__(self, stream: SocketStream, max_bytes: int, held: ByteBudget, caller: Caller) -> None:
         super().__init__(stream, compress=False)
@@ -94,13 +94,13 @@ class BoundedChannel(Channel):
             data = self._inflate(data)
         if data:
             try:
-                check_values(data, 1)  # behind the byte that says what kind of message it is
+                check_values(data, 1)  # after the message type byte
             except ValueError as error:
                 self._refuse(str(error))
         return data
 
     def take_charge(self) -> Callable[[], None]:
-        """What the last message was counted with; to be called once its request has ended."""
+        """Take over the last message's charge. Call the result once its request has ended, to release it."""
         charge, self._charge = self._charge, 0
         return lambda: self._held.give(charge)
 
@@ -117,8 +117,8 @@ class BoundedChannel(Channel):
             raise
 
     def _inflate(self, data: bytes) -> bytes:
-        """Counted as the most it may become before more than a little of it is made: a few bytes can be millions."""
-        most = self.max_bytes  # which rises when its sender shows a token meanwhile
+        """Inflate a message. Its maximum size is charged first, because a few bytes can inflate to millions."""
+        most = self.max_bytes  # increases when the peer authenticates meanwhile
         inflater = zlib.decompressobj()
         begin = inflater.decompress(data, min(_SMALL_BYTES, most))
         if inflater.eof:
@@ -126,14 +126,14 @@ class BoundedChannel(Channel):
         self._count_in(max(0, most - self._charge))
         whole = begin + inflater.decompress(inflater.unconsumed_tail, most - len(begin) + 1)
         if len(whole) > most:
-            self._refuse(f"a message that inflates to over this server's limit of {most} bytes")
+            self._refuse(f"a message inflates to over this server's limit of {most} bytes")
         spare, self._charge = self._charge - len(whole), len(whole)
         self._held.give(spare)
         return whole
 
     def _count_in(self, num_bytes: int) -> None:
         if not self._held.take(num_bytes, _ROOM_S):
-            self._refuse(f"there was no room for a message of {num_bytes} bytes")
+            self._refuse(f"no room for a message of {num_bytes} bytes")
         self._charge += num_bytes
 
     def _refuse(self, why: str) -> NoReturn:
@@ -142,18 +142,18 @@ class BoundedChannel(Channel):
 
 
 class Parts:
-    """What a call is answered with little by little: replies with the text that came since the last one, then `end`.
+    """A streamed answer to a call: replies with the text since the last reply, then `end`.
 
-    One thread puts, another takes: what comes while the peer does not read goes together, into the next reply.
+    One thread puts, another takes. Text that arrives while the peer does not read is joined in the next reply.
     """
 
     end: Future[Any]
     """The last reply."""
 
     def __init__(self, reply: Callable[[str], Any]) -> None:
-        """reply: the value that carries a text."""
+        """reply: builds the reply value for a text."""
         self._reply = reply
-        self._texts: list[str] = []  # only ever appended to
+        self._texts: list[str] = []  # append-only
         self._num_taken = 0
         self._told = False
         self._tell: Callable[[], None] | None = None
@@ -163,14 +163,14 @@ class Parts:
         self._announce()
 
     def tell(self, tell: Callable[[], None]) -> None:
-        """tell: called when there is something to take, and not again before that was tried."""
+        """Set the callback that is called when there is text to take, and not again before the next `take`."""
         self._tell = tell
         if self._texts:
             self._announce()
 
     def take(self) -> Any | None:
-        """A reply with all text that was not taken yet; None where there is none."""
-        self._told = False  # before the texts are looked at: of what is put from here on is told again
+        """A reply with all text not taken yet; None without such text."""
+        self._told = False  # before reading the texts, so that later text causes a new call
         begin, self._num_taken = self._num_taken, len(self._texts)
         text = "".join(self._texts[begin : self._num_taken])
         return self._reply(text) if text else None
@@ -182,9 +182,9 @@ class Parts:
 
 
 class ValueConnection(rpyc.Connection):
-    """One peer. Calls may answer with a Future: its reply is sent when it is there, in whatever order; or with Parts.
+    """One peer. A call may return a Future, with its reply sent on completion in any order, or Parts.
 
-    Replies are written by a thread of their own, so that a peer that does not read holds up nobody but itself.
+    A separate thread writes replies, so a peer that does not read blocks only itself.
     """
 
     def __init__(self, root: Any, channel: Channel, config: dict[str, Any]) -> None:
@@ -196,7 +196,7 @@ class ValueConnection(rpyc.Connection):
         threading.Thread(target=self._write, name="vlora-rpyc-writer", daemon=True).start()
 
     def wait_answered(self, timeout_s: float) -> None:
-        """Wait until every call so far has its reply sent."""
+        """Wait until the replies to all calls so far are sent."""
         with self._answered:
             self._answered.wait_for(lambda: self._unanswered == 0, timeout_s)
 
@@ -204,7 +204,7 @@ class ValueConnection(rpyc.Connection):
         self._replies.put(None)
         super()._cleanup(_anyway)
 
-    # -- in: what a peer may ask --------------------------------------------------------------------------------------
+    # -- incoming requests --------------------------------------------------------------------------------------------
 
     @classmethod
     def _request_handlers(cls) -> dict[int, Any]:
@@ -218,13 +218,13 @@ class ValueConnection(rpyc.Connection):
         }
 
     def _handle_inspect(self, id_pack: Any) -> tuple[tuple[str, str], ...]:
-        """The exposed methods of the service, and of nothing else."""
+        """The exposed methods of the service only."""
         return tuple((name, getattr(self._local_root, name).__doc__ or "") for name in self._exposed)
 
     def _handle_ping(self, data: Any) -> Any:
-        # What comes back waits for its reader, and is counted nowhere.
+        # The echoed data waits for its reader and is not counted.
         if not isinstance(data, bytes | str) or len(data) > _MAX_PING:
-            raise ValueError(f"a ping carries bytes or text, {_MAX_PING} at most")
+            raise ValueError(f"a ping carries bytes or text, at most {_MAX_PING}")
         return data
 
     def _handle_callattr(self, obj: Any, name: Any, args: Any, kwargs: Any = ()) -> Any:
@@ -247,7 +247,7 @@ class ValueConnection(rpyc.Connection):
         raise ValueError("only values can be sent: bytes, text, numbers and tuples of them")
 
     def _unbox_exc(self, raw: Any) -> Exception:
-        """Answers are not awaited here; RPyC would make, and keep, a class for every name a peer thinks of."""
+        """The server awaits no replies. RPyC would create and keep a class for every name that a peer sends."""
         return ValueError("an exception of the peer")
 
     def _dispatch_request(self, seq: int, raw_args: Any) -> None:
@@ -270,10 +270,10 @@ class ValueConnection(rpyc.Connection):
         else:
             self._replies.put((consts.MSG_REPLY, seq, self._box(result)))
 
-    # -- out ----------------------------------------------------------------------------------------------------------
+    # -- outgoing replies ---------------------------------------------------------------------------------------------
 
     def _box_exc(self, kind: type[BaseException], error: BaseException, trace: Any) -> Any:
-        """Its kind and message. RPyC would add every attribute, such as where the service lies in memory."""
+        """The error's type and message. RPyC would add every attribute, such as the service's memory address."""
         return (kind.__module__, kind.__name__), (str(error)[:_MAX_REFUSAL],), (), "<traceback denied>"
 
     def _reply_with(self, outcome: Future[Any], seq: int) -> None:
@@ -291,7 +291,7 @@ class ValueConnection(rpyc.Connection):
                 value = self._box(part)
             try:
                 self._send(kind, seq, value)
-            except (OSError, EOFError, RuntimeError):  # the last from RPyC, whose cleanup may release its lock under us
+            except (OSError, EOFError, RuntimeError):  # RuntimeError: RPyC's cleanup may release its lock
                 self._channel.close()
             if parts is None:
                 with self._answered:
@@ -300,7 +300,7 @@ class ValueConnection(rpyc.Connection):
 
 
 class RpycServer(ThreadedServer):
-    """Accepts connections in a thread; each is read by a thread of its own. Raises BadConfig when it cannot listen.
+    """Accepts connections in a thread and reads each in its own thread. Raises BadConfig when it cannot listen.
 
     tls: None for plain connections.
     """
@@ -326,9 +326,9 @@ class RpycServer(ThreadedServer):
             raise self._taken(error) from error
 
     def start_in_thread(self, make_service: Callable[[Peer], rpyc.Service], held: ByteBudget) -> None:
-        """Listen; every connection gets a service of its own, which is told who it is for. Messages count in `held`.
+        """Listen. Every connection gets its own service, created with its peer. Messages count in `held`.
 
-        Raises BadConfig where another server that started at the same time was first.
+        Raises BadConfig when another server has taken the address since.
         """
         self._held = held
         self._make_service = make_service
@@ -341,29 +341,29 @@ class RpycServer(ThreadedServer):
 
     @property
     def listening(self) -> bool:
-        """Whether new connections are taken."""
+        """Whether new connections are accepted."""
         return self._accepting is not None and self._accepting.is_alive()
 
     def close(self) -> None:
-        """Stop. Replies that are ready, or become so within a moment, are still sent."""
+        """Stop. Replies that are ready, or become ready shortly after, are still sent."""
         deadline = time.monotonic() + _LAST_REPLIES_S
         with self._lock:
             connections = tuple(self._connections)
         for connection in connections:
             connection.wait_answered(max(0.0, deadline - time.monotonic()))
         for sock in tuple(self.clients):
-            shut_down(sock)  # before RPyC does it in its own way, which a writer under TLS would not survive
+            shut_down(sock)  # before RPyC does it in a way that breaks a TLS writer
         super().close()
 
     def accept(self) -> None:
-        """Take one connection. What fails here, for want of descriptors or threads, fails for that one only."""
+        """Accept one connection. A lack of descriptors or threads fails this connection only."""
         try:
             sock, address = self.listener.accept()
         except TimeoutError:
             return
         except OSError as error:
             if self.active:
-                log.warning("no connection could be taken: %s", error)
+                log.warning("cannot accept a connection: %s", error)
                 time.sleep(_ACCEPT_PAUSE_S)
             return
         caller = Caller(sock)
@@ -375,8 +375,8 @@ class RpycServer(ThreadedServer):
                     target=self._serve, args=(caller, address[0]), name="vlora-rpyc-reader", daemon=True
                 ).start()
                 return
-            log.warning("a connection from %s was refused: there are too many", address[0])
-        except (OSError, RuntimeError) as error:  # the latter when the system gives no more threads
+            log.warning("a connection from %s was refused: too many connections", address[0])
+        except (OSError, RuntimeError) as error:  # RuntimeError: the system has no more threads
             log.warning("a connection from %s was closed: %s", address[0], error)
         self._forget(caller)
 
@@ -419,7 +419,7 @@ class RpycServer(ThreadedServer):
 
 
 class Peer:
-    """A connection as its service sees it: one that nobody knows yet may send little."""
+    """A service's view of its connection. Before authentication the peer may send only small messages."""
 
     def __init__(self, channel: BoundedChannel, caller: Caller, max_message_bytes: int) -> None:
         self._channel = channel
@@ -428,7 +428,7 @@ class Peer:
 
     @property
     def address(self) -> str:
-        """Where it comes from; empty once it is gone."""
+        """The peer's address; empty once it is disconnected."""
         try:
             return str(self._caller.sock.getpeername()[0])
         except OSError:
@@ -442,7 +442,7 @@ class Peer:
         self._channel.max_bytes = self._max_message_bytes
 
     def take_charge(self) -> Callable[[], None]:
-        """Keep the message of the call that is being made counted; to be called once its work has ended."""
+        """Take over the charge of the current call's message. Call the result once its work has ended."""
         return self._channel.take_charge()
 
     def leave(self) -> None:

@@ -1,9 +1,9 @@
-"""The RPyC service: what a client may call. Values in, `(True, msgpack)` or `(False, code, message)` out, nothing else.
+"""The RPyC service. Calls take values and return `(True, msgpack)` or `(False, code, message)`.
 
-Text that is streamed comes as several replies to one call.
+Streamed text is sent as several replies to one call.
 
-Requests carry a number chosen by the client, unique on its connection, by which it can cancel them. A broken connection
-cancels everything that was under way on it, but for streams of frames: those wait for their client to come back.
+A client numbers its requests, uniquely per connection, and cancels them by number. A broken connection cancels all of
+its active requests. Frame streams stay open and wait for their client to reconnect.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ from vlora.server.streams.frame_stream import FrameStream
 from vlora.wording import msgspec_errors
 
 _MAX_PULL_S = 30.0
-_STRANGER_S = 10.0  # how long a connection may last without showing a token
+_STRANGER_S = 10.0  # a connection must authenticate within this time
 
 
 class VLoraService(rpyc.Service):
-    """One per connection. Its methods run in the connection's thread and only schedule; the work is on the loop."""
+    """One per connection. Its methods run in the connection's thread and only schedule work on the event loop."""
 
     def __init__(
         self, front_end: FrontEnd, loop: asyncio.AbstractEventLoop, model: str, access: Access, peer: Peer
@@ -67,13 +67,13 @@ class VLoraService(rpyc.Service):
         self._gone = False
 
     def on_disconnect(self, conn: rpyc.Connection) -> None:
-        with contextlib.suppress(RuntimeError):  # the loop may be gone first
+        with contextlib.suppress(RuntimeError):  # the loop may be closed already
             self._loop.call_soon_threadsafe(self._cancel_all)
 
-    # -- what clients call --------------------------------------------------------------------------------------------
+    # -- calls of clients ---------------------------------------------------------------------------------------------
 
     def exposed_hello(self, *args: Any) -> Future[Reply]:
-        """(token or nothing) -> who is there. With a token that is good, the other calls are open to the connection."""
+        """(token or nothing) -> Hello. A valid token authenticates the connection for the other calls."""
 
         async def work() -> Hello:
             token = _checked("token", args[0] if args else None, str | None)
@@ -82,7 +82,7 @@ class VLoraService(rpyc.Service):
             self._tenant = None if found is None else found.name
             self._peer.trust()
             limit = self._front_end.config.max_message_bytes
-            # A message is its images and a little around them.
+            # A message has its images and a small overhead.
             return Hello(protocol=PROTOCOL_VERSION, model=self._model, max_message_bytes=limit - limit // 16)
 
         return self._run(work, greeting=True)
@@ -99,7 +99,7 @@ class VLoraService(rpyc.Service):
         return self._run(work, call_id=args[:1])
 
     def exposed_stream(self, *args: Any) -> Parts:
-        """As generate, in parts as they come -> StreamPart, again and again, until one has the Answer"""
+        """As generate, streamed -> StreamPart repeatedly, the last with the Answer"""
         parts = Parts(lambda text: success(StreamPart(text=text)))
 
         async def work() -> StreamPart:
@@ -108,7 +108,7 @@ class VLoraService(rpyc.Service):
                     if isinstance(part, Answer):
                         return StreamPart(answer=part)
                     parts.put(part)
-            raise AssertionError("an answer without an end")
+            raise AssertionError("a stream ended without its Answer")
 
         parts.end = self._run(work, call_id=args[:1])
         return parts
@@ -130,7 +130,7 @@ class VLoraService(rpyc.Service):
         return self._run(work, call_id=args[:1])
 
     def exposed_cancel(self, call_id: Any) -> Future[Reply]:
-        """End a request that nobody waits for any more. Unknown numbers are ignored."""
+        """Cancel a request. Unknown numbers are ignored."""
 
         async def work() -> None:
             if (task := self._tasks.get(_checked("call_id", call_id, int))) is not None:
@@ -139,7 +139,7 @@ class VLoraService(rpyc.Service):
         return self._run(work)
 
     def exposed_open_frames(self, *args: Any) -> Future[Reply]:
-        """(adapter, head, max_latency_s, fps, drop, priority) -> id of a stream of frames"""
+        """(adapter, head, max_latency_s, fps, drop, priority) -> id of a frame stream"""
 
         async def work() -> str:
             adapter, head, max_latency_s, fps, drop, priority = _positional("open_frames", args, 6)
@@ -158,12 +158,12 @@ class VLoraService(rpyc.Service):
         return self._run(work)
 
     def exposed_send_frame(self, *args: Any) -> Future[Reply]:
-        """(stream id, number, images, wait_s) -> whether it was taken; waits up to wait_s for room.
+        """(stream id, number, images, wait_s) -> whether it was accepted; waits up to wait_s for room.
 
         An image is bytes, or (bytes, height, width).
         """
 
-        give_back = self._peer.take_charge()  # the frame is held for longer than this call takes
+        give_back = self._peer.take_charge()  # the frame is held longer than this call runs
         sent = False
 
         async def work() -> bool:
@@ -175,7 +175,7 @@ class VLoraService(rpyc.Service):
                 if isinstance(image, RawImage):
                     image.check(self._front_end.config)
             place, wait = _checked("number", number, int), _wait_s(wait_s)
-            sent = True  # from here on the stream gives back
+            sent = True  # from here on the stream releases the charge
             return await stream.send(place, frame, wait, give_back)
 
         sending = self._run(work)
@@ -183,7 +183,7 @@ class VLoraService(rpyc.Service):
         return sending
 
     def exposed_pull_results(self, *args: Any) -> Future[Reply]:
-        """(stream id, number of the last frame whose result arrived, wait_s) -> FrameResults"""
+        """(stream id, number of the last frame with a received result, wait_s) -> FrameResults"""
 
         async def work() -> FrameResults:
             stream_id, acknowledged, wait_s = _positional("pull_results", args, 3)
@@ -193,7 +193,7 @@ class VLoraService(rpyc.Service):
         return self._run(work)
 
     def exposed_end_frames(self, *args: Any) -> Future[Reply]:
-        """(stream id): it gets no more frames; their results can still be pulled."""
+        """(stream id): end the stream's input; remaining results can still be pulled."""
 
         async def work() -> None:
             self._stream(_positional("end_frames", args, 1)[0]).end()
@@ -201,7 +201,7 @@ class VLoraService(rpyc.Service):
         return self._run(work)
 
     def exposed_close_frames(self, *args: Any) -> Future[Reply]:
-        """(stream id): cancel what is under way, forget what was not pulled. Unknown streams are ignored."""
+        """(stream id): cancel active frames and discard unread results. Unknown streams are ignored."""
 
         async def work() -> None:
             (stream_id,) = _positional("close_frames", args, 1)
@@ -222,24 +222,24 @@ class VLoraService(rpyc.Service):
         )
 
     def exposed_unload_adapter(self, name: Any, drain: Any = False) -> Future[Reply]:
-        """Forget an adapter, cancelling its requests or letting them finish."""
+        """Remove an adapter and cancel its requests, or with drain let them finish."""
         return self._run(
             lambda: self._front_end.unload_adapter(_checked("name", name, str), _checked("drain", drain, bool)),
             admin=True,
         )
 
     def exposed_pin_adapter(self, name: Any, pinned: Any) -> Future[Reply]:
-        """Keep an adapter on the device, or let it go -> AdapterStatus"""
+        """Pin or unpin an adapter on the device -> AdapterStatus"""
         return self._run(
             lambda: self._front_end.pin_adapter(_checked("name", name, str), _checked("pinned", pinned, bool)),
             admin=True,
         )
 
     def exposed_stats(self) -> Future[Reply]:
-        """Counters -> EngineStats"""
+        """Engine counters -> EngineStats"""
         return self._run(self._front_end.stats)
 
-    # -- on the loop --------------------------------------------------------------------------------------------------
+    # -- on the event loop --------------------------------------------------------------------------------------------
 
     def _run(
         self,
@@ -252,7 +252,7 @@ class VLoraService(rpyc.Service):
         async def checked() -> Reply:
             try:
                 if not greeting:
-                    # With every call anew: a token may expire while its connection lasts.
+                    # Check with every call: a token may expire during a connection.
                     self._access.check(self._token, admin=admin)
             except VLoraError as error:
                 return failure(error)
@@ -265,8 +265,8 @@ class VLoraService(rpyc.Service):
             self._peer.leave()
 
     async def _reply(self, work: Callable[[], Awaitable[Any]], call_id: tuple[Any, ...] | None) -> Reply:
-        """The outcome of a call as a value. call_id: under which it can be cancelled, still unchecked."""
-        limit_s = self._front_end.config.request_timeout_s + 1  # requests are bounded in the front end already
+        """The outcome of a call as a value. call_id: unvalidated id for cancelling the call."""
+        limit_s = self._front_end.config.request_timeout_s + 1  # the front end bounds requests already
         number: int | None = None
         try:
             if call_id is not None:
@@ -308,9 +308,9 @@ class VLoraService(rpyc.Service):
         )
 
     def _frames_owner(self) -> Token | None:
-        """Whose streams of frames this connection may use. Raises Disconnected when it broke before that."""
+        """The token that owns this connection's frame streams. Raises Disconnected after the connection is closed."""
         if self._gone:
-            raise Disconnected("the connection is gone")
+            raise Disconnected("the connection is closed")
         return self._access.check(self._token)
 
     def _stream(self, stream_id: Any) -> FrameStream:
@@ -325,12 +325,12 @@ class VLoraService(rpyc.Service):
 
 def _positional(call: str, args: tuple[Any, ...], count: int) -> tuple[Any, ...]:
     if len(args) != count:
-        raise BadRequest(f"{call} takes {count} values, {len(args)} came")
+        raise BadRequest(f"{call} takes {count} values; got {len(args)}")
     return args
 
 
 def _checked(name: str, value: Any, kind: Any) -> Any:
-    """The value, if it is of that type. Raises BadRequest."""
+    """Check the value's type and return it. Raises BadRequest."""
     try:
         return msgspec.convert(value, kind)
     except msgspec_errors.REFUSED as error:
@@ -346,17 +346,17 @@ def _wait_s(value: Any) -> float:
 
 def _frame(value: Any) -> tuple[bytes | RawImage, ...]:
     if not isinstance(value, tuple):
-        raise BadRequest("images: a tuple is expected, of bytes or (bytes, height, width)")
+        raise BadRequest("images must be a tuple of bytes or (bytes, height, width)")
     return tuple(image if isinstance(image, bytes) else RawImage(*_raw(image)) for image in value)
 
 
 def _raw(value: Any) -> tuple[bytes, int, int]:
     if not isinstance(value, tuple) or [type(each) for each in value] != [bytes, int, int]:
-        raise BadRequest("an image is bytes, or (bytes, height, width)")
+        raise BadRequest("an image must be bytes or (bytes, height, width)")
     return value
 
 
 def _images(value: Any) -> tuple[bytes, ...]:
     if not isinstance(value, tuple) or not all(isinstance(image, bytes) for image in value):
-        raise BadRequest("images: a tuple of bytes is expected, one per image")
+        raise BadRequest("images must be a tuple of bytes, one per image")
     return value

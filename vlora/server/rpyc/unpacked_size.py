@@ -1,4 +1,4 @@
-"""How much a message unpacks to, seen before it is unpacked: a byte of RPyC's serializer can stand for a hundred."""
+"""Checks a message's unpacked size before unpacking: one byte of RPyC's serialization can expand to a hundred."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from struct import Struct
 
 from rpyc.core import brine
 
-MAX_VALUES = 65_536  # a request is its images and some tens of values
+MAX_VALUES = 65_536  # a request has its images and some tens of values
 MAX_DEPTH = 32
 
 _ALONE = frozenset(
@@ -48,11 +48,11 @@ _COUNTED_VALUES = {brine.TAG_TUP_L1: brine.I1, brine.TAG_TUP_L4: brine.I4}
 
 
 def check_values(data: bytes, place: int) -> None:
-    """Walk over what begins at `place`. Raises ValueError for too many values, too deep, or none of the serializer's.
+    """Walk over the value at `place`. Raises ValueError for invalid data, too many values or too deep nesting.
 
-    Nothing is made of it, so that it costs a message's number of values and not its bytes.
+    No value is created, so the cost depends on the number of values, not on the number of bytes.
     """
-    left = [1]  # values still to come, by depth
+    left = [1]  # remaining values, by depth
     for _ in range(MAX_VALUES + 1):
         while left and not left[-1]:
             left.pop()
@@ -75,14 +75,14 @@ def check_values(data: bytes, place: int) -> None:
             left.append(_unpack(head, data, place))
             place += head.size
         else:
-            raise ValueError("a message that is none, or is cut short")
+            raise ValueError("a message is invalid or truncated")
         if len(left) > MAX_DEPTH:
-            raise ValueError(f"a message of values over {MAX_DEPTH} deep in one another")
-    raise ValueError(f"a message of over {MAX_VALUES} values")
+            raise ValueError(f"a message nests values over {MAX_DEPTH} deep")
+    raise ValueError(f"a message has over {MAX_VALUES} values")
 
 
 def _unpack(head: Struct, data: bytes, place: int) -> int:
     if place + head.size > len(data):
-        raise ValueError("a message that is none, or is cut short")
+        raise ValueError("a message is invalid or truncated")
     count: int = head.unpack_from(data, place)[0]
     return count

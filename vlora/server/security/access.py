@@ -1,4 +1,4 @@
-"""Who may make a call, on either surface."""
+"""Token authentication and admin permission, for RPyC and HTTP."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def _now() -> datetime.datetime:
 
 
 class Access:
-    """Compares what a caller shows with every token, in a time that tells nothing. Without tokens all may do all."""
+    """Compares a caller's token with every known token in constant time. Without tokens every call is allowed."""
 
     def __init__(self, tokens: Sequence[Token], *, now: Callable[[], datetime.datetime] = _now) -> None:
         self._tokens = [(_digest(token.secret), token) for token in tokens]
@@ -26,23 +26,25 @@ class Access:
 
     @property
     def required(self) -> bool:
-        """Whether there are tokens at all."""
+        """Whether authentication is required."""
         return bool(self._tokens)
 
     def replace(self, tokens: Sequence[Token]) -> None:
-        """Take other tokens from the next call on. Raises BadConfig where that would open or close the server as a
-        whole."""
+        """Use other tokens from the next call on. Raises BadConfig when that would turn authentication on or off."""
         if bool(tokens) != self.required:
-            raise BadConfig("a server begins to ask for tokens, or ceases to, when it is started, not in between")
+            raise BadConfig("authentication cannot be turned on or off at run time; restart the server for that")
         self._tokens = [(_digest(token.secret), token) for token in tokens]
 
     def check(self, shown: str | None, *, admin: bool = False, peer: str | None = None) -> Token | None:
-        """The token that was shown; None where there are no tokens.
+        """Return the caller's token; None where the server has no tokens.
 
-        peer: address of who shows it; None for one that was found good before.
+        Args:
+            peer: Address of the caller; None for a connection that is authenticated already.
 
-        Raises Unauthorized for no token, a wrong or an expired one; Forbidden when `admin` is asked of a user's;
-        OverCapacity when too many wrong ones came from this peer.
+        Raises:
+            Unauthorized: The token is missing, wrong or expired.
+            Forbidden: The call needs an admin token and this is a user token.
+            OverCapacity: This peer sent too many wrong tokens.
         """
         if not self._tokens:
             return None
@@ -50,8 +52,8 @@ class Access:
             self._wrong.check(peer)
         if not shown:
             raise Unauthorized(
-                "this server answers only who shows a token: the header 'Authorization: Bearer TOKEN' over HTTP, "
-                "Client(token=...) or the variable VLORA_TOKEN over RPyC"
+                "authentication required; send 'Authorization: Bearer TOKEN' over HTTP, or use Client(token=...) or "
+                "the variable VLORA_TOKEN over RPyC"
             )
         digest = _digest(shown)
         found: Token | None = None
@@ -61,15 +63,15 @@ class Access:
         if found is None:
             if peer is not None:
                 self._wrong.count(peer)
-            raise Unauthorized("the token is not one of this server's")
+            raise Unauthorized("the token is not valid on this server")
         if found.expires is not None and self._now() >= found.expires:
             expired = found.expires.astimezone(datetime.UTC)
             raise Unauthorized(f"the token expired at {expired:%Y-%m-%d %H:%M} UTC; ask for a new one")
         if admin and not found.admin:
-            raise Forbidden("this call takes an admin's token")
+            raise Forbidden("this call requires an admin token")
         return found
 
 
 def _digest(secret: str) -> bytes:
-    # Of one length, so that comparing does not tell how long a token is.
+    # Digests have one length, so the comparison does not reveal the token's length.
     return hashlib.sha256(secret.encode(errors="surrogatepass")).digest()

@@ -1,4 +1,4 @@
-"""How many connections a surface keeps, and who makes room: strangers before those who are known."""
+"""Limits on the connections of a server. At the limit, unauthenticated connections are closed first."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ import threading
 
 from vlora.client.tls import shut_down
 
-_SPARE = 128  # descriptors for the engine's socket, files, and images that are fetched
+_SPARE = 128  # descriptors for the engine's socket, files and fetched images
 _MOST = 2048
 _FEWEST = 8
 
 
 def connection_share() -> int:
-    """The connections one of the two surfaces may keep: well below what the process may open."""
+    """The connections that RPyC or HTTP may keep: well below the process's limit of open files."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == resource.RLIM_INFINITY:
         return _MOST
@@ -22,19 +22,19 @@ def connection_share() -> int:
 
 
 class Caller:
-    """One connection: its socket, which a TLS handshake may exchange, and whether its token was seen."""
+    """One connection: its socket, which a TLS handshake may exchange, and whether it is authenticated."""
 
     def __init__(self, sock: socket.socket) -> None:
         self.sock = sock
         self.known = False
 
     def end(self) -> None:
-        """Shut the connection down; the thread that reads it closes it."""
+        """Shut the connection down; its reader thread closes it."""
         shut_down(self.sock)
 
 
 class Callers:
-    """The connections there are, oldest first. Used by any number of threads."""
+    """The open connections, oldest first. Thread-safe."""
 
     def __init__(self, most: int, most_strangers: int) -> None:
         self._most = most
@@ -43,7 +43,7 @@ class Callers:
         self._lock = threading.Lock()
 
     def admit(self, caller: Caller) -> bool:
-        """Take one in, ending the oldest stranger where there is no room. False when only known callers are there."""
+        """Add a connection; at the limit, end the oldest unauthenticated one. False when all are authenticated."""
         with self._lock:
             strangers = [other for other in self._callers if not other.known]
             if len(self._callers) >= self._most and not strangers:

@@ -1,4 +1,4 @@
-"""How many bytes of messages the server holds, over all callers and both surfaces."""
+"""Limit on the bytes of messages in memory, over all callers of RPyC and HTTP."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import threading
 
 
 class ByteBudget:
-    """Bytes that were received and whose requests have not ended. Used by any number of threads."""
+    """Received bytes of requests that have not ended. Thread-safe."""
 
     def __init__(self, most: int) -> None:
         self.most = most
@@ -14,7 +14,7 @@ class ByteBudget:
         self._changed = threading.Condition()
 
     def take(self, count: int, wait_s: float = 0.0) -> bool:
-        """Count bytes in, waiting up to `wait_s` for room; False, and nothing counted, when there is none."""
+        """Reserve bytes, waiting up to `wait_s` for room. Returns False, with nothing reserved, when there is none."""
         with self._changed:
             if not self._changed.wait_for(lambda: self._held + count <= self.most, wait_s):
                 return False
@@ -22,8 +22,8 @@ class ByteBudget:
             return True
 
     def give(self, count: int) -> None:
-        """Count bytes out."""
+        """Release bytes."""
         with self._changed:
             self._held -= count
-            assert self._held >= 0, "more bytes were given back than taken"
+            assert self._held >= 0, "more bytes were released than taken"
             self._changed.notify_all()

@@ -1,4 +1,4 @@
-"""The server's side of TLS."""
+"""Server-side TLS."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from vlora.errors import BadConfig
 
 
 def server_context(config: ServerConfig) -> ssl.SSLContext | None:
-    """What both surfaces speak TLS with; None without a certificate. Raises BadConfig for files that do not serve."""
+    """The TLS context of RPyC and HTTP; None without a certificate. Raises BadConfig for unusable files."""
     if config.tls_cert is None:
         return None
     context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
     try:
-        # An encrypted key would ask for its password on the terminal.
+        # An encrypted key would prompt for its password on the terminal.
         context.load_cert_chain(config.tls_cert, config.tls_key, password=lambda: "")
     except (OSError, ValueError) as error:
         raise BadConfig(
-            f"tls_cert {config.tls_cert!r} and tls_key {config.tls_key!r} cannot be used (PEM files, the key not "
-            f"encrypted, are expected): {error}"
+            f"tls_cert {config.tls_cert!r} and tls_key {config.tls_key!r} cannot be used (PEM files with an "
+            f"unencrypted key are expected): {error}"
         ) from error
     if config.tls_client_ca is not None:
         try:

@@ -1,4 +1,4 @@
-"""Who may call: tokens from a file and from the environment."""
+"""Tokens from a file and from the environment."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ from vlora.wording import msgspec_errors, yaml_errors
 
 log = logging.getLogger(__name__)
 
-VARIABLES = {"VLORA_TOKEN": False, "VLORA_ADMIN_TOKEN": True}  # name -> whether it is an admin's
+VARIABLES = {"VLORA_TOKEN": False, "VLORA_ADMIN_TOKEN": True}  # name -> whether it is an admin token
 
 
 class _Entry(msgspec.Struct, forbid_unknown_fields=True):
     token: str
     admin: bool = False
-    expires: Any = None  # YAML gives a date or a datetime; msgspec cannot tell the two apart
+    expires: Any = None  # YAML gives a date or a datetime; msgspec cannot distinguish them
 
 
 def read_tokens(file: Path | None, environ: Mapping[str, str]) -> tuple[Token, ...]:
-    """Tokens of the file, then those of VLORA_TOKEN and VLORA_ADMIN_TOKEN where they are set.
+    """Read the tokens of the file, then VLORA_TOKEN and VLORA_ADMIN_TOKEN where they are set.
 
-    The file is YAML: a name, then `token`, and perhaps `admin: true` and `expires: 2027-01-31` (a day or a time, UTC
-    unless it says otherwise). Raises BadConfig with the entry's name, never with what stands in it.
+    The file is YAML: a name with `token`, and optionally `admin: true` and `expires: 2027-01-31` (a date or a time, UTC
+    by default). Raises BadConfig with the entry's name, never with its content.
     """
     tokens = [] if file is None else list(_read_file(file))
     tokens += [
@@ -42,18 +42,18 @@ def read_tokens(file: Path | None, environ: Mapping[str, str]) -> tuple[Token, .
 def _read_file(file: Path) -> Iterator[Token]:
     try:
         if file.stat().st_mode & 0o077:
-            log.warning("others can read or change the token file %r; chmod 600 it", str(file))
+            log.warning("the token file %r is accessible to other users; run chmod 600 on it", str(file))
         entries: Any = yaml.safe_load(file.read_text())
     except OSError as error:
         raise BadConfig(f"cannot read the token file {str(file)!r}: {error.strerror}") from error
     except (yaml.YAMLError, UnicodeDecodeError) as error:
-        # The parser's own message quotes the file; it must not be the cause either.
+        # The parser's own message quotes the file; so it must not be the cause either.
         where = getattr(error, "problem_mark", None)
         line = f", line {where.line + 1}" if where else ""
         why = yaml_errors.problem(error) if isinstance(error, yaml.YAMLError) else "it is not UTF-8 text"
         raise BadConfig(f"the token file {str(file)!r} is not YAML{line}: {why}") from None
     if not isinstance(entries, dict) or not entries:
-        raise BadConfig(f"the token file {str(file)!r} holds no tokens; write 'NAME: {{token: SECRET}}', one per line")
+        raise BadConfig(f"the token file {str(file)!r} has no tokens; write 'NAME: {{token: SECRET}}', one per line")
     for name, fields in entries.items():
         yield _token(str(name), fields, file)
 
@@ -62,12 +62,12 @@ def _token(name: str, fields: Any, file: Path) -> Token:
     try:
         entry = msgspec.convert(fields, _Entry)
     except msgspec_errors.REFUSED as error:
-        # Without the value, which may be a secret.
+        # Omit the value, which may be a secret.
         why = msgspec_errors.described(error)
         raise BadConfig(f"the token file {str(file)!r}, entry {name!r}: {why}; write '{{token: SECRET}}'") from None
     expires = entry.expires
     if not isinstance(expires, datetime.date | None):
-        raise BadConfig(f"the token file {str(file)!r}, entry {name!r}: expires is no day or time; write 2027-01-31")
+        raise BadConfig(f"the token file {str(file)!r}, entry {name!r}: expires is not a date; write 2027-01-31")
     if expires is not None and not isinstance(expires, datetime.datetime):
         expires = datetime.datetime.combine(expires, datetime.time())
     if expires is not None and expires.tzinfo is None:

@@ -1,1 +1,1 @@
-"""Streams of frames: their state, the registry of open ones, previews."""
+"""Frame streams: their state, the registry of open streams, previews."""

@@ -1,7 +1,7 @@
-"""One stream of frames: what waits, what is being answered, and the results that were not acknowledged yet.
+"""One frame stream: waiting frames, running frames, and unacknowledged results.
 
-Frames are numbered from 0 by their sender, who may send a frame or ask for results again after a broken connection: a
-number that is known already changes nothing, and results stay until they are acknowledged. That is all a resume takes.
+The sender numbers frames from 0. After a broken connection it may send a frame or request results again: a known number
+has no effect, and results stay until they are acknowledged. A resumed stream needs nothing else.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from vlora.server.media.image_decoding import RawImage
 from vlora.server.metrics import Metrics
 from vlora.types import ErrorValue
 
-MAX_UNACKNOWLEDGED = 256  # frames of a stream between being taken and their result being acknowledged
+MAX_UNACKNOWLEDGED = 256  # accepted frames of a stream with an unacknowledged result
 
 _MAX_WAITING = 4
-_MAX_RUNNING = 4  # enough for the engine to batch, few enough to stay fresh
+_MAX_RUNNING = 4  # enough for batching, few enough for low latency
 _MAX_RESULTS_PER_PULL = 64
 
 
@@ -43,7 +43,7 @@ class Ask(Protocol):
 
 
 class Seen(Protocol):
-    """Told of every answered frame, while its images are still there."""
+    """Called with every answered frame, while its images are in memory."""
 
     async def __call__(self, images: Sequence[bytes | RawImage], result: FrameResult) -> None: ...
 
@@ -56,7 +56,7 @@ class _Frame(NamedTuple):
 
 
 class FrameStream:
-    """Belongs to one event loop. Of sends, and of pulls, one waits at a time: a later one takes over."""
+    """Used from one event loop. At most one send and one pull wait at a time; a later call replaces the waiting one."""
 
     def __init__(
         self,
@@ -69,7 +69,7 @@ class FrameStream:
         *,
         held: Callable[[], bool] = lambda: False,
     ) -> None:
-        """held: whether frames wait because no engine is there to ask, and one will be; `go_on` tells of its end."""
+        """held: whether frames wait for an engine that is starting; `go_on` is called when that ends."""
         self._ask = ask
         self._held = held
         self._metrics = metrics
@@ -83,7 +83,7 @@ class FrameStream:
         self._interval_s = 0.0 if options.fps is None else 1 / options.fps
         self._due = self._loop.time()  # when the next frame may start
         self._pace: asyncio.TimerHandle | None = None
-        self._lapse: asyncio.TimerHandle | None = None  # when the oldest frame that is held has waited too long
+        self._lapse: asyncio.TimerHandle | None = None  # when the oldest held frame reaches its bound
         self._num_taken = 0
         self._waiting: deque[_Frame] = deque()
         self._running: set[asyncio.Task[None]] = set()
@@ -98,12 +98,14 @@ class FrameStream:
     async def send(
         self, number: int, images: tuple[bytes | RawImage, ...], wait_s: float, done: Callable[[], None]
     ) -> bool:
-        """Take a frame, waiting up to `wait_s` for room; False when there was none.
+        """Accept a frame, waiting up to `wait_s` for room. Returns False when there is none.
 
-        done: called once when the images are not held any more, which is at once where the frame is not taken.
+        Args:
+            done: Called once when the images are released: immediately when the frame is not accepted.
 
-        Raises BadRequest for a number out of turn or another count of images, and after `end`; UnknownStream when the
-        stream was cancelled meanwhile.
+        Raises:
+            BadRequest: The number is out of sequence, the number of images is wrong, or the stream has ended.
+            UnknownStream: The stream was cancelled meanwhile.
         """
         taken = False
         try:
@@ -114,10 +116,14 @@ class FrameStream:
         return taken or 0 <= number < self._num_taken
 
     async def pull(self, acknowledged: int, wait_s: float) -> FrameResults:
-        """The results that follow `acknowledged`, in order of their frames; waits up to `wait_s` for the first.
+        """The results after frame `acknowledged`, in frame order; waits up to `wait_s` for the first.
 
-        acknowledged: the number of the last frame whose result arrived safely, -1 for none; up to there they are
-        forgotten. Raises BadRequest for a number that cannot be, UnknownStream when the stream was cancelled meanwhile.
+        Args:
+            acknowledged: Number of the last frame with a received result, -1 for none. Results up to it are deleted.
+
+        Raises:
+            BadRequest: `acknowledged` is out of range.
+            UnknownStream: The stream was cancelled meanwhile.
         """
         self._pulls += 1
         turn = self._pulls
@@ -134,12 +140,12 @@ class FrameStream:
         return FrameResults(results=tuple(results), finished=self._ended and wanted == self._num_taken)
 
     def end(self) -> None:
-        """Take no more frames; those taken are answered."""
+        """Accept no more frames; accepted frames are still answered."""
         self._ended = True
         self._notify()
 
     def cancel(self) -> None:
-        """Free everything."""
+        """Cancel all frames and release their memory."""
         self._ended = self._cancelled = True
         for task in self._running:
             task.cancel()
@@ -155,17 +161,17 @@ class FrameStream:
         self._notify()
 
     def go_on(self) -> None:
-        """Start what was held."""
+        """Start the held frames."""
         self._start_due()
 
     @property
     def num_waiting(self) -> int:
-        """Frames taken and not started yet."""
+        """Accepted frames that have not started."""
         return len(self._waiting)
 
     @property
     def num_running(self) -> int:
-        """Frames being answered."""
+        """Frames in progress."""
         return len(self._running)
 
     # -- inside -------------------------------------------------------------------------------------------------------
@@ -180,27 +186,27 @@ class FrameStream:
     async def _take(
         self, number: int, images: tuple[bytes | RawImage, ...], wait_s: float, done: Callable[[], None]
     ) -> bool:
-        """Whether it was new, and there was room."""
+        """Whether the frame was new and there was room."""
         self._sends += 1
         turn = self._sends
         self._notify()
         if 0 <= number < self._num_taken:
             return False
         if number != self._num_taken:
-            raise BadRequest(f"frame {number} came where frame {self._num_taken} was expected")
+            raise BadRequest(f"got frame {number}; expected frame {self._num_taken}")
         if len(images) != self._num_images:
             raise BadRequest(
                 f"head {self.options.head!r} of adapter {self.options.adapter!r} reads {self._num_images} "
-                f"image{'s' * (self._num_images != 1)} per frame; {len(images)} came"
+                f"image{'s' * (self._num_images != 1)} per frame; got {len(images)}"
             )
         await self._until(lambda: self._ended or self._sends != turn or self._has_room, wait_s)
         if self._ended:
-            raise BadRequest("the stream was ended; it takes no more frames")
+            raise BadRequest("the stream has ended and accepts no more frames")
         if self._sends != turn or not self._has_room:
             return False
         if self.options.drop == "newest" and self._waiting:
             old = self._waiting.popleft()
-            self._finish(old, dropped=f"frame {number} came before this one was started")
+            self._finish(old, dropped=f"frame {number} arrived before this one was started")
             old.done()
         self._waiting.append(_Frame(number, images, self._loop.time(), done))
         self._num_taken += 1
@@ -210,17 +216,17 @@ class FrameStream:
 
     def _acknowledge(self, number: int) -> None:
         if number < self._acknowledged:
-            raise BadRequest(f"results up to frame {self._acknowledged} were acknowledged; they cannot be had again")
+            raise BadRequest(f"results up to frame {self._acknowledged} were acknowledged and are no longer available")
         between = range(self._acknowledged + 1, min(number, self._num_taken) + 1)
         if number >= self._num_taken or not all(each in self._results for each in between):
-            raise BadRequest(f"frame {number} cannot be acknowledged: there is no result of it yet")
+            raise BadRequest(f"frame {number} cannot be acknowledged: it has no result yet")
         for each in between:
             del self._results[each]
         self._acknowledged = number
         self._notify()
 
     def _start_due(self) -> None:
-        """Start waiting frames, as many as may run and as fast as the stream's frame rate."""
+        """Start waiting frames, within the limit of running frames and at the stream's frame rate."""
         if self._held():
             self._end_late()
         while self._waiting and len(self._running) < _MAX_RUNNING and not self._held():
@@ -229,7 +235,7 @@ class FrameStream:
                 if self._pace is None:
                     self._pace = self._loop.call_later(self._due - now, self._on_pace)
                 break
-            # A frame that comes late does not push back all that follow.
+            # A late frame does not delay the following frames.
             self._due = max(self._due, now - self._interval_s) + self._interval_s
             frame = self._waiting.popleft()
             task = asyncio.create_task(self._answer(frame))
@@ -242,13 +248,13 @@ class FrameStream:
         self._start_due()
 
     def _end_late(self) -> None:
-        """Frames that are held fail when their bound passes, not when they would be started."""
+        """Fail held frames at their bound, not at the time of their start."""
         bound, now = self.options.max_latency_s, self._loop.time()
         if bound is None:
             return
         while self._waiting and now >= self._waiting[0].arrived + bound:
             frame = self._waiting.popleft()
-            why = f"the frame was not answered within the stream's {bound:g} s: the engine is being started again"
+            why = f"the frame was not answered within the stream's {bound:g} s: the engine is restarting"
             self._finish(frame, error=DeadlineMissed(why))
             frame.done()
         if self._waiting and self._lapse is None:
@@ -261,7 +267,7 @@ class FrameStream:
     def _on_answered(self, frame: _Frame, task: asyncio.Task[None]) -> None:
         frame.done()
         self._running.discard(task)
-        if not task.cancelled():  # else the stream, or the loop, is at its end
+        if not task.cancelled():  # otherwise the stream or the loop is closing
             self._start_due()
 
     async def _answer(self, frame: _Frame) -> None:

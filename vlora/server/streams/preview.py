@@ -1,4 +1,4 @@
-"""A stream's last answered frame with the answer written on it, for as long as somebody looks."""
+"""A stream's last answered frame with its answer, drawn only while a viewer requests it."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from vlora.config import ServerConfig
 from vlora.server.media.image_decoding import RawImage, decode_images
 from vlora.types import FoundBox
 
-_WIDTH, _HEIGHT, _BAR = 480, 280, 40  # room for the picture, and below it for the answer
+_WIDTH, _HEIGHT, _BAR = 480, 280, 40  # picture size, and the bar below it for the answer
 _COLOUR = (255, 220, 80)
-_LOOKED_S = 5.0  # how long after a look frames are still drawn
+_LOOKED_S = 5.0  # frames are drawn for this long after a request
 _APART_S = 0.5
 
 
 class LastFrame:
-    """Drawing costs a few milliseconds, in a thread: at most two frames a second, and none that nobody wants to see."""
+    """Drawing takes a few milliseconds in a thread: at most two frames per second, and only while viewed."""
 
     def __init__(self, config: ServerConfig) -> None:
         self._config = config
@@ -29,15 +29,15 @@ class LastFrame:
         self._picture: tuple[int, bytes] | None = None
 
     def look(self) -> tuple[int, bytes] | None:
-        """The frame's number and its picture as JPEG; None until the next one is answered."""
+        """The frame's number and its picture as JPEG; None until the next frame is answered."""
         now = self._loop.time()
         if now - self._looked > _LOOKED_S:
-            self._picture = None  # nobody looked for a while: what is there is old
+            self._picture = None  # the picture is outdated after a pause of requests
         self._looked = now
         return self._picture
 
     async def show(self, images: Sequence[bytes | RawImage], result: FrameResult) -> None:
-        """A frame was answered; its last image is the one to see."""
+        """Draw an answered frame's last image."""
         now = self._loop.time()
         if now - self._looked > _LOOKED_S or now - self._drawn < _APART_S:
             return
@@ -63,7 +63,7 @@ def draw(image: bytes | RawImage, result: FrameResult, config: ServerConfig) -> 
 
 
 def _draw_boxes(picture: Image.Image, boxes: Sequence[FoundBox], scale: float) -> None:
-    """Those of the last image."""
+    """The boxes of the last image."""
     pen, font = ImageDraw.Draw(picture), ImageFont.load_default(14)
     last = max((box.image for box in boxes), default=0)
     for box in boxes:

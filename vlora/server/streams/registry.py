@@ -1,4 +1,4 @@
-"""Which streams of frames are open, and whose they are."""
+"""The open frame streams and their owners."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ _ID_BYTES = 16
 
 
 class WatchedStream(NamedTuple):
-    """A stream as who watches knows it. number: counts streams as they are opened; the id is its owner's secret.
+    """A stream as the console shows it. number: sequence number of the stream; the id is its owner's secret.
 
-    owner: its token's name, which stays when the secret or the day it expires is changed.
+    owner: its token's name, which stays when the secret or the expiry date changes.
     """
 
     number: int
@@ -30,11 +30,11 @@ class WatchedStream(NamedTuple):
 
 
 class Streams:
-    """One per front end; belongs to its event loop. A stream lives while a connection uses it, and a while longer."""
+    """One per front end, used from its event loop. A stream outlives its last connection for a limited time."""
 
     def __init__(self, ask: Ask, config: ServerConfig, metrics: Metrics) -> None:
         self.held: Callable[[], bool] = lambda: False
-        """Whether frames are not to be started now; `go_on` is called when that ends."""
+        """Whether frames must wait; `go_on` is called when that ends."""
         self._ask = ask
         self._metrics = metrics
         self._config = config
@@ -48,9 +48,9 @@ class Streams:
         return len(self._open)
 
     def open(self, options: StreamOptions, num_images: int, owner: Token | None, user: object) -> str:
-        """The id of a new stream. user: the connection that keeps it alive. Raises OverCapacity.
+        """Open a stream and return its id. user: the connection that keeps it open. Raises OverCapacity.
 
-        num_images: how many images make a frame of it.
+        num_images: images per frame.
         """
         if len(self._open) >= self._config.max_streams:
             raise OverCapacity(
@@ -68,12 +68,12 @@ class Streams:
         return stream_id
 
     def use(self, stream_id: str, owner: Token | None, user: object) -> FrameStream:
-        """The stream, which `user` keeps alive from now on. Raises UnknownStream, for somebody else's too."""
+        """The stream, which `user` keeps open from now on. Raises UnknownStream, also for another owner's stream."""
         stream, its_owner = self._open.get(stream_id, (None, None))
         if stream is None or its_owner != _name(owner):
             raise UnknownStream(
                 f"no stream {stream_id[:32]!r} is open; a stream is closed {self._config.stream_keep_s:g} s after its "
-                "connection broke, and when the server ends; open a new one"
+                "connection breaks, and when the server stops; open a new one"
             )
         self._users[stream_id].add(user)
         if (expiry := self._expiries.pop(stream_id, None)) is not None:
@@ -81,16 +81,16 @@ class Streams:
         return stream
 
     def watched(self) -> tuple[WatchedStream, ...]:
-        """Every open stream, for who watches, the oldest first."""
+        """Every open stream as the console shows it, the oldest first."""
         return tuple(self._watched.values())
 
     def go_on(self) -> None:
-        """Start what was held."""
+        """Start the held frames."""
         for stream, _ in self._open.values():
             stream.go_on()
 
     def leave(self, user: object) -> None:
-        """The connection is gone: streams that no other one uses are kept for a while."""
+        """The connection is closed: streams without another connection stay open for a limited time."""
         for stream_id, users in self._users.items():
             if user in users:
                 users.discard(user)
@@ -100,7 +100,7 @@ class Streams:
                     )
 
     def discard(self, stream_id: str) -> None:
-        """Cancel what is under way and forget the stream."""
+        """Cancel the stream's frames and remove it."""
         stream, _ = self._open.pop(stream_id)
         self._metrics.streams(-1)
         del self._users[stream_id], self._watched[stream_id]
